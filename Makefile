@@ -58,6 +58,7 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape llama-8b-awq
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape gemma3-12b --attention-backend triton
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3.5-9b
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape nemotron-h-8b --max-mamba-cache-size 400
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.experts
@@ -65,6 +66,7 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.packed_experts --int4
 	PYTHONPATH=.gpu/site:. python3 -m bench.packed_linear
 	PYTHONPATH=.gpu/site:. python3 -m bench.delta
+	PYTHONPATH=.gpu/site:. python3 -m bench.mamba --all --torch
 	PYTHONPATH=.gpu/site:. python3 -m bench.products
 	PYTHONPATH=.gpu/site:. python3 -m bench.gated
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker

@@ -184,6 +184,32 @@ QWEN35_9B = {
 """Qwen3.5 9B, its text: three of four layers have linear attention."""
 
 
+NEMOTRON_H_8B = {
+    "model_type": "nemotron_h",
+    "hidden_size": 4096,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 52,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "vocab_size": 131072,
+    "max_position_embeddings": 32768,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Nemotron-H 8B: 24 layers with Mamba-2, 4 with attention, 24 MLPs without gates; with a longer context."""
+
+
 def sized(
     family: str, layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, **others: Any
 ) -> dict[str, Any]:
@@ -214,6 +240,7 @@ SHAPES = {
     "gpt-oss-20b": GPT_OSS_20B,
     "gemma3-12b": GEMMA3_12B,
     "qwen3.5-9b": QWEN35_9B,
+    "nemotron-h-8b": NEMOTRON_H_8B,
     "qwen2.5-0.5b": sized("qwen2", 24, 896, 4864, 14, 2, 151936, **TIED),
     "llama-1b": sized("llama", 16, 2048, 8192, 32, 8, 128256, **TIED),
     "llama-3b": sized("llama", 28, 3072, 8192, 24, 8, 128256, **TIED),

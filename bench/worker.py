@@ -38,12 +38,13 @@ from radixrt.worker.drafting import Drafter
 from radixrt.worker.grammar import Grammars
 from radixrt.worker.loading import load_runner, look_up
 from radixrt.worker.loop import Identity, Worker
+from radixrt.worker.model.blocks import NoMlp, NoOutput
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.latent import Latent
 from radixrt.worker.model.layers import Layer, Product
 from radixrt.worker.model.linear import HeadLinear, Linear
-from radixrt.worker.model.mlp import Mixture
+from radixrt.worker.model.mlp import Mixture, UngatedMlp, UngatedShared
 from radixrt.worker.model.scaled import ScaledLinear
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.plan import Runner
@@ -94,11 +95,19 @@ def ceilings() -> dict[str, float]:
 
 def dense(layer: Layer) -> list[Product]:
     """The products of a layer that are computed for every token."""
-    mlp = layer.mlp
-    products = [mlp.experts.router] if isinstance(mlp, Mixture) else [mlp.gate_up, mlp.down.product]
-    if isinstance(mlp, Mixture) and mlp.shared:
-        products += [mlp.shared.gate_up, mlp.shared.down]
-    return [*layer.heads.products, layer.output.product, *products]
+    mlp, products = layer.mlp, [*layer.heads.products]
+    if layer.beside is not None:
+        products += layer.beside.products
+    if not isinstance(layer.output, NoOutput):
+        products.append(layer.output.product)
+    if isinstance(mlp, Mixture):
+        products.append(mlp.experts.router)
+        shared = mlp.shared
+        if shared is not None:
+            products += [shared.up if isinstance(shared, UngatedShared) else shared.gate_up, shared.down]
+    elif not isinstance(mlp, NoMlp):
+        products += [mlp.up if isinstance(mlp, UngatedMlp) else mlp.gate_up, mlp.down.product]
+    return products
 
 
 def of_heads(layer: Layer) -> list[HeadLinear]:
@@ -476,6 +485,9 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument(
+        "--max-mamba-cache-size", type=int, default=0, help="recurrent states: those of 256 decodes are two thirds"
+    )
+    parser.add_argument(
         "--quantization",
         default="auto",
         choices=("auto", "fp8", "none"),
@@ -500,6 +512,7 @@ def main() -> None:
             "deterministic": args.deterministic,
             "quantization": args.quantization,
             "tensor_parallel_size": args.tensor_parallel_size,
+            "max_mamba_cache_size": args.max_mamba_cache_size,
         }
         worker = resolve(WorkerConfig(model=model, device="cuda", load_format="dummy", **settings))
         began = time.perf_counter()

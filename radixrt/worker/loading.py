@@ -20,7 +20,6 @@ from radixrt.worker.kv import DTYPES
 from radixrt.worker.model import checkpoint, int4, read_spec
 from radixrt.worker.model.blocks import named
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.quantized import (
     Products,
     block_size,
@@ -241,8 +240,6 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
 
 def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
-    if isinstance(loaded.spec.recurrent, MambaSpec):
-        return "Mamba-2 layers have no kernels"
     if loaded.spec.index is not None:
         return "DeepSeek Sparse Attention has no kernels"
     if loaded.spec.layers:
@@ -257,9 +254,10 @@ def _no_kernels(loaded: Loaded) -> str:
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
     if loaded.spec.recurrent is not None:
-        from radixrt.worker.cuda.delta_step import no_kernels
+        from radixrt.worker.cuda import delta_step
 
-        return no_kernels(loaded.spec.recurrent)
+        if reason := delta_step.no_kernels(loaded.spec.recurrent):
+            return reason
     if loaded.spec.experts is not None:
         from radixrt.worker.cuda import experts
 

@@ -45,7 +45,10 @@ GRANITE_MOE |= {"logits_scaling": 1.5, "num_local_experts": 6, "num_experts_per_
 EXAONE_MOE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_expand": 2}
 MAMBA |= {"num_hidden_layers": 3}
-GRANITE_HYBRID: dict[str, Any] = MAMBA | {"layer_types": ["mamba", "attention", "mamba"]}
+ONE_GROUP = MAMBA | {"mamba_n_groups": 1}
+"""As published models have. With more, releases of transformers differ: 5.17 normalizes all groups of Bamba and Granite
+together, 5.24 each alone, as the models' authors do (mamba_ssm)."""
+GRANITE_HYBRID: dict[str, Any] = ONE_GROUP | {"layer_types": ["mamba", "attention", "mamba"]}
 GRANITE_HYBRID |= {"shared_intermediate_size": 72}
 GRANITE_SWASH = GRANITE_MOE | {"layer_rope_theta": [10_000.0, 0]}
 
@@ -75,7 +78,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "afmoe": EXAONE_MOE | WINDOWS | {"head_dim": 32, "mup_enabled": True, "route_scale": 2.5},
     "apertus": {},
     "arcee": {"head_dim": 32},
-    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "bamba": ONE_GROUP | {"attn_layer_indices": [1]},
     "cohere": {"logit_scale": 0.25},
     "cohere2": WINDOWS | {"logit_scale": 0.25},
     "cohere2_moe": WINDOWS | {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "logit_scale": 0.25},

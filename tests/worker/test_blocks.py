@@ -14,6 +14,10 @@ from radixrt.worker.loading import _no_kernels, look_up
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.blocks import paired
 from radixrt.worker.model.checkpoint import read_json
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.layers import TorchOps
+from radixrt.worker.model.quantized import Products
+from radixrt.worker.model.random_weights import RandomWeights
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_models import all_logits, load
 
@@ -112,10 +116,28 @@ def test_several_ranks_are_refused(checkpoint):
         load(checkpoint("nemotron_h")[0], tensor_parallel_size=2)
 
 
-def test_on_a_gpu_there_are_no_kernels(checkpoint):
-    """Then torch runs them, with this reason as a warning; Granite without Mamba-2 layers has kernels."""
+def test_shapes_without_kernels_on_a_gpu(checkpoint, tmp_path, monkeypatch):
+    """Then torch runs the model, with this reason as a warning."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     loaded = look_up(resolve(WorkerConfig(str(checkpoint("bamba")[0]), device="cpu")))
-    assert _no_kernels(loaded) == "Mamba-2 layers have no kernels"
+    assert _no_kernels(loaded) == "Mamba-2 has no kernels for heads of 32 elements and 12 in their state"
+    shutil.copy(loaded.folder / "config.json", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mamba_d_state": 16}))
+    assert _no_kernels(look_up(resolve(WorkerConfig(str(tmp_path), device="cpu")))) == ""
+
+
+def test_an_mlp_alone_at_the_end_in_fp8(checkpoint):
+    """Of some tokens it gives what it gives of all; its input is quantized."""
+    spec = read_spec(read_json(checkpoint("nemotron_h")[0] / "config.json"))
+    assert spec.blocks[-1][0] is None
+    model = Decoder(spec, RandomWeights(0, torch.float32, torch.device("cpu"), Products.ALL))
+    x, residual = torch.randn(2, 7, spec.hidden_size)
+    last = model._layers[-1]
+    assert last.mlp.rounding is not None
+    x, at = last.attention_norm(residual, TorchOps()), torch.tensor([1, 6])
+    assert torch.allclose(model.finish(x, residual.clone(), at), model.finish(x, residual.clone())[at], atol=1e-5)
 
 
 def test_attention_and_a_mixer_in_one_layer(checkpoint):

@@ -1,5 +1,5 @@
 """Short causal convolutions of each channel over the tokens of sequences, whose last inputs are their states. With SiLU
-before linear attention; without it in layers of convolutions alone (ShortConv)."""
+before linear attention and in Mamba-2 mixers; without it in layers of convolutions alone (ShortConv)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import triton.language as tl
 
 from radixrt.worker.cuda.cutting import CHUNK_FIELDS, TOKENS
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
+from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.short_conv import ShortConv
 
 if TYPE_CHECKING:
@@ -55,13 +56,18 @@ def _conv_kernel(
     tl.store(out_ptr + token * channels + c, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def _bias(net: DeltaNet | ShortConv | Mamba) -> torch.Tensor | None:
+    """[channels], of the convolution."""
+    return net.bias if isinstance(net, ShortConv) else net.conv_bias if isinstance(net, Mamba) else None
+
+
 def conv_step(
-    x: torch.Tensor, net: DeltaNet | ShortConv, states: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
+    x: torch.Tensor, net: DeltaNet | ShortConv | Mamba, states: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
     cache: KernelCache | None = None,
 ) -> None:  # fmt: skip
     """Write the causal convolution of each channel of x[T, channels] to `out`, for one token of each of B sequences,
     the first B; and SiLU, but not of a ShortConv. `states` (`LayerStates.conv`) at integer slots[B] are updated."""
-    channels, bias = x.shape[1], net.bias if isinstance(net, ShortConv) else None
+    channels, bias = x.shape[1], _bias(net)
     block = min(STEP_CHANNELS, triton.next_power_of_2(channels))
     launch(
         _conv_kernel, (triton.cdiv(channels, block), len(slots), 1), cache,
@@ -129,12 +135,12 @@ def _conv_chunk_kernel(
 
 
 def conv_chunks(
-    x: torch.Tensor, net: DeltaNet | ShortConv, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
+    x: torch.Tensor, net: DeltaNet | ShortConv | Mamba, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
     cache: KernelCache | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
     """As `conv_step`, for the tokens of `chunks` (see `cutting`). `whole`: `out` is [chunks, TOKENS, channels], with
     zeros for tokens that a chunk lacks."""
-    channels, bias = x.shape[1], net.bias if isinstance(net, ShortConv) else None
+    channels, bias = x.shape[1], _bias(net)
     launch(
         _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), TOKENS // ROWS), cache,
         x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0), states.stride(0),

@@ -39,13 +39,14 @@ class Cut:
         return cls(chunks, torch.stack((at, one, slots), dim=1))
 
 
-def cut(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
-    """(chunks int32[N, CHUNK_FIELDS], sequences int32[B, SEQUENCE_FIELDS], longest first) of the parts of sequences."""
+def cut(parts: Parts, tokens: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:
+    """(chunks int32[N, CHUNK_FIELDS], sequences int32[B, SEQUENCE_FIELDS], longest first) of the parts of sequences.
+    Chunks have up to `tokens` tokens."""
     first, end = parts.bounds[:-1], parts.bounds[1:]
-    counts = -(-(end - first) // TOKENS)
+    counts = -(-(end - first) // tokens)
     stop = np.cumsum(counts)
     part = np.repeat(np.arange(len(counts)), counts)
-    begin = first[part] + (np.arange(stop[-1]) - (stop - counts)[part]) * TOKENS
+    begin = first[part] + (np.arange(stop[-1]) - (stop - counts)[part]) * tokens
     begins = np.flatnonzero(np.diff(parts.owners, prepend=-1))  # the first part of each sequence, and its last one
     ends = np.append(begins[1:], len(counts)) - 1
     of_sequence = np.stack((parts.targets[ends], first[begins], end[ends]), axis=1)
@@ -54,7 +55,7 @@ def cut(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
     stored[stop[ends] - 1] = 0  # the last state of a sequence is stored in its slot anyway
     lengths = np.add.reduceat(counts, begins)
     mine = of_sequence.repeat(lengths, axis=0)
-    chunks = np.column_stack((begin, np.minimum(end[part] - begin, TOKENS), mine, stored))
+    chunks = np.column_stack((begin, np.minimum(end[part] - begin, tokens), mine, stored))
     order = np.argsort(-lengths, kind="stable")
     sequences = np.column_stack(((stop - counts)[begins], lengths, parts.targets[ends]))[order]
     return chunks.astype(np.int32), sequences.astype(np.int32)

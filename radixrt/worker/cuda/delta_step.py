@@ -1,23 +1,28 @@
-"""The linear attention of one step on a GPU: decodes token by token, longer parts of sequences in chunks. And the
-copies of recurrent states before and after a step (see `plan.StateWork`)."""
+"""The recurrent layers of one step on a GPU, with linear attention, Mamba-2 or short convolutions: decodes token by
+token, longer parts of sequences in chunks. And the copies of recurrent states before and after a step (see
+`plan.StateWork`)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda import convolutions, delta, delta_chunks
-from radixrt.worker.cuda.cutting import Cut, cut
+from radixrt.worker.cuda import convolutions, delta, delta_chunks, mamba, mamba_chunks
+from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.launching import KernelCache
+from radixrt.worker.cuda.mamba import MambaInputs
 from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.layers import Product
+from radixrt.worker.model.mamba_mixer import Mamba
+from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.plan import Plan, StateWork
@@ -25,11 +30,13 @@ from radixrt.worker.plan import Plan, StateWork
 WIDTHS = 64, 128
 """Widths of heads for which there are kernels for chunks. For products with fewer columns, Triton makes programs for
 Hopper that read beyond shared memory (its issue 11366); with more, tiles would not fit in it."""
+STATES = 64, 128, 256
+"""Columns of a Mamba-2 head's state for which there are kernels for chunks."""
 KERNELS = 2, 3, 4
 """Inputs that the convolution of a token sees."""
 
-Net = DeltaNet | ShortConv
-Spec = DeltaSpec | ShortConvSpec
+Net = DeltaNet | ShortConv | Mamba
+Spec = DeltaSpec | ShortConvSpec | MambaSpec
 
 
 def no_kernels(spec: Spec) -> str:
@@ -38,16 +45,25 @@ def no_kernels(spec: Spec) -> str:
         return f"convolutions of {spec.kernel} inputs have no kernels"
     if isinstance(spec, DeltaSpec) and spec.value_dim % delta.COLUMNS:
         return f"linear attention has no kernels for heads of width {spec.value_dim}"
+    if isinstance(spec, MambaSpec) and not (_is_power(spec.head_dim) and _is_power(spec.state)):
+        return f"Mamba-2 has no kernels for heads of {spec.head_dim} elements and {spec.state} in their state"
     return ""
+
+
+def _is_power(size: int) -> bool:
+    return size & (size - 1) == 0
 
 
 def by_tokens(spec: Spec, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the tokens of a sequence have to be computed one after the other, also where that need not be exact."""
+    if isinstance(spec, MambaSpec):
+        there = spec.head_dim in WIDTHS and spec.state in STATES and dtype.itemsize == 2
+        return device.type == "cuda" and not there
     if isinstance(spec, ShortConvSpec):
         return False
     sizes = spec.key_dim, spec.value_dim
     if device.type != "cuda":
-        return any(size & (size - 1) for size in sizes)
+        return not all(map(_is_power, sizes))
     return any(size not in WIDTHS for size in sizes) or dtype.itemsize != 2
 
 
@@ -55,17 +71,31 @@ def projected_widths(spec: Spec) -> tuple[int, ...]:
     """Elements of what a layer projects of a token: by each of `products`."""
     if isinstance(spec, ShortConvSpec):
         return (3 * spec.channels,)
+    if isinstance(spec, MambaSpec):
+        return (spec.values + spec.channels + spec.heads,)
     return spec.channels + (2 * spec.rank or spec.values), (1 if spec.rank else 2) * spec.value_heads
 
 
 def products(net: Net) -> tuple[Product, ...]:
     """The projections whose results `DeltaStep.put` takes."""
-    return (net.product,) if isinstance(net, ShortConv) else (net.qkvz, net.ba)
+    return (net.qkvz, net.ba) if isinstance(net, DeltaNet) else tuple(net.products)
 
 
 def result_shape(spec: Spec) -> tuple[int, ...]:
     """Of one token."""
+    if isinstance(spec, MambaSpec):
+        return (spec.values,)
     return (spec.channels,) if isinstance(spec, ShortConvSpec) else (spec.value_heads, spec.value_dim)
+
+
+def chunk_bytes(spec: Spec, itemsize: int) -> int:
+    """Bytes that kernels for chunks hold of each chunk, for a model's dtype of `itemsize` bytes."""
+    if isinstance(spec, ShortConvSpec):
+        return 0
+    if isinstance(spec, MambaSpec):
+        return itemsize * math.prod(spec.rule_shape)
+    factors = 3 * spec.key_dim if spec.rank else 0
+    return itemsize * TOKENS * (spec.channels + spec.value_heads * (2 * TOKENS + factors))
 
 
 # ---------------------------------------------------------------- copies
@@ -139,7 +169,7 @@ class DeltaStep:
 
     def __call__(self, number: int, net: Net, x: torch.Tensor | Rounded) -> torch.Tensor:
         projected = tuple(product(x) for product in products(net))
-        shape = (net.spec.value_heads, net.spec.value_dim) if isinstance(net, DeltaNet) else net.conv.shape[:1]
+        shape = net.conv.shape[:1] if isinstance(net, ShortConv) else result_shape(net.spec)
         out = projected[0].new_empty((len(projected[0]), *shape))
         self.put(number, net, projected, out)
         return out
@@ -150,6 +180,9 @@ class DeltaStep:
         if isinstance(net, ShortConv):
             before, after, x = projected[0].chunk(3, dim=1)
             torch.mul(after, self._convolved(net, before * x, states), out=out)
+            return
+        if isinstance(net, Mamba):
+            self._put_mamba(net, MambaInputs.of(net, *projected), states, out)
             return
         inputs = DeltaInputs.of(net, *projected)
         _, many = self._caches
@@ -177,6 +210,19 @@ class DeltaStep:
         if self._ones is None:
             self._ones = Cut.of_ones(slots)
         delta.by_tokens(x, inputs, net, states, self._ones, out, few)
+
+    def _put_mamba(self, net: Mamba, inputs: MambaInputs, states: LayerStates, out: torch.Tensor) -> None:
+        x = self._convolved(net, inputs.x, states)
+        few, many = self._caches
+        if self._decodes is not None and self._by_tokens:
+            self._ones = self._ones or Cut.of_ones(self._decodes)
+            mamba.by_tokens(x, inputs, net, states, self._ones, out, few)
+        elif self._decodes is not None:
+            mamba.decode(x, inputs, net, states, self._decodes, out, few)
+        if self._lists is not None:
+            by_lists = mamba.by_tokens if self._by_tokens else mamba_chunks.by_chunks
+            by_lists(x, inputs, net, states, self._lists, out, many)
+        mamba.finish(inputs, net, out, few)
 
     def _convolved(self, net: Net, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

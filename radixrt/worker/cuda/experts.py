@@ -7,7 +7,8 @@ With few rows per expert the time is that of reading the experts; the kernel her
 bandwidth. With many, rows are first copied in the order of experts, and multiplied by a kernel for Hopper, which
 applies the gate as well (`hopper_experts`), or by torch's grouped matrix product.
 
-Biases, if any, are added where gate and up are combined, and where the rows of a token are.
+Biases, if any, are added where gate and up are combined, and where the rows of a token are. Experts without a gate
+(squared ReLU) take rows that are copied in the order of experts, however few there are.
 
 Experts in FP8 (`scaled_experts`) take x quantized by the launch that routes, and inner rows quantized by one more
 launch, which applies the gate. All their products are kernels here. So are those of experts in MXFP4
@@ -17,6 +18,8 @@ and INT4 (`packed_experts`), whose weights are expanded to bfloat16 in registers
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -33,6 +36,7 @@ from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.expert_spec import ExpertsSpec
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.scaled import Rounded, Rounding
+from radixrt.worker.model.spec import SQUARED_RELU
 
 # ---------------------------------------------------------------- products
 
@@ -243,7 +247,19 @@ def combine(
 def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     """See `Ops.experts`. With `batch_invariant` the same tile computes all products, so that the rounding of a row does
     not depend on the others."""
-    logits, count = experts.logits(x), len(experts.down)
+    logits = experts.logits(x)
+    if experts.latent is None:
+        return _add(experts, logits, x, residual)
+    into, back = experts.latent
+    inner = into(x)
+    total = torch.zeros_like(inner)
+    _add(experts, logits, inner, total)
+    residual.add_(back(total))
+
+
+def _add(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """As `add`, for x in the space that experts are computed in."""
+    count = len(experts.down)
     if experts.routing.scales_inputs:  # a token has one expert (see `no_kernels`), whose output has the weight 1
         x = x * logits.float().amax(-1, keepdim=True).sigmoid().to(x.dtype)
     rows = len(x) * experts.top_k / count
@@ -257,7 +273,7 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     shallow = rows <= TILES or max(x.shape[1], experts.down.shape[2]) < DEEP
     if by_expert and rows > SPREAD and shallow and (hopper := _hopper(x.device)):
         weights, order, _ = _begin(experts, logits, hopper.ROWS, x, None)
-        inner = hopper.product(spread(x, order), order, experts.gate_up, experts.activation, experts.gate_up_bias)
+        inner = _inner(experts, hopper.product, spread(x, order), order, is_sorted=True)
         made = hopper.product(inner, order, experts.down, None)
     elif by_expert and tile is None:
         kind = experts.routing
@@ -268,9 +284,21 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         tile = tile or MANY
         weights, order, _ = _begin(experts, logits, tile.rows, x, None)
         flipped = rows <= FEWEST and tile is FEW
-        inner = _product(x, order, experts.gate_up, tile, experts.activation, experts.gate_up_bias, flipped)
+        inner = _inner(experts, partial(_product, tile=tile, flipped=flipped), x, order)
         made = _product(inner, order, experts.down, tile, None, flipped=flipped)
     combine(made, weights, order, residual, experts.down_bias)
+
+
+def _inner(
+    experts: Experts, product: Callable[..., torch.Tensor], x: torch.Tensor, order: Order, is_sorted: bool = False
+) -> torch.Tensor:
+    """The input of the experts' second product, [T * chosen, I], by `product`, for x[T, hidden]; or, if it is sorted,
+    [T * chosen, hidden]."""
+    if experts.activation == SQUARED_RELU:
+        return kernels.squared_relu(
+            product(x if is_sorted else spread(x, order), order, experts.gate_up, activation=None)
+        )
+    return product(x, order, experts.gate_up, activation=experts.activation, bias=experts.gate_up_bias)
 
 
 @functools.cache
@@ -306,7 +334,9 @@ def no_kernels(moe: ExpertsSpec) -> str:
 def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
     """The experts' results, [T * chosen, hidden] sorted by expert, for x[T, hidden], by torch's grouped product."""
     inner = F.grouped_mm(spread(x, order), experts.gate_up.transpose(1, 2), offs=order.ends)
-    if experts.gate_up_bias is None:
+    if experts.activation == SQUARED_RELU:
+        inner = kernels.squared_relu(inner)
+    elif experts.gate_up_bias is None:
         inner = kernels.gate(inner, experts.activation)
     else:
         inner = biased_gate(inner, experts.gate_up_bias, order, experts.activation)
@@ -318,7 +348,10 @@ def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
     gate_up, down = experts.gate_up, experts.down
     weights, order, known = _begin(experts, logits, tile.rows, x, gate_up.rounding)
     inner = scaled_experts.product(known, order, gate_up, tile, x.dtype, of_tokens=True)
-    inner = kernels.gate(inner, experts.activation, down.rounding)
+    if experts.activation == SQUARED_RELU:
+        inner = kernels.squared_relu(inner, down.rounding)
+    else:
+        inner = kernels.gate(inner, experts.activation, down.rounding)
     combine(scaled_experts.product(inner, order, down, tile, x.dtype), weights, order, residual)
 
 
@@ -326,6 +359,6 @@ def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
     """Of experts in MXFP4 or INT4, with so many rows each, on average."""
     first, second = packed_experts.MANY if experts.batch_invariant else packed_experts.tiles_for(rows)
     weights, order, _ = _begin(experts, logits, first.rows, x, None)
-    inner = packed_experts.product(x, order, experts.gate_up, first, experts.activation, experts.gate_up_bias)
+    inner = _inner(experts, partial(packed_experts.product, tile=first), x, order)
     made = packed_experts.product(inner, order, experts.down, second, None)
     combine(made, weights, order, residual, experts.down_bias)

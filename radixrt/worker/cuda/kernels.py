@@ -132,6 +132,41 @@ def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> 
     return found
 
 
+@triton.jit(do_not_specialize=["stride"])
+def _squared_relu_kernel(
+    x_ptr, out_ptr, scales_ptr, size, stride, GROUP: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    x = tl.load(x_ptr + row * size + i, mask=inside, other=0.0).to(tl.float32)
+    x = tl.where(x < 0, 0.0, x)  # NaN stays NaN
+    out = (x * x).to(x_ptr.dtype.element_ty)
+    if GROUP > 0:
+        store_rounded(out.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
+    else:
+        tl.store(out_ptr + row * size + i, out, mask=inside)
+
+
+def squared_relu(x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
+    """relu(x[T, I])^2: in place; with a `rounding`, quantized to FP8."""
+    rows, size = x.shape
+    if rounding is None:
+        group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
+        found, values, scales, stride = x, x, x, 0
+    else:
+        group, block, warps = launch_sizes(size, rounding)
+        found = room(rows, size, rounding, x.device)
+        values, scales, stride = found.values, found.scales, found.scales.stride(1)
+    launch(
+        _squared_relu_kernel, (rows, triton.cdiv(size, block)), None, x, values, scales, size, stride, group, LIMIT,
+        block, num_warps=warps,
+    )  # fmt: skip
+    return found
+
+
 # ---------------------------------------------------------------- norm of heads, rotation, pages
 
 

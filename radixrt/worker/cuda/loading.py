@@ -19,6 +19,7 @@ from radixrt.worker.building import MOST_SCORED
 from radixrt.worker.cache import PageCache
 from radixrt.worker.cuda import full_chunks, ops
 from radixrt.worker.cuda.chunks import HELD_BYTES
+from radixrt.worker.cuda.delta_step import chunk_bytes
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.pieces import kept_bytes, most_tokens
 from radixrt.worker.cuda.ragged import FlashInfer
@@ -181,12 +182,14 @@ def step_bytes(
     group: TorchGroup | None,
 ) -> int:  # fmt: skip
     """Bytes that the largest step needs beside weights and pages: those of a measured step, plus what that step does
-    not have: copies of chunks under shared prefixes, partial results of a chunk after a long context, and the logits of
-    scored prompts with their softmax."""
+    not have: copies of chunks under shared prefixes, partial results of a chunk after a long context, the logits of
+    scored prompts with their softmax, and the short chunks of recurrent layers at the ends and marks of prompts."""
     spec = loaded.spec
     copies = (1 + MOST_COPIES) * config.max_num_batched_tokens * spec.num_heads * spec.head_dim * loaded.dtype.itemsize
     other = (2 * copies if flashinfer else 0) + (HELD_BYTES if config.deterministic else 0)
     other += 3 * MOST_SCORED * spec.vocab_size * 4
+    if spec.recurrent is not None and not config.deterministic:
+        other += 2 * config.max_num_seqs * chunk_bytes(spec.recurrent, loaded.dtype.itemsize)
     if spec.index is not None:  # scores, and what torch.topk needs beside them; selected slots
         other += 2 * 4 * max(MOST_SCORES, spec.max_model_len) + 24 * spec.index.top_k * config.max_num_batched_tokens
     # Even with full heads, short chunks take the absorbed form, and may take more memory.

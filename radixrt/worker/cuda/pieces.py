@@ -7,8 +7,9 @@ number of tokens:
     graph 0: embed, norm, qkv, append | attention 0 | graph 1: output, mlp, qkv, append | attention 1 | ... | finish
 
 With latent attention, the product that turns sums of latents into heads' values is launched by the host as well,
-because chunks that full heads compute do not need it. Linear attention, which depends on how many tokens each sequence
-has, is launched by the host between two graphs as attention is; its projections are captured.
+because chunks that full heads compute do not need it. Linear attention and Mamba-2, which depend on how many tokens
+each sequence has, are launched by the host between two graphs as attention is; their projections are captured. Where a
+layer has both attention and a mixer, a graph is between them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.delta_net import Mix
 from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers import Projected
+from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.model.spec import ModelSpec
 
@@ -57,13 +59,22 @@ def sizes_up_to(tokens: int) -> list[int]:
 
 def kept_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
     """Bytes of the tensors that graphs of up to `tokens` tokens keep, beside the memory pool of their kernels: residual
-    streams, queries, results of attention (with latent attention also heads' values and full queries)."""
+    streams and what comes with them (`ending`), queries, results of attention (with latent attention also heads' values
+    and full queries)."""
     sizes = sizes_up_to(tokens)
     heads = spec.head_dim + spec.value_dim
     if latent := spec.latent:
         heads += latent.value_dim + latent.nope_dim + latent.rope_dim
     linear = sum(projected_widths(spec.recurrent)) + math.prod(result_shape(spec.recurrent)) if spec.recurrent else 0
-    return itemsize * (sum(sizes) * spec.hidden_size + tokens * (spec.num_heads * heads + linear))
+    return itemsize * (sum(sizes) * (spec.hidden_size + ending(spec)) + tokens * (spec.num_heads * heads + linear))
+
+
+def ending(spec: ModelSpec) -> int:
+    """Elements of a token that a last graph makes, after the last attention, for `Decoder.finish`: the input of an MLP
+    without a mixer, or the results of attention and of a mixer side by side. 0: there is no such graph."""
+    if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.beside:
+        return spec.num_heads * spec.value_dim + spec.recurrent.values
+    return spec.hidden_size if spec.blocks and spec.blocks[-1][0] is None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +90,11 @@ class Inputs:
 @dataclass(frozen=True, slots=True)
 class Captured:
     """The graphs of one size, and what `Decoder.attend_all` returns: the last attention's output, which the host
-    launches, and the residual stream that the graphs write."""
+    launches (or what a last graph makes of it), and the residual stream that the graphs write."""
 
     inputs: Inputs
     graphs: list[torch.cuda.CUDAGraph]
-    x: torch.Tensor
+    x: torch.Tensor | Rounded
     residual: torch.Tensor
 
 
@@ -116,7 +127,7 @@ class Pieces:
             self._values = torch.zeros((*place, spec.latent.value_dim), **kinds)
             self._full = torch.empty((*place, spec.latent.nope_dim + spec.rope_dim), **kinds) if full else None
         self._projected = self._mixed = None
-        """With linear attention: what its layers project, and its results."""
+        """With recurrent layers: what these project, and their results."""
         if delta := spec.recurrent:
             kinds = {"dtype": model.dtype, "device": model.device}
             self._projected = tuple(torch.empty((most, width), **kinds) for width in projected_widths(delta))
@@ -147,7 +158,7 @@ class Pieces:
 
     def go_on(
         self, size: int, attention: StepAttention, mix: DeltaStep | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
         """Launch the attentions and the other graphs, after `begin`; returns what `Decoder.attend_all` does."""
         captured = self._captured[size]
         for graph, launch in zip_longest(captured.graphs[1:], self._between):
@@ -175,10 +186,12 @@ class Pieces:
         graphs: list[torch.cuda.CUDAGraph] = []
         writes = self._append(inputs)
         self._between = []
+        spec = self._model.spec
+        most = len(spec.attention_layers) + (len(spec.recurrent.layers) if spec.recurrent else 0) + (ending(spec) > 0)
 
         def next_graph() -> None:
             graphs[-1].capture_end()
-            if len(graphs) < self._model.spec.num_layers:
+            if len(graphs) < most:
                 self._begin(graphs)
 
         def attend(layer: int, heads: Projected) -> torch.Tensor:
@@ -196,6 +209,8 @@ class Pieces:
         with torch.cuda.stream(self._stream):
             self._begin(graphs)
             x, residual = self._through(inputs, attend, mix)
+            if ending(spec):
+                graphs[-1].capture_end()
         torch.cuda.synchronize()
         return Captured(inputs, graphs, x, residual)
 
@@ -227,6 +242,6 @@ class Pieces:
 
     def _through(
         self, inputs: Inputs, attend: Callable[[int, Projected], torch.Tensor], mix: Mix
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
         tokens = self._last_tokens.resolve(inputs.tokens, inputs.rows)
         return self._model.attend_all(tokens, inputs.positions, attend, mix)

@@ -110,9 +110,9 @@ class Decoder:
 
     def attend_all(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, mix: Mix | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
         """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
-        the residual stream [T, hidden]."""
+        the residual stream [T, hidden]. If the last layer has none, the input of its MLP is in place of the output."""
         residual = self._embed(tokens)
         inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, residual)
         rotations = self._positions.rotations(positions, residual.dtype)
@@ -145,7 +145,7 @@ class Decoder:
 
     def finish(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | Rounded,
         residual: torch.Tensor,
         wanted: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -156,7 +156,9 @@ class Decoder:
         if wanted is not None:
             if not len(wanted):
                 return torch.empty((0, self.own_width), device=x.device)
-            x, residual, tokens = x[wanted], residual[wanted], None if tokens is None else tokens[wanted]
+            residual, tokens = residual[wanted], None if tokens is None else tokens[wanted]
+            # Only the input of an MLP without a mixer is quantized, to rows that products need in one piece.
+            x = self._layers[-1].attention_norm(residual, self._ops) if isinstance(x, Rounded) else x[wanted]
         last, inputs = len(self._layers) - 1, None
         if self._layer_inputs is not None:
             inputs = self._layer_inputs(tokens, self._embed(tokens), first=last)[:, 0]
@@ -169,7 +171,11 @@ class Decoder:
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _after_attention(
-        self, number: int, x: torch.Tensor, residual: torch.Tensor, inputs: torch.Tensor | None = None
+        self,
+        number: int,
+        x: torch.Tensor | Rounded,
+        residual: torch.Tensor,
+        inputs: torch.Tensor | None = None,
     ) -> torch.Tensor | Rounded:
         """The rest of layer `number`, from attention's output x. Adds to residual[T, hidden], in place, and returns the
         normalized input of the next layer or, after the last one, of the output projection. `inputs`: see

@@ -64,6 +64,9 @@ class Ops(Protocol):
     def gate(self, x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
         """act(gate) * up, or another function of both (see `_ACTIVATIONS`): [T, I], of x[T, 2 I], gate first."""
 
+    def squared_relu(self, x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
+        """relu(x[T, I])^2 (arXiv 2109.08668), in place unless it is quantized."""
+
     def scaled(
         self,
         x: torch.Tensor | Rounded,
@@ -129,6 +132,11 @@ class TorchOps:
     def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
         gate, up = x.chunk(2, dim=-1)
         out = _ACTIVATIONS[activation](gate, up)
+        return out if rounding is None else rounded(out, rounding)
+
+    @staticmethod
+    def squared_relu(x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
+        out = x.relu_().square_()
         return out if rounding is None else rounded(out, rounding)
 
     @staticmethod

@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.layers import NoNorm, Norm, Ops, Output, Product
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts, sigmoid, squared_relu
+from radixrt.worker.model.moe import Experts, sigmoid
 from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.scaled import Rounded, Rounding
-from radixrt.worker.model.spec import SQUARED_RELU
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,8 @@ class UngatedMlp:
 
     up: Product
     down: Output
-    activation: Callable[[torch.Tensor], torch.Tensor]
+    activation: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """None: squared ReLU."""
 
     @property
     def rounding(self) -> Rounding | None:
@@ -53,16 +53,17 @@ class UngatedMlp:
         self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
     ) -> torch.Tensor | Rounded:
         """As `Mlp.add`."""
-        return self.down.add(self.activation(self.up(x)), residual, norm, ops)
+        inner = self.up(x)
+        inner = ops.squared_relu(inner, self.down.rounding) if self.activation is None else self.activation(inner)
+        return self.down.add(inner, residual, norm, ops)
 
 
 UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    SQUARED_RELU: squared_relu,
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
 }
-"""Activations of `UngatedMlp`, but XIELU, which has parameters."""
+"""Activations of `UngatedMlp`, but squared ReLU and XIELU, which has parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class UngatedShared:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         """As `SharedMlp.add`."""
-        self.down.add(squared_relu(self.up(x)), residual)
+        self.down.add(ops.squared_relu(self.up(x), self.down.rounding), residual)
 
 
 def _activated(mlp: Mlp | SharedMlp, x: torch.Tensor | Rounded, ops: Ops) -> torch.Tensor | Rounded:

@@ -164,7 +164,7 @@ class Experts:
                 gate_up = self._linear(self.gate_up, self.gate_up_bias, expert, x.dtype, ops)
                 down = self._linear(self.down, self.down_bias, expert, x.dtype, ops)
                 if self.activation == SQUARED_RELU:
-                    parts.append(down(squared_relu(gate_up(part))))
+                    parts.append(down(ops.squared_relu(gate_up(part), down.rounding)))
                 else:
                     parts.append(down(ops.gate(gate_up(part), self.activation, down.rounding)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
@@ -209,11 +209,6 @@ def sigmoid(x: torch.Tensor) -> torch.Tensor:
 def softplus(x: torch.Tensor) -> torch.Tensor:
     """ln(1 + exp(x)) by a log-softmax, for the same reason."""
     return -torch.stack((torch.zeros_like(x), x), dim=-1).log_softmax(-1)[..., 0]
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)^2, in place (arXiv 2109.08668)."""
-    return x.relu_().square_()
 
 
 def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant: bool, shard: Shard) -> Experts:

@@ -25,7 +25,7 @@ from radixrt.worker.model.moe import Experts, read_experts
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP
 from radixrt.worker.model.reading_heads import HeadsReader
 from radixrt.worker.model.short_conv import ShortConv
-from radixrt.worker.model.spec import XIELU, GateSpec, NormsSpec
+from radixrt.worker.model.spec import SQUARED_RELU, XIELU, GateSpec, NormsSpec
 from radixrt.worker.model.tensors import Piece
 
 XIELU_FIXED = 0.5, -1e-6
@@ -325,7 +325,9 @@ class Reader(HeadsReader):
         spec, hidden = self._spec, self._spec.hidden_size
         up = Piece(at + "up_proj", (inner, hidden), self._shard.part(0, inner))
         down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, AFTER_MLP, after)
-        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else UNGATED[spec.activation]
+        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else None
+        if spec.activation not in (XIELU, SQUARED_RELU):
+            activation = UNGATED[spec.activation]
         return UngatedMlp(self._linear([up], spec.mlp_bias), down, activation)
 
     def _xielu(self, at: str) -> Xielu:

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
-from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step
+from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
 from radixrt.worker.cuda import int4, packed_experts, routing, sampler, scaled, sinks, sparse, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
@@ -39,7 +39,10 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
     built = compile(ASTSource(kernel, signature, fixed, aligned), target=target, options=options)
     assert built.metadata.shared <= room, (kernel, constants, built.metadata.shared)
     if constants.get("EARLY"):
-        waits_first(built, reads=kernel in (kernels._norm_kernel, delta._decode_kernel))
+        waits_first(built, reads=kernel in READS_FIRST)
+
+
+READS_FIRST = kernels._norm_kernel, delta._decode_kernel, mamba._state_decode_kernel
 
 
 def waits_first(built, reads=False):  # before what is ahead has ended nothing is written, nor read, but a weight
@@ -59,6 +62,7 @@ for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
         normed = rounded | {"CENTERED": group == 128, "BIAS": False}
         build(kernels._norm_kernel, ["*bf16", "*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, normed, 8)
     if every or group == 4096:
+        build(kernels._squared_relu_kernel, ["*bf16", out, "*fp32"], row, rounded, 8)
         build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1 if group else 3}, 8)
 for group in (4096, 128):
     constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}
@@ -175,6 +179,39 @@ constants = chunks | fields | {"COLUMNS": t.columns, "STAGES": t.stages}
 for each in (False, True):
     pointers = [*["*bf16"] * 3, "*fp32", "*bf16" if each else "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
     build(delta_chunks._across_kernel, pointers, numbers, constants | {"EACH": each}, t.warps, room=room)
+"""
+
+MAMBA = """
+numbers = dict.fromkeys(("z_stride", "steps_stride", "raw_stride", "state_stride"), i)
+numbers |= dict.fromkeys(("low", "high", "eps"), f)
+room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
+mamba_chunks.room = lambda: room
+t, fields = mamba_chunks.best_tiles(), {"TOKENS": cutting.TOKENS, "FIELDS": cutting.CHUNK_FIELDS}
+sequences = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
+shapes = [(128, 8, 64, 128), (24, 1, 128, 256)] if every else [(24, 1, 128, 256)]
+for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in shapes]:
+    state, gated = heads["STATE"], {"GATED": heads["GROUPS"] == 1}
+    pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*fp32", "*bf16"]
+    rows = {"ROWS": mamba.DECODE_ELEMENTS // state}
+    build(mamba._state_decode_kernel, pointers, numbers, heads | gated | rows, mamba.DECODE_WARPS)
+    pointers.insert(6, "*i32")
+    build(mamba._state_tokens_kernel, pointers, numbers, heads | gated | sequences | {"ROWS": mamba.ROWS}, 1)
+    pointers = ["*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*fp32"]
+    constants = {"HEADS": heads["HEADS"], "BLOCK": mamba_chunks.HEADS_AT_ONCE}
+    build(mamba_chunks._steps_kernel, pointers, numbers, constants | fields)
+    pointers = ["*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*i32", "*fp32"]
+    constants = {"ROWS": 64, "COLUMNS": t.columns, "HALF": tl.bfloat16, "STAGES": t.stages}
+    constants |= heads | fields | sequences
+    build(mamba_chunks._states_kernel, pointers, numbers, constants, t.warps, room=room)
+    pointers = ["*bf16", "*bf16", "*fp32", "*bf16", "*fp32", "*fp32", "*i32", "*bf16"]
+    constants = {"ROWS": mamba_chunks.ELEMENTS // state, "HALF": tl.bfloat16, "STAGES": t.mixed_stages}
+    constants |= {"ROWS": min(heads["DIM"], constants["ROWS"])} | heads | fields | gated
+    for together in (1, t.together):
+        which = constants | {"TOGETHER": together}
+        build(mamba_chunks._mixed_kernel, pointers, numbers, which, t.mixed_warps, room=room)
+for first in (False, True):
+    constants = {"GROUPS": 1, "SIZE": 3072, "BLOCK": 4096, "NORM_FIRST": first}
+    build(mamba._group_norm_kernel, ["*bf16"] * 3, numbers, constants, 8)
 """
 
 PACKED = """
@@ -359,7 +396,7 @@ for tile, scales, capability, room in [(*tile, *chip) for tile in tiles for chip
         pytest.param(80, "every", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("script", [MOST, PACKED, ATTENTION], ids=["most", "packed", "attention"])
+@pytest.mark.parametrize("script", [MOST, MAMBA, PACKED, ATTENTION], ids=["most", "mamba", "packed", "attention"])
 def test_all_kernels_compile(script, capability, which, tmp_path):
     """Each kernel; of products, attention and what rounds either all variants or some, among them those that need most
     memory. Products by blocks are compiled below."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, ScaledStack
 from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounded, Rounding, Scaled
+from radixrt.worker.model.spec import SQUARED_RELU
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
 
@@ -29,6 +31,8 @@ def make(count: int, chosen: int, hidden: int, inner: int, device: torch.device,
         for shape in ((count, hidden), (count, 2 * inner, hidden), (count, hidden, inner))
     )
     kind = {"normalized": True, "activation": "silu", "batch_invariant": False} | changes
+    if kind["activation"] == SQUARED_RELU:
+        gate_up = gate_up[:, :inner].contiguous()
     return Experts(Linear(router, None, kind["batch_invariant"]), 0.1 * gate_up, 0.1 * down, chosen, **kind)
 
 
@@ -123,12 +127,28 @@ def test_what_is_sorted_begins_where_kernels_are_compiled_for(device):
         (7, 6, 2, 40, 24, "gelu"),
         (17, 4, 3, 136, 16, "gelu_pytorch_tanh"),
         (40, 3, 2, 32, 136, "silu"),
+        (1, 4, 2, 32, 24, SQUARED_RELU),
+        (40, 3, 2, 40, 136, SQUARED_RELU),
     ],
 )
 def test_all_of_it(tokens, count, chosen, hidden, inner, activation, invariant, device):
     """Added to the residual stream: the kinds of tiles, sizes that tiles divide and that they do not."""
     experts = make(count, chosen, hidden, inner, device, activation=activation, batch_invariant=invariant)
     x, residual = torch.randn(2, tokens, hidden, device=device)
+    expected, found = residual.clone(), residual.clone()
+    experts.one_by_one(x, expected, TorchOps())
+    fused.add(experts, x, found)
+    assert error(found - residual, expected - residual) < 1e-5
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_experts_in_a_smaller_space(tokens, device):
+    """Without gates, as in the largest models of Nemotron 3; the router sees the hidden states."""
+    experts = make(4, 2, 24, 40, device, activation=SQUARED_RELU)
+    weights = (torch.randn(shape, device=device) / 4 for shape in ((4, 32), (24, 32), (32, 24)))
+    router, into, back = (Linear(weight, None, False) for weight in weights)
+    experts = dataclasses.replace(experts, router=router, latent=(into, back))
+    x, residual = torch.randn(2, tokens, 32, device=device)
     expected, found = residual.clone(), residual.clone()
     experts.one_by_one(x, expected, TorchOps())
     fused.add(experts, x, found)
@@ -234,6 +254,7 @@ class Rounds(TorchOps):
     """Products of the reference, with what the kernels round."""
 
     gate = staticmethod(kernels.gate)
+    squared_relu = staticmethod(kernels.squared_relu)
 
     @staticmethod
     def scaled(x, weight, bias, dtype, residual=None):
@@ -256,8 +277,9 @@ def stack_of(rounding: Rounding, count: int, rows: int, columns: int, device: to
 
 def in_fp8(gate_up: Rounding, down: Rounding, count, chosen, hidden, inner, device, dtype=torch.float32, **changes):
     router = Linear((torch.randn(count, hidden, device=device) / hidden**0.5).to(dtype))
-    stacks = stack_of(gate_up, count, 2 * inner, hidden, device), stack_of(down, count, hidden, inner, device)
     kind = {"normalized": True, "activation": "silu", "batch_invariant": False} | changes
+    height = inner if kind["activation"] == SQUARED_RELU else 2 * inner
+    stacks = stack_of(gate_up, count, height, hidden, device), stack_of(down, count, hidden, inner, device)
     return Experts(router, *stacks, chosen, **kind)
 
 
@@ -332,6 +354,7 @@ def test_more_tiles_than_are_computed_side_by_side(device):
         (6, 3, (Rounding.ROWS, Rounding.BLOCKS), 272, 256, "silu", torch.float32),
         (20, 3, (Rounding.BLOCKS, Rounding.BLOCKS), 144, 128, "gelu_pytorch_tanh", torch.float32),
         (70, 3, (Rounding.ROWS, Rounding.ROWS), 128, 80, "silu", torch.float32),
+        (6, 3, (Rounding.ROWS, Rounding.BLOCKS), 144, 256, SQUARED_RELU, torch.float32),
     ],
 )
 def test_all_of_it_in_fp8(tokens, count, kinds, hidden, inner, activation, dtype, device):
@@ -372,13 +395,13 @@ def test_the_kinds_of_tiles_in_fp8(rounding):
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 128), (200, 136), (1032, 264)])
-@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu", SQUARED_RELU])
 def test_many_rows_on_hopper(hidden, inner, activation, device):
     """By the kernel for it against torch's: experts with no rows, with a whole tile and more; sizes that tiles do not
     divide; more tiles than multiprocessors."""
     if device.type == "cpu" or not (hopper := fused._hopper(device)):
         pytest.skip("no GPU of Hopper")
-    made = make_clamped if activation == "clamped_swiglu" else make
+    made = make_clamped if activation == "clamped_swiglu" else partial(make, activation=activation)
     experts = made(40, 2, hidden, inner, device)
     tensors = ("gate_up", "down", "gate_up_bias", "down_bias")
     halves = {name: t.bfloat16() for name in tensors if (t := getattr(experts, name)) is not None}
@@ -387,9 +410,11 @@ def test_many_rows_on_hopper(hidden, inner, activation, device):
     numbers = torch.randint(0, 39, (3000, 1), dtype=torch.int32, device=device).clamp(min=12)
     order = routing.sort(numbers, 40, hopper.ROWS)
     rows = fused.spread(x, order)
-    inner = hopper.product(rows, order, experts.gate_up, activation, experts.gate_up_bias)
+    inner = fused._inner(experts, hopper.product, rows, order, is_sorted=True)
     expected = F.grouped_mm(rows, experts.gate_up.transpose(1, 2), offs=order.ends)
-    if experts.gate_up_bias is None:
+    if activation == SQUARED_RELU:
+        expected = TorchOps.squared_relu(expected)
+    elif experts.gate_up_bias is None:
         expected = kernels.gate(expected, activation)
     else:
         expected = fused.biased_gate(expected, experts.gate_up_bias, order, activation)

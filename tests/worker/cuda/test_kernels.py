@@ -14,11 +14,13 @@ from radixrt.worker import sample
 from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend, drawing, invariant, kernels, variants
 from radixrt.worker.cuda.attend import Scratch
+from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.cuda.sinks import add_sinks
 from radixrt.worker.cuda.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.model.layers import Heads, TorchOps
+from radixrt.worker.model.scaled import Rounding
 from radixrt.worker.sample import Draws
 from tests.worker.pages import make_plan
 
@@ -92,6 +94,19 @@ def test_gate(activation, device):
     assert TorchOps.gate(x, activation).sub(expected).abs().max() < 1e-4
     x[1, 3], x[2, 303] = torch.nan, torch.nan
     assert kernels.gate(x, activation).isnan().nonzero().tolist() == [[1, 3], [2, 3]]
+
+
+def test_squared_relu(device):
+    """In place, or quantized as `quantize` does it; NaN stays NaN."""
+    x = 6 * torch.randn(4, 2500, device=device)
+    expected = F.relu(x).square()
+    for rounding in Rounding:
+        found, again = kernels.squared_relu(x.clone(), rounding), quantize(expected, rounding)
+        assert torch.equal(found.dequantized(), again.dequantized())
+    x[2, 7] = torch.nan
+    assert kernels.squared_relu(x) is x and x.isnan().nonzero().tolist() == [[2, 7]]
+    x[2, 7] = expected[2, 7]
+    assert torch.equal(x, expected)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "fp8_e4m3", "fp8_e5m2"])

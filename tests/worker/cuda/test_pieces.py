@@ -9,7 +9,7 @@ import pytest
 from bench.shapes import SHAPES
 from radixrt.config import WorkerConfig
 from radixrt.worker.cuda.loading import graph_tokens
-from radixrt.worker.cuda.pieces import LEAST, SIZES, kept_bytes, most_tokens, sizes_up_to
+from radixrt.worker.cuda.pieces import LEAST, SIZES, ending, kept_bytes, most_tokens, sizes_up_to
 from radixrt.worker.model import read_spec
 
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
@@ -54,3 +54,16 @@ def test_bytes_that_graphs_keep():
     assert kept_bytes(linear, 16, 2) == 2 * 16 * (4096 + plain + 8192 + 4096 + 64 + 4096)
     latent = read_spec(SHAPES["deepseek-v2-lite"])
     assert kept_bytes(latent, 16, 2) == 2 * 16 * (2048 + 16 * (576 + 512 + 128 + 192))
+    mixers = read_spec(SHAPES["nemotron-h-8b"] | {"num_hidden_layers": 6, "hybrid_override_pattern": "M-M-*-"})
+    projected, heads = 8192 + 10240 + 128, 32 * 2 * 128
+    assert kept_bytes(mixers, 16, 2) == 2 * 16 * (4096 + heads + projected + 8192)
+
+
+def test_what_graphs_make_after_the_last_attention():
+    """For `Decoder.finish`: nothing, the input of an MLP without a mixer, or results side by side."""
+    nemotron = SHAPES["nemotron-h-8b"] | {"num_hidden_layers": 7}
+    assert ending(read_spec(nemotron | {"hybrid_override_pattern": "M-M-*-M"})) == 0
+    assert ending(read_spec(nemotron | {"hybrid_override_pattern": "M-M*M--"})) == 4096
+    falcon = {"model_type": "falcon_h1", "vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "head_dim": 32}
+    falcon |= {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    assert ending(read_spec(falcon | {"mamba_n_heads": 8, "mamba_d_ssm": 512})) == 8 * 32 + 512

@@ -44,6 +44,7 @@ SIZES = {
 }
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 LINEAR |= {"linear_value_head_dim": 16}
+MAMBA = {"num_hidden_layers": 3, "mamba_n_heads": 4, "mamba_d_state": 16}
 INDEXED = {"num_key_value_heads": 4, "moe_intermediate_size": 24, "index_topk": 36, "index_n_heads": 16}
 INDEXED |= {"index_head_dim": 12, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 12}
 INDEXED |= {"qk_rope_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
@@ -66,6 +67,10 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         pytest.param("olmo_hybrid", marks=pytest.mark.slow),
         pytest.param("kimi_linear", marks=pytest.mark.slow),
         pytest.param("lfm2", marks=pytest.mark.slow),
+        "nemotron_h",
+        pytest.param("granitemoehybrid", marks=pytest.mark.slow),
+        pytest.param("bamba", marks=pytest.mark.slow),
+        pytest.param("falcon_h1", marks=pytest.mark.slow),
         pytest.param("deepseek_v2", marks=pytest.mark.slow),
         pytest.param("glm4_moe", marks=pytest.mark.slow),
         pytest.param("minimax_m2", marks=pytest.mark.slow),
@@ -109,6 +114,10 @@ def folder(request, tmp_path_factory):
         "olmo_hybrid": {"num_hidden_layers": 3, "linear_key_head_dim": 12, "linear_value_head_dim": 24},
         "kimi_linear": {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 24},
         "lfm2": {"num_hidden_layers": 3},
+        "nemotron_h": {"num_hidden_layers": 8, "ssm_state_size": 16, "moe_intermediate_size": 24},
+        "granitemoehybrid": MAMBA,
+        "bamba": MAMBA,
+        "falcon_h1": MAMBA | {"mamba_d_ssm": 64, "mamba_rms_norm": True},
         "llama4_text": {"no_rope_layers": [1, 0], "interleave_moe_layer_step": 1},
         "cohere": {"use_qk_norm": True, "head_dim": 8},
         "phi": {"qk_layernorm": True, "head_dim": 8},
@@ -316,6 +325,7 @@ def test_latent_attention_by_full_heads(folder, monkeypatch):
     [
         "llama",
         pytest.param("qwen3_next", marks=pytest.mark.slow),
+        pytest.param("nemotron_h", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
