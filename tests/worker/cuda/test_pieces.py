@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from bench.shapes import SHAPES
 from radixrt.config import WorkerConfig
 from radixrt.worker.cuda.loading import graph_tokens
-from radixrt.worker.cuda.pieces import LEAST, SIZES, ending, kept_bytes, most_tokens, sizes_up_to
+from radixrt.worker.cuda.pieces import LEAST, SIZES, Pieces, ending, kept_bytes, most_tokens, sizes_up_to
 from radixrt.worker.model import read_spec
+from tests.worker.cuda.test_runner import runners
+from tests.worker.families import make_model
 
 LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
 
@@ -67,3 +72,42 @@ def test_what_graphs_make_after_the_last_attention():
     falcon = {"model_type": "falcon_h1", "vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "head_dim": 32}
     falcon |= {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 2}
     assert ending(read_spec(falcon | {"mamba_n_heads": 8, "mamba_d_ssm": 512})) == 8 * 32 + 512
+
+
+class Recorded:
+    """In place of a CUDA graph."""
+
+    open: Recorded | None = None
+
+    def __init__(self) -> None:
+        self.is_captured = False
+
+    def capture_begin(self, **_: object) -> None:
+        assert Recorded.open is None
+        Recorded.open = self
+
+    def capture_end(self) -> None:
+        assert Recorded.open is self and not self.is_captured
+        Recorded.open, self.is_captured = None, True
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "bamba", "falcon_h1"])
+def test_graphs_and_what_is_launched_between_them(family, device, tmp_path, monkeypatch):
+    """Where mixers are beside attention or in its place; where the last layer has neither, or ends with a mixer."""
+    if device.type == "cuda":
+        pytest.skip("tests/gpu captures graphs")
+    sizes = {"nemotron_h": {"ssm_state_size": 16}, "falcon_h1": {"mamba_d_state": 16, "mamba_d_ssm": 64}}
+    make_model(tmp_path, family, **sizes.get(family, {"mamba_d_state": 16}))
+    _, runner = runners(tmp_path)
+    runner.bind(np.zeros((8, 64), dtype=np.int32))
+    for name in ("graph_pool_handle", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    found = Pieces(runner._model, runner._pages, runner._last_tokens, [4])
+    graphs, spec = found._captured[4].graphs, runner._model.spec
+    assert Recorded.open is None and all(graph.is_captured for graph in graphs)
+    cuts = len(spec.attention_layers) + len(spec.recurrent.layers)
+    assert (len(found._between), len(graphs)) == (cuts, cuts + (family != "bamba"))
+    assert found._captured[4].x.shape == (4, {"nemotron_h": 64, "bamba": 128, "falcon_h1": 64 + 64}[family])
