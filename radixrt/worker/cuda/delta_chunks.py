@@ -303,7 +303,7 @@ class Tiles:
     """Parameters that the kernels are compiled with."""
 
     within_warps: int = 4
-    each_warps: int = 8
+    each_warps: int = 4
     block: int = 16
     """Size of the diagonal blocks that are inverted on their own."""
     columns: int = 64

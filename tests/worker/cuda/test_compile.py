@@ -156,9 +156,11 @@ build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size"
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 delta_chunks.room = lambda: room
 t = delta_chunks.best_tiles()
-constants = {"K": 4, "ROWS": convolutions.ROWS, "BLOCK": convolutions.CHANNELS, "FIELDS": cutting.CHUNK_FIELDS}
+constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "FIELDS": cutting.CHUNK_FIELDS, "BIAS": True, "SILU": False}
+constants |= {"WHOLE": True}
 pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
-build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False, "WHOLE": True})
+build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"TOKENS": cutting.TOKENS}, 2)
+build(convolutions._conv_part_kernel, pointers, numbers, constants | {"ROWS": convolutions.ROWS})
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32"]
 chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16, "FACTORS": delta_chunks.FACTORS}
 constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}

@@ -162,9 +162,11 @@ FEW_TOKENS = [0, 1, 3, 9, 19, 32]
 """In place of BOUNDS where each token takes long in the interpreter."""
 
 
-@pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
-def test_many_tokens(way, device):
-    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay."""
+@pytest.mark.parametrize(("way", "few"), [("by_chunks", 0), ("by_chunks", 32), ("by_tokens", 0)])
+def test_many_tokens(way, few, device, monkeypatch):
+    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay. With the convolution of whole chunks and
+    of parts."""
+    monkeypatch.setattr(convolutions, "FEW", few)
     bounds = FEW_TOKENS if way == "by_tokens" and device.type == "cpu" else BOUNDS
     for spec in specs(device):
         case, slots = Case(spec, bounds[-1], device), [3, 1, 5, 6, 2]
@@ -332,9 +334,10 @@ def test_lists_are_cut_where_states_are_stored():
 
 
 @pytest.mark.usefixtures("steady_products")
-@pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
-def test_states_are_stored_within_a_step(way, device):
+@pytest.mark.parametrize(("way", "few"), [("by_chunks", 0), ("by_chunks", 32), ("by_tokens", 0)])
+def test_states_are_stored_within_a_step(way, few, device, monkeypatch):
     """They are those of a step that ends there; and what follows is the same, to the last bit."""
+    monkeypatch.setattr(convolutions, "FEW", few)
     on_cpu = device.type == "cpu"
     first, second, end = (4, 9, 14) if on_cpu and way == "by_tokens" else (70, 140, 150)
     for spec in specs(device):
