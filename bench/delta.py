@@ -28,6 +28,7 @@ from radixrt.worker.cuda import convolutions, delta, delta_chunks, launching
 from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import Tiles
+from radixrt.worker.cuda.delta_step import is_whole
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec
@@ -38,6 +39,7 @@ SHAPES = {
     "Qwen3.5 27B": DeltaSpec(frozenset(), 16, 48, 128, 128, 4),
     "Qwen3.5 397B": DeltaSpec(frozenset(), 16, 64, 128, 128, 4),
     "Kimi Linear 48B": DeltaSpec(frozenset(), 32, 32, 128, 128, 4, rank=128),
+    "OLMo Hybrid 7B": DeltaSpec(frozenset(), 30, 30, 96, 192, 4, beta_factor=2.0),
 }
 DECODES = (1, 16, 64, 256)
 PROMPTS = ([8192], [128] * 64, [2048], [512], [64])
@@ -104,10 +106,12 @@ class Case:
         slots, bounds = torch.from_numpy(self.slots), torch.from_numpy(self.bounds)
         x = short_conv(inputs.x, net.conv, None, states.conv, slots, bounds).float()
         q, k, v = x.split((spec.keys, spec.keys, spec.values), dim=1)
-        q, k, v, z = (part.unflatten(1, (-1, spec.key_dim)) for part in (q, k, v, inputs.z))
+        q, k = (part.unflatten(1, (-1, spec.key_dim)) for part in (q, k))
+        v, z = (part.unflatten(1, (-1, spec.value_dim)) for part in (v, inputs.z))
         decay = F.softplus(inputs.a.float() + net.dt_bias)
         decay = net.rates[:, None] * decay.unflatten(1, (-1, spec.key_dim)) if spec.rank else net.rates * decay
-        out = gated_delta(q, k, v, decay, inputs.b.float().sigmoid(), states.rule, slots, bounds)
+        beta = spec.beta_factor * inputs.b.float().sigmoid()
+        out = gated_delta(q, k, v, decay, beta, states.rule, slots, bounds)
         return gated_norm(out, z, net.norm, net.eps, "sigmoid" if spec.rank else "silu")
 
     def errors(self, way: Callable[[LayerStates], torch.Tensor]) -> dict[str, float]:
@@ -164,7 +168,7 @@ class Case:
     def way(self) -> Callable[[LayerStates], torch.Tensor]:
         if max(self.counts) > 1:
             return self.by_chunks
-        return self.by_tokens if self.spec.rank else self.decode
+        return self.by_tokens if self.spec.rank or not is_whole(self.spec) else self.decode
 
     @property
     def name(self) -> str:

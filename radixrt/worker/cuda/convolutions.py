@@ -19,8 +19,10 @@ if TYPE_CHECKING:
 
 STEP_CHANNELS = 1024
 """Channels of a program for one token of each sequence."""
-ROWS, CHANNELS = 8, 256
-"""Tokens and channels of a program for a part of a chunk."""
+CHANNELS = 512
+"""Channels of a program for a chunk. It computes all tokens of a chunk, one after the other or, in steps of less than
+FEW chunks, ROWS tokens at once."""
+FEW, ROWS = 32, 4
 
 
 @triton.jit
@@ -80,7 +82,116 @@ def conv_step(
 
 
 @triton.jit
+def _keep(x_ptr, state_at, c, channels, x_stride, slot, first, end, K: tl.constexpr):
+    """Write a sequence's last inputs to its state."""
+    kept = c < tl.where(slot > 0, channels, 0)
+    for j in tl.static_range(K - 1):
+        last = end - (K - 1 - j)
+        if last >= first:
+            tl.store(state_at + j, tl.load(x_ptr + last.to(tl.int64) * x_stride + c, mask=kept), mask=kept)
+        else:
+            tl.store(state_at + j, tl.load(state_at + (last - first + K - 1), mask=kept), mask=kept)
+
+
+@triton.jit
+def _store(x_ptr, states_ptr, chunk, c, channels, x_stride, state_stride, stop, K: tl.constexpr):
+    """If a state is to be stored after a chunk, which ends at `stop`: write its last inputs. All are of this step
+    (see `branching.NEAR`)."""
+    slot = tl.load(chunk + 5).to(tl.int64)
+    if slot > 0:
+        for j in tl.static_range(K - 1):
+            x = tl.load(x_ptr + (stop - (K - 1 - j)).to(tl.int64) * x_stride + c, mask=c < channels)
+            tl.store(states_ptr + slot * state_stride + c * (K - 1) + j, x, mask=c < channels)
+
+
+@triton.jit
+def _tap(weight_ptr, c, channels, tap: tl.constexpr, K: tl.constexpr):
+    """The weights of one of the last 4 inputs, 0 if the convolution does not see it."""
+    TAP: tl.constexpr = tap - (4 - K)
+    if TAP < 0:
+        return tl.zeros(c.shape, tl.float32)
+    else:
+        return tl.load(weight_ptr + c * K + TAP, mask=c < channels, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _earlier(x_at, state_at, back: tl.constexpr, c, channels, x_stride, is_first, K: tl.constexpr):
+    """The inputs `back` tokens before a chunk, from the state if the chunk is its sequence's first."""
+    if back > K - 1:
+        return tl.zeros(c.shape, tl.float32)
+    else:
+        if is_first:
+            x = tl.load(state_at + (K - 1 - back), mask=c < channels, other=0.0)
+        else:
+            x = tl.load(x_at - back * x_stride, mask=c < channels, other=0.0)
+        return x.to(tl.float32)
+
+
+@triton.jit
+def _weighted(w0, w1, w2, w3, bias, x0, x1, x2, x3, SILU: tl.constexpr):
+    acc = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3 + bias
+    if SILU:
+        acc = silu(acc)
+    return acc
+
+
+@triton.jit
 def _conv_chunk_kernel(
+    x_ptr, weight_ptr, bias_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    WHOLE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    chunk = chunks_ptr + tl.program_id(1) * FIELDS
+    begin, count = tl.load(chunk), tl.load(chunk + 1)
+    slot = tl.load(chunk + 2).to(tl.int64)
+    first, end = tl.load(chunk + 3), tl.load(chunk + 4)
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    w0 = _tap(weight_ptr, c, channels, 0, K)
+    w1 = _tap(weight_ptr, c, channels, 1, K)
+    w2 = _tap(weight_ptr, c, channels, 2, K)
+    w3 = _tap(weight_ptr, c, channels, 3, K)
+    if BIAS:
+        bias = tl.load(bias_ptr + c, mask=c < channels, other=0.0).to(tl.float32)
+    else:
+        bias = 0.0
+    x_at = x_ptr + begin.to(tl.int64) * x_stride + c
+    row = begin.to(tl.int64)
+    stop = count
+    if WHOLE:
+        row = tl.program_id(1).to(tl.int64) * TOKENS
+        stop = TOKENS
+    out_at = out_ptr + row * channels + c
+    state_at = states_ptr + slot * state_stride + c * (K - 1)
+    x0 = _earlier(x_at, state_at, 3, c, channels, x_stride, begin == first, K)
+    x1 = _earlier(x_at, state_at, 2, c, channels, x_stride, begin == first, K)
+    x2 = _earlier(x_at, state_at, 1, c, channels, x_stride, begin == first, K)
+    dtype = out_ptr.dtype.element_ty
+    for t in range(0, stop, 4):  # four loads at once
+        room = stop - t
+        left = count - t
+        y0 = tl.load(x_at, mask=c < tl.where(left > 0, channels, 0), other=0.0).to(tl.float32)
+        y1 = tl.load(x_at + x_stride, mask=c < tl.where(left > 1, channels, 0), other=0.0).to(tl.float32)
+        y2 = tl.load(x_at + 2 * x_stride, mask=c < tl.where(left > 2, channels, 0), other=0.0).to(tl.float32)
+        y3 = tl.load(x_at + 3 * x_stride, mask=c < tl.where(left > 3, channels, 0), other=0.0).to(tl.float32)
+        out = tl.where(left > 0, _weighted(w0, w1, w2, w3, bias, x0, x1, x2, y0, SILU), 0.0)
+        tl.store(out_at, out.to(dtype), mask=c < channels)
+        out = tl.where(left > 1, _weighted(w0, w1, w2, w3, bias, x1, x2, y0, y1, SILU), 0.0)
+        tl.store(out_at + channels, out.to(dtype), mask=c < tl.where(room > 1, channels, 0))
+        out = tl.where(left > 2, _weighted(w0, w1, w2, w3, bias, x2, y0, y1, y2, SILU), 0.0)
+        tl.store(out_at + 2 * channels, out.to(dtype), mask=c < tl.where(room > 2, channels, 0))
+        out = tl.where(left > 3, _weighted(w0, w1, w2, w3, bias, y0, y1, y2, y3, SILU), 0.0)
+        tl.store(out_at + 3 * channels, out.to(dtype), mask=c < tl.where(room > 3, channels, 0))
+        x0, x1, x2 = y1, y2, y3
+        x_at += 4 * x_stride
+        out_at += 4 * channels
+    if begin == first:  # the only program that reads the old inputs writes the new ones, each thread those it read
+        _keep(x_ptr, state_at, c, channels, x_stride, slot, first, end, K)
+    _store(x_ptr, states_ptr, chunk, c, channels, x_stride, state_stride, begin + count, K)
+
+
+@triton.jit
+def _conv_part_kernel(
     x_ptr, weight_ptr, bias_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
     BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
     WHOLE: tl.constexpr, EARLY: tl.constexpr,
@@ -90,7 +201,6 @@ def _conv_chunk_kernel(
     start, count = tl.load(chunk), tl.load(chunk + 1)
     slot = tl.load(chunk + 2).to(tl.int64)
     first, end = tl.load(chunk + 3), tl.load(chunk + 4)
-    stored = tl.load(chunk + 5).to(tl.int64)
     begin = start + tl.program_id(2) * ROWS
     if not WHOLE and begin >= start + count:
         return
@@ -120,18 +230,9 @@ def _conv_chunk_kernel(
     tl.store(out_ptr + row * channels + c[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
     if begin == first:  # the only program that reads the old inputs writes the new ones
         tl.debug_barrier()
-        kept = c < tl.where(slot > 0, channels, 0)
-        for j in tl.static_range(K - 1):
-            last = end - (K - 1 - j)
-            if last >= first:
-                tl.store(state_at + j, tl.load(x_ptr + last.to(tl.int64) * x_stride + c, mask=kept), mask=kept)
-            else:
-                tl.store(state_at + j, tl.load(state_at + (last - first + K - 1), mask=kept), mask=kept)
-    if (stored > 0) & (begin == start):  # the inputs are all of this step (see `branching.NEAR`)
-        for j in tl.static_range(K - 1):
-            last = start + count - (K - 1 - j)
-            late = tl.load(x_ptr + last.to(tl.int64) * x_stride + c, mask=real)
-            tl.store(states_ptr + stored * state_stride + c * (K - 1) + j, late, mask=real)
+        _keep(x_ptr, state_at, c, channels, x_stride, slot, first, end, K)
+    if begin == start:
+        _store(x_ptr, states_ptr, chunk, c, channels, x_stride, state_stride, start + count, K)
 
 
 def conv_chunks(
@@ -141,9 +242,11 @@ def conv_chunks(
     """As `conv_step`, for the tokens of `chunks` (see `cutting`). `whole`: `out` is [chunks, TOKENS, channels], with
     zeros for tokens that a chunk lacks."""
     channels, bias = x.shape[1], _bias(net)
-    launch(
-        _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), TOKENS // ROWS), cache,
-        x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0), states.stride(0),
-        net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), ROWS, CHANNELS, CHUNK_FIELDS, whole,
-        num_warps=4,
-    )  # fmt: skip
+    given = x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0)
+    kinds = states.stride(0), net.conv.shape[1], bias is not None, not isinstance(net, ShortConv)
+    if len(chunks) < FEW:
+        grid = triton.cdiv(channels, CHANNELS), len(chunks), TOKENS // ROWS
+        launch(_conv_part_kernel, grid, cache, *given, *kinds, ROWS, CHANNELS, CHUNK_FIELDS, whole, num_warps=4)
+    else:
+        grid = triton.cdiv(channels, CHANNELS), len(chunks), 1
+        launch(_conv_chunk_kernel, grid, cache, *given, *kinds, TOKENS, CHANNELS, CHUNK_FIELDS, whole, num_warps=2)

@@ -46,6 +46,15 @@ ROWS = 16
 
 
 @triton.jit
+def _loaded(pointers, inside, DIM: tl.constexpr, WIDE: tl.constexpr):
+    """What is inside, else 0, if WIDE is more than DIM."""
+    if WIDE > DIM:
+        return tl.load(pointers, mask=inside, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
 def _dot(a, b, HALF: tl.constexpr):
     return tl.dot(a.to(HALF), b.to(HALF), input_precision="ieee")
 
@@ -92,7 +101,7 @@ def _within_kernel(
     x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, chunks_ptr, solved_ptr, scores_ptr, factors_ptr, scale, a_stride,
     b_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     FACTOR: tl.constexpr, TOKENS: tl.constexpr, FIELDS: tl.constexpr, FACTORS: tl.constexpr, HALF: tl.constexpr,
-    UNIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    UNIT: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     head = tl.program_id(0)
@@ -103,12 +112,12 @@ def _within_kernel(
     inside = i < count
     token = begin + i
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    d = tl.arange(0, KEY_DIM)
+    d = tl.arange(0, WIDE)
     WIDTH: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
     q_at = x_ptr + (tl.program_id(1).to(tl.int64) * TOKENS + i)[:, None] * WIDTH
     q_at += head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d[None, :]
-    q = tl.load(q_at)
-    k = tl.load(q_at + KEYS)
+    q = _loaded(q_at, (d < KEY_DIM)[None, :], KEY_DIM, WIDE)
+    k = _loaded(q_at + KEYS, (d < KEY_DIM)[None, :], KEY_DIM, WIDE)
     a = tl.load(a_ptr + token * a_stride + head, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + token * b_stride + head, mask=inside, other=0.0).to(tl.float32)
     decay = decay_of(a, tl.load(rates_ptr + head), tl.load(dt_bias_ptr + head))
@@ -223,7 +232,8 @@ def _across_kernel(
     x_ptr, solved_ptr, scores_ptr, factors_ptr, faded_ptr, chunks_ptr, sequences_ptr, states_ptr, out_ptr, state_stride,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr,
-    FACTORS: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    FACTORS: tl.constexpr, EACH: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     parts: tl.constexpr = VALUE_DIM // COLUMNS
@@ -233,11 +243,12 @@ def _across_kernel(
     chunks = tl.load(sequence + 1)
     slot = tl.load(sequence + 2).to(tl.int64)
     i = tl.arange(0, TOKENS)
-    d = tl.arange(0, KEY_DIM)
+    d = tl.arange(0, WIDE)
+    real = (d < KEY_DIM)[None, :]
     j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
     # Transposed, so that the state, and what corrects it, go from one product to the next in registers.
     state_at = states_ptr + head * (KEY_DIM * VALUE_DIM) + d[None, :] * VALUE_DIM + j[:, None]
-    state = tl.load(state_at + slot * state_stride)
+    state = _loaded(state_at + slot * state_stride, real, KEY_DIM, WIDE)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     WIDTH: tl.constexpr = 2 * KEYS + VALUE_HEADS * VALUE_DIM
     of_q = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + d
@@ -263,8 +274,8 @@ def _across_kernel(
             out = _dot(narrow, tl.trans(of_query), HALF)
             state = state * left + _dot(new, of_state, HALF)
         else:
-            q = tl.load(row + of_q[None, :])
-            k = tl.load(row + (KEYS + of_q)[None, :])
+            q = _loaded(row + of_q[None, :], real, KEY_DIM, WIDE)
+            k = _loaded(row + (KEYS + of_q)[None, :], real, KEY_DIM, WIDE)
             factors = factors_ptr + tile * (FACTORS * TOKENS) + i
             of_known, of_state, of_query = tl.load(factors), tl.load(factors + TOKENS), tl.load(factors + 2 * TOKENS)
             left = tl.load(factors_ptr + tile * (FACTORS * TOKENS) + 3 * TOKENS)
@@ -279,9 +290,9 @@ def _across_kernel(
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside[None, :])
         stored = tl.load(fields + 5).to(tl.int64)
         if stored > 0:
-            tl.store(state_at + stored * state_stride, state)
+            tl.store(state_at + stored * state_stride, state, mask=real)
     if slot > 0:
-        tl.store(state_at + slot * state_stride, state)
+        tl.store(state_at + slot * state_stride, state, mask=real)
 
 
 # ---------------------------------------------------------------- a layer
@@ -292,7 +303,7 @@ class Tiles:
     """Parameters that the kernels are compiled with."""
 
     within_warps: int = 4
-    each_warps: int = 8
+    each_warps: int = 4
     block: int = 16
     """Size of the diagonal blocks that are inverted on their own."""
     columns: int = 64
@@ -327,7 +338,7 @@ def by_chunks(
     solved, scores = x.new_empty((2, number, heads, TOKENS, TOKENS))
     each = net.ups is not None
     wide = {"dtype": torch.float32, "device": x.device}
-    half = TYPES[x.dtype]
+    half, keys = TYPES[x.dtype], triton.next_power_of_2(spec.key_dim)
     unit = tl.float32 if half == tl.float32 else tl.float16
     sizes = spec.key_heads, heads, spec.key_dim, spec.value_dim
     given = x, inputs.a, inputs.b, net.rates, net.dt_bias, lists.chunks, solved, scores
@@ -343,13 +354,14 @@ def by_chunks(
         factors = faded = torch.empty((number, heads, FACTORS, TOKENS), **wide)
         launch(
             _within_kernel, (heads, number, 1), cache,
-            *given, factors, *numbers, FACTORS, half, unit, tiles.block, num_warps=tiles.within_warps, num_stages=1,
+            *given, factors, *numbers, FACTORS, half, unit, tiles.block, keys, num_warps=tiles.within_warps,
+            num_stages=1,
         )  # fmt: skip
     columns = min(tiles.columns, spec.value_dim)
     launch(
         _across_kernel, (heads * spec.value_dim // columns, len(lists.sequences), 1), cache,
         x, solved, scores, factors, faded, lists.chunks, lists.sequences, states.rule, out, states.rule.stride(0),
-        *sizes, columns, TOKENS, SEQUENCE_FIELDS, CHUNK_FIELDS, FACTORS, each, half, tiles.stages,
+        *sizes, columns, TOKENS, SEQUENCE_FIELDS, CHUNK_FIELDS, FACTORS, each, half, tiles.stages, keys,
         num_warps=tiles.warps,
     )  # fmt: skip
     norm_and_gate(out[first:], inputs.z[first:], net, cache)

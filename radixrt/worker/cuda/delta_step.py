@@ -28,8 +28,9 @@ from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.plan import Plan, StateWork
 
 WIDTHS = 64, 128
-"""Widths of heads for which there are kernels for chunks. For products with fewer columns, Triton makes programs for
-Hopper that read beyond shared memory (its issue 11366); with more, tiles would not fit in it."""
+"""Widths of heads of q and k in kernels for chunks, rounded up to a power of 2, and what the width of a head of v is a
+multiple of. For products with fewer columns, Triton makes programs for Hopper that read beyond shared memory (its issue
+11366); with more, tiles would not fit in it."""
 STATES = 64, 128, 256
 """Columns of a Mamba-2 head's state for which there are kernels for chunks."""
 KERNELS = 2, 3, 4
@@ -61,10 +62,17 @@ def by_tokens(spec: Spec, dtype: torch.dtype, device: torch.device) -> bool:
         return device.type == "cuda" and not there
     if isinstance(spec, ShortConvSpec):
         return False
-    sizes = spec.key_dim, spec.value_dim
+    if spec.rank and not is_whole(spec):
+        return True
     if device.type != "cuda":
-        return not all(map(_is_power, sizes))
-    return any(size not in WIDTHS for size in sizes) or dtype.itemsize != 2
+        return not _is_power(spec.value_dim)
+    keys = triton.next_power_of_2(spec.key_dim)
+    return keys not in WIDTHS or spec.value_dim % WIDTHS[0] > 0 or dtype.itemsize != 2
+
+
+def is_whole(spec: DeltaSpec) -> bool:
+    """Whether the widths of heads are powers of 2."""
+    return _is_power(spec.key_dim) and _is_power(spec.value_dim)
 
 
 def projected_widths(spec: Spec) -> tuple[int, ...]:
@@ -204,7 +212,7 @@ class DeltaStep:
         few, _ = self._caches
         x = inputs.x.new_empty((len(slots), inputs.x.shape[1]))
         convolutions.conv_step(inputs.x, net, states.conv, slots, x, few)
-        if not self._by_tokens and net.ups is None:
+        if not self._by_tokens and net.ups is None and is_whole(net.spec):
             delta.decode(x, inputs, net, states, slots, out, few)
             return
         if self._ones is None:

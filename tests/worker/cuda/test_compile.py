@@ -165,20 +165,24 @@ build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size"
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 delta_chunks.room = lambda: room
 t = delta_chunks.best_tiles()
-constants = {"K": 4, "ROWS": convolutions.ROWS, "BLOCK": convolutions.CHANNELS, "FIELDS": cutting.CHUNK_FIELDS}
+constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "FIELDS": cutting.CHUNK_FIELDS, "BIAS": True, "SILU": False}
+constants |= {"WHOLE": True}
 pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
-build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False, "WHOLE": True})
+build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"TOKENS": cutting.TOKENS}, 2)
+build(convolutions._conv_part_kernel, pointers, numbers, constants | {"ROWS": convolutions.ROWS})
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32"]
 chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16, "FACTORS": delta_chunks.FACTORS}
 constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
-build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
+odd = {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16}
+for more in ({}, odd):
+    build(delta_chunks._within_kernel, pointers, numbers, constants | {"WIDE": 128} | more, t.within_warps, 1)
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*bf16", "*fp32"]
 constants = {"ROWS": delta_chunks.ROWS} | {name: x for name, x in constants.items() if name != "FACTORS"}
 build(delta_chunks._within_each_kernel, pointers, numbers, constants, t.each_warps, 1, room=room)
-constants = chunks | fields | {"COLUMNS": t.columns, "STAGES": t.stages}
-for each in (False, True):
-    pointers = [*["*bf16"] * 3, "*fp32", "*bf16" if each else "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
-    build(delta_chunks._across_kernel, pointers, numbers, constants | {"EACH": each}, t.warps, room=room)
+constants = chunks | fields | {"COLUMNS": t.columns, "STAGES": t.stages, "WIDE": 128}
+for more in ({"EACH": False}, {"EACH": True}, {"EACH": False} | odd):
+    pointers = [*["*bf16"] * 3, "*fp32", "*bf16" if more["EACH"] else "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
+    build(delta_chunks._across_kernel, pointers, numbers, constants | more, t.warps, room=room)
 """
 
 MAMBA = """
