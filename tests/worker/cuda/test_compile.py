@@ -256,7 +256,7 @@ if int(sys.argv[1]) == 90:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from radixrt.worker.cuda import hopper, hopper_experts, hopper_gated
+    from radixrt.worker.cuda import hopper, hopper_experts, hopper_gated, hopper_int4
     from radixrt.worker.cuda import hopper_full as full
 
     def build_specialised(kernel, types, constants):
@@ -265,6 +265,7 @@ if int(sys.argv[1]) == 90:
         built = compile(GluonASTSource(kernel, signature, fixed), target=target, options={"num_warps": 4})
         assert built.metadata.shared < 230_000
         waits_first(built)
+        return built
 
     kernel = hopper._attend_specialised
     for causal in (False, True) if every else (True,):
@@ -307,6 +308,22 @@ if int(sys.argv[1]) == 90:
     types = dict.fromkeys(("tiles", "blocks", "columns", "depth"), i)
     types |= {"x_there": box(128, 64), "w_there": box(128, 64), "out_there": box(64, 128)}
     build_specialised(hopper_gated._gated_specialised, types, constants)
+
+    names = "ROWS", "DEPTH", "WIDTH", "GROUP", "MULTIPLY_REGISTERS", "FEED_REGISTERS", "MIDDLE"
+    fixed = {name: getattr(hopper_int4, name) for name in names} | {"BIAS": True, "ADD": True, "EARLY": True}
+    types = dict.fromkeys(("tiles", "splits", "across", "columns", "blocks"), i)
+    types |= {"facts_ptr": "*i32", "bias_ptr": "*bf16", "sums_ptr": "*fp32", "counts_ptr": "*i32"}
+    words = box(hopper_int4.ROWS, hopper_int4.WORDS).replace("bf16", "i32")
+    types["w_there"] = words.replace(repr(gl.NVMMASharedLayout(128, 16)), repr(gl.NVMMASharedLayout(128, 32)))
+    for kind in hopper_int4.KINDS if every else hopper_int4.KINDS[-1:]:
+        groups, zeros, facts = (2, True, 2) if kind.tokens > 16 else (8, True, 6)
+        constants = fixed | {"GROUPS": groups, "ZEROS": zeros, "FACTS": facts, "TOKENS": kind.tokens}
+        constants |= {"X_STAGES": kind.x_stages, "W_STAGES": kind.w_stages}
+        types |= {"x_there": box(kind.tokens, 64), "out_there": box(kind.tokens, 64)}
+        sass = build_specialised(hopper_int4._product_specialised, types, constants).asm["sass"]
+        # The assembler serializes products if it sees no other way, and waits for each. Here four follow each other.
+        assert sass.count("HGMMA") >= 4 * sass.count("WARPGROUP.DEPBAR") > 0, "products are serialized"
+        assert "STL" not in sass, "too many registers"
 """
 
 MEMORY = """

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
 from radixrt.worker.cuda import int4, ops
+from radixrt.worker.cuda.products import of_hopper
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
@@ -85,6 +88,48 @@ def test_columns_that_do_not_fill_a_block(depth, half, device):
     for splits in (1, 2):
         int4.multiply(x, weight, out, int4.FEW, splits)
         assert error(out, x.float() @ weight.dequantized().float().t()) < 4e-3
+
+
+@pytest.fixture
+def hopper(half, device) -> ModuleType:
+    """The kernel for Hopper, which Triton's interpreter does not know."""
+    if not of_hopper(device):
+        pytest.skip("no Hopper")
+    found = int4._hopper_int4(device, half)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("rows", [17, 40, 300, 550])
+def test_the_kernel_for_hopper(rows, hopper, half, device):
+    """Of every tile: partly filled ones, several for each program, K in parts, with a bias and added to a residual."""
+    if half is torch.float16:
+        pytest.skip("it takes long to compile them")
+    for columns, depth, programs in ((200, 1160, 132), (264, 3 * 256, 2)):
+        weight = make(columns, depth, 128 if depth % 256 == 0 else depth, True, half, device)
+        x, bias = torch.randn(rows, depth, device=device).to(half), torch.randn(columns, device=device).to(half)
+        residual = torch.randn(rows, columns, device=device).to(half)
+        expected = x.float() @ weight.dequantized().float().t()
+        kind, _ = hopper.plan(rows, columns, depth, 132)
+        for splits in (1, 3):
+            out = [torch.full_like(residual, torch.nan) for _ in range(3)]
+            for one in out:
+                hopper.multiply(x, weight, one, kind, splits, programs=programs)
+            assert error(out[0], expected) < 4e-3 and all(torch.equal(one, out[0]) for one in out)
+            added = residual.clone()
+            hopper.multiply(x, weight, added, kind, splits, bias=bias, add=True, programs=programs)
+            assert error(added, expected + bias.float() + residual.float()) < 4e-3
+    assert hopper._counts(device).count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("size", "has_zeros"), KINDS)
+def test_the_kernel_for_hopper_expands_what_is_meant(size, has_zeros, hopper, half, device):
+    """To the last bit: each row of x has one column."""
+    weight = make(136, 256, size, has_zeros, half, device)
+    x, out = torch.eye(256, dtype=half, device=device)[:32], torch.empty(32, 136, dtype=half, device=device)
+    for first in range(0, 256, 32):
+        hopper.multiply(x.roll(first, 1).contiguous(), weight, out, hopper.KINDS[1], 1)
+        assert torch.equal(out, weight.dequantized().t()[first : first + 32])
 
 
 def test_sums_are_always_added_in_the_same_order(half, device):
