@@ -200,6 +200,24 @@ for t, kind, half in [*few, *more] if every else few[::2]:
         build(int4._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
 """
 
+SPECIALISED = """
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+
+def build_specialised(kernel, types, constants):
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    built = compile(GluonASTSource(kernel, signature, fixed), target=target, options={"num_warps": 4})
+    assert built.metadata.shared < 230_000
+    waits_first(built)
+    return built
+
+
+def box(rows, columns, kind="bf16"):
+    return f"tensordesc<{kind}[{rows}, {columns}],{gl.NVMMASharedLayout(128, 32 if kind == 'i32' else 16)!r}>"
+"""
+
 ATTENTION = """
 kinds = (fp8, tl.float16, 1, [0, 2]), ("*bf16", tl.bfloat16, 2, [1])
 for (pages, dot, size, some), dim in [(kind, dim) for kind in kinds for dim in ((128, 256) if every else (128,))]:
@@ -253,19 +271,8 @@ build(attend._merge_kernel, pointers, {}, constants, 1)
 constants = {"HEADS": 32, "DIM": 64, "SOME": 16, "WIDTH": 64}
 build(sinks._sink_kernel, ["*bf16", "*fp32", "*fp32"], {}, constants)
 if int(sys.argv[1]) == 90:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    from radixrt.worker.cuda import hopper, hopper_experts, hopper_gated, hopper_int4
+    from radixrt.worker.cuda import hopper, hopper_experts, hopper_gated
     from radixrt.worker.cuda import hopper_full as full
-
-    def build_specialised(kernel, types, constants):
-        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-        fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        built = compile(GluonASTSource(kernel, signature, fixed), target=target, options={"num_warps": 4})
-        assert built.metadata.shared < 230_000
-        waits_first(built)
-        return built
 
     kernel = hopper._attend_specialised
     for causal in (False, True) if every else (True,):
@@ -300,30 +307,30 @@ if int(sys.argv[1]) == 90:
     for gated in (False, True) if every else (True,):
         build_specialised(hopper_experts._product_specialised, types, constants | {"GATED": gated, "BIAS": gated})
 
-    def box(rows, columns):
-        return f"tensordesc<bf16[{rows}, {columns}],{gl.NVMMASharedLayout(128, 16)!r}>"
-
     names = "ROWS", "PART", "DEPTH", "STAGES", "GROUP", "MULTIPLY_REGISTERS", "FEED_REGISTERS"
     constants = {name: getattr(hopper_gated, name) for name in names} | {"ACTIVATION": 0, "EARLY": True}
     types = dict.fromkeys(("tiles", "blocks", "columns", "depth"), i)
     types |= {"x_there": box(128, 64), "w_there": box(128, 64), "out_there": box(64, 128)}
     build_specialised(hopper_gated._gated_specialised, types, constants)
+"""
 
-    names = "ROWS", "DEPTH", "WIDTH", "GROUP", "MULTIPLY_REGISTERS", "FEED_REGISTERS", "MIDDLE"
-    fixed = {name: getattr(hopper_int4, name) for name in names} | {"BIAS": True, "ADD": True, "EARLY": True}
-    types = dict.fromkeys(("tiles", "splits", "across", "columns", "blocks"), i)
-    types |= {"facts_ptr": "*i32", "bias_ptr": "*bf16", "sums_ptr": "*fp32", "counts_ptr": "*i32"}
-    words = box(hopper_int4.ROWS, hopper_int4.WORDS).replace("bf16", "i32")
-    types["w_there"] = words.replace(repr(gl.NVMMASharedLayout(128, 16)), repr(gl.NVMMASharedLayout(128, 32)))
-    for kind in hopper_int4.KINDS if every else hopper_int4.KINDS[-1:]:
-        groups, zeros, facts = (2, True, 2) if kind.tokens > 16 else (8, True, 6)
-        constants = fixed | {"GROUPS": groups, "ZEROS": zeros, "FACTS": facts, "TOKENS": kind.tokens}
-        constants |= {"X_STAGES": kind.x_stages, "W_STAGES": kind.w_stages}
-        types |= {"x_there": box(kind.tokens, 64), "out_there": box(kind.tokens, 64)}
-        sass = build_specialised(hopper_int4._product_specialised, types, constants).asm["sass"]
-        # The assembler serializes products if it sees no other way, and waits for each. Here four follow each other.
-        assert sass.count("HGMMA") >= 4 * sass.count("WARPGROUP.DEPBAR") > 0, "products are serialized"
-        assert "STL" not in sass, "too many registers"
+HOPPER_INT4 = """
+from radixrt.worker.cuda import hopper_int4
+
+names = "ROWS", "DEPTH", "WIDTH", "GROUP", "MULTIPLY_REGISTERS", "FEED_REGISTERS", "MIDDLE"
+fixed = {name: getattr(hopper_int4, name) for name in names} | {"BIAS": True, "ADD": True, "EARLY": True}
+types = dict.fromkeys(("tiles", "splits", "across", "columns", "blocks"), i)
+types |= {"facts_ptr": "*i32", "bias_ptr": "*bf16", "sums_ptr": "*fp32", "counts_ptr": "*i32"}
+types["w_there"] = box(hopper_int4.ROWS, hopper_int4.WORDS, "i32")
+for kind in hopper_int4.KINDS if every else hopper_int4.KINDS[-1:]:
+    groups, facts = (2, 2) if kind.tokens > 16 else (8, 6)
+    constants = fixed | {"GROUPS": groups, "ZEROS": True, "FACTS": facts, "TOKENS": kind.tokens}
+    constants |= {"X_STAGES": kind.x_stages, "W_STAGES": kind.w_stages}
+    types |= {"x_there": box(kind.tokens, 64), "out_there": box(kind.tokens, 64)}
+    sass = build_specialised(hopper_int4._product_specialised, types, constants).asm["sass"]
+    # The assembler serializes products if it sees no other way, and waits for each. Here four follow each other.
+    assert sass.count("HGMMA") >= 4 * sass.count("WARPGROUP.DEPBAR") > 0, "products are serialized"
+    assert "STL" not in sass, "too many registers"
 """
 
 MEMORY = """
@@ -371,7 +378,13 @@ for tile, scales, capability, room in [(*tile, *chip) for tile in tiles for chip
 def test_all_kernels_compile(script, capability, which, tmp_path):
     """Each kernel; of products, attention and what rounds either all variants or some, among them those that need most
     memory. Products by blocks are compiled below."""
-    run(BEGIN + script, tmp_path, str(capability), which)
+    run(BEGIN + SPECIALISED + script, tmp_path, str(capability), which)
+
+
+@pytest.mark.parametrize("which", ["some", pytest.param("every", marks=pytest.mark.slow)])
+def test_products_in_int4_on_hopper(which, tmp_path):
+    """Their own kernel compiles to products that are not serialized."""
+    run(BEGIN + SPECIALISED + HOPPER_INT4, tmp_path, "90", which)
 
 
 @pytest.mark.slow
