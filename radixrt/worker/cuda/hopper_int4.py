@@ -51,6 +51,14 @@ PAIRS16: gl.constexpr = gl.constexpr(
 PAIRS: gl.constexpr = gl.constexpr(
     tuple(_expand(0x3F80, 0x4300, "bf16x2", s, n).value for s in ("0x5410", "0x7632") for n in ((0, 1), (2, 3)))
 )
+SETTLE: gl.constexpr = gl.constexpr(
+    "{.reg .pred p; .reg .b32 x; mov.b32 x, $0;"
+    + "".join(f"xor.b32 x, x, ${i};" for i in range(1, 16))
+    + "setp.eq.u32 p, x, 0x12345678; @p fence.acq_rel.cta;}"
+)
+SETTLED: gl.constexpr = gl.constexpr(",".join(["=r"] * 16 + [str(i) for i in range(16)]))
+"""PTX that leaves 16 registers as they are, and uses them for a branch that is hardly ever taken, and does no harm. The
+assembler would otherwise move the instructions that compute them behind the next wait for products."""
 REGISTERS: gl.constexpr = gl.constexpr(",".join(["=r"] * 2 + ["r"] * 10))
 
 
@@ -125,7 +133,8 @@ def _expanded(
         one, other = gl.inline_asm_elementwise(
             PAIRS[part], REGISTERS, values, dtype=(gl.bfloat16,) * 2, is_pure=False, pack=2
         )
-    return gl.convert_layout(gl.join(one, other).permute((0, 2, 1)).reshape([64, 64]), W, assert_trivial=True)
+    a = gl.convert_layout(gl.join(one, other).permute((0, 2, 1)).reshape([64, 64]), W, assert_trivial=True)
+    return gl.inline_asm_elementwise(SETTLE, SETTLED, [a], dtype=a.dtype, is_pure=False, pack=32)
 
 
 @gluon.jit
@@ -172,7 +181,6 @@ def _multiply(
                 else:
                     w = _words(w_smem, w_full, w_empty, w_count, more, HALF, W_STAGES, W)
                     a = _expanded(w, later, 0, TYPE, GROUPS, ZEROS, MIDDLE, W)
-                # Waiting here puts a branch before the next wait: else the assembler moves the expansion behind that.
                 real = more | (part + 1 < PARTS)
                 mbarrier.wait(x_full.index(x_count % X_STAGES), (x_count // X_STAGES) & 1, pred=real)
                 acc = warpgroup_mma_wait(0, deps=[acc])
