@@ -100,7 +100,7 @@ def hopper(half, device) -> ModuleType:
     return found
 
 
-@pytest.mark.parametrize("rows", [17, 40, 300, 550])
+@pytest.mark.parametrize("rows", [9, 17, 40, 300, 550])
 def test_the_kernel_for_hopper(rows, hopper, half, device):
     """Of every tile: partly filled ones, several for each program, K in parts, with a bias and added to a residual."""
     if half is torch.float16:
