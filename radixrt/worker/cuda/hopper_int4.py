@@ -14,6 +14,8 @@ As in `int4`, few programs divide K, and the last of them to end adds their sums
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,10 +286,11 @@ MOST_SPLITS = 4
 """The most programs that K is divided among."""
 MOST_TILES = 1 << 13
 """The most tiles, of a product whose K is divided."""
-EXPAND = 64
-"""Cost of expanding the words of a block, in rows of x that are multiplied in that time."""
-BEGIN = 2
-"""Costs of a tile, beside its blocks, in blocks."""
+LEAST = 80
+"""The rows of x that are multiplied in the time in which the words of a block are read and expanded."""
+BEGIN, SUMS = 150, 0.8
+"""Costs of a tile beside its blocks, and per row of x of sums that are written or read: in rows of x that are multiplied
+with a block."""
 
 _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 """As that of `products`."""
@@ -301,22 +304,25 @@ def _counts(device: torch.device) -> torch.Tensor:
 
 @functools.cache
 def plan(rows: int, columns: int, depth: int, programs: int) -> tuple[Kind, int]:
-    """The tile for which ceil(rows / tokens) * (tokens + EXPAND) is least, and the number of programs that K is divided
-    among, for which
+    """The tile and the number of programs that K is divided among (`splits`) for which
 
-        ceil(tiles * splits / programs) * (ceil(blocks / splits) + BEGIN + (splits + 1) * sums)
+        ceil(tiles * splits / programs) * (ceil(blocks / splits) * max(tokens, LEAST) + BEGIN + sums)
 
-    is, where sums is the cost of writing or reading the sums of a tile.
+    is least, where sums is SUMS * tokens * (splits + 1) if K is divided.
     """
-    kind = min(reversed(KINDS), key=lambda kind: cdiv(rows, kind.tokens) * (kind.tokens + EXPAND))
-    tiles, blocks, sums = cdiv(rows, kind.tokens) * cdiv(columns, ROWS), cdiv(depth, WIDTH), 0.8
+    blocks = cdiv(depth, WIDTH)
 
-    def cost(splits: int) -> float:
-        more = (splits + 1) * sums if splits > 1 else 0
-        return cdiv(tiles * splits, programs) * (cdiv(blocks, splits) + BEGIN + more)
+    def cost(found: tuple[Kind, int]) -> float:
+        kind, splits = found
+        tiles = cdiv(rows, kind.tokens) * cdiv(columns, ROWS)
+        if splits > 1 and tiles > MOST_TILES:
+            return math.inf
+        sums = SUMS * kind.tokens * (splits + 1) if splits > 1 else 0
+        each = cdiv(blocks, splits) * max(kind.tokens, LEAST) + BEGIN + sums
+        return cdiv(tiles * splits, programs) * each
 
-    found = min(range(1, MOST_SPLITS + 1 if tiles <= MOST_TILES else 2), key=cost)
-    return kind, cdiv(blocks, cdiv(blocks, found))
+    splits = {cdiv(blocks, cdiv(blocks, splits)) for splits in range(1, MOST_SPLITS + 1)}
+    return min(itertools.product(KINDS, sorted(splits)), key=cost)
 
 
 def fits(x: torch.Tensor, weight: Int4, out: torch.Tensor) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from types import ModuleType
 
 import pytest
 import torch
 
-from radixrt.worker.cuda import int4, ops
+from radixrt.worker.cuda import hopper_int4, int4, ops
 from radixrt.worker.cuda.products import of_hopper
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
@@ -100,8 +101,8 @@ def hopper(half, device) -> ModuleType:
     return found
 
 
-@pytest.mark.parametrize("rows", [9, 17, 40, 300, 550])
-def test_the_kernel_for_hopper(rows, hopper, half, device):
+@pytest.mark.parametrize(("tokens", "rows"), [(16, 40), (32, 60), (64, 90), (128, 300), (256, 550)])
+def test_the_kernel_for_hopper(tokens, rows, hopper, half, device):
     """Of every tile: partly filled ones, several for each program, K in parts, with a bias and added to a residual."""
     if half is torch.float16:
         pytest.skip("it takes long to compile them")
@@ -110,7 +111,7 @@ def test_the_kernel_for_hopper(rows, hopper, half, device):
         x, bias = torch.randn(rows, depth, device=device).to(half), torch.randn(columns, device=device).to(half)
         residual = torch.randn(rows, columns, device=device).to(half)
         expected = x.float() @ weight.dequantized().float().t()
-        kind, _ = hopper.plan(rows, columns, depth, 132)
+        kind = next(kind for kind in hopper.KINDS if kind.tokens == tokens)
         for splits in (1, 3):
             out = [torch.full_like(residual, torch.nan) for _ in range(3)]
             for one in out:
@@ -120,6 +121,17 @@ def test_the_kernel_for_hopper(rows, hopper, half, device):
             hopper.multiply(x, weight, added, kind, splits, bias=bias, add=True, programs=programs)
             assert error(added, expected + bias.float() + residual.float()) < 4e-3
     assert hopper._counts(device).count_nonzero() == 0
+
+
+def test_what_tiles_the_kernel_for_hopper_takes():
+    for rows, columns, depth in itertools.product((1, 16, 17, 100, 256, 300, 2000), (1024, 28672), (256, 1280, 14336)):
+        kind, splits = hopper_int4.plan(rows, columns, depth, 132)
+        blocks = -(-depth // 256)
+        assert kind.tokens < 2 * max(rows, 16) and 1 <= splits <= hopper_int4.MOST_SPLITS
+        assert (splits - 1) * -(-blocks // splits) < blocks, "a part of K is empty"
+    # As few rounds as possible, of as many tiles as there are multiprocessors.
+    assert hopper_int4.plan(128, 28672, 4096, 132)[1] == 1 and hopper_int4.plan(128, 4096, 14336, 132)[1] == 4
+    assert hopper_int4.plan(2048, 28672, 4096, 132)[0].tokens == 256
 
 
 @pytest.mark.parametrize(("size", "has_zeros"), KINDS)
