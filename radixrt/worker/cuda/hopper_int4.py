@@ -289,8 +289,8 @@ MOST_TILES = 1 << 13
 LEAST = 80
 """The rows of x that are multiplied in the time in which the words of a block are read and expanded."""
 BEGIN, SUMS = 150, 0.8
-"""Costs of a tile beside its blocks, and per row of x of sums that are written or read: in rows of x that are multiplied
-with a block."""
+"""Costs of a tile beside its blocks, and of sums that are written or read, per row of x: in rows of x that are
+multiplied with a block."""
 
 _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 """As that of `products`."""
@@ -374,7 +374,7 @@ def there(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _apart(device: torch.device, dtype: torch.dtype, tokens: int, splits: int, size: int) -> float:
     """The relative error of a product, added to a residual, with a random weight whose groups have `size` columns."""
-    weight, x = drawn(device, dtype, 200, 1160, size, True, 300)
+    weight, x = drawn(device, dtype, 200, 1152, size, True, 300)
     out = torch.ones((300, 200), dtype=dtype, device=device)
     exact = x.float() @ weight.dequantized().float().t() + 1
     kind = next(kind for kind in KINDS if kind.tokens == tokens)
