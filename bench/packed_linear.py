@@ -5,7 +5,7 @@
 In the shapes of Llama 3.1 8B, with random weights with zeros; several copies of a weight in turn, which together do not
 fit in the GPU's L2 cache, in a CUDA graph. The limit is the weight's bytes over the copy bandwidth, or FLOPs over the
 rate of matrix products, both measured in the same run. Each product is compared with float32 before it is timed. With
---sweep, many tiles of the kernel that is used are timed, and K is divided among more or fewer programs.
+--sweep, many tiles are timed instead, and K is divided among more or fewer programs; with --tiles those of Hopper.
 """
 
 from __future__ import annotations
@@ -102,17 +102,17 @@ def swept(x: torch.Tensor, weights: list[Int4]) -> list[tuple[float, Tile, int]]
 
 
 def swept_hopper(kernel: ModuleType, x: torch.Tensor, weights: list[Int4]) -> list[tuple[float, Any, int]]:
-    """The same of the kernel for Hopper."""
+    """The same, of the kernel for Hopper."""
     columns, depth = weights[0].shape
     found: list[tuple[float, Any, int]] = []
     for kind in kernel.KINDS:
-        if kind.tokens > 2 * len(x):
+        if not len(x) / 16 <= kind.tokens <= 2 * len(x):
             continue
         for splits in range(1, kernel.MOST_SPLITS + 1):
             tiles = triton.cdiv(columns, kernel.ROWS) * triton.cdiv(len(x), kind.tokens)
             if splits == 1 or tiles * splits <= 8 * processors(x.device):
                 run = by_kind(kernel, kind, splits)
-                found.append((us(x, weights, run, 7), kind, splits))
+                found.append((us(x, weights, run, 5), kind, splits))
     return sorted(found, key=lambda one: one[0])
 
 
@@ -129,10 +129,6 @@ def print_swept(
 ) -> None:
     least = max(packed[0].nbytes / limits["copy_gbs"] / 1e3, 2 * len(x) * packed[0].numel() / limits["tflops"] / 1e6)
     print(name, len(x), f"bf16 {us(x, wide, plain, 7):.2f} us, limit {least:.2f}", flush=True)
-    if kernel := int4.hopper_kernel(len(x), x.device, x.dtype):
-        for one, kind, splits in swept_hopper(kernel, x, packed)[:6]:
-            print(f"    {one:.2f} {kind} {splits}", flush=True)
-        return
     best = swept(x, packed)
     for one, tile, splits in best[:6]:
         print(f"    {one:.2f}", (tile.rows, tile.columns, tile.warps, tile.stages), splits, flush=True)
@@ -187,6 +183,7 @@ def measure(x: torch.Tensor, wide: list[torch.Tensor], packed: list[Int4], limit
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--tiles", action="store_true", help="also all tiles of the kernel for Hopper")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing more after that")
     parser.add_argument("--tokens", type=int, nargs="*", default=None)
     parser.add_argument("--group", type=int, default=128)
@@ -208,6 +205,9 @@ def main() -> None:
                 continue
             rows.append({"product": name, "tokens": tokens} | measure(x, wide[few], packed[few], limits))
             print(rows[-1], flush=True)
+            if args.tiles and (kernel := int4.hopper_kernel(64, x.device, x.dtype)):
+                best = [f"{one:.1f} {kind.tokens} / {n}" for one, kind, n in swept_hopper(kernel, x, packed[few])]
+                print("    tiles:", name, tokens, *best[:5], sep=", ", flush=True)
             save("packed_linear", rows, device=torch.cuda.get_device_name(), group=args.group, **limits)
     if rows:
         print(table(rows))

@@ -369,7 +369,7 @@ def multiply(
 @functools.cache
 def there(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel works on this device."""
-    return agrees(lambda: max(_apart(device, dtype, *case) for case in ((32, 3, 64), (256, 1, 128))), device)
+    return agrees(lambda: max(_apart(device, dtype, *case) for case in ((32, 3, 128), (256, 1, 128))), device)
 
 
 def _apart(device: torch.device, dtype: torch.dtype, tokens: int, splits: int, size: int) -> float:
