@@ -60,7 +60,7 @@ def main() -> None:
         Path(folder, "config.json").write_text(json.dumps(SHAPES[args.shape]))
         config = WorkerConfig(
             model=folder, device="cuda", load_format="dummy", attention_backend=args.attention_backend,
-            max_num_seqs=16, max_num_batched_tokens=max(args.tokens),
+            max_num_seqs=16, max_num_batched_tokens=max(args.tokens), max_total_tokens=32768,
         )  # fmt: skip
         runner = load_runner(resolve(config))
         bench = Bench(runner, 16, max(args.tokens), 32768)
