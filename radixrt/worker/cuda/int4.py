@@ -9,7 +9,8 @@ of them to end adds their sums, always in the same order:
     weight[64 rows, K]     program 0 | program 1 | program 2 | program 3
                                sums, by way of memory   --> + --> out
 
-With many rows, the weight is dequantized by a kernel of its own, a few rows of it at a time, and torch multiplies.
+With many rows, the weight is dequantized by a kernel of its own, a few rows of it at a time, and torch multiplies. In
+between, there is another kernel for Hopper (`hopper_int4`).
 """
 
 from __future__ import annotations

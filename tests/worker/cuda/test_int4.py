@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -121,6 +121,25 @@ def test_the_kernel_for_hopper(tokens, rows, hopper, half, device):
             hopper.multiply(x, weight, added, kind, splits, bias=bias, add=True, programs=programs)
             assert error(added, expected + bias.float() + residual.float()) < 4e-3
     assert hopper._counts(device).count_nonzero() == 0
+
+
+def test_some_rows_are_multiplied_by_the_kernel_for_hopper(half, device, monkeypatch):
+    """If the copy engine can copy them, and their results may depend on the batch."""
+    calls: list[int] = []
+    kernel = SimpleNamespace(
+        fits=lambda x, weight, out: weight.rows % 8 == 0,
+        plan=lambda *_: (int4.FEW, 1),
+        multiply=lambda x, *more, **options: (calls.append(len(x)), int4.multiply(x, *more, **options)),
+    )
+    monkeypatch.setattr(int4, "HOPPER", (3, 5))
+    monkeypatch.setattr(int4, "_hopper_int4", lambda *_: kernel)
+    for columns, batch_invariant in ((72, False), (70, False), (72, True)):
+        weight = make(columns, 256, 128, False, half, device)
+        for rows in (2, 3, 5, 6):
+            x = torch.randn(rows, 256, device=device).to(half)
+            found = int4.int4_linear(x, weight, None, batch_invariant)
+            assert error(found, x.float() @ weight.dequantized().float().t()) < 4e-3
+    assert calls == [3, 5]
 
 
 def test_what_tiles_the_kernel_for_hopper_takes():
