@@ -339,10 +339,9 @@ def multiply(
     columns, blocks = weight.rows, len(weight.values)
     tiles, across = cdiv(len(x), kind.tokens), cdiv(columns, ROWS)
     words = weight.values.view(-1, WORDS)
-    sums = counts = out
-    if splits > 1:
-        sums = torch.empty(splits * tiles * across * ROWS * kind.tokens, dtype=torch.float32, device=x.device)
-        counts = _counts(x.device)
+    counts = _counts(x.device)
+    size = splits * tiles * across * ROWS * kind.tokens if splits > 1 else 0
+    sums = torch.empty(size, dtype=torch.float32, device=x.device) if size else counts.view(torch.float32)
     more = out if bias is None else bias
     boxes = (x, [kind.tokens, DEPTH]), (words, [ROWS, WORDS]), (out, [kind.tokens, 64])
     described = (
@@ -355,7 +354,7 @@ def multiply(
     )  # fmt: skip
     cache = None
     if all(pointer.data_ptr() % 16 == 0 for pointer in (weight.facts, more, sums, counts)):
-        given = x.device, x.dtype, more.dtype, sums.dtype, columns, blocks
+        given = x.device, x.dtype, more.dtype, columns, blocks
         cache = _kernel_caches.setdefault((*given, *kinds), {})
     launching.launch(
         _product_specialised, (min(programs or processors(x.device), tiles * across * splits), 1, 1), cache,
