@@ -21,7 +21,7 @@ from bench.common import save, table
 from bench.shapes import SHAPES
 from bench.worker import Bench
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.cuda import loading
+from radixrt.worker.cuda import loading, pieces
 from radixrt.worker.loading import load_runner
 
 EACH, ROUNDS = 8, 3
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="*", default=[520, 760, 1020, 1270, 1530, 2030])
     parser.add_argument("--attention-backend", default="triton")
     args = parser.parse_args()
+    pieces.SIZES = tuple(sorted(args.tokens))
     loading.most_tokens = lambda *_: max(args.tokens)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SHAPES[args.shape]))
