@@ -207,7 +207,7 @@ def main() -> None:
             print(rows[-1], flush=True)
             if args.tiles and (kernel := int4.hopper_kernel(64, x.device, x.dtype)):
                 best = [f"{one:.1f} {kind.tokens} / {n}" for one, kind, n in swept_hopper(kernel, x, packed[few])]
-                print("    tiles:", name, tokens, *best[:5], sep=", ", flush=True)
+                print("    tiles:", name, tokens, *best[:8], sep=", ", flush=True)
             save("packed_linear", rows, device=torch.cuda.get_device_name(), group=args.group, **limits)
     if rows:
         print(table(rows))
