@@ -110,7 +110,7 @@ def swept_hopper(kernel: ModuleType, x: torch.Tensor, weights: list[Int4]) -> li
             continue
         for splits in range(1, kernel.MOST_SPLITS + 1):
             tiles = triton.cdiv(columns, kernel.ROWS) * triton.cdiv(len(x), kind.tokens)
-            if splits == 1 or tiles * splits <= 8 * processors(x.device):
+            if splits == 1 or tiles * splits <= kernel.MOST_PARTS:
                 run = by_kind(kernel, kind, splits)
                 found.append((us(x, weights, run, 5), kind, splits))
     return sorted(found, key=lambda one: one[0])

@@ -284,8 +284,8 @@ class Kind:
 KINDS = Kind(16, 8, 8), Kind(32, 8, 8), Kind(64, 8, 6), Kind(128, 5, 4), Kind(256, 4, 2)
 MOST_SPLITS = 4
 """The most programs that K is divided among."""
-MOST_TILES = 1 << 13
-"""The most tiles, of a product whose K is divided."""
+MOST_PARTS = 512
+"""The most parts of tiles, of a product whose K is divided: their sums take up to 67 MB."""
 LEAST = 80
 """The rows of x that are multiplied in the time in which the words of a block are read and expanded."""
 BEGIN, SUMS = 150, 0.8
@@ -299,7 +299,7 @@ _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 @functools.cache
 def _counts(device: torch.device) -> torch.Tensor:
     """Programs of each half of a tile that have ended: all 0 before and after a product."""
-    return torch.zeros(2 * MOST_TILES, dtype=torch.int32, device=device)
+    return torch.zeros(2 * MOST_PARTS, dtype=torch.int32, device=device)
 
 
 @functools.cache
@@ -315,7 +315,7 @@ def plan(rows: int, columns: int, depth: int, programs: int) -> tuple[Kind, int]
     def cost(found: tuple[Kind, int]) -> float:
         kind, splits = found
         tiles = cdiv(rows, kind.tokens) * cdiv(columns, ROWS)
-        if splits > 1 and tiles > MOST_TILES:
+        if splits > 1 and tiles * splits > MOST_PARTS:
             return math.inf
         sums = SUMS * kind.tokens * (splits + 1) if splits > 1 else 0
         each = cdiv(blocks, splits) * max(kind.tokens, LEAST) + BEGIN + sums
