@@ -52,6 +52,18 @@ def test_every_word_is_expanded_to_what_is_meant(size, has_zeros, half, device):
         assert torch.equal(out, weight.dequantized()[2:])
 
 
+def test_a_kernel_that_dequantizes_is_found_again(half, device, monkeypatch):
+    """By its cache, whichever rows of a weight it is launched for."""
+    caches = []
+    monkeypatch.setattr(int4, "launch", lambda kernel, grid, cache, *_, **__: caches.append(cache))
+    for depth in (256, 512):
+        weight = make(130, depth, 64, True, half, device)
+        for first in (0, 64):
+            int4.dequantize(weight, torch.empty((64, depth), dtype=half, device=device), first)
+    assert caches[0] is caches[1] and caches[2] is caches[3]
+    assert not any(cache is None for cache in caches) and caches[0] is not caches[2]
+
+
 @pytest.mark.parametrize(("size", "has_zeros"), KINDS)
 def test_multiply(size, has_zeros, half, device):
     weight = make(130, 1024, size, has_zeros, half, device)
