@@ -286,11 +286,11 @@ MOST_SPLITS = 4
 """The most programs that K is divided among."""
 MOST_PARTS = 512
 """The most parts of tiles, of a product whose K is divided: their sums take up to 67 MB."""
-LEAST = 80
-"""The rows of x that are multiplied in the time in which the words of a block are read and expanded."""
-BEGIN, SUMS = 150, 0.8
+LEAST, EXPAND = 80, 24
+"""A block costs as much as its product with this many rows of x, at least; and as one with this many rows more."""
+BEGIN, SUMS = 300, 0.4
 """Costs of a tile beside its blocks, and of sums that are written or read, per row of x: in rows of x that are
-multiplied with a block."""
+multiplied with a block. (bench/packed_linear.py --tiles)"""
 
 _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 """As that of `products`."""
@@ -306,7 +306,7 @@ def _counts(device: torch.device) -> torch.Tensor:
 def plan(rows: int, columns: int, depth: int, programs: int) -> tuple[Kind, int]:
     """The tile and the number of programs that K is divided among (`splits`) for which
 
-        ceil(tiles * splits / programs) * (ceil(blocks / splits) * max(tokens, LEAST) + BEGIN + sums)
+        ceil(tiles * splits / programs) * (ceil(blocks / splits) * max(tokens + EXPAND, LEAST) + BEGIN + sums)
 
     is least, where sums is SUMS * tokens * (splits + 1) if K is divided.
     """
@@ -318,7 +318,7 @@ def plan(rows: int, columns: int, depth: int, programs: int) -> tuple[Kind, int]
         if splits > 1 and tiles * splits > MOST_PARTS:
             return math.inf
         sums = SUMS * kind.tokens * (splits + 1) if splits > 1 else 0
-        each = cdiv(blocks, splits) * max(kind.tokens, LEAST) + BEGIN + sums
+        each = cdiv(blocks, splits) * max(kind.tokens + EXPAND, LEAST) + BEGIN + sums
         return cdiv(tiles * splits, programs) * each
 
     splits = {cdiv(blocks, cdiv(blocks, splits)) for splits in range(1, MOST_SPLITS + 1)}
