@@ -25,16 +25,19 @@ from torch.profiler import ProfilerActivity, profile
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, launching
+from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
-from radixrt.worker.cuda.delta_chunks import TOKENS, Cut, Tiles
+from radixrt.worker.cuda.delta_chunks import Tiles
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.plan import StateWork
 
 SHAPES = {
     "Qwen3-Next 80B, Qwen3.5 9B, 35B": DeltaSpec(frozenset(), 16, 32, 128, 128, 4),
     "Qwen3.5 27B": DeltaSpec(frozenset(), 16, 48, 128, 128, 4),
     "Qwen3.5 397B": DeltaSpec(frozenset(), 16, 64, 128, 128, 4),
+    "Kimi Linear 48B": DeltaSpec(frozenset(), 32, 32, 128, 128, 4, rank=128),
 }
 DECODES = (1, 16, 64, 256)
 PROMPTS = ([8192], [128] * 64, [2048], [512], [64])
@@ -54,11 +57,14 @@ class Case:
     def __init__(self, spec: DeltaSpec, counts: list[int]) -> None:
         self.spec, self.counts = spec, counts
         tokens, heads, wide = sum(counts), spec.value_heads, torch.float32
+        decays = spec.keys if spec.rank else heads
         self.net = DeltaNet(
-            spec, None, None, drawn(spec.channels, 4) / 2, -drawn(heads, dtype=wide).exp(), drawn(heads, dtype=wide),
-            torch.ones(spec.value_dim, device=DEVICE), 1e-6, False,
+            spec, None, None, drawn(spec.channels, 4) / 2, -drawn(heads, dtype=wide).exp(), drawn(decays, dtype=wide),
+            torch.ones(spec.value_dim, device=DEVICE), 1e-6, False, (None, None) if spec.rank else None,
         )  # fmt: skip
-        self.inputs = DeltaInputs.of(self.net, drawn(tokens, spec.channels + spec.values), drawn(tokens, 2 * heads))
+        x, z = drawn(tokens, spec.channels + spec.values).split((spec.channels, spec.values), dim=1)
+        b, a = drawn(tokens, heads + decays).split((heads, decays), dim=1)
+        self.inputs = DeltaInputs(x, z, b, a)
         self.x = drawn(tokens, spec.channels)
         self.out = drawn(tokens, heads, spec.value_dim)
         self.slots = np.arange(1, len(counts) + 1)
@@ -73,9 +79,9 @@ class Case:
             for _ in range(layers)
         ]
         self.there = torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE)
-        self.lists = Cut(*(torch.from_numpy(x).to(DEVICE) for x in delta_chunks.cut(self.slots, self.bounds)))
-        bounds = np.stack((self.slots, self.bounds[:-1], self.bounds[1:]), axis=1).astype(np.int32)
-        self.sequences = torch.from_numpy(bounds).to(DEVICE)
+        none = np.zeros((2, 0), dtype=np.int32)
+        parts = StateWork(self.slots, none, none).parts(np.array(counts))
+        self.lists = Cut(*(torch.from_numpy(x).to(DEVICE) for x in cut(parts)))
 
     def decode(self, states: LayerStates, warps: int = delta.DECODE_WARPS) -> torch.Tensor:
         convolutions.conv_step(self.inputs.x, self.net, states.conv, self.there, self.x)
@@ -83,13 +89,13 @@ class Case:
         return self.out
 
     def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
-        delta_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
+        x = delta_chunks.convolved(self.net, self.inputs.x, states, self.lists)
+        delta_chunks.by_chunks(x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
         return self.out
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
         convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
-        delta.by_tokens(self.x, self.inputs, self.net, states, self.sequences, self.out)
+        delta.by_tokens(self.x, self.inputs, self.net, states, self.lists, self.out)
         return self.out
 
     def expected(self, states: LayerStates) -> torch.Tensor:
@@ -99,9 +105,10 @@ class Case:
         x = short_conv(inputs.x, net.conv, None, states.conv, slots, bounds).float()
         q, k, v = x.split((spec.keys, spec.keys, spec.values), dim=1)
         q, k, v, z = (part.unflatten(1, (-1, spec.key_dim)) for part in (q, k, v, inputs.z))
-        decay = net.rates * F.softplus(inputs.a.float() + net.dt_bias)
+        decay = F.softplus(inputs.a.float() + net.dt_bias)
+        decay = net.rates[:, None] * decay.unflatten(1, (-1, spec.key_dim)) if spec.rank else net.rates * decay
         out = gated_delta(q, k, v, decay, inputs.b.float().sigmoid(), states.rule, slots, bounds)
-        return gated_norm(out, z, net.norm, net.eps)
+        return gated_norm(out, z, net.norm, net.eps, "sigmoid" if spec.rank else "silu")
 
     def errors(self, way: Callable[[LayerStates], torch.Tensor]) -> dict[str, float]:
         """Of the results and of the states."""
@@ -143,7 +150,8 @@ class Case:
     def limit_ms(self, limits: dict[str, float]) -> float:
         spec, tokens = self.spec, sum(self.counts)
         state = 4 * spec.value_heads * spec.key_dim * spec.value_dim + 2 * 3 * spec.channels
-        row = 2 * (spec.channels + 2 * spec.value_heads * spec.value_dim + 2 * spec.value_heads)
+        decays = spec.keys if spec.rank else spec.value_heads
+        row = 2 * (spec.channels + 2 * spec.value_heads * spec.value_dim + spec.value_heads + decays)
         moved = 2 * state * len(self.counts) + row * tokens
         flops = 0
         if max(self.counts) > 1:
@@ -154,7 +162,9 @@ class Case:
 
     @property
     def way(self) -> Callable[[LayerStates], torch.Tensor]:
-        return self.decode if max(self.counts) == 1 else self.by_chunks
+        if max(self.counts) > 1:
+            return self.by_chunks
+        return self.by_tokens if self.spec.rank else self.decode
 
     @property
     def name(self) -> str:
@@ -167,10 +177,9 @@ def swept(case: Case) -> None:
     if max(case.counts) == 1:
         ways = {f"{warps} warps": lambda s, w=warps: case.decode(s, w) for warps in (4, 8, 16)}
     else:
-        candidates = [Tiles(), Tiles(block=1), Tiles(within_warps=2), Tiles(output_warps=8)]
+        candidates = [Tiles(), Tiles(block=1), Tiles(within_warps=2), Tiles(within_warps=8)]
         candidates += [Tiles(columns=64, warps=4, stages=stages) for stages in (1, 2, 4)]
-        candidates += [Tiles(columns=32, warps=2, stages=stages) for stages in (2, 3)]
-        candidates += [Tiles(columns=16, warps=1, stages=stages) for stages in (2, 3)]
+        candidates += [Tiles(columns=128, warps=8, stages=2), Tiles(columns=32, warps=2), Tiles(columns=16, warps=1)]
         ways = {str(tiles): lambda s, t=tiles: case.by_chunks(s, t) for tiles in candidates}
     for name, way in ways.items():
         print(f"    {case.name}: {case.ms(way):.4f} {name}", flush=True)

@@ -1,12 +1,15 @@
 """Placement in simulated time: the router's state machine and complete workers with a fake runner, whose steps take
 about as long as those of an 8B model on an H200. There are no sockets, and results do not depend on the machine.
 
-    python -m bench.placement [--seeds 2] [--quick]
+    python -m bench.placement [--seeds 2] [--quick] [--states 60]
 
 Requests arrive at random times, at a rate that keeps four workers busy for 70 to 100% of the time (bursts: for half of
 it); only agents send their next request as soon as they have an answer. The router's choice is compared with: most
 hits, unless that worker has 1.5 times as many requests as the mean (as cache-aware routers do); fewest requests; and
 round robin. `infinite` is the hit rate of one cache of unlimited size.
+
+With `--states`, each worker has so many recurrent states, as for a model with linear attention, and the router's choice
+is compared with the same by all cached tokens, whether they can be continued or not.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import logging
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,11 +29,13 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.common import save, table
-from radixrt.config import RouterConfig
+from radixrt.config import RouterConfig, WorkerConfig
 from radixrt.messages import Deltas, Generate, Register, Sampling, TokenPrompt
+from radixrt.roles import most_running
 from radixrt.router import placement
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order
+from radixrt.router.index import Snapshots
 from radixrt.router.placement import Candidate
 from radixrt.tree import RadixTree
 from radixrt.worker import fake, kept, loop, waiting
@@ -98,7 +104,8 @@ class Asked:
 class Fleet:
     """A router with its workers; a simulation of discrete events."""
 
-    def __init__(self, clock: Clock, seed: int) -> None:
+    def __init__(self, clock: Clock, seed: int, states: int = 0) -> None:
+        self._states = states
         self.clock, self.asked, self.rng = clock, {}, np.random.default_rng(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers, self._ids = itertools.count(), itertools.count(1)
@@ -118,8 +125,10 @@ class Fleet:
             decode_step=DECODE_SECONDS,
             decode_each=EACH_SECONDS,
             overlaps=True,
+            num_states=self._states and self._states + 1,
         )
-        worker = Worker(runner, Identity(name, "m"), FakeLink, limits=Limits(BUDGET, ROWS), max_model_len=60_000)
+        rows = most_running(WorkerConfig(max_num_seqs=ROWS), runner)
+        worker = Worker(runner, Identity(name, "m"), FakeLink, limits=Limits(BUDGET, rows), max_model_len=60_000)
         worker._link = FakeLink()
         self.core.register(worker._registration, 0.0)
         worker._joined = True
@@ -366,18 +375,24 @@ CHOICES: dict[str, Callable[[], Choice]] = {
 }
 
 
-def measure(load: str, choice: str, seed: int, scale: float) -> dict[str, float]:
+BY_CACHED = "by cached tokens"
+WITH_STATES = {"radixrt": CHOICES["radixrt"], BY_CACHED: CHOICES["radixrt"]}
+
+
+def measure(load: str, choice: str, seed: int, scale: float, states: int = 0) -> dict[str, float]:
     """Run a load. Returns results of the last three quarters of its requests."""
     clock, (make, times, rate) = Clock(), LOADS[load]
     plain = patch.multiple(loop, time=clock, _decode=lambda message: message, _encode=lambda message: message)
     with ExitStack() as patches:
         for one in (plain, *(patch.object(module, "time", clock) for module in (fake, kept, waiting))):
             patches.enter_context(one)
-        patches.enter_context(patch.object(placement, "place", CHOICES[choice]()))
+        patches.enter_context(patch.object(placement, "place", (CHOICES | WITH_STATES)[choice]()))
         if choice == BY_ARRIVAL:
             patches.enter_context(patch.object(waiting, "OVERTAKING", 0))
             patches.enter_context(patch.object(kept, "LEAST", 2.0))  # nothing is kept
-        fleet = Fleet(clock, seed)
+        if choice == BY_CACHED:
+            patches.enter_context(patch.object(Snapshots, "deepest", lambda self, digests, most: most))
+        fleet = Fleet(clock, seed, states)
         one, when = make(fleet), 0.0
         for _ in range(max(4, int(times * scale))):
             when += fleet.rng.gamma(0.5, 2 / rate)
@@ -403,17 +418,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=2, help="runs of each load, over which results are averaged")
     parser.add_argument("--quick", action="store_true", help="little of each load, to see that it runs")
+    parser.add_argument("--states", type=int, default=0, help="recurrent states of each worker; 0: it has none")
     args = parser.parse_args()
+    logging.disable(logging.WARNING)  # each worker says that it has few states
     rows = []
-    for load, choice in itertools.product(LOADS, CHOICES):
+    for load, choice in itertools.product(LOADS, WITH_STATES if args.states else CHOICES):
         seeds = range(1 if args.quick else args.seeds)
-        found = [measure(load, choice, seed, 0.02 if args.quick else 1.0) for seed in seeds]
+        found = [measure(load, choice, seed, 0.02 if args.quick else 1.0, args.states) for seed in seeds]
         means = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
         rows.append({"load": load, "choice": choice} | means)
         print(rows[-1], flush=True)
     print(table(rows))
     if not args.quick:
-        save("placement", rows, workers=WORKERS, cache=CACHE, seeds=args.seeds)
+        name, more = ("placement_states", {"states": args.states}) if args.states else ("placement", {})
+        save(name, rows, workers=WORKERS, cache=CACHE, seeds=args.seeds, **more)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ FAMILIES = (
     "cwm",
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "dots1",
     "ernie4_5",
     "ernie4_5_moe",
@@ -31,8 +32,12 @@ FAMILIES = (
     "exaone_moe",
     "falcon_h1",
     "flex_olmo",
+    "gemma",
+    "gemma2",
     "gemma3",
     "gemma3_text",
+    "gemma4",
+    "gemma4_text",
     "glm",
     "glm4",
     "glm46v",
@@ -40,6 +45,8 @@ FAMILIES = (
     "glm4_moe_lite",
     "glm4v",
     "glm4v_moe",
+    "glm_moe_dsa",
+    "gpt_neox",
     "gpt_oss",
     "granite",
     "granite_swa",
@@ -60,7 +67,10 @@ FAMILIES = (
     "lfm2",
     "lfm2_moe",
     "llama",
+    "llama4",
+    "llama4_text",
     "mellum",
+    "mimo_v2_flash",
     "minimax_m2",
     "ministral",
     "ministral3",
@@ -68,12 +78,17 @@ FAMILIES = (
     "mistral3",
     "mistral4",
     "mixtral",
+    "nemotron",
     "nemotron_h",
+    "olmo",
     "olmo2",
     "olmo3",
     "olmo_hybrid",
     "olmoe",
+    "persimmon",
+    "phi",
     "phi3",
+    "phimoe",
     "qwen2",
     "qwen2_5_vl",
     "qwen2_moe",
@@ -92,6 +107,8 @@ FAMILIES = (
     "seed_oss",
     "smollm3",
     "solar_open",
+    "stablelm",
+    "starcoder2",
     "youtu",
 )
 """Every `model_type` that can be served."""
@@ -173,14 +190,16 @@ ROPE: dict[str, Any] = dict.fromkeys(("rope_type", "type"), STRING)
 ROPE |= dict.fromkeys(("short_factor", "long_factor"), NUMBERS)
 ROPE |= dict.fromkeys(
     ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
-     "mscale_all_dim", "partial_rotary_factor", "original_max_position_embeddings", "alpha"),
+     "mscale_all_dim", "long_mscale", "short_mscale", "partial_rotary_factor", "original_max_position_embeddings",
+     "alpha"),
     NUMBER,
 )  # fmt: skip
 ROPE |= {"rope_theta": POSITIVE, "full_attention": ROPE, "sliding_attention": ROPE}
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 GIVEN_COUNTS = ("shared_expert_intermediate_size", "moe_num_shared_experts", "moe_layer_start_index")
-GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit_scale")
+GIVEN_NUMBERS = ("moe_layer_end_index", "moe_norm_min", "layer_norm_eps", "logit_scale", "norm_epsilon", "rotary_pct",
+                 "router_jitter_noise")  # fmt: skip
 """Of some families, for which null is no value."""
 LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 DELTA = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
@@ -188,15 +207,33 @@ DELTA = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim
          "model_max_length", "conv_L_cache", "mamba_d_ssm", "block_multiple_of")  # fmt: skip
 MAMBA = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand", "mamba_num_heads",
          "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")  # fmt: skip
-TEXT: dict[str, Any] = dict.fromkeys((*SIZES, *DELTA, "num_key_value_heads", "head_dim", "decoder_sparse_step"), SIZE)
+TEXT: dict[str, Any] = dict.fromkeys(
+    (
+        *SIZES,
+        *DELTA,
+        "num_key_value_heads",
+        "head_dim",
+        "decoder_sparse_step",
+        "global_head_dim",
+        "num_global_key_value_heads",
+        "sliding_window_size",
+        "no_rope_layer_interval",
+        "interleave_moe_layer_step",
+        "floor_scale",
+        "attention_chunk_size",
+        "intermediate_size_mlp",
+    ),
+    SIZE,
+)
 TEXT |= dict.fromkeys(MAMBA, SIZE) | {"mamba_d_head": SIZE_OR_AUTO, "attn_layer_indices": COUNTS}
 TEXT |= dict.fromkeys(
     ("intermediate_size", "sliding_window", "max_window_layers", "rotary_dim",
      "original_max_position_embeddings", "moe_intermediate_size", "num_experts", "num_local_experts",
      "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "experts_per_token", "first_k_dense_replace",
-     "n_group", "topk_group", "q_lora_rank", "no_rope_layer_interval", "moe_k", "moe_num_experts", "num_shared_experts",
+     "n_group", "topk_group", "q_lora_rank", "moe_k", "moe_num_experts", "num_shared_experts",
      "num_dense_layers", "num_experts_per_token", "num_expert_group", "block_ff_dim", "prefix_dense_intermediate_size",
-     "shared_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", *LATENT, *GIVEN_COUNTS),
+     "shared_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size",
+     "hidden_size_per_layer_input", "num_kv_shared_layers", "top_k_experts", *LATENT, *GIVEN_COUNTS),
     COUNT,
 )  # fmt: skip
 TEXT |= dict.fromkeys(
@@ -210,14 +247,24 @@ TEXT |= dict.fromkeys(
      "ssm_out_multiplier"),
     NUMBER,
 ) | {"mlp_multipliers": NUMBERS, "ssm_multipliers": NUMBERS}  # fmt: skip
-TEXT |= dict.fromkeys(("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling"), POSITIVE)
+TEXT |= dict.fromkeys(
+    ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling", "attn_logit_softcapping",
+     "final_logit_softcapping", "clip_qkv", "rotary_emb_base", "attn_scale", "swa_rope_theta", "attention_value_scale"),
+    POSITIVE,
+)  # fmt: skip
 TEXT |= dict.fromkeys(
     ("model_type", "hidden_act", "hidden_activation", "topk_method", "hybrid_override_pattern"), STRING
 )
 TEXT |= dict.fromkeys(("layer_types", "layers_block_type", "mlp_layer_types"), STRINGS)
-TEXT |= {"linear_attn_config": OBJECT, "norm_eps": NUMBER, "block_ffn_dim_multiplier": NUMBER, "time_step_limit": LIST}
+TEXT |= {
+    "linear_attn_config": OBJECT,
+    "per_layer_config": OBJECT,
+    "norm_eps": NUMBER,
+    "block_ffn_dim_multiplier": NUMBER,
+    "time_step_limit": LIST,
+}
 TEXT["mamba_dt_limit"] = LIST
-TEXT |= dict.fromkeys(("mlp_only_layers", "full_attn_idxs", "no_rope_layers", "attn_type_list"), LIST)
+TEXT |= dict.fromkeys(("mlp_only_layers", "full_attn_idxs", "no_rope_layers", "attn_type_list", "moe_layers"), LIST)
 TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)
 TEXT |= dict.fromkeys(("quantization_config", "compression_config"), OBJECT)

@@ -203,8 +203,8 @@ class FrontendConfig:
     tool_call_parser: str = setting(
         "auto",
         "format of the model's tool calls: auto, none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, "
-        "deepseek_v31, kimi_k2, glm45, glm47, minimax_m2, seed_oss, granite, phi4_mini_json, nemotron_json, "
-        "openai (gpt-oss' channels)",
+        "deepseek_v31, deepseek_v32, kimi_k2, glm45, glm47, minimax_m2, seed_oss, granite, phi4_mini_json, "
+        "nemotron_json, openai (gpt-oss' channels)",
     )
     reasoning_parser: str = setting(
         "auto",

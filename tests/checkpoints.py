@@ -159,6 +159,8 @@ def randomize(model) -> None:
             parameter.normal_(1.0, 0.5)
         elif name.endswith("sinks"):
             parameter.normal_(0.0, 2.0)
+        elif name.endswith("scale"):
+            parameter.normal_(1.0, 0.2)
         elif name.endswith(("alpha_p", "alpha_n")):
             parameter.normal_()
 
@@ -180,6 +182,8 @@ def _random(config, seed: int = 0):
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.2)
     return model
 
 

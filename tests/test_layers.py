@@ -17,6 +17,7 @@ TORCH = (
     "worker/group.py",
     "worker/runner.py",
     "worker/kv.py",
+    "worker/mixed_pool.py",
     "worker/attention.py",
     "worker/sample.py",
     "worker/picking.py",

@@ -20,16 +20,21 @@ class Choice:
 
     __slots__ = (
         "_hidden_ids", "_ids", "_parser", "_stream", "echo", "finish", "index", "logprobs", "message", "offsets",
-        "content_tokens", "prompt_ids", "stop", "stopping", "tokens", "unreported", "unsent_ids", "usage",
+        "content_tokens", "prompt_ids", "prompt_tokens", "stop", "stopping", "tokens", "unreported", "unsent_ids",
+        "usage",
     )  # fmt: skip
 
-    def __init__(self, index: int, service: TextService, sampling: Sampling, output: Output) -> None:
+    def __init__(
+        self, index: int, service: TextService, sampling: Sampling, output: Output, prompt_tokens: int = 0
+    ) -> None:
         self.index = index
+        self.prompt_tokens = prompt_tokens
         self.message = AssistantMessage()
         self.echo: tuple[str, int] | None = None
         """(text of the prompt, its first token id) to be echoed, until that is sent."""
         self.tokens = 0
-        """Number of tokens up to a complete stop string; later ones, which the worker still sends, are dropped."""
+        """Number of tokens so far, up to a complete stop string; later ones, which the worker still sends, are
+        dropped."""
         self.logprobs: list[TokenLogprob] | None = None
         self.offsets: Offsets | None = None
         """Where tokens begin in its text, if that is reported."""

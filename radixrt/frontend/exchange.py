@@ -37,6 +37,8 @@ class Exchange(Mailbox):
         """Maps the router's fields to the caller's names, for errors."""
         self.shows_ids = False
         """Whether the token ids of prompt and choices are reported."""
+        self.counts_tokens = False
+        """Whether each chunk of a stream has the usage so far."""
         self.choices: list[Choice] = []
         self.prompts = 0
         self._transport = transport
@@ -56,10 +58,12 @@ class Exchange(Mailbox):
         each."""
         first = len(self.choices)
         for index in range(first, first + request.n):
-            choice = Choice(index, self._service, request.sampling, output)
+            choice = Choice(index, self._service, request.sampling, output, len(request.prompt.ids) // TOKEN_BYTES)
             self.choices.append(choice)
             if self.shows_ids:
                 choice.prompt_ids = request.prompt.ids
+            if self.counts_tokens:
+                self.reply.count(choice.prompt_tokens, 0)
             if self._streams and (opening := self.reply.opening(index, choice.prompt_ids)):
                 self.put(opening)
             if request.sampling.logprobs is not None:
@@ -173,6 +177,8 @@ class Exchange(Mailbox):
                 choice.logprobs = (choice.logprobs or []) + logprobs
             return
         found, ids = self.reply.logprobs(logprobs, choice.offsets), choice.take_unsent()
+        if self.counts_tokens:
+            self.reply.count(choice.prompt_tokens, choice.tokens)
         for piece in pieces[:-1]:
             self.put(self.reply.chunk(choice.index, piece, found, ids))
             found = ids = None

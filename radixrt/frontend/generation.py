@@ -16,7 +16,7 @@ from radixrt.frontend.link import RouterLink
 from radixrt.frontend.peers import Peers
 from radixrt.frontend.prompts import Body, Prompts, Ready
 from radixrt.frontend.replies import session_json
-from radixrt.frontend.schema import Completion
+from radixrt.frontend.schema import Common, Completion
 from radixrt.frontend.tools import ToolUse
 from radixrt.messages import ChatPrompt, Generate, Origin, Prompt, TextPrompt, TokenPrompt
 from radixrt.router.conversations import facts
@@ -55,6 +55,7 @@ class Generation:
         reply.session = session_json(ready[0].encoded)
         exchange = exchange_of(transport, self._text, reply, bool(body.stream), usage)
         exchange.shows_ids = bool(getattr(body, "return_token_ids", False))
+        exchange.counts_tokens = bool(body.stream) and isinstance(body, Common) and body.counts_tokens()
         exchange.names = body.names() | {"grammar": ready[0].output.field}
         exchange.settled = self._peers.settled if self._peers else None
         try:

@@ -7,6 +7,8 @@ from typing import Any
 from radixrt.frontend.errors import refuse
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+THOUGHTS = ("reasoning_content", "reasoning")
+"""The fields of an assistant's message that hold its thoughts."""
 Message = dict[str, Any]
 
 
@@ -59,13 +61,13 @@ def _check_content(field: str, message: Message) -> None:
     if content is None:
         if message["role"] != "assistant":
             refuse(f"{field}.content", "is missing")
-        if not message.get("tool_calls"):
+        if not any(map(message.get, ("tool_calls", *THOUGHTS))):  # an answer may be cut in its thoughts
             refuse(f"{field}.content", "is missing, and there are no tool_calls")
     elif not isinstance(content, str | list):
         refuse(f"{field}.content", "must be a string or a list of parts")
     if message["role"] != "assistant":
         return
-    for name in ("reasoning_content", "reasoning"):
+    for name in THOUGHTS:
         if not isinstance(message.get(name), str | None):
             refuse(f"{field}.{name}", "must be a string")
 

@@ -120,6 +120,11 @@ class Reply:
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
+    def count(self, prompt_tokens: int, tokens: int) -> None:
+        """Set the usage so far that the next chunks have, for `continuous_usage_stats`."""
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
+        self._tail = b'],"usage":%b}\n\n' % encode(usage)
+
     def opening(self, index: int, prompt_ids: bytes | None) -> bytes:
         """The events before the first text of a choice; with `prompt_ids` if token ids are reported."""
         if prompt_ids is None:

@@ -36,19 +36,26 @@ Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 UNSERVED = (
     "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "documents",
-    "logits_processors", "lora_path", "no_stop_trim", "prompt_embeds", "prompt_logprobs", "return_hidden_states",
-    "return_tokens_as_token_ids", "stop_regex", "structural_tag", "truncate_prompt_tokens",
-    "use_beam_search", "web_search_options",
+    "guided_whitespace_pattern", "input_ids", "logits_processors", "logprob_token_ids", "lora_path", "no_stop_trim",
+    "prompt_embeds", "prompt_logprobs", "repetition_detection", "return_hidden_states", "return_meta_info",
+    "return_prompt_text", "return_prompt_token_ids", "return_routed_experts", "return_tokens_as_token_ids",
+    "session_params", "stop_regex", "structural_tag", "thinking_token_budget", "truncate_prompt_tokens",
+    "use_beam_search", "watermarking", "web_search_options",
 )  # fmt: skip
 """Unsupported fields of OpenAI, vLLM and SGLang that would change an answer: they must not be ignored."""
+ALWAYS_ON = ("include_reasoning", "separate_reasoning", "stream_reasoning")
+"""Fields of vLLM and SGLang that are true by default, and that cannot be false here."""
 
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 Unserved = msgspec.defstruct(
-    "Unserved", [(name, Any, None) for name in UNSERVED + structured.FIELDS if name != "response_format"], kw_only=True
+    "Unserved",
+    [(name, Any, None) for name in UNSERVED + ALWAYS_ON + structured.FIELDS if name != "response_format"],
+    kw_only=True,
 )
 
 
@@ -97,6 +104,10 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
             refuse("stream_options", "only with stream")
         return bool(self.stream_options.include_usage)
 
+    def counts_tokens(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
     def names(self) -> dict[str, str]:
         """Maps the fields of messages to the caller's names."""
         return {"include_stop": "include_stop_str_in_output"}
@@ -117,6 +128,8 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
             for name, value in zip(UNSERVED, unserved, strict=True):
                 if value is not None and value is not False and value not in ("", []):  # some clients send empty values
                     refuse(name, "is not served")
+        if False in (switches := _switches(self)):
+            refuse(ALWAYS_ON[switches.index(False)], "false is not served")
         fields: dict[str, Any] = {**defaults, "max_tokens": max_tokens, "logprobs": logprobs}
         for name, value in zip(_SAMPLING, _plain(self), strict=True):
             if value is not None:
@@ -140,6 +153,7 @@ _PLAIN = (
 _SAMPLING = [{"include_stop_str_in_output": "include_stop"}.get(name, name) for name in _PLAIN]
 """The names of these fields in Sampling."""
 _plain, _unserved = operator.attrgetter(*_PLAIN), operator.attrgetter(*UNSERVED)
+_switches = operator.attrgetter(*ALWAYS_ON)
 _structured = operator.attrgetter(*structured.FIELDS)
 _UNCONSTRAINED, _NOTHING = (None,) * len(structured.FIELDS), (None,) * len(UNSERVED)
 
@@ -199,6 +213,8 @@ class Chat(Common, kw_only=True):
     """A routing hint, which is ignored: requests are placed by their tokens."""
     service_tier: str | None = None
     reasoning_effort: str | None = None
+    reasoning: dict[str, Any] | None = None
+    """As in SGLang: an object with `effort`, which is reasoning_effort, and `enabled`."""
     verbosity: str | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -220,9 +236,22 @@ class Chat(Common, kw_only=True):
             refuse("modalities", "only text is served")
         if self.function_call not in (None, "none", "auto"):
             refuse("function_call", "is not served; use tool_choice")
+        if self.add_special_tokens:
+            refuse("add_special_tokens", "is not served in a chat: its template has them")
         check_verbosity(self.verbosity, "verbosity")
-        effort = effort_args(self.reasoning_effort, "reasoning_effort")
-        return [chat_prompt(self, self.messages, use.shown, effort)]
+        return [chat_prompt(self, self.messages, use.shown, self._thinking())]
+
+    def _thinking(self) -> dict[str, Any]:
+        """The chat template's arguments for `reasoning_effort` and `reasoning`."""
+        asked = self.reasoning or {}
+        enabled, effort = asked.get("enabled"), asked.get("effort")
+        if not isinstance(enabled, bool | None):
+            refuse("reasoning.enabled", "must be true or false")
+        if effort is not None and self.reasoning_effort not in (None, effort):
+            refuse("reasoning.effort", "is reasoning_effort by another name: only one of them can be followed")
+        told = {} if enabled is None else thinking_args(enabled)
+        field = "reasoning_effort" if effort is None else "reasoning.effort"
+        return told | effort_args(self.reasoning_effort if effort is None else effort, field)
 
     def tool_use(self) -> ToolUse:
         """See Common."""
@@ -274,7 +303,13 @@ def effort_args(effort: Any, field: str) -> dict[str, Any]:
         return {}
     if effort not in EFFORTS:
         refuse(field, f"must be one of {', '.join(EFFORTS)}, not {effort!r}")
-    return {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    return thinking_args(effort != "none") | {"reasoning_effort": effort}
+
+
+def thinking_args(thinks: bool) -> dict[str, Any]:
+    """The chat template's arguments that turn thinking on or off: those of Qwen's and GLM's, and of DeepSeek's, Kimi's
+    and Granite's. A template ignores the other's."""
+    return {"enable_thinking": thinks, "thinking": thinks}
 
 
 def chat_prompt(

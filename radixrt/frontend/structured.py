@@ -85,6 +85,9 @@ def _named_schema(value: Any, field: str) -> Constraint:
 def _structured_outputs(value: Any, field: str) -> Constraint | None:
     if not isinstance(value, dict):
         refuse(field, "must be an object")
+    for name in _UNSERVED:
+        if value.get(name):
+            refuse(f"{field}.{name}", "is not served")
     found = [
         one
         for name, read in _STRUCTURED.items()
@@ -149,6 +152,8 @@ _STRUCTURED: dict[str, _Read] = {
     "json_object": _json_object,
     "structural_tag": _structural_tag,
 }
+_UNSERVED = ("disable_additional_properties", "disable_any_whitespace", "whitespace_pattern")
+"""Fields of vLLM's structured_outputs that would change an answer."""
 
 
 def _text(value: Any, field: str) -> str:

@@ -50,7 +50,7 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Snapshot(msgspec.Struct, tag="snapshot"):
-    """Send the whole tree as events (a Cleared, then Stored), as the index has missed some."""
+    """Send the whole tree as events (a Cleared, then Stored and Saved), as the index has missed some."""
 
 
 class Clear(msgspec.Struct, tag="clear"):
@@ -97,7 +97,22 @@ class Cleared(msgspec.Struct, tag="cleared", frozen=True, array_like=True):
     """The cache is empty."""
 
 
-CacheEvent = Stored | Removed | Cleared
+class Saved(msgspec.Struct, tag="saved", frozen=True, array_like=True):
+    """A snapshot of the recurrent state after the first `tokens` tokens of a prefix is in `slot`: from there the prefix
+    can be continued, as far as it is cached. `digest`: of these tokens (see `digests`)."""
+
+    slot: int
+    tokens: int
+    digest: int
+
+
+class Dropped(msgspec.Struct, tag="dropped", frozen=True, array_like=True):
+    """The snapshot in `slot` is gone."""
+
+    slot: int
+
+
+CacheEvent = Stored | Removed | Cleared | Saved | Dropped
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
@@ -159,6 +174,9 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     """A random number that identifies the process: pids are not unique across machines or containers."""
     vocab_size: int = 0
     """Number of token ids that the model accepts; 0 if unknown."""
+    num_states: int = 0
+    """Slots of recurrent states, a trash slot 0 included; 0: the model has none. If it has, a cached prefix can be
+    continued only where there is a snapshot (see Saved)."""
 
 
 class Output(msgspec.Struct, array_like=True):

@@ -108,7 +108,7 @@ class Dispatcher:
     ) -> tuple[Member, int, int]:
         """Returns (the best worker, the hit expected there, the largest hit on any worker), in tokens."""
         limit = tokens - 1 if run.score_from is None else min(tokens, run.score_from) - 1
-        held = self._index.match(run.request.namespace, ids)
+        held = self._index.match(run.request.namespace, ids, limit)
         # Only full pages are shared, but a page with the last token may be: a worker then computes that token alone.
         hits = {n: min(held.get(n, 0) // m.info.page_size * m.info.page_size, limit) for n, m in fits.items()}
         group = run.request.group

@@ -7,12 +7,52 @@ A worker describes its tree as runs. A run is a stretch of tokens that hangs bel
 
 One tree mirrors the runs of all workers; common prefixes are stored once. It never guesses: after an event that does
 not fit its content, a snapshot is requested, and until that arrives the worker counts as empty.
+
+If a worker's model has recurrent states, a prefix counts up to the last token after which the worker has a snapshot of
+its state: tokens after that are computed again although they are cached.
 """
 
 from __future__ import annotations
 
-from radixrt.messages import CacheEvent, Cleared, Removed, StepDone, Stored
+import numpy as np
+
+from radixrt.messages import TOKEN_BYTES, CacheEvent, Cleared, Dropped, Removed, Saved, StepDone, Stored
+from radixrt.messages.digests import prefix_digests
 from radixrt.tree import OwnerTree
+
+
+class Snapshots:
+    """The snapshots of recurrent states of one worker, by slot."""
+
+    def __init__(self, slots: int) -> None:
+        self._tokens = np.zeros(slots, dtype=np.int64)
+        """Length of the prefix; 0: there is no snapshot in the slot."""
+        self._digests = np.zeros(slots, dtype=np.uint64)
+
+    def save(self, event: Saved) -> None:
+        """Raises ValueError for a slot that does not exist."""
+        self._check(event.slot)
+        self._tokens[event.slot], self._digests[event.slot] = event.tokens, event.digest
+
+    def drop(self, slot: int) -> None:
+        self._check(slot)
+        self._tokens[slot] = 0
+
+    def clear(self) -> None:
+        self._tokens[:] = 0
+
+    def deepest(self, digests: np.ndarray, most: int) -> int:
+        """The longest prefix with a snapshot, of at most `most` tokens, in tokens; `digests` of all prefixes, by
+        length."""
+        lengths = np.where(self._tokens <= most, self._tokens, 0)
+        return int((lengths * (digests[lengths] == self._digests)).max(initial=0))
+
+    def _check(self, slot: int) -> None:
+        if not 0 < slot < len(self._tokens):
+            raise ValueError(f"there is no slot {slot}")
+
+
+_NONE = Snapshots(0)
 
 
 class Index:
@@ -23,18 +63,24 @@ class Index:
         self._computing = OwnerTree()
         self._next_seqs: dict[int, int | None] = {}
         """The sequence number of each worker's next event; None while a snapshot is awaited."""
+        self._snapshots: dict[int, Snapshots] = {}
+        """Of the workers whose models have recurrent states."""
 
     @property
     def tokens(self) -> int:
         """Distinct cached tokens over all workers."""
         return self._cached.tokens
 
-    def add_worker(self, worker: int, *, fresh: bool) -> None:
-        """Add a worker whose events begin at 0 (`fresh`), or one whose snapshot must come first."""
+    def add_worker(self, worker: int, *, fresh: bool, num_states: int = 0) -> None:
+        """Add a worker whose events begin at 0 (`fresh`), or one whose snapshot must come first. `num_states` is that
+        of its Register."""
         self._next_seqs[worker] = 0 if fresh else None
+        if num_states:
+            self._snapshots[worker] = Snapshots(num_states)
 
     def drop_worker(self, worker: int) -> None:
         self._next_seqs.pop(worker, None)
+        self._snapshots.pop(worker, None)
         self._cached.remove_owner(worker)
         self._computing.remove_owner(worker)
 
@@ -46,7 +92,7 @@ class Index:
         """Apply the events of one message. False if some are missing: the caller must request a Snapshot."""
         next_seq = self._next_seqs[worker]
         if step.snapshot:
-            self._cached.remove_owner(worker)
+            self._clear(worker)
         elif next_seq is None:
             return True
         elif step.seq != next_seq:
@@ -55,14 +101,18 @@ class Index:
         self._next_seqs[worker] = step.seq if step.snapshot else step.seq + len(step.events)
         try:
             self._apply_events(worker, step.events)
-        except (ValueError, OverflowError):  # an event refers to a run that is not known
+        except (ValueError, OverflowError):  # an event refers to a run or a slot that is not known
             self._empty(worker)
             return False
         return True
 
     def _empty(self, worker: int) -> None:
         self._next_seqs[worker] = None
+        self._clear(worker)
+
+    def _clear(self, worker: int) -> None:
         self._cached.remove_owner(worker)
+        self._snapshots.get(worker, _NONE).clear()
 
     def _apply_events(self, worker: int, events: list[CacheEvent]) -> None:
         for event in events:
@@ -73,8 +123,12 @@ class Index:
                     )
                 case Removed():
                     self._cached.cut(worker, event.run, event.keep)
+                case Saved():
+                    self._snapshots.get(worker, _NONE).save(event)
+                case Dropped():
+                    self._snapshots.get(worker, _NONE).drop(event.slot)
                 case Cleared():
-                    self._cached.remove_owner(worker)
+                    self._clear(worker)
 
     def computing(self, worker: int, number: int, namespace: str, ids: bytes) -> None:
         """A prompt was sent to `worker`, under a number that no other has there: until it is `computed`, others are
@@ -84,10 +138,25 @@ class Index:
     def computed(self, worker: int, number: int) -> None:
         self._computing.cut(worker, number, 0)
 
-    def match(self, namespace: str, ids: bytes) -> dict[int, int]:
-        """Worker -> leading tokens of `ids` that it holds or is computing; workers with none are absent."""
+    def match(self, namespace: str, ids: bytes, most: int | None = None) -> dict[int, int]:
+        """Worker -> leading tokens of `ids` that it holds or is computing; workers with none are absent. Of a prefix
+        that can be continued only after a snapshot, those up to the last snapshot within `most` tokens count."""
         hits = dict(self._cached.match(namespace, ids))
+        if not self._snapshots.keys().isdisjoint(hits):
+            hits = self._continuable(hits, namespace, ids, most)
         for worker, length in self._computing.match(namespace, ids):
             if length > hits.get(worker, 0):
                 hits[worker] = length
         return hits
+
+    def _continuable(self, hits: dict[int, int], namespace: str, ids: bytes, most: int | None) -> dict[int, int]:
+        """`hits`, of workers with recurrent states only as far as snapshots reach."""
+        limit = max(hits.values()) if most is None else min(max(hits.values()), most)
+        digests = prefix_digests(namespace, ids[: limit * TOKEN_BYTES])
+        found = {}
+        for worker, hit in hits.items():
+            snapshots = self._snapshots.get(worker)
+            hit = hit if snapshots is None else snapshots.deepest(digests, min(hit, limit))
+            if hit:
+                found[worker] = hit
+        return found

@@ -146,7 +146,7 @@ class Members:
         """Make a new Member of a name; `fresh` if its cache is empty."""
         member = self._serving[info.name] = Member(next(self._numbers), info, now, replaced)
         self._by_model.clear()
-        self._index.add_worker(member.number, fresh=fresh)
+        self._index.add_worker(member.number, fresh=fresh, num_states=info.num_states)
         return member
 
     # ------------------------------------------------------------ messages of workers

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from radixrt.worker.kv import KVPool
+from radixrt.worker.model import sparse
+from radixrt.worker.model.indexer import Index
+from radixrt.worker.model.latent import LatentHeads
 from radixrt.worker.model.layers import Attend, Projected
 from radixrt.worker.plan import Plan
 
@@ -27,10 +30,15 @@ class TorchAttention:
     """Computes one request after the other, and reads the page table in place.
 
     q positions      start ......... start + count - 1
-    k positions  0 ..................................   a query at p sees (p - window, p]
+    k positions  0 ..................................   a query at p sees (p - window, p], or with `chunked`
+                                                        [p - p % window, p]
 
-    `windows` and `sinks` (see `ModelSpec.sinks`) are given by layer.
+    `windows` and `sinks` (see `ModelSpec.sinks`) are given by layer. With `top_k`, there are indexers, which select the
+    tokens that are seen (see `model.indexer`).
     """
+
+    exact = False
+    """Whether the result for a query does not depend on the batch."""
 
     def __init__(
         self,
@@ -39,19 +47,26 @@ class TorchAttention:
         windows: tuple[int | None, ...],
         scale: float | None = None,
         sinks: tuple[torch.Tensor | None, ...] | None = None,
+        cap: float | None = None,
+        chunked: bool = False,
+        top_k: int = 0,
     ) -> None:
-        """`scale` multiplies the scores; None: head_dim^-0.5."""
+        """`scale` multiplies the scores; None: head_dim^-0.5. `cap`: see `ModelSpec.score_cap`; `chunked`: see
+        `ModelSpec.chunked`."""
         self.pool = pool
         self._page_size = page_size
         self._windows = windows
         self._scale = pool.head_dim**-0.5 if scale is None else scale
         self._sinks = sinks or (None,) * len(windows)
+        self.top_k = top_k
+        self._cap = cap
+        self._chunked = chunked
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
 
     def begin(self, plan: Plan, device: torch.device) -> TorchStep:
-        return TorchStep(self, plan, device)
+        return SparseStep(self, plan, device) if self.top_k else TorchStep(self, plan, device)
 
     def slots(self, row: int, tokens: int) -> np.ndarray:
         """int64[tokens]: slots of the first `tokens` tokens of a row."""
@@ -63,49 +78,98 @@ class TorchAttention:
         """Attention of the last tokens of one sequence over all of it: [count, heads, width of V] for q[count, heads,
         D] and the sequence's slots."""
         count, end, window = len(q), len(slots), self._windows[layer]
-        first = first_key(end - count, window)
+        first = first_key(end - count, window, self._chunked)
         k, v = self.pool.read(layer, slots[first:], q.dtype)
         mask = None
         if count > 1:
             at = torch.arange(end - count, end, device=q.device)[:, None]
             keys = torch.arange(first, end, device=q.device)
-            mask = keys <= at if window is None else (keys <= at) & (keys > at - window)
-        if (sinks := self._sinks[layer]) is not None:
-            return attend_with_sinks(q, k, v, mask, sinks, self._scale)
-        if self.pool.latent is not None:
-            return self._of_one_head(q, k, v, mask)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True)
-        return out[0].transpose(0, 1)
+            mask = (keys <= at) & (keys >= first_key(at, window, self._chunked))
+        return attend(q, k, v, mask, self._scale, self._sinks[layer], self._cap)
 
-    def _of_one_head(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Attention with one KV head: all heads' queries are stacked, so that the keys are not repeated for each."""
-        count, heads, _ = q.shape
-        mask = None if mask is None else mask.repeat_interleave(heads, 0)
-        q, k, v = q.flatten(0, 1)[None, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale)
-        return out[0, 0].unflatten(0, (count, heads))
+    def of_selected(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Attention of each query to tokens of its own: [count, heads, rank] for q[count, heads, D] and slots[count,
+        top_k]."""
+        assert self.pool.latent is not None
+        each = 1 if self.exact else sparse.at_once(q.device, slots.shape[1] * q.shape[-1])
+        parts = []
+        for some, own in zip(q.split(each), slots.split(each), strict=True):
+            k, _ = self.pool.read(layer, own.flatten(), q.dtype)
+            k = k.squeeze(1).unflatten(0, own.shape)
+            parts.append(sparse.attend(some, k, self.pool.latent, self._scale))
+        return torch.cat(parts)
 
 
-SINK_QUERIES = 64
-"""Queries that are computed at once: each head needs a mask of its own, [heads, queries, keys]."""
-
-
-def attend_with_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor, scale: float
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    cap: float | None = None,
 ) -> torch.Tensor:
-    """Attention with sinks: [T, heads, D] for q[T, heads, D] over k, v [L, kv_heads, D], under the bool mask[T, L]
-    (True: visible; None: all are).
+    """Attention: [T, heads, width of V] for q[T, heads, D] over k, v [L, kv_heads, D], under the bool mask[T, L] (True:
+    visible; None: all are). A model has `sinks` [heads] or a `cap`, or neither."""
+    if sinks is not None:
+        return _with_sinks(q, k, v, mask, scale, sinks)
+    if cap is not None:
+        return _with_cap(q, k, v, mask, scale, cap)
+    if k.shape[1] == 1:
+        return _of_one_head(q, k, v, mask, scale)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _of_one_head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """`attend` with one KV head: all heads' queries are stacked, so that the keys are not repeated for each."""
+    count, heads, _ = q.shape
+    mask = None if mask is None else mask.repeat_interleave(heads, 0)
+    q, k, v = q.flatten(0, 1)[None, None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out[0, 0].unflatten(0, (count, heads))
+
+
+QUERIES_AT_ONCE = 64
+"""Queries that are computed at once where there is a number for each pair of a query and a key, [heads, queries,
+keys]."""
+
+
+def _with_cap(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, cap: float
+) -> torch.Tensor:
+    """`attend` with capped scores (see `capped`)."""
+    kv_heads, parts = k.shape[1], []
+    keys, values = k.permute(1, 2, 0), v.transpose(0, 1)
+    for begin in range(0, len(q), QUERIES_AT_ONCE):
+        part = q[begin : begin + QUERIES_AT_ONCE].unflatten(1, (kv_heads, -1)).transpose(0, 1)
+        scores = capped((part.flatten(1, 2) @ keys).float() * scale, cap).unflatten(1, part.shape[1:3])
+        if mask is not None:
+            scores.masked_fill_(~mask[begin : begin + part.shape[1], None], -torch.inf)
+        out = scores.softmax(-1).to(v.dtype).flatten(1, 2) @ values
+        parts.append(out.unflatten(1, part.shape[1:3]).transpose(0, 1).flatten(1, 2))
+    return torch.cat(parts)
+
+
+def capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Soft-capping (Gemma 2, arXiv 2408.00118, section 2): cap tanh(x / cap), in place."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
+def _with_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, sinks: torch.Tensor
+) -> torch.Tensor:
+    """`attend` with sinks.
 
     `sinks` [heads] are the scores of one more key whose value is 0. It is appended as a zero key, and the additive mask
     gives it its score."""
-    none = torch.zeros_like(k[:1])
-    k, v = (torch.cat((x, none)).transpose(0, 1)[None] for x in (k, v))
+    k, v = (torch.cat((x, torch.zeros_like(x[:1]))).transpose(0, 1)[None] for x in (k, v))
     parts = []
-    for begin in range(0, len(q), SINK_QUERIES):
-        part = q[begin : begin + SINK_QUERIES]
+    for begin in range(0, len(q), QUERIES_AT_ONCE):
+        part = q[begin : begin + QUERIES_AT_ONCE]
         added = torch.zeros((q.shape[1], len(part), k.shape[2]), dtype=q.dtype, device=q.device)
         if mask is not None:
             added[..., :-1].masked_fill_(~mask[begin : begin + len(part)], -torch.inf)
@@ -131,7 +195,8 @@ class TorchStep:
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
-        self._attention.pool.write(layer, self._written, k, v)
+        if k is not None:
+            self._attention.pool.write(layer, self._written, k, v)
         return heads.value_projection(self.over_pages(layer, q))
 
     def over_pages(self, layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -140,9 +205,66 @@ class TorchStep:
         return torch.cat([self._attention.one(layer, part, slots) for part, slots in parts])
 
 
-def first_key(position: int, window: int | None) -> int:
-    """The first position that a query at `position` sees."""
-    return 0 if window is None else max(0, position - window + 1)
+class SparseStep(TorchStep):
+    """The attention of one step, to the tokens that indexers select.
+
+    q positions      start ......... top_k - 1 | top_k .........
+    k positions            all up to the query | the selected ones
+    """
+
+    def __init__(self, attention: TorchAttention, plan: Plan, device: torch.device) -> None:
+        super().__init__(attention, plan, device)
+        self._dense = np.clip(attention.top_k - plan.starts, 0, plan.counts).tolist()
+        """By request: the first queries, which attend to all tokens."""
+        self._selected: list[torch.Tensor] = []
+        """By request: the slots that the other queries attend to, int64[queries, top_k], in the layers that follow."""
+
+    def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
+        assert isinstance(heads, LatentHeads)
+        q, k, v = heads.split()
+        self._attention.pool.write(layer, self._written, k, v)
+        if heads.index is not None:
+            self._select(heads.index)
+        parts = zip(q.split(self._counts), self._slots, self._dense, self._selected, strict=True)
+        return heads.value_projection(torch.cat([self._one(layer, *part) for part in parts]))
+
+    def _select(self, index: Index) -> None:
+        attention, number = self._attention, index.indexer.number
+        pool = attention.pool.index
+        assert pool is not None
+        pool.write(number, self._written, index.keys())
+        self._selected = [slots[:0, None] for slots in self._slots]
+        if self._dense == self._counts:
+            return
+        parts = zip(*(x.split(self._counts) for x in index.queries()), self._slots, self._dense, strict=True)
+        for request, (q, weights, slots, dense) in enumerate(parts):
+            if dense < len(q):
+                found = sparse.select(
+                    q[dense:], weights[dense:], pool.read(number, slots), attention.top_k, attention.exact
+                )
+                self._selected[request] = slots[found]
+
+    def _one(
+        self, layer: int, q: torch.Tensor, slots: torch.Tensor, dense: int, selected: torch.Tensor
+    ) -> torch.Tensor:
+        parts = []
+        if dense:
+            parts.append(self._attention.one(layer, q[:dense], slots[: len(slots) - len(q) + dense]))
+        if dense < len(q):
+            parts.append(self._attention.of_selected(layer, q[dense:], selected))
+        return torch.cat(parts)
+
+
+Positions = TypeVar("Positions", int, torch.Tensor)
+
+
+def first_key(position: Positions, window: int | None, chunked: bool = False) -> Positions:
+    """The first position that a query at `position`, a number or a tensor of some, sees."""
+    if window is None:
+        return position * 0
+    if chunked:
+        return position - position % window
+    return max(0, position - window + 1) if isinstance(position, int) else (position - window + 1).clamp(min=0)
 
 
 class BatchInvariantAttention(TorchAttention):
@@ -153,6 +275,7 @@ class BatchInvariantAttention(TorchAttention):
     softmax (arXiv 1805.02867). Masked keys have weight exactly 0, so tiles may begin at any query.
     """
 
+    exact = True
     QUERIES = 8
     KEYS = 128
     MASKED = -1e30
@@ -161,19 +284,19 @@ class BatchInvariantAttention(TorchAttention):
         count, heads, _ = q.shape
         end, window = len(slots), self._windows[layer]
         start = end - count
-        first = first_key(start, window) // self.KEYS * self.KEYS
+        first = first_key(start, window, self._chunked) // self.KEYS * self.KEYS
         k, v = (_blocks(x, self.KEYS) for x in self.pool.read(layer, slots[first:], q.dtype))
         kv_heads = k.shape[1]
         tiles = _tiles(q, self.QUERIES, kv_heads)
         at = torch.arange(start, start + len(tiles) * self.QUERIES, device=q.device).view(-1, 1, self.QUERIES, 1)
         at = at.repeat_interleave(heads // kv_heads, dim=2)
-        state = _Softmax(tiles, v.shape[-1], self._scale, self.MASKED, self._start(layer, kv_heads))
+        state = _Softmax(tiles, v.shape[-1], self._scale, self.MASKED, self._start(layer, kv_heads), self._cap)
         for block in range(len(k)):
             keys = torch.arange(self.KEYS, device=q.device) + (first + block * self.KEYS)
             reached = max(0, (first + block * self.KEYS - start) // self.QUERIES)
             hidden = keys > at[reached:]
             if window is not None:
-                hidden |= keys <= at[reached:] - window
+                hidden |= keys < first_key(at[reached:], window, self._chunked)
             state.add(reached, k[block], v[block], hidden)
         out = state.result().view(len(tiles), kv_heads, self.QUERIES, -1, v.shape[-1]).transpose(1, 2)
         return out.reshape(-1, heads, v.shape[-1])[:count].to(q.dtype)
@@ -202,10 +325,13 @@ class _Softmax:
     """State of an online softmax in float32: running maximum, sum of weights, and weighted sum of values of `width`,
     for each of [tiles, kv_heads, rows]. It starts empty, or with the scores of sinks, float32[kv_heads, rows]."""
 
-    def __init__(self, q: torch.Tensor, width: int, scale: float, masked: float, sinks: torch.Tensor | None) -> None:
+    def __init__(
+        self, q: torch.Tensor, width: int, scale: float, masked: float, sinks: torch.Tensor | None, cap: float | None
+    ) -> None:
         self._q = q
         self._masked = masked
         self._scale = scale
+        self._cap = cap
         self._peak = torch.full(q.shape[:-1], masked, device=q.device)
         self._sum = torch.zeros(q.shape[:-1], device=q.device)
         if sinks is not None:
@@ -216,6 +342,8 @@ class _Softmax:
     def add(self, first: int, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add a block of keys, [kv_heads, KEYS, D], to the tiles from `first` on; `hidden` is True where masked."""
         scores = (self._q[first:] @ k.transpose(-1, -2)).float() * self._scale
+        if self._cap is not None:
+            capped(scores, self._cap)
         scores.masked_fill_(hidden, self._masked)
         peak = torch.maximum(self._peak[first:], scores.amax(-1))
         weights = (scores - peak[..., None]).exp()

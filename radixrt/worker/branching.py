@@ -1,5 +1,5 @@
-"""Where chunks of prompts end, so that snapshots of recurrent states are taken there (see `states`), and who waits for
-them. A snapshot is worth what it saves the next request, a copy and a slot; so there are few:
+"""After which tokens of prompts snapshots of recurrent states are taken (see `states`), and who waits for them. A
+snapshot is worth what it saves the next request, a copy and a slot; so there are few:
 
     prompt          [ ................................ |  TAIL ]    for forks, n > 1, and next turns without thoughts
     second request  [ ...... cached KV ..... | its own ......  ]    a branching point that nobody knew of
@@ -24,14 +24,19 @@ TAIL = 16
 that asks for thoughts, and have another head in the next turn's history."""
 LEAST = 64
 """The fewest tokens that a snapshot has to save."""
+NEAR = 8
+"""The fewest tokens of a chunk before a mark that it passes: then the last inputs of a short convolution are tokens of
+the chunk."""
 MOST = 64
 """The most waiting requests that a request is compared with when it is admitted, the oldest of each tenant."""
 
 
 def until_mark(request: Request, count: int) -> int:
-    """Shorten the next chunk of a request, of `count` tokens, so that it ends at the first of its marks."""
+    """Shorten the next chunk of a request, of `count` tokens, so that it ends at the first of its marks, if that is so
+    NEAR that a step cannot pass it."""
     at = bisect_right(request.marks, request.computed)
-    return min(count, request.marks[at] - request.computed) if at < len(request.marks) else count
+    near = at < len(request.marks) and request.marks[at] < request.computed + NEAR
+    return min(count, request.marks[at] - request.computed) if near else count
 
 
 class Branching:

@@ -94,8 +94,9 @@ class StepBuilder:
         if request.lease.length > start:
             slots[: request.lease.length - start] = 0  # cached already: their KV goes to the trash page
         self.cache.publish(request, stop)
-        if stop in request.marks:
-            self.cache.save(request, stop)
+        for mark in request.marks:
+            if start < mark <= stop:
+                self.cache.save(request, mark, mark - start if mark < stop else 0)
         self.requests.append(request)
         self.counts.append(count)
         self.tokens.append(np.frombuffer(request.tokens, np.int32, count, start * TOKEN_BYTES).copy())

@@ -20,12 +20,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from radixrt.messages.digests import prefix_digest
 from radixrt.tree import Lease, RadixTree
 from radixrt.worker.kept import Kept
 from radixrt.worker.pins import Pins
 from radixrt.worker.plan import StateWork
 from radixrt.worker.request import Request
-from radixrt.worker.states import States
+from radixrt.worker.states import UNKNOWN, Prefix, States
 
 
 class OutOfPages(Exception):
@@ -40,7 +41,7 @@ class PageCache:
     """`num_pages` pages of `page_size` token slots for at most `rows` running requests of `max_model_len` tokens.
 
     `table` is the page table, int32[rows, max pages of a request]. Page 0 is the trash page: it is never allocated, and
-    what is written there is never read. With `events` the tree records its changes for the router's index.
+    what is written there is never read. With `events` tree and states record their changes for the router's index.
     `num_states` slots, of which slot 0 is never allocated, hold recurrent states; 0: the model has none.
     """
 
@@ -57,7 +58,7 @@ class PageCache:
         self.page_size = page_size
         self.total_pages = num_pages - 1
         self.tree = RadixTree(page_size, events=events)
-        self.states = States(num_states, num_pages) if num_states else None
+        self.states = States(num_states, num_pages, events) if num_states else None
         self.pins = Pins(self.tree, self.total_pages, max_pinned_share, self.states)
         self.kept = Kept(self.total_pages * page_size)
         self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
@@ -162,10 +163,11 @@ class PageCache:
             request.computed = covered
             self.states.restore(request.state, self._page_of(request, covered))
 
-    def save(self, request: Request, tokens: int) -> None:
+    def save(self, request: Request, tokens: int, within: int = 0) -> None:
         """Take a snapshot of the state of a request after its first `tokens` tokens, which the step being planned
-        computes and which are in the tree. Nothing happens if there is no slot for it."""
-        self.states.save(request.state, self._page_of(request, tokens))
+        computes and which are in the tree: the last ones of the step, or the first `within`. Nothing happens if there
+        is no slot for it."""
+        self.states.save(request.state, self._page_of(request, tokens), within, self._prefix(request, tokens))
 
     def _page_of(self, request: Request, tokens: int) -> int:
         """The page whose snapshot is that of a request's first `tokens` tokens; 0 if there can be none: they end within
@@ -173,6 +175,11 @@ class PageCache:
         if tokens % self.page_size or not 0 < tokens <= request.lease.length:
             return 0
         return int(self.table[request.row, tokens // self.page_size - 1])
+
+    def _prefix(self, request: Request, tokens: int) -> Prefix:
+        """The first `tokens` tokens of a request, for the index."""
+        with request.path(0, tokens) as ids:
+            return tokens, prefix_digest(request.namespace, ids)
 
     def reserve(self, request: Request, tokens: int) -> None:
         """Ensure that a running request has pages for its first `tokens` tokens, evicting if needed. Raises OutOfPages
@@ -253,7 +260,8 @@ class PageCache:
     def _leave(self, request: Request, keep: bool = False, state_kept: bool = False) -> None:
         row = request.row
         if self.states is not None:
-            self.states.end(request.state, self._page_of(request, request.computed) if state_kept else 0)
+            page = self._page_of(request, request.computed) if state_kept else 0
+            self.states.end(request.state, page, self._prefix(request, request.computed) if page else UNKNOWN)
             request.state = 0
         self._give_back(self.table[row, request.lease.length // self.page_size : int(self.held[row])])
         if keep:
@@ -271,6 +279,16 @@ class PageCache:
         """Empty the tree, except for what running requests and pins hold."""
         self.kept.clear()
         self._give_back(_int32(self.tree.evict(self.tree.evictable_tokens)))
+
+    # ------------------------------------------------------------ events
+
+    def drain_events(self) -> list[tuple]:
+        """What has changed since the last call, as events for the router's index: their tags and fields."""
+        return self.tree.drain_events() + ([] if self.states is None else self.states.drain_events())
+
+    def snapshot_events(self) -> list[tuple]:
+        """All that is cached, as events; those that were not drained are dropped."""
+        return self.tree.snapshot() + ([] if self.states is None else self.states.snapshot_events())
 
     # ------------------------------------------------------------ pages
 
@@ -293,8 +311,7 @@ class PageCache:
 
     def state_work(self, slots: list[int] | np.ndarray) -> StateWork:
         """What the plan being made does with the states: those of its requests, and copies."""
-        restores, saves = self.states.drain()
-        return StateWork(np.asarray(slots, dtype=np.int32), restores, saves)
+        return StateWork(np.asarray(slots, dtype=np.int32), *self.states.drain())
 
     def can_take(self, pages: int) -> bool:
         """Whether that many pages are free or can be evicted without releasing pins or kept contexts."""

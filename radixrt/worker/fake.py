@@ -215,4 +215,8 @@ class FakeRunner:
                 before = found[start - 1] if start else np.uint64(0)
                 assert states[slot] == before, f"request {request.id} would go on from another state"
             states[slot] = found[-1]
+        for live, tokens, slot in work.within.T:
+            index = work.slots.tolist().index(live)
+            assert 0 < tokens < plan.counts[index]
+            states[slot] = hashes[index][plan.starts[index] + tokens - 1]
         states[work.saves[1]] = states[work.saves[0]]

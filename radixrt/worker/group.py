@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from radixrt.worker.model.layers import Norm, Ops
+from radixrt.worker.model.layers import NoNorm, Norm, Ops
 from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.model.sharding import Shard
 
@@ -41,7 +41,7 @@ class TorchGroup:
         return torch.empty_like(residual)
 
     def add(
-        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm, ops: Ops
+        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
     ) -> torch.Tensor | Rounded:
         self._sum(part, residual)
         return norm(residual, ops)

@@ -25,7 +25,7 @@ class KVPool:
     Attention reads new K and V back from here, as rounded by the pages' dtype, so that a request computes the same
     whether its prefix was cached or not. FP8 pages hold K and V divided by `scales` ((of K, of V) by layer), and values
     beyond their range saturate. With `latent`, V is the first `latent` elements of K: it is not stored, and has K's
-    scale.
+    scale. `index`: what the same pages hold besides, if the model has indexers.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         latent: int | None = None,
+        index: IndexPool | None = None,
     ) -> None:
         self.dtype = dtype
         self._quantized = dtype.itemsize == 1
@@ -45,8 +46,9 @@ class KVPool:
         self.scales = [(1.0, 1.0)] * layers
         self.head_dim = head_dim
         self.latent = latent
+        self.index = index
         stacked = 2 if latent is None else 1
-        self._values = _zeros((layers, stacked, slots, kv_heads, head_dim), stored, device)
+        self._values = zeros((layers, stacked, slots, kv_heads, head_dim), stored, device)
 
     @property
     def slots(self) -> int:
@@ -54,7 +56,7 @@ class KVPool:
 
     @property
     def nbytes(self) -> int:
-        return self._values.nbytes
+        return self._values.nbytes + (0 if self.index is None else self.index.nbytes)
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +102,33 @@ class KVPool:
         return (x.view(self.dtype).float() * scale).to(dtype)
 
 
+class IndexPool:
+    """The index keys of `slots` tokens for every layer with an indexer (see `model.indexer`), each `[slots, dim]`.
+
+    They are in the model's dtype even if K and V are in FP8: they decide which tokens are seen at all, and to round
+    them to FP8 with little error would take a Hadamard transform and a scale for each token, as in DeepSeek's own
+    code. In 16 bits they are 256 of the 832 bytes that a token takes in a layer of DeepSeek V3.2, with K in FP8."""
+
+    def __init__(self, layers: int, slots: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._keys = zeros((layers, slots, dim), dtype, device)
+
+    @property
+    def nbytes(self) -> int:
+        return self._keys.nbytes
+
+    def layer(self, number: int) -> torch.Tensor:
+        """A view of the keys of the `number`-th layer with an indexer, [slots, dim]."""
+        return self._keys[number]
+
+    def write(self, number: int, slots: torch.Tensor, keys: torch.Tensor) -> None:
+        """Store keys[T, dim] of the `number`-th layer with an indexer at int64 slots[T]."""
+        self._keys[number, slots] = keys
+
+    def read(self, number: int, slots: torch.Tensor) -> torch.Tensor:
+        """[L, dim]: the keys at int64 slots[L]."""
+        return self._keys[number, slots]
+
+
 class StatePool:
     """The recurrent states of `slots` sequences in all linear layers: the last inputs of their short convolutions, in
     the model's dtype, and what the delta rule or the state-space model has stored, in float32. A slot's states are
@@ -109,8 +138,8 @@ class StatePool:
         self, spec: DeltaSpec | ShortConvSpec | MambaSpec, slots: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         layers = len(spec.layers)
-        self.convs = _zeros((slots, layers, spec.channels, spec.kernel - 1), dtype, device)
-        self.rules = _zeros((slots, layers, *spec.rule_shape), torch.float32, device)
+        self.convs = zeros((slots, layers, spec.channels, spec.kernel - 1), dtype, device)
+        self.rules = zeros((slots, layers, *spec.rule_shape), torch.float32, device)
 
     @property
     def slots(self) -> int:
@@ -138,7 +167,7 @@ class StatePool:
             states[target] = states[source]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """As torch.zeros. On a CPU, NumPy's zeros are used: their memory is allocated when it is first written, so that a
     large pool takes no time to create."""
     if device.type != "cpu" or 0 in shape:

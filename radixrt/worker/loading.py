@@ -60,6 +60,11 @@ class Loaded:
     kv_dtype: torch.dtype
     eos_ids: frozenset[int]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in pages, all layers."""
+        return self.spec.kv_elements * self.kv_dtype.itemsize + self.spec.index_elements * self.dtype.itemsize
+
 
 def load_runner(config: WorkerConfig) -> Runner:
     """Loads the model of a resolved `config` onto its device, or onto one device per rank.
@@ -238,6 +243,10 @@ def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
     if isinstance(loaded.spec.recurrent, MambaSpec):
         return "Mamba-2 layers have no kernels"
+    if loaded.spec.index is not None:
+        return "DeepSeek Sparse Attention has no kernels"
+    if loaded.spec.layers:
+        return "layers with different heads have no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
@@ -251,6 +260,10 @@ def _no_kernels(loaded: Loaded) -> str:
         from radixrt.worker.cuda.delta_step import no_kernels
 
         return no_kernels(loaded.spec.recurrent)
+    if loaded.spec.experts is not None:
+        from radixrt.worker.cuda import experts
+
+        return experts.no_kernels(loaded.spec.experts)
     return ""
 
 
@@ -285,7 +298,9 @@ def load_model(
             )  # fmt: skip
         elif wide and products is Products.ALL:
             log.warning("%s: its experts stay in 16 bits", loaded.folder.name)
-        if unused := [name for name in weights.unused() if not name.startswith(_drafting(loaded))]:
+        without = _without_kv(loaded.whole)
+        unused = [name for name in weights.unused() if not name.startswith(_drafting(loaded))]
+        if unused := [name for name in unused if not any(part in name for part in without)]:
             log.warning("%d tensors are not used, is it the right model? %s", len(unused), ", ".join(unused[:5]))
         return model
     finally:
@@ -296,6 +311,12 @@ def _drafting(loaded: Loaded) -> tuple[str, ...]:
     """Name prefixes of the layers that predict further tokens (DeepSeek-V3, section 2.2), which are not used."""
     first, more = loaded.whole.num_layers, loaded.hf_config.get("num_nextn_predict_layers") or 0
     return "mtp.", "model.mtp.", *(f"model.layers.{layer}." for layer in range(first, first + more))
+
+
+def _without_kv(spec: ModelSpec) -> list[str]:
+    """Parts of the names of tensors of K and V in layers that read those of others: checkpoints may have some."""
+    layers = [i for i, own in enumerate(spec.layers) if own.source is not None]
+    return [f".layers.{i}.self_attn.{name}" for i in layers for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")]
 
 
 def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
@@ -312,10 +333,9 @@ def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
 
 def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> str:
     free, total = torch.cuda.mem_get_info(loaded.device)
-    each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
     return (
         f"the GPU's memory does not hold this: {total / 1e9:.1f} GB in all, {free / 1e9:.1f} GB free now, a token of "
-        f"KV takes {each} bytes, a step has up to {config.max_num_batched_tokens} tokens. Lower "
+        f"KV takes {loaded.token_bytes} bytes, a step has up to {config.max_num_batched_tokens} tokens. Lower "
         f"--gpu-memory-utilization ({config.gpu_memory_utilization}), --max-total-tokens, "
         f"{'--max-mamba-cache-size ' if loaded.spec.recurrent else ''}or --max-num-batched-tokens. ({error})"
     )

@@ -37,7 +37,7 @@ BUSY_SECONDS = 0.02
 """A gap between two steps that is shorter than this was no wait for work: the loop was busy throughout."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(m.ToWorker).decode
-_EVENTS = {"stored": m.Stored, "removed": m.Removed, "cleared": m.Cleared}
+_EVENTS = {"stored": m.Stored, "removed": m.Removed, "cleared": m.Cleared, "saved": m.Saved, "dropped": m.Dropped}
 
 
 class Link(Protocol):
@@ -332,7 +332,7 @@ class Worker:
         if self._refused:
             outputs = self._refused + outputs
             self._refused = []
-        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.tree.drain_events()]
+        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.drain_events()]
         now = time.monotonic()
         if not outputs and not events and not self._snapshot_wanted and now - self._last_report < HEARTBEAT_SECONDS:
             return
@@ -345,7 +345,7 @@ class Worker:
 
     def _send_snapshot(self) -> None:
         self._snapshot_wanted = False
-        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.tree.snapshot()]
+        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.snapshot_events()]
         self._send(m.StepDone([], self._load(), self._seq, events, snapshot=True))
 
     def _load(self) -> m.Load:

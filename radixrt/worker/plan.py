@@ -33,7 +33,10 @@ class Draft:
 @dataclass(frozen=True, slots=True)
 class StateWork:
     """What a step does with recurrent states. Copies can be done in any order, or at once: no slot is written twice,
-    and none that is read is written. Slot 0 is the trash slot."""
+    and none that is read is written. Slot 0 is the trash slot.
+
+    tokens of a request in a step:   [ .............. | ...... | ......... ]
+                                            within ---^--------^           ^--- saves"""
 
     slots: np.ndarray
     """int32[B]: slot of each request's state, which the step reads and writes. It is the state after the first `starts`
@@ -42,6 +45,44 @@ class StateWork:
     """int32[2, N]: (from, to), copied before the step. From slot 0: zeros."""
     saves: np.ndarray
     """int32[2, N]: (from, to), copied after the step."""
+    within: np.ndarray = field(default_factory=lambda: np.zeros((3, 0), dtype=np.int32))
+    """int32[3, M]: (live slot, tokens, to): the state of a request after so many of its tokens of this step, fewer than
+    all, is stored in a slot as well."""
+
+    def parts(self, counts: np.ndarray) -> Parts:
+        """The requests' tokens, of which a step computes `counts`, cut where states are stored."""
+        ends = np.cumsum(counts, dtype=np.int64)
+        owners, targets = np.arange(len(counts)), self.slots.astype(np.int64)
+        if not self.within.size:
+            return Parts(targets, targets, np.concatenate([[0], ends]), owners)
+        live, tokens, to = self.within.astype(np.int64)
+        by_slot = np.argsort(targets)
+        index = by_slot[np.searchsorted(targets, live, sorter=by_slot)]
+        cuts = (ends - counts)[index] + tokens
+        order = np.argsort(np.concatenate([ends, cuts]))
+        pairs = (owners, index), (targets, to), (ends, cuts)
+        owners, targets, ends = (np.concatenate(pair)[order] for pair in pairs)
+        begins = np.diff(owners, prepend=-1) > 0
+        sources = np.where(begins, self.slots[owners], np.roll(targets, 1))
+        return Parts(sources, targets, np.concatenate([[0], ends]), owners)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of the sequences of a step, one after the other, int64 each."""
+
+    sources: np.ndarray
+    """[P]: slots of the states that they go on from."""
+    targets: np.ndarray
+    """[P]: slots of the states after them."""
+    bounds: np.ndarray
+    """[P + 1]: part p has the step's tokens bounds[p] to bounds[p + 1]."""
+    owners: np.ndarray
+    """[P]: indices of the requests."""
+
+    def after(self, count: int) -> Parts:
+        """All but the first `count` parts."""
+        return Parts(self.sources[count:], self.targets[count:], self.bounds[count:], self.owners[count:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ import torch
 
 from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup
-from radixrt.worker.kv import KVPool, StatePool
+from radixrt.worker.kv import IndexPool, KVPool, StatePool
+from radixrt.worker.mixed_pool import MixedKVPool
 
 if TYPE_CHECKING:
     from radixrt.worker.loading import Loaded
@@ -26,10 +27,15 @@ STATES = 8
 
 
 def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
-    spec = loaded.spec
+    spec, slots, index = loaded.spec, pages * page_size, None
+    if spec.layers:
+        layers = [spec.layers[number] for number in spec.attention_layers]
+        return MixedKVPool(layers, spec.kv_sources, slots, loaded.kv_dtype, loaded.device)
+    if spec.index is not None:
+        index = IndexPool(len(spec.index.layers), slots, spec.index.dim, loaded.dtype, loaded.device)
     return KVPool(
-        len(spec.attention_layers), pages * page_size, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device,
-        spec.latent and spec.latent.rank,
+        len(spec.attention_layers), slots, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device,
+        spec.latent and spec.latent.rank, index,
     )  # fmt: skip
 
 
@@ -58,8 +64,7 @@ def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: Torc
     On a GPU as many as fit when `gpu_share` of its memory is used in total, less `reserved` bytes; on a CPU as many as
     fit in CPU_MEMORY_SHARE of the free memory, at most CPU_MOST_TOKENS. Raises ValueError if not even one fits.
     """
-    each = loaded.spec.kv_elements * loaded.kv_dtype.itemsize
-    tokens = _cache_bytes(loaded, gpu_share, reserved, group) // each
+    tokens = _cache_bytes(loaded, gpu_share, reserved, group) // loaded.token_bytes
     if loaded.device.type == "cpu":
         tokens = min(tokens, CPU_MOST_TOKENS)
     if group is not None:

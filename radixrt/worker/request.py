@@ -59,7 +59,7 @@ class Request:
     row       page-table row while it runs, -1 while it waits
     state     slot of its recurrent state while it runs, if the model has any
     pinned    tokens of the prefixes that it pins
-    marks     tokens, ascending, at which a chunk ends so that a snapshot of its state is taken (see `branching`)
+    marks     tokens, ascending, after which a snapshot of its state is taken (see `branching`)
     computed  tokens whose KV is in pages, or will be when the planned steps have run
     pending   tokens that planned steps sample and whose ids the host does not know yet
     over      whether it has ended

@@ -78,9 +78,13 @@ class TorchRunner(ModelRunner):
         states: StatePool | None = None,
     ) -> None:
         super().__init__(model, pool, page_size, eos_ids, states)
+        spec = model.spec
         kind = BatchInvariantAttention if batch_invariant else TorchAttention
-        self._attention = kind(pool, page_size, model.spec.attention_windows, model.spec.scale, model.sinks)
-        widest = model.spec.hidden_size * max(model.spec.intermediate_size, model.spec.num_heads * model.spec.head_dim)
+        self._attention = kind(
+            pool, page_size, spec.attention_windows, spec.scale, model.sinks, spec.score_cap, spec.chunked,
+            spec.index.top_k if spec.index else 0,
+        )  # fmt: skip
+        widest = spec.hidden_size * max(spec.intermediate_size, spec.num_heads * spec.head_dim)
         small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS
         self._alone = SMALL_PRODUCT // widest if small else 0
         """Steps of at most this many tokens are computed by one thread."""
@@ -122,9 +126,9 @@ class TorchRunner(ModelRunner):
         return logits
 
     def _recurrence(self, plan: Plan) -> Recurrence:
-        bounds = np.concatenate([[0], np.cumsum(plan.counts, dtype=np.int64)])
-        slots = torch.from_numpy(plan.states.slots).to(self._device, torch.int64)
-        return Recurrence(self.states.layer, slots, torch.from_numpy(bounds).to(self._device))
+        parts = plan.states.parts(plan.counts)
+        arrays = (torch.from_numpy(x).to(self._device) for x in (parts.sources, parts.targets, parts.bounds))
+        return Recurrence(self.states.layer, *arrays)
 
 
 def wanted(plan: Plan) -> np.ndarray:

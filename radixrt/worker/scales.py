@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
-from radixrt.worker.attention import attend_with_sinks
+from radixrt.worker.attention import attend, first_key
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.decoder import Decoder
@@ -47,7 +46,8 @@ def choose_scales(source: str, weights: Weights, model: Decoder, dtype: torch.dt
     that clip. Raises ValueError that names a tensor of the checkpoint that is no valid scale."""
     numbers = model.spec.attention_layers
     layers = len(numbers)
-    if source == "auto" and (stated := stated_scales(weights, numbers)) is not None:
+    own = [numbers[place] for place in model.spec.kv_sources]
+    if source == "auto" and (stated := stated_scales(weights, own)) is not None:
         stated = [(max(pair),) * 2 for pair in stated] if model.spec.latent else stated  # V is a part of K
         _report_stated(stated)
         return stated
@@ -132,7 +132,7 @@ def _states_of_one(model: Decoder, tokens: int) -> Recurrence | None:
         return None
     pool = StatePool(model.spec.recurrent, 2, model.dtype, model.device)
     slots, bounds = (torch.tensor(x, device=model.device) for x in ([1], [0, tokens]))
-    return Recurrence(pool.layer, slots, bounds)
+    return Recurrence(pool.layer, slots, slots, bounds)
 
 
 def calibration_prompts(vocab_size: int, max_model_len: int, bos_id: object = None) -> np.ndarray:
@@ -150,21 +150,23 @@ class _Observer:
         self._windows = model.spec.attention_windows
         self._scale = model.spec.scale
         self._sinks = model.sinks
+        self._cap = model.spec.score_cap
+        self._chunked = model.spec.chunked
+        self._sources = model.spec.kv_sources
+        self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.largest = torch.zeros((len(self._windows), 2), device=model.device)
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
+        if k is None:
+            k, v = self._seen[self._sources[layer]]
+        self._seen[layer] = k, v
         largest = torch.stack((k.abs().amax(), v.abs().amax())).float()
         self.largest[layer] = torch.maximum(self.largest[layer], largest)  # propagates NaN
         at = torch.arange(len(q), device=q.device)
-        distance = at[:, None] - at
-        window = self._windows[layer]
-        mask = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-        if (sinks := self._sinks[layer]) is not None:
-            return attend_with_sinks(q, k, v, mask, sinks, self._scale)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self._scale, enable_gqa=True)
-        return heads.value_projection(out[0].transpose(0, 1))
+        first = first_key(at, self._windows[layer], self._chunked)
+        mask = (at <= at[:, None]) & (at >= first[:, None])
+        return heads.value_projection(attend(q, k, v, mask, self._scale, self._sinks[layer], self._cap))
 
 
 # ---------------------------------------------------------------- logging

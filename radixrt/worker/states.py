@@ -3,14 +3,15 @@ reads of its prefix is one state of fixed size, not pages.
 
     slots:   0 trash | free | live, of a running request | a snapshot: the state after the last token of a page
 
-                  restore: copied before the step        save: copied after the step
-    snapshot  ------------------------------->  live  --------------------------->  snapshot
-                                                  |---- the request leaves: no copy ---->
+                  restore: copied before the step        save: copied after the step, or
+    snapshot  ------------------------------->  live  ---stored within the step--->  snapshot
+                                                  |------ the request leaves: no copy ------>
 
 A page of the tree is in exactly one prefix, so a page names the snapshot of the prefix that ends with it. Whoever
 matches a path in the tree can go on from the deepest of its pages that has a snapshot, and has to compute the tokens
 after that again, although their KV is in pages. When a page leaves the tree, so does its snapshot. When slots are
-short, the least recently used snapshot goes.
+short, the least recently used snapshot goes. One that a request left counts as used longest ago once another goes on
+from it: a conversation needs only its last one. If it is used again, it is a branching point.
 
 The copies of a plan can be done in any order, or at once: no slot is written twice, and none that is read is written.
 Integers only.
@@ -18,18 +19,25 @@ Integers only.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 
 import numpy as np
 
 BLOCK = 4096
 """Pages that are searched at once, from the end of a path: most hits end near there."""
 
+Prefix = tuple[int, int]
+"""(number of tokens, their digest) of the prefix that ends with a page."""
+UNKNOWN: Prefix = (0, 0)
+Event = tuple[str, int] | tuple[str, int, int, int]
+"""A `messages.Saved` or `messages.Dropped`: its tag, then its fields."""
+
 
 class States:
-    """`num_states` slots, the trash slot 0 included, for the prefixes that end with one of `num_pages` pages."""
+    """`num_states` slots, the trash slot 0 included, for the prefixes that end with one of `num_pages` pages. With
+    `events`, changes are recorded for the router's index."""
 
-    def __init__(self, num_states: int, num_pages: int) -> None:
+    def __init__(self, num_states: int, num_pages: int, events: bool = False) -> None:
         if num_states < 2:
             raise ValueError(f"max_mamba_cache_size: {num_states - 1} states, at least 1")
         self.total = num_states - 1
@@ -38,8 +46,12 @@ class States:
         self.evicted = 0
         self._of_page = np.zeros(num_pages, dtype=np.int32)
         """Slot of each page's snapshot; 0: it has none."""
-        self._pages: dict[int, int] = {}
-        """The page of each snapshot's slot, the least recently used first."""
+        self._pages: OrderedDict[int, int] = OrderedDict()
+        """The page of each snapshot's slot, the first to go first."""
+        self._last: set[int] = set()
+        """The slots of snapshots that a request left and from which none has gone on yet."""
+        self._first_uses: dict[int, int] = {}
+        """For the plan that is made: the slot in `_last` from which each live slot goes on."""
         self._free = list(range(num_states - 1, 0, -1))
         self._live: set[int] = set()
         self._pinned: Counter[int] = Counter()
@@ -47,7 +59,12 @@ class States:
         self._restores: dict[int, int] = {}
         """For the plan that is made: source of each slot that is written before the step; 0: zeros."""
         self._saves: dict[int, int] = {}
-        """For the plan that is made: source of each slot that is written after the step."""
+        """For the plan that is made: source of each slot that is written by the step or after it."""
+        self._within: dict[int, int] = {}
+        """Of these, the slots that are written by the step: after how many of the request's tokens of the step."""
+        self._prefixes: dict[int, Prefix] = {}
+        """The prefix of each snapshot's slot."""
+        self._events: list[Event] | None = [] if events else None
 
     def __len__(self) -> int:
         """Number of snapshots."""
@@ -109,17 +126,18 @@ class States:
             slot = source
         else:
             self._restores[slot] = source
-            self._touch(source)
+            self._use(source, slot)
         self._live.add(slot)
         return slot
 
     def restore(self, slot: int, page: int) -> None:
         """Let a live state go on from a page's snapshot."""
         self._restores[slot] = source = int(self._of_page[page])
-        self._touch(source)
+        self._use(source, slot)
 
-    def save(self, slot: int, page: int) -> bool:
-        """Take a snapshot of a live state, as it is after the step, for a page. False if there is no slot for it."""
+    def save(self, slot: int, page: int, within: int = 0, prefix: Prefix = UNKNOWN) -> bool:
+        """Take a snapshot of a live state for a page, with which `prefix` ends, as it is after the step, or after
+        `within` of the request's tokens of the step. False if there is no slot for it."""
         if self._of_page[page]:
             self._touch(int(self._of_page[page]))
             return True
@@ -127,37 +145,61 @@ class States:
         if not copy:
             return False
         self._saves[copy] = slot
-        self._register(copy, page)
+        if within:
+            self._within[copy] = within
+        self._register(copy, page, prefix)
         return True
 
-    def end(self, slot: int, page: int = 0) -> None:
-        """A live state is not written any more. It becomes the snapshot of `page`, unless that has one or is 0."""
+    def end(self, slot: int, page: int = 0, prefix: Prefix = UNKNOWN) -> None:
+        """A live state is not written any more. It becomes the snapshot of `page`, with which `prefix` ends, unless
+        that has one or is 0."""
         self._live.remove(slot)
-        self._restores.pop(slot, None)  # its source is still there, for the same page
+        if self._restores.pop(slot, None) and (source := self._first_uses.pop(slot, 0)) in self._pages:
+            self._last.add(source)  # the plan does not read it after all
+            self._touch(source)
         if not page or self._of_page[page]:
             self._touch(int(self._of_page[page]))
             self._free.append(slot)
         else:
-            self._register(slot, page)
+            self._register(slot, page, prefix)
+            self._last.add(slot)
 
     def drop(self, pages: np.ndarray) -> None:
         """Drop the snapshots of pages that have left the tree, or whose snapshots are not valid."""
         slots = self._of_page[pages]
         for slot in slots[slots > 0].tolist():
             self._saves.pop(slot, None)
+            self._within.pop(slot, None)
             self._unregister(slot)
+
+    # ------------------------------------------------------------ events
+
+    def drain_events(self) -> list[Event]:
+        """The changes since the last call."""
+        events, self._events = self._events or [], [] if self._events is not None else None
+        return events
+
+    def snapshot_events(self) -> list[Event]:
+        """All snapshots, as events; those that were not drained are dropped."""
+        self.drain_events()
+        return [("saved", slot, *prefix) for slot, prefix in self._prefixes.items()]
 
     # ------------------------------------------------------------ slots
 
-    def drain(self) -> tuple[np.ndarray, np.ndarray]:
-        """The copies before the step and those after it, each int32[2, N]: (from, to)."""
-        found = tuple(
-            np.array([[*copies.values()], [*copies]], dtype=np.int32) for copies in (self._restores, self._saves)
+    def drain(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The copies before the step and those after it, each int32[2, N]: (from, to). And `StateWork.within`."""
+        after = {to: slot for to, slot in self._saves.items() if to not in self._within}
+        restores, saves = (
+            np.array([[*copies.values()], [*copies]], dtype=np.int32) for copies in (self._restores, after)
         )
+        passed = [[self._saves[to] for to in self._within], [*self._within.values()], [*self._within]]
+        within = np.array(passed, dtype=np.int32)
         self.version += len(self._saves) > 0
         self._restores.clear()
         self._saves.clear()
-        return found
+        self._within.clear()
+        self._first_uses.clear()
+        return restores, saves, within
 
     def _oldest(self, spared: int = 0, pinned_too: bool = False) -> int:
         """The least recently used snapshot that the plan being made neither reads nor writes, if possible none that is
@@ -183,17 +225,32 @@ class States:
 
     def _touch(self, slot: int) -> None:
         if slot in self._pages:
-            self._pages[slot] = self._pages.pop(slot)
+            self._pages.move_to_end(slot)
 
-    def _register(self, slot: int, page: int) -> None:
+    def _use(self, source: int, slot: int) -> None:
+        """A live slot goes on from a snapshot, or from nothing (0)."""
+        self._touch(source)
+        if source in self._last:
+            self._last.remove(source)
+            self._pages.move_to_end(source, last=False)
+            self._first_uses[slot] = source
+
+    def _register(self, slot: int, page: int, prefix: Prefix) -> None:
         self._of_page[page] = slot
         self._pages[slot] = page
         self.version += 1
+        if self._events is not None:
+            self._prefixes[slot] = prefix
+            self._events.append(("saved", slot, *prefix))
 
     def _unregister(self, slot: int) -> None:
         self._of_page[self._pages.pop(slot)] = 0
+        self._last.discard(slot)
         self._free.append(slot)
         self.version += 1
+        if self._events is not None:
+            del self._prefixes[slot]
+            self._events.append(("dropped", slot))
 
     def check(self, running: list[int], tree_pages: np.ndarray) -> None:
         """Assert that every slot is in exactly one place, `running` being those of running requests, and that every
@@ -206,4 +263,6 @@ class States:
         assert self._of_page[pages].tolist() == list(self._pages), "each snapshot is found by its page"
         assert np.count_nonzero(self._of_page) == len(pages), "and by no other"
         assert not set(self._restores) & set(self._restores.values()), "no slot is both read and written before a step"
+        assert self._last <= set(self._pages), "only snapshots are the last of a conversation"
         assert set(self._restores) <= self._live and set(self._saves.values()) <= self._live
+        assert set(self._within) <= set(self._saves)

@@ -41,6 +41,7 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
         pid=os.getpid(),
         life=LIFE,
         vocab_size=runner.vocab_size,
+        num_states=runner.num_states,
     )
 
 

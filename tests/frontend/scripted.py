@@ -121,6 +121,22 @@ MINIMAX = (
     + "{% endfor %}"
     + _NEXT
 )
+_QUOTED = "{{ 'true' if value is string else 'false' }}"
+DSML = (
+    _TOOLS
+    + "{% for m in messages %}"
+    + _TURN
+    + "{% if m.tool_calls %}\n\n<｜DSML｜function_calls>\n{% for call in m.tool_calls %}"
+    '<｜DSML｜invoke name="{{ call.function.name }}">\n{% for name, value in call.function.arguments | items %}'
+    '<｜DSML｜parameter name="{{ name }}" string="'
+    + _QUOTED
+    + '">'
+    + _VALUE
+    + "</｜DSML｜parameter>\n{% endfor %}</｜DSML｜invoke>\n{% endfor %}</｜DSML｜function_calls>{% endif %}"
+    + _END
+    + "{% endfor %}"
+    + _NEXT
+)
 OLMO = (
     "{% if tools %}Output any function calls within <function_calls></function_calls> XML tags."
     + _TOOLS
@@ -184,6 +200,7 @@ FAMILIES = {
     "glm": (GLM, GLM_MARKS),
     "glm47": (GLM_47, ()),
     "minimax": (MINIMAX, MINIMAX_MARKS),
+    "dsml": (DSML, ("｜DSML｜",)),
     "olmo": (OLMO, ()),
     "granite": (GRANITE, ("<|tool_call|>",)),
     "phi": (PHI, ("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>")),

@@ -271,9 +271,10 @@ def test_thinking(thinking):
 def test_effort_is_for_the_template(thinking):
     config = {"effort": "high"}
     thinking.ask("Yes.", output_config=config, thinking={"type": "adaptive"})
-    assert thinking.prompt.template_args == {"enable_thinking": True, "reasoning_effort": "high"}
+    assert thinking.prompt.template_args == {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
     thinking.ask("Yes.", output_config=config, extra_body={"chat_template_kwargs": {"reasoning_effort": "low"}})
-    assert thinking.prompt.template_args == {"enable_thinking": False, "reasoning_effort": "low"}
+    told = {"enable_thinking": False, "thinking": False, "reasoning_effort": "low"}
+    assert thinking.prompt.template_args == told
 
 
 def test_system_blocks_and_a_prefilled_answer(hermes):

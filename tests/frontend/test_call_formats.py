@@ -24,6 +24,11 @@ SAID = {
     "glm": ("<tool_call>weather\n%s</tool_call>", "\n", "%s"),
     "glm47": ("<tool_call>weather%s</tool_call>", "", "%s"),
     "minimax": ('<invoke name="weather">\n%s</invoke>', "\n", "<minimax:tool_call>\n%s\n</minimax:tool_call>"),
+    "dsml": (
+        '<｜DSML｜invoke name="weather">\n%s</｜DSML｜invoke>',
+        "\n",
+        "\n\n<｜DSML｜function_calls>\n%s\n</｜DSML｜function_calls>",
+    ),
     "seed": ("<seed:tool_call>\n<function=weather>\n%s</function>\n</seed:tool_call>", "\n", "%s"),
     "olmo": ("weather(%s)", "\n", "<function_calls>%s</function_calls>"),
     "granite": ('{"name": "weather", "arguments": %s}', ", ", "<|tool_call|>[%s]"),
@@ -38,6 +43,7 @@ TAGGED = {
     "glm": "<arg_key>city</arg_key>\n<arg_value>%s</arg_value>\n",
     "glm47": "<arg_key>city</arg_key><arg_value>%s</arg_value>",
     "minimax": '<parameter name="city">%s</parameter>\n',
+    "dsml": '<｜DSML｜parameter name="city" string="true">%s</｜DSML｜parameter>\n',
     "olmo": 'city="%s"',
 }
 """An argument, of those that write no JSON."""
@@ -88,7 +94,7 @@ def test_ids(family):
 def test_marks_do_not_show(family):
     name, model = family
     mark = {"kimi": K_CALL, "qwen_coder": "", "glm": "<tool_call>", "glm47": "", "minimax": "<minimax:tool_call>"}
-    mark |= {"olmo": "", "granite": "<|tool_call|>", "phi": "<|tool_call|>", "mistral_v11": "[TOOL_CALLS]"}
+    mark |= {"dsml": "", "olmo": "", "granite": "<|tool_call|>", "phi": "<|tool_call|>", "mistral_v11": "[TOOL_CALLS]"}
     mark = mark.get(name, "<seed:tool_call>" if name == "seed" else CALL)
     for stream in (False, True):
         answer = model.chat(f"Well, {mark}{{no}} call", tools=TOOLS, stream=stream)

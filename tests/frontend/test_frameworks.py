@@ -174,7 +174,11 @@ def test_langchain_sends_what_it_may(model, chain):
     assert client.invoke("Well?").text == "Well."
     (sampling,) = model.script.samplings
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (60, 0.5, 0.9)
-    assert model.answers[-1][1].template_args == {"enable_thinking": True, "reasoning_effort": "low"}
+    assert model.answers[-1][1].template_args == {
+        "enable_thinking": True,
+        "thinking": True,
+        "reasoning_effort": "low",
+    }
 
 
 def test_langchain_is_told_what_is_wrong(model, chain):

@@ -76,6 +76,23 @@ def test_usage_ends_a_stream_that_asks_for_it(client, make):
     assert cached(usage) == usage.prompt_tokens - 1
 
 
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("make", [complete, chat])
+def test_each_chunk_has_the_usage_so_far_if_asked_for(client, make, include):
+    """As in vLLM and SGLang: guidellm asks for it."""
+    options = {"include_usage": include, "continuous_usage_stats": True}
+    chunks = list(make(client, n=2, stream=True, stream_options=options, logprobs=True if make is chat else 0))
+    counted = {0: 0, 1: 0}
+    for chunk in chunks[: len(chunks) - include]:
+        (choice,), usage = chunk.choices, chunk.usage
+        found = choice.logprobs and (choice.logprobs.content if make is chat else choice.logprobs.tokens)
+        counted[choice.index] += len(found or ())
+        assert usage.completion_tokens == counted[choice.index]
+        assert usage.total_tokens - usage.completion_tokens == usage.prompt_tokens > 0
+    assert counted == {0: 12, 1: 12}
+    assert not include or (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 24)
+
+
 def test_cached_tokens_are_always_there(client):
     first = complete(client, "a prompt that nobody has sent before")
     again = complete(client, "a prompt that nobody has sent before")

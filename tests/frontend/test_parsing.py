@@ -27,6 +27,7 @@ from radixrt.frontend.parsing import (
 )
 from radixrt.frontend.parsing.arrays import GRANITE, NEMOTRON, PHI, Array
 from radixrt.frontend.parsing.detect import REASONING_FORMATS, THINK
+from radixrt.frontend.parsing.dsml import Dsml
 from radixrt.frontend.parsing.glm import Glm
 from radixrt.frontend.parsing.hermes import Hermes
 from radixrt.frontend.parsing.llama import Llama
@@ -43,7 +44,7 @@ from tests.frontend.scripted import joined, make_family
 
 FORMATS = {"hermes": Hermes(), "llama": Llama(), "mistral": Mistral()}
 FORMATS |= {"deepseek": DeepSeek(), "deepseek_v3": DeepSeek(fenced=True), "kimi": Kimi(), "qwen_coder": QwenCoder()}
-FORMATS |= {"glm": Glm(), "glm47": Glm(lines=False), "minimax": MiniMax(), "olmo": Olmo()}
+FORMATS |= {"glm": Glm(), "glm47": Glm(lines=False), "minimax": MiniMax(), "olmo": Olmo(), "dsml": Dsml()}
 FORMATS |= {"seed": QwenCoder(SEED, lines=False), "mistral_v11": Mistral(opening=None, names_calls=True)}
 FORMATS |= {"granite": Array(GRANITE), "phi": Array(PHI), "nemotron": Array(NEMOTRON)}
 KNOWN = {
@@ -232,6 +233,47 @@ FOUND += [
     ("minimax", SECTION + '<invoke name="f"><parameter name="te', call(0, "f", "")[:1]),
     ("minimax", SECTION + '<invoke name="f"><parameter name="text">lo', call(0, "f", '{"text": "lo')),
 ]
+
+
+def dsml(name: str, *arguments: tuple[str, str, bool]) -> str:
+    parts = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{str(quoted).lower()}">{value}</｜DSML｜parameter>\n'
+        for key, value, quoted in arguments
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{parts}</｜DSML｜invoke>'
+
+
+D_SECTION, D_SECTION_END = "<｜DSML｜function_calls>\n", "\n</｜DSML｜function_calls>"
+D_F = dsml("f", ("a", "1", False))
+FOUND += [
+    ("dsml", D_SECTION + D_F + D_SECTION_END, F_CALL),
+    (
+        "dsml",
+        f"Well.\n\n{D_SECTION}{D_F}\n{dsml('g')}{D_SECTION_END} so",
+        [Content("Well."), *F_CALL, *call(1, "g", "{}"), Content(" so")],
+    ),
+    # The type is as it is written, not as the schema has it.
+    (
+        "dsml",
+        D_SECTION + dsml("f", ("text", '\n"<b>\n', True), ("a", "1", True), ("maybe", "null", False)) + D_SECTION_END,
+        call(0, "f", '{"text": "\\n\\"<b>\\n", "a": "1", "maybe": null}'),
+    ),
+    ("dsml", D_SECTION + dsml("f", ("text", "[1]", False)) + D_SECTION_END, call(0, "f", '{"text": [1]}')),
+    ("dsml", D_SECTION + dsml("f", ("text", "[1", False)) + D_SECTION_END, call(0, "f", '{"text": "[1"}')),
+    ("dsml", D_SECTION + dsml("f", ("list", "[1]", False)) + D_SECTION_END, call(0, "f", '{"list": [1]}')),
+    ("dsml", D_SECTION + dsml("x", ("k", '{"b": 1}', False)) + D_SECTION_END, call(0, "x", '{"k": {"b": 1}}')),
+    ("dsml", D_SECTION + D_F + " oh" + D_SECTION_END, [*F_CALL, Content("oh" + D_SECTION_END)]),
+    ("dsml", D_SECTION + D_F + "\n</｜DSML｜func", F_CALL),
+    ("dsml", D_SECTION + D_F + "\n<｜DSML｜inv", F_CALL),
+    ("dsml", D_SECTION + D_F[:-4], call(0, "f", '{"a": 1')),
+    ("dsml", D_SECTION + '<｜DSML｜invoke name="f"><｜DSML｜parameter name="te', call(0, "f", "")[:1]),
+    ("dsml", D_SECTION + '<｜DSML｜invoke name="f"><｜DSML｜parameter name="text" str', call(0, "f", "")[:1]),
+    (
+        "dsml",
+        D_SECTION + '<｜DSML｜invoke name="f"><｜DSML｜parameter name="text" string="true">lo',
+        call(0, "f", '{"text": "lo'),
+    ),
+]
 OLMO, OLMO_END = "<function_calls>", "</function_calls>"
 FOUND += [
     ("olmo", f"{OLMO}f(a=1){OLMO_END}", F_CALL),
@@ -278,6 +320,10 @@ MALFORMED = [
     ("glm", '<tool_call>{"name": "f"}</tool_call>'),
     ("glm", "<tool_call>f"),
     ("glm", "<tool_call></tool_call>"),
+    ("dsml", '<｜DSML｜invoke name="f"></｜DSML｜invoke>'),
+    ("dsml", f"{D_SECTION}none{D_SECTION_END}"),
+    ("dsml", f'{D_SECTION}<｜DSML｜invoke name="">'),
+    ("dsml", "<｜DSML｜ or ｜DSML｜"),
     ("minimax", '<invoke name="f"></invoke>'),
     ("minimax", f"{SECTION}none{SECTION_END}"),
     ("minimax", f'{SECTION}<invoke name="">'),
@@ -416,6 +462,8 @@ PARTS = [
     "; ", "<|python_tag|>", '{"name": "g", "parameters": {"x": {}}}', '{"name": "f"', "{", "}", '"', "\\", "\n", "  ",
     "<arg_key>text</arg_key>", "<arg_value>", "</arg_value>", "<minimax:tool_call>", '<invoke name="f">', "</invoke>",
     '<parameter name="text">', "</minimax:tool_call>", "<function_calls>", "f(", "a=", ")", "</function_calls>", "'",
+    "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>", "</｜DSML｜function_calls>",
+    "｜DSML｜", '<｜DSML｜parameter name="text"', ' string="true">', ' string="false">', "</｜DSML｜parameter>",
     "<function=f>", "<parameter=text>\n", "<parameter=a>", "</parameter>", "</function>", "1",
     CALLS, CALLS_END, CALL, SEP, CALL_END, "f", "```json", "```", K_CALLS, K_CALL, K_ARGS, K_CALL_END, "functions.g:1",
     "text", "<think>", "</think>", "é", '{"arguments": {"k": "v"}, "name": "f"}',
@@ -427,7 +475,7 @@ PARTS = [
     st.lists(st.sampled_from(PARTS), max_size=12),
     st.sampled_from([*FORMATS, None]),
     st.sampled_from(["no", "may", "open"]),
-    st.sampled_from([frozenset(), frozenset({"[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"})]),
+    st.sampled_from([frozenset(), frozenset({"[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "｜DSML｜"})]),
     st.sampled_from([None, 1]),
     st.randoms(use_true_random=False),
 )
@@ -472,6 +520,7 @@ def cut(text: str, rng: random.Random) -> list[str]:
         ("glm", Glm, False),
         ("glm47", Glm, False),
         ("minimax", MiniMax, False),
+        ("dsml", Dsml, False),
         ("olmo", Olmo, False),
         ("seed", QwenCoder, False),
     ],
@@ -524,6 +573,7 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "glm": "<tool_call>%s\n%s</tool_call>",
         "glm47": "<tool_call>%s%s</tool_call>",
         "minimax": '<invoke name="%s">\n%s</invoke>',
+        "dsml": '<｜DSML｜invoke name="%s">\n%s</｜DSML｜invoke>',
         "olmo": "%s(%s)",
     }.get(kind, f'{{"name": "%s", "{key}": %s}}')
     arguments = '{"a": 1}', "{}"
@@ -533,6 +583,7 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "glm": ("<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", ""),
         "glm47": ("<arg_key>a</arg_key><arg_value>1</arg_value>", ""),
         "minimax": ('<parameter name="a">1</parameter>\n', ""),
+        "dsml": ('<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n', ""),
         "olmo": ("a=1", ""),
     }.get(kind, arguments)
     one, other = (pattern % both for both in zip("fg", arguments, strict=True))
@@ -544,6 +595,7 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "glm": lambda *calls: "\n".join(calls),
         "glm47": lambda *calls: "".join(calls),
         "minimax": lambda *calls: SECTION + "\n".join(calls) + SECTION_END,
+        "dsml": lambda *calls: "\n\n" + D_SECTION + "\n".join(calls) + D_SECTION_END,
         "olmo": lambda *calls: OLMO + "\n".join(calls) + OLMO_END,
         "kimi": lambda *calls: K_CALLS + "".join(calls) + K_CALLS_END,
         "hermes": lambda *calls: "\n".join(f"<tool_call>\n{c}\n</tool_call>" for c in calls),

@@ -243,7 +243,11 @@ def test_thinking_as_told(thinking):
     ask(thinking, "Hm.", reasoning={"effort": "none"})
     assert thinking.answers[-1][1].template_args["enable_thinking"] is False
     ask(thinking, "Hm.", reasoning={"effort": "low", "summary": "auto"})
-    assert thinking.answers[-1][1].template_args == {"enable_thinking": True, "reasoning_effort": "low"}
+    assert thinking.answers[-1][1].template_args == {
+        "enable_thinking": True,
+        "thinking": True,
+        "reasoning_effort": "low",
+    }
 
 
 # ---------------------------------------------------------------- histories

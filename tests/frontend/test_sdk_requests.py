@@ -205,16 +205,38 @@ def test_one_grammar_by_its_old_and_its_new_name(model):
         {"custom_logit_processor": "x"},
         {"prompt_logprobs": 0},
         {"web_search_options": {}},
+        {"input_ids": [1, 2]},
+        {"session_params": {"id": "a"}},
+        {"thinking_token_budget": 0},
+        {"repetition_detection": {"max_pattern_size": 3}},
+        {"logprob_token_ids": [5]},
+        {"return_prompt_text": True},
+        {"return_routed_experts": True},
+        {"guided_whitespace_pattern": "[ ]?"},
+        {"include_reasoning": False},
+        {"separate_reasoning": False},
+        {"stream_reasoning": False},
+        {"add_special_tokens": True},
     ],
 )
 def test_fields_that_would_change_the_answer(model, fields):
     assert error(post(model.url, CHAT, messages=HELLO, **fields))["param"] == next(iter(fields))
 
 
+@pytest.mark.parametrize("field", ["disable_additional_properties", "disable_any_whitespace", "whitespace_pattern"])
+def test_fields_that_would_change_structured_outputs(model, field):
+    told = {"json": SCHEMA, field: "[ ]?"}
+    found = error(post(model.url, CHAT, messages=HELLO, structured_outputs=told))
+    assert found["param"] == f"structured_outputs.{field}"
+    model.says('{"name":"Mia"}')
+    assert post(model.url, CHAT, messages=HELLO, structured_outputs=told | {field: None}).status_code == 200
+
+
 def test_fields_that_ask_for_nothing(model):
     """What SDKs fill in by themselves."""
     fields = {"stop_regex": None, "no_stop_trim": False, "bad_words": [], "prompt_logprobs": None, "lora_path": "",
-              "documents": [], "logits_processors": []}  # fmt: skip
+              "documents": [], "logits_processors": [], "include_reasoning": True, "separate_reasoning": True,
+              "return_prompt_text": False, "add_special_tokens": False}  # fmt: skip
     model.says("Yes.")
     assert post(model.url, CHAT, messages=HELLO, **fields).status_code == 200
 

@@ -399,10 +399,26 @@ def _template(**arguments: bool) -> dict:
 @pytest.mark.parametrize("effort", ["none", "low"])
 def test_effort_is_for_the_template(thinking, effort):
     thinking.chat("Hm.", reasoning_effort=effort, extra_body=_template(opens=True), verbosity="low")
-    told = {"enable_thinking": effort != "none", "reasoning_effort": effort, "opens": True}
+    thinks = effort != "none"
+    told = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
+    assert thinking.answers[-1][1].template_args == told | {"opens": True}
+    thinking.chat("Hm.", extra_body={"reasoning": {"effort": effort, "enabled": None}})
     assert thinking.answers[-1][1].template_args == told
-    thinking.chat("Hm.")
-    assert thinking.answers[-1][1].template_args == {}
+    thinking.chat("Hm.", extra_body={"reasoning": {"enabled": thinks}})
+    assert thinking.answers[-1][1].template_args == {"enable_thinking": thinks, "thinking": thinks}
+    for nothing in ({}, {"reasoning": None}, {"reasoning": {}}):
+        thinking.chat("Hm.", extra_body=nothing)
+        assert thinking.answers[-1][1].template_args == {}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_an_answer_that_was_cut_in_its_thoughts(thinking, name):
+    """vLLM and SGLang give such an answer no content, and clients send it back like this."""
+    for content in ({"content": None}, {}, {"content": ""}):
+        answer = {"role": "assistant", name: "Hm", "tool_calls": None} | content
+        thinking.chat("So.", messages=[{"role": "user", "content": "x"}, answer])
+        told = thinking.answers[0][1].messages[1]
+        assert (told.get("content") or "", told[name]) == ("", "Hm")
 
 
 def test_refusals_in_a_history_are_what_was_said(hermes):
@@ -479,6 +495,9 @@ BAD = [
         "tool_choice.allowed_tools.tools[0].function.name",
     ),
     ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+    ({"extra_body": {"reasoning": {"effort": "extreme"}}}, "reasoning.effort"),
+    ({"reasoning_effort": "low", "extra_body": {"reasoning": {"effort": "high"}}}, "reasoning.effort"),
+    ({"extra_body": {"reasoning": {"enabled": "yes"}}}, "reasoning.enabled"),
     ({"verbosity": "short"}, "verbosity"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"function_call": {"name": "f"}}, "function_call"),

@@ -19,6 +19,7 @@ from radixrt.messages import (
     Output,
     Run,
     Sampling,
+    Saved,
     Score,
     Scored,
     Snapshot,
@@ -28,6 +29,7 @@ from radixrt.messages import (
     TokenLogprob,
     TokenPrompt,
 )
+from radixrt.messages.digests import prefix_digest
 from radixrt.router import placement
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Order, Reply
@@ -801,3 +803,18 @@ def test_a_request_that_has_ended_waits_for_no_garbage_collector(end):
         assert not [found for found in gc.get_objects() if type(found) is Request]
     finally:
         gc.enable()
+
+
+def test_a_request_goes_where_its_prefix_can_be_continued():
+    """With recurrent states: two workers have cached all of it, and one has snapshots. Its last token is computed."""
+    core = core_with(register("a", num_states=9), register("b", num_states=9))
+    prompt = ids(*range(5, 2005))
+    for name, ends in (("a", ()), ("b", (1400, 2000))):
+        events = [Stored("default\nm\n", 1, 0, 0, 0, prompt)]
+        for slot, end in enumerate(ends, 1):
+            events.append(Saved(slot, end, prefix_digest("default\nm\n", prompt[: 4 * end])))
+        core.step(name, step(events=events, load=Load(prefill_rate=1000.0, free_pages=9000, total_pages=9000)), 1.0)
+    name, run = only_run(core.submit(b"c", generate(prompt=prompt), 2.0))
+    assert name == "b"
+    core.step("b", step(Output(run.id, [9], "length", 1400), seq=3), 2.1)
+    assert core.counters.predicted_tokens == core.counters.cached_tokens == 1400

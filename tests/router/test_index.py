@@ -8,7 +8,8 @@ from array import array
 import pytest
 from sim_workers import EVENTS, ids
 
-from radixrt.messages import Load, Removed, StepDone, Stored
+from radixrt.messages import Cleared, Dropped, Load, Removed, Saved, StepDone, Stored
+from radixrt.messages.digests import prefix_digest, prefix_digests
 from radixrt.router.index import Index
 from radixrt.tree import RadixTree
 
@@ -96,6 +97,8 @@ def test_until_the_snapshot_comes_a_worker_counts_as_empty():
         Stored("a", 1 << 63, 0, 0, 0, ids(9)),
         Removed(5, 0),
         Removed(1, 3),
+        Saved(1, 2, 3),
+        Dropped(1),
     ],
 )
 def test_an_event_that_fits_nothing_asks_for_a_snapshot(event):
@@ -120,3 +123,42 @@ def test_what_is_being_computed_counts_until_it_is():
     assert index.match("a", ids(1, 2, 3, 4)) == {1: 1}
     index.drop_worker(1)
     assert index.match("a", ids(1, 2, 3, 4)) == {}
+
+
+def saved(slot: int, namespace: str, *tokens: int) -> Saved:
+    return Saved(slot, len(tokens), prefix_digest(namespace, ids(*tokens)))
+
+
+def test_a_prefix_of_recurrent_states_counts_up_to_its_last_snapshot():
+    index = Index()
+    index.add_worker(0, fresh=True, num_states=4)
+    index.add_worker(1, fresh=True)
+    stored = [Stored("a", 1, 0, 0, 0, ids(1, 2, 3, 4, 5)), Stored("b", 2, 0, 0, 0, ids(1, 2, 3))]
+    for worker in (0, 1):
+        assert index.apply(worker, StepDone([], Load(), 0, stored))
+    assert index.match("a", ids(1, 2, 3, 4)) == {1: 4}
+    states = [saved(1, "a", 1, 2), saved(2, "a", 1, 2, 3, 4), saved(3, "b", 1, 2, 9)]
+    assert index.apply(0, StepDone([], Load(), 2, states))
+    assert index.match("a", ids(1, 2, 3, 4, 5)) == {0: 4, 1: 5}
+    assert index.match("a", ids(1, 2, 3, 4, 5), 3) == {0: 2, 1: 5}
+    assert index.match("a", ids(1, 2, 9)) == {0: 2, 1: 2} and index.match("b", ids(1, 2, 9)) == {1: 2}
+    index.computing(0, 7, "a", ids(1, 2, 9, 9))
+    assert index.match("a", ids(1, 2, 9)) == {0: 3, 1: 2}, "what is being computed leaves a snapshot where others part"
+    assert index.apply(0, StepDone([], Load(), 5, [Dropped(2)]))
+    assert index.match("a", ids(1, 2, 3, 4, 5)) == {0: 2, 1: 5}
+    assert not index.apply(0, StepDone([], Load(), 6, [saved(4, "a", 1)])), "it has no such slot"
+    everything = [Cleared(), *stored, states[1]]
+    assert index.apply(0, StepDone([], Load(), 9, everything, snapshot=True))
+    assert index.match("a", ids(1, 2, 3, 4, 5)) == {0: 4, 1: 5}
+    index.drop_worker(0)
+    index.add_worker(0, fresh=True, num_states=4)
+    assert index.apply(0, StepDone([], Load(), 0, stored))
+    assert index.match("a", ids(1, 2, 3, 4, 5)) == {1: 5}, "its snapshots have gone with it"
+
+
+def test_digests_of_prefixes():
+    tokens = ids(*range(3, 500))
+    digests = prefix_digests("a", tokens)
+    assert [prefix_digest("a", tokens[: 4 * n]) for n in range(498)] == digests.tolist()
+    assert len({*digests.tolist(), *prefix_digests("b", tokens).tolist()}) == 2 * 498
+    assert prefix_digest("a", ids(3, 4)) != prefix_digest("a", ids(4, 3))

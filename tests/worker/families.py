@@ -12,10 +12,28 @@ from tests import checkpoints
 LATENT: dict[str, Any] = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16}
 LATENT |= {"qk_rope_head_dim": 8, "v_head_dim": 12}
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2}
+INDEXED = LATENT | EXPERTS | {"index_topk": 16, "index_n_heads": 16, "index_head_dim": 12, "first_k_dense_replace": 1}
+"""With so many index heads that hardly a score is 0, as all negative ones are: equal scores have no order."""
 YARN_QUERY_SCALING = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 32}
 YARN_QUERY_SCALING |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.4}
 """Without `mscale_all_dim`, since transformers then has another softmax scale for Mistral 4 (see `mistral4`)."""
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+
+GEMMA_2 = {"head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+GEMMA_4: dict[str, Any] = {"num_hidden_layers": 4, "sliding_window": 16, "head_dim": 16, "global_head_dim": 32}
+GEMMA_4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+GEMMA_4 |= {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 512, "use_double_wide_mlp": True}
+GEMMA_4 |= {"final_logit_softcapping": 5.0}
+GEMMA_4_LARGE = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "num_global_key_value_heads": 1}
+GEMMA_4_LARGE |= {"attention_k_eq_v": True}
+GEMMA_4_MOE = GEMMA_4_LARGE | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3}
+GEMMA_4_MOE |= {"moe_intermediate_size": 40}
+MIMO: dict[str, Any] = WINDOWS | {"num_hidden_layers": 3, "head_dim": 24, "v_head_dim": 16, "num_key_value_heads": 2}
+MIMO |= {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "n_routed_experts": 8}
+MIMO |= {"num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_attention_heads": 8}
+LLAMA_4: dict[str, Any] = {"num_hidden_layers": 3, "head_dim": 16, "attention_chunk_size": 16, "floor_scale": 20}
+LLAMA_4 |= {"no_rope_layers": [1, 0, 1], "interleave_moe_layer_step": 2, "intermediate_size_mlp": 96}
+LLAMA_4 |= {"num_local_experts": 6, "intermediate_size": 40}
 
 QWEN_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 QWEN_MOE |= {"shared_expert_intermediate_size": 72, "decoder_sparse_step": 2}
@@ -62,6 +80,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "cohere2": WINDOWS | {"logit_scale": 0.25},
     "cohere2_moe": WINDOWS | {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "logit_scale": 0.25},
     "cwm": WINDOWS | {"head_dim": 32},
+    "deepseek_v32": INDEXED | {"n_group": 4, "topk_group": 2},
     "dots1": EXPERTS | {"head_dim": 32, "first_k_dense_replace": 1, "norm_topk_prob": True, "n_shared_experts": 1},
     "ernie4_5": {"head_dim": 32},
     "ernie4_5_moe": ERNIE_MOE,
@@ -69,9 +88,14 @@ SIZES: dict[str, dict[str, Any]] = {
     "exaone_moe": EXAONE_MOE | WINDOWS | {"head_dim": 32},
     "falcon_h1": FALCON,
     "flex_olmo": {"num_experts": 6, "num_experts_per_tok": 3},
+    "gemma": {"head_dim": 32},
+    "gemma2": WINDOWS | GEMMA_2,
+    "gemma4_text": GEMMA_4,
     "glm": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe_lite": LATENT | EXPERTS,
+    "glm_moe_dsa": INDEXED | {"num_hidden_layers": 4, "index_topk_freq": 2},
+    "gpt_neox": {},
     "granite_swa": WINDOWS | GRANITE_SWASH,
     "granitemoe": GRANITE_MOE,
     "granitemoe_swa": WINDOWS | GRANITE_SWASH | {"shared_intermediate_size": 72},
@@ -89,13 +113,20 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"head_dim": 16, "num_attention_heads_per_layer": [6, 2], "shared_expert_intermediate_size": 72},
     "lfm2": LFM,
     "lfm2_moe": LFM | {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "num_dense_layers": 1},
+    "llama4_text": LLAMA_4,
     "mellum": EXAONE_MOE | WINDOWS | {"head_dim": 32},
+    "mimo_v2_flash": MIMO,
     "ministral": WINDOWS | {"head_dim": 32},
     "ministral3": {"head_dim": 32, "rope_parameters": YARN_QUERY_SCALING},
     "mistral4": LATENT | EXPERTS | {"rope_parameters": YARN_QUERY_SCALING},
     "olmo_hybrid": OLMO_HYBRID,
+    "nemotron": {"hidden_act": "relu2"},
     "nemotron_h": NEMOTRON,
+    "olmo": {},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "persimmon": {"hidden_act": "relu2"},
+    "phi": {},
+    "phimoe": {"num_local_experts": 6, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": QWEN_MOE,
     "qwen3_5_moe_text": HYBRID | HYBRID_MOE,
     "qwen3_5_text": HYBRID,
@@ -103,6 +134,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "sarvam_mla": LATENT | EXPERTS | {"q_lora_rank": None},
     "sarvam_moe": EXPERTS | {"head_dim": 16},
     "solar_open": EXPERTS | {"head_dim": 16, "routed_scaling_factor": 2.5},
+    "stablelm": {},
+    "starcoder2": {},
     "youtu": LATENT,
 }
 FAMILIES = (*checkpoints.FAMILIES, *SIZES)
@@ -118,7 +151,9 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_s
 LAYERS = {"num_hidden_layers": 1, "num_attention_heads": 2}
 VISION_CONFIGS = {
     "gemma3": VISION | LAYERS,
+    "gemma4": VISION | LAYERS | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
     "kimi_k25": VISION | LAYERS | {"pos_emb_height": 4, "pos_emb_width": 4},
+    "llama4": VISION | LAYERS | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
     "mistral3": VISION | LAYERS | {"model_type": "pixtral", "head_dim": 8},
     "qwen2_5_vl": VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
     "qwen2_vl": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14},

@@ -15,7 +15,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.worker import loading
-from radixrt.worker.attention import BatchInvariantAttention, TorchAttention, attend_with_sinks
+from radixrt.worker.attention import BatchInvariantAttention, TorchAttention, attend
 from radixrt.worker.kv import KVPool
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
@@ -247,8 +247,8 @@ def test_attention_with_sinks(kind, scale, window):
     assert found[:, 7].abs().max() == 0, "nothing is left beside such a sink"
 
 
-def test_attend_with_sinks_masks_what_it_is_told():
+def test_attention_with_sinks_masks_what_it_is_told():
     q, (k, v), mask = torch.randn(70, 4, 8), torch.randn(2, 9, 2, 8), torch.rand(70, 9) < 0.5
     sinks = torch.randn(4)
-    found = attend_with_sinks(q, k, v, mask, sinks, 0.2)
+    found = attend(q, k, v, mask, 0.2, sinks)
     assert torch.allclose(found, by_softmax(q, k, v, mask, sinks, 0.2), atol=1e-6)

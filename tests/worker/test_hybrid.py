@@ -103,8 +103,15 @@ def test_scores_after_a_snapshot(model, checkpoint):
         assert len(scores) == 5 and scores == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        ("float32", "fp8_e4m3"),
+        ("bfloat16", "auto"),
+        pytest.param("float32", "auto", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "fp8_e4m3", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "family",
     [

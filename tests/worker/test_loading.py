@@ -53,13 +53,18 @@ def test_an_old_gpu_computes_by_torch_and_says_why(folder, monkeypatch):
     assert "8.0, kernels with e4m3 pages need 8.9" in loading._no_kernels(ampere)
 
 
-def test_recurrent_layers_without_kernels_are_computed_by_torch(checkpoint, monkeypatch):
+def test_layers_without_kernels_are_computed_by_torch(checkpoint, monkeypatch):
     pytest.importorskip("triton")
     for family, changes, reason in (
         ("qwen3_next", {}, ""),
         ("qwen3_next", {"linear_conv_kernel_dim": 5}, "convolutions of 5 inputs"),
         ("qwen3_next", {"linear_value_head_dim": 12}, "heads of width 12"),
         ("lfm2", {}, ""),
+        ("gemma4_text", {}, "layers with different heads have no kernels"),
+        ("llama4_text", {}, ""),
+        ("llama4_text", {"num_experts_per_tok": 2}, "several experts of a token with scaled inputs have no kernels"),
+        ("phimoe", {}, "experts selected by SparseMixer have no kernels"),
+        ("mimo_v2_flash", {}, "layers with different heads have no kernels"),
     ):
         found = loading._no_kernels(on_gpu(checkpoint(family, **changes)[0], monkeypatch, (9, 0)))
         assert reason in found and bool(reason) == bool(found)

@@ -21,6 +21,7 @@ from radixrt.messages import (
     Register,
     Run,
     Sampling,
+    Saved,
     Snapshot,
     StepDone,
     Stop,
@@ -28,7 +29,9 @@ from radixrt.messages import (
     ToRouter,
     Unknown,
 )
+from radixrt.messages.digests import prefix_digest
 from radixrt.worker import loop, status
+from radixrt.worker.branching import TAIL
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.fake import FakeRunner, fake_token
 from radixrt.worker.loop import Identity, Worker
@@ -229,6 +232,20 @@ def test_events_are_numbered_without_gaps():
         answer = router.hear(lambda messages: isinstance(messages[-1], StepDone) and messages[-1].snapshot)[-1]
         stored = sum(len(e.ids) // 4 for e in answer.events if isinstance(e, Stored))
         assert stored == serving.cache.tree.tokens and answer.seq == serving._seq
+
+
+def test_the_router_is_told_where_prefixes_can_be_continued():
+    prompt = list(range(3, 203))
+    with worker(FakeRunner(num_pages=900, check=True, num_states=9)) as (router, serving):
+        router.tell(run(1, prompt))
+        router.finished(1)
+        router.tell(Snapshot())
+        *steps, answer = router.hear(lambda messages: isinstance(messages[-1], StepDone) and messages[-1].snapshot)
+    assert steps[0].num_states == 9
+    saved = [e for step in steps[1:] for e in step.events if isinstance(e, Saved)]
+    assert saved == [e for e in answer.events if isinstance(e, Saved)]
+    assert saved[0].tokens == 200 - TAIL < 200 < saved[1].tokens, "within the prompt, and at the end of the answer"
+    assert saved[0].digest == prefix_digest("n", array("i", prompt[:-TAIL]).tobytes())
 
 
 def test_an_aborted_request_frees_its_pages():

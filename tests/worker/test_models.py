@@ -14,7 +14,7 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.plan import Plan, Result, Runner
 from tests.worker.engine import GREEDY, Engine, prompts
-from tests.worker.families import FAMILIES, YARN_QUERY_SCALING
+from tests.worker.families import FAMILIES, GEMMA_4_LARGE, GEMMA_4_MOE, YARN_QUERY_SCALING
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -38,6 +38,8 @@ GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 ATTENTION_ALONE = {"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2, "position_embedding_type": "rope"}
 NO_FACTORS = {"mlp_multipliers": None, "ssm_multipliers": None, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0}
 NO_FACTORS |= {"attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0, "key_multiplier": 1.0}
+NOT_SHARED = {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "num_hidden_layers": 3}
+NOT_SHARED["layer_types"] = None
 MLPS = ["mlp", "mlp", "linear_attention", "full_attention", "mlp", "mlp", "mlp"]
 WINDOWED = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 VARIANTS = [
@@ -69,12 +71,35 @@ VARIANTS = [
     ("minimax_m2", {"num_key_value_heads": 1, "rotary_dim": 16}),
     ("phi3", {"sliding_window": 16, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
     ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
+    ("gemma", {"attention_bias": True, "num_key_value_heads": 1}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+    ("gemma4_text", GEMMA_4_LARGE),
+    ("gemma4_text", GEMMA_4_MOE | {"attention_bias": True}),
+    ("gemma4_text", NOT_SHARED),
     ("gemma3_text", {"rope_parameters": {"full_attention": LINEAR}, "attention_bias": True}),
+    ("mimo_v2_flash", {"layer_types": None, "mlp_layer_types": ["sparse"] * 3, "n_group": 4, "topk_group": 2}),
+    (
+        "mimo_v2_flash",
+        {"attention_bias": True, "num_key_value_heads": 1, "rope_parameters": IN_PART, "attention_value_scale": None},
+    ),
+    ("llama4_text", {"use_qk_norm": False, "num_experts_per_tok": 2, "moe_layers": [0, 1, 2], "attention_bias": True}),
+    ("llama4_text", {"attn_temperature_tuning": False, "attention_chunk_size": None, "rope_parameters": LLAMA3}),
+    ("llama4_text", {"no_rope_layers": None, "num_hidden_layers": 4, "layer_types": None, "moe_layers": []}),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     ("smollm3", {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 16, "attention_bias": True}),
     ("olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
     ("olmo3", {"rope_parameters": {"full_attention": YARN}}),
     ("granite", {"attention_bias": True, "mlp_bias": True}),
+    ("cohere", {"use_qk_norm": True}),
+    ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False, "rope_parameters": HALF}),
+    ("nemotron", {"attention_bias": True, "mlp_bias": True, "rope_parameters": HALF | {"partial_rotary_factor": 1.0}}),
+    ("olmo", {"attention_bias": True, "clip_qkv": 0.5, "num_key_value_heads": 1}),
+    ("persimmon", {"qk_layernorm": False}),
+    ("phi", {"qk_layernorm": True, "hidden_act": "gelu", "rope_parameters": HALF}),
+    ("phimoe", {"lm_head_bias": False, "attention_bias": False, "sliding_window": 16, "num_key_value_heads": 1}),
+    ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    ("stablelm", {"use_qkv_bias": True, "rope_parameters": HALF, "hidden_act": "gelu"}),
+    ("starcoder2", {"use_bias": False, "sliding_window": 16}),
     ("gpt_oss", {"num_key_value_heads": 1, "layer_types": ["full_attention", "sliding_attention"]}),
     ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}, "attention_bias": False}),
     ("ministral3", {"rope_parameters": YARN_QUERY_SCALING | {"llama_4_scaling_beta": 0.0}, "sliding_window": 16}),
@@ -89,6 +114,15 @@ VARIANTS = [
         "glm4_moe_lite",
         {"rope_parameters": YARN | MSCALE, "mlp_layer_types": ["sparse", "sparse"], "n_group": 4, "topk_group": 2},
     ),
+    (
+        "deepseek_v32",
+        {"rope_parameters": YARN | MSCALE, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True}
+        | {"norm_topk_prob": False, "index_topk": 1, "index_head_dim": 8},
+    ),
+    ("deepseek_v32", {"index_topk": 150, "index_n_heads": 1}),
+    ("glm_moe_dsa", {"indexer_types": ["full", "shared", "shared", "full"], "n_group": 4, "topk_group": 2}),
+    ("glm_moe_dsa", {"index_topk_freq": 4, "index_skip_topk_offset": 1, "num_hidden_layers": 6}),
+    ("glm_moe_dsa", {"index_topk_pattern": "FFSS", "rope_parameters": YARN | MSCALE, "index_topk": 40}),
     ("dots1", {"sliding_window": 16, "max_window_layers": 1, "attention_bias": True, "norm_topk_prob": False}),
     ("solar_open", {"attention_bias": True, "rope_parameters": YARN, "n_group": 4, "topk_group": 2}),
     ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": LLAMA3}),
@@ -261,6 +295,7 @@ ALIKE = (
     "glm",
     "glm4",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "dots1",
     "solar_open",
     "exaone4",
@@ -300,6 +335,15 @@ ALIKE = (
     "bamba",
     "falcon_h1",
     "lfm2_moe",
+    "gemma",
+    "gpt_neox",
+    "nemotron",
+    "olmo",
+    "persimmon",
+    "phi",
+    "phimoe",
+    "stablelm",
+    "starcoder2",
 )
 """Families whose logits are tested, and that decode as others do."""
 
@@ -349,9 +393,15 @@ class TestGreedyTokens:
     [
         "llama",
         "deepseek_v3",
+        "deepseek_v32",
         "gpt_oss",
         "gemma3_text",
-        *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "glm4_moe", "minimax_m2")),
+        "gemma4_text",
+        "llama4_text",
+        *(
+            pytest.param(family, marks=pytest.mark.slow)
+            for family in ("qwen3", "glm4_moe", "minimax_m2", "gemma2", "mimo_v2_flash")
+        ),
     ],
 )
 def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
@@ -375,6 +425,13 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
         pytest.param("mistral", {"sliding_window": 16}, marks=pytest.mark.slow),
         pytest.param("qwen3", {}, marks=pytest.mark.slow),
         ("deepseek_v3", {}),
+        ("deepseek_v32", {}),
+        pytest.param("glm_moe_dsa", {}, marks=pytest.mark.slow),
+        ("gemma2", {}),
+        ("gemma4_text", {}),
+        pytest.param("mimo_v2_flash", {}, marks=pytest.mark.slow),
+        ("llama4_text", {}),
+        pytest.param("gemma4_text", GEMMA_4_MOE, marks=pytest.mark.slow),
         pytest.param("minimax_m2", {}, marks=pytest.mark.slow),
         pytest.param("afmoe", {}, marks=pytest.mark.slow),
         pytest.param("apertus", {}, marks=pytest.mark.slow),
@@ -477,6 +534,9 @@ def test_requests_with_poisoned_logits_fail_alone(checkpoint):
     assert engine.cache.tree.match("", array("i", [*shared, 7, 11])).length <= len(shared)
 
 
+OTHERS = "gate.weight", "router.weight", "router.proj.weight", "wg.weight", "bias", "A_log"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
     """As the weights of transformers' layers have them, without norms, biases and the experts' router."""
@@ -487,6 +547,6 @@ def test_elements_that_a_token_is_multiplied_with(checkpoint, family):
     for name, weight in weights.items():
         if "experts" in name and weight.dim() == 3:  # all experts in one
             elements += weight.numel() * spec.experts.top_k // spec.experts.count
-        elif not name.endswith(("gate.weight", "router.weight", "wg.weight", "bias", "A_log")):
+        elif "per_layer" in name or not name.endswith(OTHERS):
             elements += weight.numel()
     assert spec.layer_elements == elements // spec.num_layers

@@ -68,9 +68,11 @@ def test_a_plan_arrives_as_it_was():
 
 def test_what_is_done_with_states_arrives():
     one, pair = np.array([5], np.int32), np.array([[1, 2], [3, 4]], np.int32)
-    plan = replace(plan_of((request(1),)), states=StateWork(one, pair, pair[:, :0]))
+    within = np.array([[5], [2], [6]], np.int32)
+    plan = replace(plan_of((request(1),)), states=StateWork(one, pair, pair[:, :0], within))
     found = StandIns().plan(told(plan, {})).states
     assert [x.tolist() for x in (found.slots, found.restores, found.saves)] == [[5], [[1, 2], [3, 4]], [[], []]]
+    assert np.array_equal(found.within, within)
     assert StandIns().plan(told(plan_of((request(1),)), {})).states is None
 
 

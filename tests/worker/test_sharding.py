@@ -20,6 +20,7 @@ from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.scaled import FP8, LIMIT
 from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.scales import _states_of_one
+from tests.worker.families import GEMMA_4_MOE
 from tests.worker.test_scaled import KINDS, SIZES, store
 from tests.worker.thread_group import on_ranks
 
@@ -46,7 +47,7 @@ def test_every_token_id_has_one_rank(size, vocab_size):
 def test_a_rank_has_the_kv_heads_that_its_queries_read(checkpoint, heads, size, expected):
     spec = dataclasses.replace(spec_of(checkpoint), num_heads=16, num_kv_heads=heads, head_dim=10)
     for rank, first in enumerate(expected):
-        part, local = Shard(rank, size).kv_rows(spec), Shard(rank, size).spec(spec)
+        part, local = Shard(rank, size).kv_rows(spec.num_kv_heads, 10), Shard(rank, size).spec(spec)
         assert (part.start, part.count) == (10 * first, 10 * local.num_kv_heads)
         group = spec.num_heads // heads
         queries = range(rank * local.num_heads, (rank + 1) * local.num_heads)
@@ -67,12 +68,6 @@ def test_a_rank_has_the_kv_heads_that_its_queries_read(checkpoint, heads, size, 
 def test_what_does_not_divide_is_named(checkpoint, changes, size, words):
     with pytest.raises(ValueError, match=words):
         Shard(0, size).spec(dataclasses.replace(spec_of(checkpoint), **changes))
-
-
-@pytest.mark.parametrize("family", ["cohere", "cohere2", "cohere2_moe", "olmo_hybrid"])
-def test_families_of_one_rank(checkpoint, family):
-    with pytest.raises(ValueError, match="tensor_parallel_size 2 is not served for this model_type; 1 is"):
-        Shard(0, 2).spec(spec_of(checkpoint, family))
 
 
 # ---------------------------------------------------------------- parts of a checkpoint
@@ -125,6 +120,7 @@ def test_parts_of_random_weights(checkpoint):
 def mix(layer, heads):
     """Stands for attention: each query with the K and V that it reads."""
     q, k, v = heads.split()
+    k, v = (q if x is None else x for x in (k, v))  # of another layer
     each = q.shape[1] // k.shape[1]
     q, k = (x[..., : v.shape[-1]] + x[..., -v.shape[-1] :] for x in (q, k))  # V of a latent is the narrower one
     return heads.value_projection(q + k.repeat_interleave(each, 1).cumsum(0) * v.repeat_interleave(each, 1))
@@ -142,10 +138,18 @@ def mix(layer, heads):
         ("qwen3_moe", {"mlp_only_layers": [0]}),
         ("deepseek_v2", {"attention_bias": True}),
         ("deepseek_v3", {}),
+        ("deepseek_v32", {}),
+        ("glm_moe_dsa", {}),
         ("glm4_moe", {}),
         ("minimax_m2", {}),
         ("phi3", {}),
+        ("gemma", {"num_key_value_heads": 4}),
+        ("gemma2", {"num_key_value_heads": 4}),
         ("gemma3_text", {}),
+        ("mimo_v2_flash", {}),
+        ("llama4_text", {}),
+        ("gemma4_text", {}),
+        ("gemma4_text", GEMMA_4_MOE),
         ("seed_oss", {"attention_out_bias": True}),
         ("smollm3", {}),
         ("olmo3", {"num_key_value_heads": 4}),
@@ -187,6 +191,18 @@ def mix(layer, heads):
         ("kimi_linear", {"linear_num_heads": 4}),
         ("lfm2", {"conv_bias": True}),
         ("lfm2_moe", {}),
+        ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+        ("cohere2", {}),
+        ("cohere2_moe", {"num_shared_experts": 2}),
+        ("olmo_hybrid", {"linear_num_key_heads": 4, "linear_num_value_heads": 4}),
+        ("gpt_neox", {}),
+        ("nemotron", {}),
+        ("olmo", {"clip_qkv": 0.5}),
+        ("persimmon", {}),
+        ("phimoe", {"vocab_size": 500}),
+        ("phi", {"qk_layernorm": True, "vocab_size": 500}),
+        ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+        ("starcoder2", {}),
     ],
 )
 def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
@@ -209,7 +225,7 @@ def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
             model = load(group)
             out = torch.empty((3, model.own_width))
             states = _states_of_one(model, 39)
-            model.finish(*model.attend_all(tokens, positions, mix, states), wanted, out)
+            model.finish(*model.attend_all(tokens, positions, mix, states), wanted, out, tokens)
             none = model.forward(tokens, positions, mix, torch.tensor([], dtype=torch.int64), states)
             assert none.shape == (0, spec.vocab_size)
             found = model.gather(out)

@@ -30,7 +30,7 @@ def test_a_snapshot_that_a_plan_reads_is_not_evicted_by_it() -> None:
     first = states.begin(1)  # takes the slot of 2
     second = states.begin(1)  # takes the slot of 3, although 1 is the oldest of the rest
     assert not states.has_room and not states.save(first, 5), "only what is read or written is left"
-    restores, saves = states.drain()
+    restores, saves, _ = states.drain()
     assert sorted(restores[1].tolist()) == sorted((first, second)) and len(set(restores[0].tolist())) == 1
     assert saves.shape == (2, 0) and states.deepest(pages(1)) == 1 and states.has_room
 
@@ -46,7 +46,7 @@ def test_a_snapshot_whose_page_leaves_before_it_is_taken_is_not_taken() -> None:
 def test_snapshots_are_used_by_restoring_taking_and_leaving() -> None:
     for use in (
         lambda states, _: states.end(states.begin(1)),
-        lambda states, slot: states.restore(slot, 1),
+        lambda states, slot: (states.restore(slot, 1), states.drain(), states.restore(slot, 1)),
         lambda states, slot: states.save(slot, 1),
         lambda states, slot: states.end(slot, 1),
     ):
@@ -73,8 +73,9 @@ class Slots(RuleBasedStateMachine):
         """What the state of each live slot is; slots that begin in this plan included."""
         self.known: dict[int, int] = {}
         """What the snapshot of each page should be, if there is one."""
-        self.coming: dict[int, int] = {}
-        """The pages that are saved in this plan, and the slots they are saved from."""
+        self.coming: dict[int, tuple[int, int]] = {}
+        """The pages that are saved in this plan, the slots they are saved from, and after how many tokens; 0: after the
+        step."""
         self.steps = 0
 
     @precondition(lambda self: self.states.has_room)
@@ -84,18 +85,18 @@ class Slots(RuleBasedStateMachine):
         self.live[self.states.begin(page)] = self.known[page] if page else 0
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), page=st.integers(1, 7))
-    def save(self, data: st.DataObject, page: int) -> None:
+    @rule(data=st.data(), page=st.integers(1, 7), within=st.integers(0, 2))
+    def save(self, data: st.DataObject, page: int, within: int) -> None:
         slot = data.draw(st.sampled_from(sorted(self.live)))
         if page in self.coming or self.states.deepest(pages(page)):
             return
-        if self.states.save(slot, page):
-            self.coming[page] = slot
+        if self.states.save(slot, page, within):
+            self.coming[page] = slot, within
 
-    @precondition(lambda self: set(self.live) - set(self.coming.values()))
+    @precondition(lambda self: set(self.live) - self.saved)
     @rule(data=st.data(), page=st.integers(0, 7))
     def end(self, data: st.DataObject, page: int) -> None:
-        slot = data.draw(st.sampled_from(sorted(set(self.live) - set(self.coming.values()))))
+        slot = data.draw(st.sampled_from(sorted(set(self.live) - self.saved)))
         fresh = page and page not in self.coming and not self.states.deepest(pages(page))
         if self.device[slot] != self.live[slot]:  # not restored yet: it would be of the page that it began with
             fresh, page = False, 0
@@ -114,15 +115,27 @@ class Slots(RuleBasedStateMachine):
 
     @rule(random=st.randoms(use_true_random=False))
     def step(self, random: random.Random) -> None:
-        restores, saves = self.states.drain()
+        restores, saves, within = self.states.drain()
         self._copy(restores, random)
         self.steps += 1
         for slot, expected in self.live.items():
             assert self.device[slot] == expected
-            self.device[slot] = self.live[slot] = self.steps * 100 + slot
+            self.device[slot] = self.live[slot] = self._after(slot, 0)
+        for slot, tokens, target in within.T.tolist():
+            assert slot in self.live
+            self.device[target] = self._after(slot, tokens)
         self._copy(saves, random)
-        self.known |= {page: self.live[slot] for page, slot in self.coming.items()}
+        self.known |= {page: self._after(*place) for page, place in self.coming.items()}
         self.coming.clear()
+
+    @property
+    def saved(self) -> set[int]:
+        """Slots that are saved in this plan."""
+        return {slot for slot, _ in self.coming.values()}
+
+    def _after(self, slot: int, tokens: int) -> int:
+        """What this step's state in a live slot is, after so many tokens; 0: after all."""
+        return self.steps * 1000 + slot * 10 + tokens
 
     def _copy(self, copies: np.ndarray, random: random.Random) -> None:
         pairs = list(zip(*copies.tolist(), strict=True))

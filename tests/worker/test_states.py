@@ -3,12 +3,16 @@ that each request goes on from the state of its own prefix."""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
 import pytest
 
+from radixrt.messages import Load, StepDone
+from radixrt.router.index import Index
 from radixrt.worker import branching
+from radixrt.worker.loop import _EVENTS
 from tests.worker.test_simulation import Bench, alone, overlaps  # noqa: F401
 
 
@@ -17,6 +21,55 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots at nearly every branching point."""
     monkeypatch.setattr(branching, "LEAST", 2)
     monkeypatch.setattr(branching, "TAIL", 2)
+
+
+class Mirror:
+    """The router's index of a bench's cache."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._index = Index()
+        self._index.add_worker(0, fresh=True, num_states=bench.runner.num_states)
+        self._seq = 0
+
+    def tell(self, lost: bool = False, snapshot: bool = False) -> None:
+        """Tell the index what has changed; if that is `lost`, or a `snapshot` is wanted, all there is."""
+        cache = self._bench.cache
+        events = [_EVENTS[kind](*rest) for kind, *rest in cache.drain_events()]
+        step, self._seq = StepDone([], Load(), self._seq, events), self._seq + len(events)
+        assert lost or self._index.apply(0, step)
+        if lost or snapshot:
+            events = [_EVENTS[kind](*rest) for kind, *rest in cache.snapshot_events()]
+            assert self._index.apply(0, StepDone([], Load(), self._seq, events, snapshot=True))
+
+    def check(self, prompt: list[int], namespace: str, most: int) -> int:
+        """Assert that the index predicts the hit of a prompt, at most `most` tokens, and return it."""
+        cache, ids = self._bench.cache, np.array(prompt, np.int32)
+        match = cache.tree.match(namespace, ids)
+        hit = cache._covered(np.frombuffer(match.values(), np.int32), min(match.length, most))
+        assert self._index.match(namespace, ids.tobytes(), most).get(0, 0) == hit
+        return hit
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_index_knows_where_a_prefix_can_be_continued(seed: int, page_size: int, often: None) -> None:
+    rng = random.Random(seed)
+    bench = Bench(rng.choice([60, 400]), page_size, chunk=16, rows=4, max_len=60, states=rng.choice([3, 20]))
+    mirror = Mirror(bench)
+    trunks = [[rng.randint(3, 9) for _ in range(30)] for _ in range(3)]
+    found = 0
+    for id in range(60):
+        prompt = rng.choice(trunks)[: rng.randint(0, 30)] + [rng.randint(3, 9) for _ in range(rng.randint(1, 12))]
+        bench.add(id, prompt, rng.randint(0, 10), namespace=rng.choice("ab"))
+        for _ in range(rng.randint(0, 3)):
+            bench.step()
+        if rng.random() < 0.05:
+            bench.cache.clear()
+        mirror.tell(lost=rng.random() < 0.1, snapshot=rng.random() < 0.1)
+        for probe, namespace in itertools.product((prompt, *trunks), "ab"):
+            found += mirror.check(probe, namespace, len(probe) - rng.randint(0, 2))
+    assert found or page_size > 1
 
 
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -117,6 +170,26 @@ def test_what_a_prompt_shares_with_one_that_is_being_computed_is_computed_once()
     assert run(bench, TRUNK[:350] + [1] * 50) == [350]
 
 
+def test_a_prompt_takes_one_step_whatever_snapshots_are_taken_of_it() -> None:
+    bench = bench_of()
+    bench.add(0, TRUNK, 1, pin=[(100, 60.0), (200, 60.0)])
+    plan = bench.plan()
+    assert plan.counts.tolist() == [len(TRUNK)] and plan.samples.all()
+    assert plan.states.within[1].tolist() == [100, 200, len(TRUNK) - branching.TAIL]
+    assert plan.states.saves.shape == (2, 0)
+
+
+def test_a_step_ends_at_a_mark_that_is_too_near_to_be_passed() -> None:
+    for before, after in ((branching.NEAR, branching.TAIL), (branching.NEAR - 1, 0)):
+        bench = bench_of(chunk=200 - before)
+        bench.add(0, TRUNK[: 200 + branching.TAIL], 1)
+        bench.plan()
+        plan = bench.plan()
+        assert plan.counts.tolist() == [before + after]
+        within, saves = plan.states.within[1].tolist(), plan.states.saves.shape[1]
+        assert (within, saves) == (([before], 0) if after else ([], 1))
+
+
 def test_the_third_prompt_begins_where_the_second_left_the_first() -> None:
     bench = bench_of()
     ends = [[n] * 100 for n in (1, 2, 3)]
@@ -171,7 +244,45 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     assert [run(bench, text) for text in texts] == [[0]] * 3, "each leaves two snapshots"
     assert run(bench, texts[0] + [9]) == [200] and bench.cache.states.evicted == 1, "its own, within its prompt"
     assert run(bench, texts[0] + [9, 9]) == [201] and bench.cache.states.evicted == 2
-    assert run(bench, texts[2]) == [184] and run(bench, texts[1]) == [0]
+    assert run(bench, texts[2]) == [184] and run(bench, texts[1]) == [184], "of the first, another one went"
+    run(bench, *([n] * 200 for n in range(6, 9)))
+    assert run(bench, texts[2]) == [0] and run(bench, texts[1]) == [0]
+
+
+def test_a_conversation_needs_only_its_last_snapshot() -> None:
+    bench = bench_of(states=6)
+    run(bench, TRUNK[:300])
+    history = [7] * 200
+    run(bench, history)
+    for _ in range(9):
+        history.append(8)
+        assert run(bench, history) == [len(history) - 1]
+    assert run(bench, TRUNK[:300] + [8]) == [300], "not one of theirs has gone"
+
+
+def test_a_snapshot_from_which_two_have_gone_on_is_a_branching_point() -> None:
+    bench = bench_of(states=6)
+    run(bench, TRUNK[:300])
+    for end in (1, 2):
+        assert run(bench, TRUNK[:300] + [end]) == [300]
+    run(bench, [7] * 200)
+    assert run(bench, TRUNK[:300] + [3]) == [300]
+
+
+def test_a_request_that_found_no_room_has_not_gone_on_from_a_snapshot() -> None:
+    bench = bench_of(states=6)
+    run(bench, TRUNK[:300])
+    run(bench, [7] * 200)
+    request = bench.add(9, TRUNK[:300] + [1], 1)
+    bench.cache.admit(request)
+    bench.cache.withdraw(request)
+    bench.drain()
+    run(bench, [8] * 200)
+    assert bench.cache.states.deepest(_pages_of(bench, TRUNK[:300])) == 284, "only then it went"
+
+
+def _pages_of(bench: Bench, prompt: list[int]) -> np.ndarray:
+    return np.frombuffer(bench.cache.tree.match("", np.array(prompt, np.int32)).values(), np.int32)
 
 
 def test_one_state_is_enough() -> None:
@@ -192,7 +303,7 @@ def test_a_failed_step_leaves_no_snapshots() -> None:
     bench = bench_of()
     bench.add(0, TRUNK, 4)
     plan = bench.plan()
-    assert plan.states.saves.shape == (2, 1) and plan.starts[0] + plan.counts[0] == len(TRUNK) - branching.TAIL
+    assert plan.states.within[1].tolist() == [len(TRUNK) - branching.TAIL]
     bench.scheduler.fail(plan, "out of memory")
     bench.cache.check()
     assert not len(bench.cache.states) and not bench.cache.states.live
@@ -211,7 +322,7 @@ def test_a_failed_step_leaves_no_snapshots_where_others_have_pages_either() -> N
     if bench.flight:
         bench.land(*bench.flight)
         bench.flight = None
-    assert plan.starts.tolist()[1:] == [0] and plan.states.saves.shape == (2, 1), "its KV is there, its state is not"
+    assert plan.starts.tolist()[1:] == [0] and plan.states.within.size, "its KV is there, its state is not"
     bench.scheduler.fail(plan, "out of memory")
     bench.cache.check()
     assert bench.cache.tree.tokens >= 500 and not len(bench.cache.states)

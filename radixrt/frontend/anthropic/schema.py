@@ -16,7 +16,7 @@ from radixrt.frontend.anthropic.history import History
 from radixrt.frontend.anthropic.tools import tool_use
 from radixrt.frontend.defaults import Defaults
 from radixrt.frontend.errors import ApiError, refuse
-from radixrt.frontend.schema import Int
+from radixrt.frontend.schema import Int, thinking_args
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import ToolUse
 from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
@@ -57,7 +57,7 @@ class Counted(msgspec.Struct, kw_only=True):
             message = "is not served; send the whole conversation without it"
             raise ApiError(400, f"thread: {message}", "thread", NO_THREADS)
         history = History(self.system, self.messages, changed)
-        arguments = {"enable_thinking": self.thinks()} | self.effort() | (self.chat_template_kwargs or {})
+        arguments = thinking_args(self.thinks()) | self.effort() | (self.chat_template_kwargs or {})
         return ChatPrompt(history.messages, use.shown, history.partial, arguments)
 
     def thinks(self) -> bool:

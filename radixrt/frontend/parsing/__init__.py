@@ -4,9 +4,9 @@ text ──> OutputParser ──> Content, Reasoning, CallStart, CallArguments
            thoughts           <think>...</think>
            hermes, llama, mistral   the calls of a family: how to parse them, and grammars that make a model write them
            harmony            the same for gpt-oss, whose thoughts are messages as well
-           qwen_coder, glm, minimax   calls whose arguments are between tags, not JSON
-           tagged             such arguments, used by these three
-           sections           DeepSeek's and Kimi K2's calls
+           qwen_coder, glm, minimax, dsml   calls whose arguments are between tags, not JSON
+           tagged             such arguments, used by these four
+           sections           DeepSeek's calls before V3.2, and Kimi K2's
            olmo               OLMo 3's calls, in Python syntax
            arrays             Granite 3's, Phi-4-mini's and Nemotron's calls
            calls              a call as a JSON object, used by the first three

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from radixrt.frontend.parsing.arrays import GRANITE, NEMOTRON, PHI, Array
+from radixrt.frontend.parsing.dsml import Dsml
 from radixrt.frontend.parsing.formats import ToolFormat
 from radixrt.frontend.parsing.glm import Glm
 from radixrt.frontend.parsing.harmony import Harmony
@@ -34,6 +35,8 @@ TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {
     "deepseekv3": partial(DeepSeek, fenced=True),
     "deepseek_v31": DeepSeek,
     "deepseekv31": DeepSeek,
+    "deepseek_v32": Dsml,
+    "deepseekv32": Dsml,
     "kimi_k2": Kimi,
     "glm": Glm,
     "glm45": Glm,
@@ -84,6 +87,7 @@ _HERMES = re.compile(r'<tool_call>\s*\{\s*"(name":\s*"probe_tool"|arguments":\s*
 _HARMONY = re.compile(r"<\|start\|>(system|developer|user)<\|message\|>")
 _QWEN_CODER = re.compile(r"<(seed:)?tool_call>\s*<function=probe_tool>")
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(function<｜tool▁sep｜>)?probe_tool")
+_DSML = re.compile(r'<｜DSML｜function_calls>\s*<｜DSML｜invoke name="probe_tool"')
 _KIMI = re.compile(r"<\|tool_call_begin\|>[^<]*<\|tool_call_argument_begin\|>")
 _GLM = re.compile(r"<tool_call>probe_tool(\n?)\s*<arg_key>")
 _MINIMAX = re.compile(r'<minimax:tool_call>\s*<invoke name="probe_tool"')
@@ -126,6 +130,8 @@ def _seen(rendered: str) -> ToolFormat | None:
         return QwenCoder(SEED, lines=False) if found[1] else QwenCoder()
     if found := _DEEPSEEK.search(rendered):
         return DeepSeek(fenced=bool(found[1]))
+    if _DSML.search(rendered):
+        return Dsml()
     if _KIMI.search(rendered):
         return Kimi()
     if found := _GLM.search(rendered):

@@ -1,5 +1,5 @@
-"""Arguments of calls between tags, as Qwen3-Coder, GLM and MiniMax write them. The function's schema tells the type of
-a value: strings are written without quotes, other types as JSON."""
+"""Arguments of calls between tags, as Qwen3-Coder, GLM, MiniMax and DeepSeek V3.2 write them. The function's schema
+tells the type of a value, if it is not written: strings are written without quotes, other types as JSON."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ class Tags:
     """The characters of a name."""
     lines: bool = False
     """Whether a value is on lines of its own."""
+    kinds: tuple[tuple[str, bool], ...] = ()
+    """If the type of a value is written, in place of the schema's: (what comes before the value, whether that says that
+    it is a string)."""
 
 
 def read_arguments(reader: Reader, sink: Sink, schema: Schema, tags: Tags, close: str) -> Steps[None]:
@@ -40,11 +43,14 @@ def read_arguments(reader: Reader, sink: Sink, schema: Schema, tags: Tags, close
         yield from reader.space()
         if not (name := (yield from _name(reader, tags))):
             break
+        if (known := (yield from _kind(reader, _of_key(schema, name), tags))) is None:
+            break
         sink.arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
-        whole = yield from _value(reader, sink, _of_key(schema, name), tags)
+        whole = yield from _value(reader, sink, known, tags)
         before = ", "
     closed = yield from reader.take(close)
-    if closed or (whole and not reader.ends_within((tags.begin, *tags.between, close))):
+    written = [mark for mark, _ in tags.kinds]
+    if closed or (whole and not reader.ends_within((tags.begin, *tags.between, *written, close))):
         sink.arguments("{}" if before == "{" else "}")
 
 
@@ -58,6 +64,16 @@ def _name(reader: Reader, tags: Tags) -> Steps[str]:
         if not (yield from reader.take(mark)):
             return ""
     return name.strip()
+
+
+def _kind(reader: Reader, schema: Schema, tags: Tags) -> Steps[Schema | None]:
+    """Read the type of a value, if it is written. Returns the schema of the value; None if no type comes next."""
+    if not tags.kinds:
+        return schema
+    for mark, is_string in tags.kinds:
+        if (yield from reader.take(mark)):
+            return {"type": "string"} if is_string else {} if _kinds(schema) == {"string"} else schema
+    return None
 
 
 def content_of(function: Function, style: str) -> dict[str, Any]:

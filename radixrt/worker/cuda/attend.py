@@ -26,8 +26,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def _attend_item(
     item, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, stride, scale,
     v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
+    CHUNKED: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF_TYPE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, ROWS)
@@ -70,11 +71,16 @@ def _attend_item(
         else:
             k = tl.load(k_ptr + at, mask=wide[None, :], other=0.0).to(HALF_TYPE)
         s = tl.dot(q, tl.trans(k))
+        if CAP > 0:  # CAP tanh(s / CAP), both in base 2
+            s = CAP - 2 * CAP / (1 + tl.exp2(s * (2 * LOG2_E / CAP)))
         seen = inside[None, :]
         if CAUSAL:
             seen = seen & (key[None, :] <= (position + own)[:, None])
         if WINDOW > 0:
-            seen = seen & (key[None, :] > (position + own - WINDOW)[:, None])
+            if CHUNKED:
+                seen = seen & (key[None, :] >= ((position + own) // WINDOW * WINDOW)[:, None])
+            else:
+                seen = seen & (key[None, :] > (position + own - WINDOW)[:, None])
         s = tl.where(seen, s, -1e30)
         higher = tl.maximum(peak, tl.max(s, 1))
         keep = tl.exp2(peak - higher)
@@ -115,9 +121,9 @@ _called_item = triton.jit(_attend_item, noinline=True)
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
     stride, scale, v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, QUERIES: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr,
-    STAGES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr,
+    CAP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     # The heads of an item run at the same time: they read neighbouring bytes of the same slots.
@@ -126,16 +132,16 @@ def _attend_kernel(
     if SINGLE:
         _inlined_item(
             items_ptr + program * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
-            lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, SINKS,
-            QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
+            lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CHUNKED, CAUSAL,
+            ORDERED, SINKS, CAP, QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
         )  # fmt: skip
     else:
         first, last = tl.load(starts_ptr + program), tl.load(starts_ptr + program + 1)
         for number in tl.range(first, last, num_stages=1):
             _called_item(
                 items_ptr + number * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
-                lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CAUSAL, ORDERED, SINKS,
-                QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
+                lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CHUNKED, CAUSAL,
+                ORDERED, SINKS, CAP, QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
             )  # fmt: skip
 
 
@@ -254,7 +260,7 @@ def attend(
     )  # fmt: skip
     numbers = table.stride(0), shape.scale * LOG2_E.value * scales[0], scales[1]
     if shape.latent is not None:
-        assert not window and sinks is None
+        assert not window and sinks is None and not shape.cap
         kinds = causal, order is not None, variant.queries(shape.group)
         sizes = shape.heads, shape.group, shape.head_dim, shape.latent, shape.page_size
         tile = variant.rows, variant.keys, variant.warps, variant.stages
@@ -265,16 +271,16 @@ def attend(
         q, keys, values, *listed, scratch.lse if sinks is None else sinks, *numbers,
         shape.heads, shape.kv_heads, shape.head_dim, shape.page_size,
     )  # fmt: skip
-    kinds = causal, order is not None, sinks is not None, variant.queries(shape.group)
+    kinds, queries = (causal, order is not None, sinks is not None), variant.queries(shape.group)
     if variant.specialised:
         from radixrt.worker.cuda import hopper
 
-        assert starts is not None and not window
-        return hopper.launch(grid, cache, given, kinds, variant)
+        assert starts is not None and not window and not shape.cap
+        return hopper.launch(grid, cache, given, (*kinds, queries), variant)
     return launch(
-        _attend_kernel, grid, cache, *given, window or 0, *kinds, variant.rows, variant.keys,
-        triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype), variant.stages, starts is None,
-        num_warps=variant.warps,
+        _attend_kernel, grid, cache, *given, window or 0, shape.chunked, *kinds, shape.cap * LOG2_E.value, queries,
+        variant.rows, variant.keys, triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype),
+        variant.stages, starts is None, num_warps=variant.warps,
     )  # fmt: skip
 
 

@@ -115,14 +115,15 @@ class PagedStep:
         for window in windows:
             self._variants[window], how = plain if plain is not None and window is None else (variant, cut)
             tiles = sequence_tiles(
-                sequences.rows, sequences.starts, sequences.counts, sequences.queries, window, how.queries
+                sequences.rows, sequences.starts, sequences.counts, sequences.queries, window, how.queries, how.chunked
             )
             for part in _rounds(tiles, how.fixed, most) if how.fixed else (tiles,):
                 items, _ = make_items(part, how)
                 merges = make_merges([items.items])
                 lists = items.items, items.starts, merges.queries, merges.entries
                 self._pieces[window].append(tuple(None if x is None else packer.add(x) for x in lists))
-                self._partials = max(self._partials, merges.partials)
+                if len(merges.entries):  # otherwise, all results are written directly
+                    self._partials = max(self._partials, merges.partials)
 
     def sent(self, integers: torch.Tensor) -> None:
         self._lists = {

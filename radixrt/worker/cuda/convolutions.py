@@ -9,22 +9,17 @@ import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, TOKENS
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.model.short_conv import ShortConv
 
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
 
-TOKENS = 64
-"""Tokens of a chunk (see `delta_chunks.cut`)."""
-CHUNK_FIELDS = 5
-"""Of a chunk: its first token, tokens, slot of the state; first token and end of the sequence's tokens in this step."""
 STEP_CHANNELS = 1024
 """Channels of a program for one token of each sequence."""
-CHANNELS = 512
-"""Channels of a program for a chunk. It computes all tokens of a chunk, one after the other or, in steps of
-less than FEW chunks, PART tokens."""
-FEW, PART = 32, 8
+ROWS, CHANNELS = 8, 256
+"""Tokens and channels of a program for a part of a chunk."""
 
 
 @triton.jit
@@ -79,85 +74,46 @@ def conv_step(
 
 
 @triton.jit
-def _tap(weight_ptr, c, channels, tap: tl.constexpr, K: tl.constexpr):
-    """The weights of one of the last 4 inputs, 0 if the convolution does not see it."""
-    TAP: tl.constexpr = tap - (4 - K)
-    if TAP < 0:
-        return tl.zeros(c.shape, tl.float32)
-    else:
-        return tl.load(weight_ptr + c * K + TAP, mask=c < channels, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _earlier(x_at, state_at, back: tl.constexpr, c, channels, x_stride, is_first, K: tl.constexpr):
-    """The inputs `back` tokens before a chunk, from the state if the chunk is its sequence's first."""
-    if back > K - 1:
-        return tl.zeros(c.shape, tl.float32)
-    else:
-        if is_first:
-            x = tl.load(state_at + (K - 1 - back), mask=c < channels, other=0.0)
-        else:
-            x = tl.load(x_at - back * x_stride, mask=c < channels, other=0.0)
-        return x.to(tl.float32)
-
-
-@triton.jit
-def _weighted(w0, w1, w2, w3, bias, x0, x1, x2, x3, SILU: tl.constexpr):
-    acc = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3 + bias
-    if SILU:
-        acc = silu(acc)
-    return acc
-
-
-@triton.jit
 def _conv_chunk_kernel(
     x_ptr, weight_ptr, bias_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr,
-    EARLY: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     chunk = chunks_ptr + tl.program_id(1) * FIELDS
-    begin = tl.load(chunk) + tl.program_id(2) * PART
-    count = tl.minimum(tl.load(chunk + 1) - tl.program_id(2) * PART, PART)
-    if count <= 0:
-        return
+    start, count = tl.load(chunk), tl.load(chunk + 1)
     slot = tl.load(chunk + 2).to(tl.int64)
-    first = tl.load(chunk + 3)
-    end = tl.load(chunk + 4)
+    first, end = tl.load(chunk + 3), tl.load(chunk + 4)
+    stored = tl.load(chunk + 5).to(tl.int64)
+    begin = start + tl.program_id(2) * ROWS
+    if not WHOLE and begin >= start + count:
+        return
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    w0 = _tap(weight_ptr, c, channels, 0, K)
-    w1 = _tap(weight_ptr, c, channels, 1, K)
-    w2 = _tap(weight_ptr, c, channels, 2, K)
-    w3 = _tap(weight_ptr, c, channels, 3, K)
-    if BIAS:
-        bias = tl.load(bias_ptr + c, mask=c < channels, other=0.0).to(tl.float32)
-    else:
-        bias = 0.0
-    x_at = x_ptr + begin.to(tl.int64) * x_stride + c
-    out_at = out_ptr + begin.to(tl.int64) * channels + c
+    real = c < channels
+    t = begin + tl.arange(0, ROWS)[:, None]
+    inside = (t < start + count) & real[None, :]
     state_at = states_ptr + slot * state_stride + c * (K - 1)
-    x0 = _earlier(x_at, state_at, 3, c, channels, x_stride, begin == first, K)
-    x1 = _earlier(x_at, state_at, 2, c, channels, x_stride, begin == first, K)
-    x2 = _earlier(x_at, state_at, 1, c, channels, x_stride, begin == first, K)
-    dtype = out_ptr.dtype.element_ty
-    for t in range(0, count, 4):  # four loads at once
-        left = count - t
-        y0 = tl.load(x_at, mask=c < channels, other=0.0).to(tl.float32)
-        y1 = tl.load(x_at + x_stride, mask=c < tl.where(left > 1, channels, 0), other=0.0).to(tl.float32)
-        y2 = tl.load(x_at + 2 * x_stride, mask=c < tl.where(left > 2, channels, 0), other=0.0).to(tl.float32)
-        y3 = tl.load(x_at + 3 * x_stride, mask=c < tl.where(left > 3, channels, 0), other=0.0).to(tl.float32)
-        out = _weighted(w0, w1, w2, w3, bias, x0, x1, x2, y0, SILU)
-        tl.store(out_at, out.to(dtype), mask=c < channels)
-        out = _weighted(w0, w1, w2, w3, bias, x1, x2, y0, y1, SILU)
-        tl.store(out_at + channels, out.to(dtype), mask=c < tl.where(left > 1, channels, 0))
-        out = _weighted(w0, w1, w2, w3, bias, x2, y0, y1, y2, SILU)
-        tl.store(out_at + 2 * channels, out.to(dtype), mask=c < tl.where(left > 2, channels, 0))
-        out = _weighted(w0, w1, w2, w3, bias, y0, y1, y2, y3, SILU)
-        tl.store(out_at + 3 * channels, out.to(dtype), mask=c < tl.where(left > 3, channels, 0))
-        x0, x1, x2 = y1, y2, y3
-        x_at += 4 * x_stride
-        out_at += 4 * channels
-    if begin == first:  # the only program that reads the old inputs writes the new ones, each thread those it read
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for j in tl.static_range(K):  # each input is loaded K times, at once: the cache has it
+        at = t - (K - 1 - j)
+        x = tl.load(x_ptr + at.to(tl.int64) * x_stride + c[None, :], mask=inside & (at >= first), other=0.0)
+        x = x.to(tl.float32)
+        if (j < K - 1) & (begin == first):
+            before = inside & (at < first)
+            x += tl.load(state_at[None, :] + (K - 1 + at - first), mask=before, other=0.0).to(tl.float32)
+        acc += x * tl.load(weight_ptr + c * K + j, mask=real, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + c, mask=real, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        acc = silu(acc)
+    row = t.to(tl.int64)
+    if WHOLE:
+        row += tl.program_id(1).to(tl.int64) * (ROWS * tl.num_programs(2)) - start
+        acc = tl.where(inside, acc, 0.0)
+        inside = inside | real[None, :]
+    tl.store(out_ptr + row * channels + c[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+    if begin == first:  # the only program that reads the old inputs writes the new ones
+        tl.debug_barrier()
         kept = c < tl.where(slot > 0, channels, 0)
         for j in tl.static_range(K - 1):
             last = end - (K - 1 - j)
@@ -165,17 +121,23 @@ def _conv_chunk_kernel(
                 tl.store(state_at + j, tl.load(x_ptr + last.to(tl.int64) * x_stride + c, mask=kept), mask=kept)
             else:
                 tl.store(state_at + j, tl.load(state_at + (last - first + K - 1), mask=kept), mask=kept)
+    if (stored > 0) & (begin == start):  # the inputs are all of this step (see `branching.NEAR`)
+        for j in tl.static_range(K - 1):
+            last = start + count - (K - 1 - j)
+            late = tl.load(x_ptr + last.to(tl.int64) * x_stride + c, mask=real)
+            tl.store(states_ptr + stored * state_stride + c * (K - 1) + j, late, mask=real)
 
 
 def conv_chunks(
     x: torch.Tensor, net: DeltaNet | ShortConv, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
-    cache: KernelCache | None = None,
+    cache: KernelCache | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
-    """As `delta.conv_step`, for the tokens of `chunks` (see `cut`)."""
+    """As `conv_step`, for the tokens of `chunks` (see `cutting`). `whole`: `out` is [chunks, TOKENS, channels], with
+    zeros for tokens that a chunk lacks."""
     channels, bias = x.shape[1], net.bias if isinstance(net, ShortConv) else None
-    part = PART if len(chunks) < FEW else TOKENS
     launch(
-        _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), TOKENS // part), cache,
+        _conv_chunk_kernel, (triton.cdiv(channels, CHANNELS), len(chunks), TOKENS // ROWS), cache,
         x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0), states.stride(0),
-        net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), CHANNELS, part, CHUNK_FIELDS, num_warps=2,
+        net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), ROWS, CHANNELS, CHUNK_FIELDS, whole,
+        num_warps=4,
     )  # fmt: skip

@@ -161,7 +161,7 @@ class DecodeGraphs:
         attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, self._scratch, [])
         mix = None
         if self._states is not None and inputs.states is not None:
-            mix = DeltaStep(self._states, inputs.states.of(integers), one_by_one=self._by_tokens)
+            mix = DeltaStep(self._states, inputs.states.of(integers), by_tokens=self._by_tokens)
         x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention, mix)
         self._model.finish(x, residual, out=logits)
         return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows)

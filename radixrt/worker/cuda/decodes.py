@@ -193,7 +193,7 @@ class DecodePlanner:
 
     def _cut(self, rows: np.ndarray, positions: np.ndarray, window: int | None, sharing: Sharing | None) -> DecodeWork:
         places = np.arange(len(rows))
-        own = sequence_tiles(rows, positions, np.ones_like(rows), places, window, 1)
+        own = sequence_tiles(rows, positions, np.ones_like(rows), places, window, 1, self._cuts.few.chunked)
         if sharing is None:
             few, ends = make_items(own, self._cuts.few)
             merges = make_merges([few.items])

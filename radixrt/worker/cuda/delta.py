@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.convolutions import silu
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ NORM_EPS = tl.constexpr(1e-6)
 """Added to the sum of the squares of q and of k."""
 COLUMNS = 8
 """Columns of the state that a program of the loop over tokens holds: one warp, whose sums need no barrier."""
+MANY_ROWS = 1 << 14
+"""Heads of all tokens from which on a program normalizes more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,21 +158,25 @@ def decode(
 
 @triton.jit
 def _tokens_kernel(
-    x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, sequences_ptr, states_ptr, out_ptr, scale, a_stride, b_stride,
-    state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    FACTOR: tl.constexpr, EACH: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, chunks_ptr, sequences_ptr, states_ptr, out_ptr, scale, a_stride,
+    b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, EACH: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     parts: tl.constexpr = VALUE_DIM // COLUMNS
     head = tl.program_id(0) // parts
-    slot = tl.load(sequences_ptr + tl.program_id(1) * 3).to(tl.int64)
-    begin = tl.load(sequences_ptr + tl.program_id(1) * 3 + 1)
-    end = tl.load(sequences_ptr + tl.program_id(1) * 3 + 2)
+    sequence = sequences_ptr + tl.program_id(1) * FIELDS
+    chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
+    slot = tl.load(sequence + 2).to(tl.int64)
+    begin = tl.load(chunk + 3)
+    end = tl.load(chunk + 4)
+    stop = begin + tl.load(chunk + 1)
     i = tl.arange(0, KEYS)
     real = i < KEY_DIM
     j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
-    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(at, mask=real[:, None], other=0.0)
+    state_at = states_ptr + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    state = tl.load(state_at + slot * state_stride, mask=real[:, None], other=0.0)
     rate = tl.load(rates_ptr + head)
     dtype = x_ptr.dtype.element_ty
     ALL: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -203,46 +210,60 @@ def _tokens_kernel(
         tl.store(out_at, out.to(dtype))
         out_at += VALUE_HEADS * VALUE_DIM
         q, k, v, a, b = next_q, next_k, next_v, next_a, next_b
+        if t + 1 == stop:
+            passed = tl.load(chunk + 5).to(tl.int64)
+            if passed > 0:
+                tl.store(state_at + passed * state_stride, state, mask=real[:, None])
+            if t + 1 < end:
+                chunk += CHUNK_FIELDS
+                stop = tl.load(chunk) + tl.load(chunk + 1)
     if slot > 0:
-        tl.store(at, state, mask=real[:, None])
+        tl.store(state_at + slot * state_stride, state, mask=real[:, None])
 
 
 @triton.jit
 def _gated_norm_kernel(
-    x_ptr, z_ptr, norm_ptr, eps, z_stride, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, SIGMOID: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, z_ptr, norm_ptr, rows, eps, z_stride, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
+    SIGMOID: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
-    head = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, BLOCK)
-    inside = j < VALUE_DIM
-    at = x_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j
+    inside = (row < rows)[:, None] & (j < VALUE_DIM)[None, :]
+    at = x_ptr + row[:, None] * VALUE_DIM + j[None, :]
     x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(norm_ptr + j, mask=inside, other=0.0).to(tl.float32)
+    z_at = z_ptr + (row // VALUE_HEADS * z_stride + row % VALUE_HEADS * VALUE_DIM)[:, None] + j[None, :]
+    z = tl.load(z_at, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + j, mask=j < VALUE_DIM, other=0.0).to(tl.float32)[None, :]
     out = gated_norm(x, z, weight, eps, VALUE_DIM, x_ptr.dtype.element_ty, SIGMOID)
     tl.store(at, out, mask=inside)
 
 
+def norm_and_gate(x: torch.Tensor, z: torch.Tensor, net: DeltaNet, cache: KernelCache | None) -> None:
+    """The gated norm of each head of x[T, Hv, Dv], in place, by the gates z[T, Hv * Dv]."""
+    spec, rows = net.spec, x.shape[0] * x.shape[1]
+    each = 4 if rows <= MANY_ROWS else 16
+    launch(
+        _gated_norm_kernel, (triton.cdiv(rows, each), 1, 1), cache,
+        x, z, net.norm, rows, net.eps, z.stride(0), spec.value_heads, spec.value_dim, net.ups is not None, each,
+        triton.next_power_of_2(spec.value_dim), num_warps=each // 4,
+    )  # fmt: skip
+
+
 def by_tokens(
-    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, sequences: torch.Tensor,
-    out: torch.Tensor, cache: KernelCache | None = None,
+    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut, out: torch.Tensor,
+    cache: KernelCache | None = None, first: int = 0,
 ) -> None:  # fmt: skip
-    """What `decode` does, for sequences of any number of tokens, int32[B, 3] of (slot, first token, end). A token's
-    result is the same bit by bit, wherever its sequence is cut."""
+    """What `decode` does, for the tokens of the chunks in `lists`. A token's result is the same bit by bit, wherever
+    its sequence is cut. Results of tokens before the `first` one stay."""
     spec = net.spec
     columns = min(COLUMNS, spec.value_dim)
     assert spec.value_dim % columns == 0, spec
     launch(
-        _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(sequences), 1), cache,
-        x, inputs.a, inputs.b, net.rates, net.dt_bias, sequences, states.rule, out, spec.key_dim**-0.5,
-        inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0), spec.key_heads, spec.value_heads, spec.key_dim,
-        spec.value_dim, spec.beta_factor, net.ups is not None, triton.next_power_of_2(spec.key_dim), columns,
-        num_warps=1, num_stages=3,
+        _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(lists.sequences), 1), cache,
+        x, inputs.a, inputs.b, net.rates, net.dt_bias, lists.chunks, lists.sequences, states.rule, out,
+        spec.key_dim**-0.5, inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0), spec.key_heads,
+        spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, net.ups is not None,
+        triton.next_power_of_2(spec.key_dim), columns, SEQUENCE_FIELDS, CHUNK_FIELDS, num_warps=1, num_stages=3,
     )  # fmt: skip
-    launch(
-        _gated_norm_kernel, (spec.value_heads, len(out), 1), cache,
-        out, inputs.z, net.norm, net.eps, inputs.z.stride(0), spec.value_heads, spec.value_dim, net.ups is not None,
-        triton.next_power_of_2(spec.value_dim), num_warps=1,
-    )  # fmt: skip
+    norm_and_gate(out[first:], inputs.z[first:], net, cache)

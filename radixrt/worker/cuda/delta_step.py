@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from radixrt.worker.cuda import convolutions, delta, delta_chunks
+from radixrt.worker.cuda.cutting import Cut, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
-from radixrt.worker.cuda.delta_chunks import Cut
 from radixrt.worker.cuda.launching import KernelCache
 from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.kv import StatePool
@@ -44,8 +43,8 @@ def no_kernels(spec: Spec) -> str:
 
 def by_tokens(spec: Spec, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the tokens of a sequence have to be computed one after the other, also where that need not be exact."""
-    if isinstance(spec, ShortConvSpec) or spec.rank:
-        return isinstance(spec, DeltaSpec)
+    if isinstance(spec, ShortConvSpec):
+        return False
     sizes = spec.key_dim, spec.value_dim
     if device.type != "cuda":
         return any(size & (size - 1) for size in sizes)
@@ -122,24 +121,19 @@ class DeltaStep:
     whose results have no meaning.
 
     decodes    integer [D]: slots of the states of the first D tokens
-    lists      the parts of the other sequences
-    sequences  if given, all tokens are computed one after the other: int32[B, 3] of (slot, first token, end). `lists`
-               are then of all of them
-    one_by_one whether the same kernel computes `decodes`
+    lists      the chunks of the other sequences
+    by_tokens  whether all tokens are computed one after the other, by the same kernel
     """
 
     def __init__(
-        self, pool: StatePool, decodes: torch.Tensor | None, lists: Cut | None = None,
-        sequences: torch.Tensor | None = None, one_by_one: bool = False,
-    ) -> None:  # fmt: skip
+        self, pool: StatePool, decodes: torch.Tensor | None, lists: Cut | None = None, by_tokens: bool = False
+    ) -> None:
         self._pool = pool
         self._decodes = decodes
         self._lists = lists
-        self._sequences = sequences
-        self._ones = None
-        if decodes is not None and one_by_one:
-            ends = torch.arange(1, len(decodes) + 1, dtype=torch.int32, device=decodes.device)
-            self._ones = torch.stack((decodes.int(), ends - 1, ends), dim=1)
+        self._by_tokens = by_tokens
+        self._ones: Cut | None = None
+        """The lists of `decodes`, once a layer needs them."""
         aligned = pool.convs[0, 0].nbytes % 16 == 0
         self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
 
@@ -158,16 +152,31 @@ class DeltaStep:
             torch.mul(after, self._convolved(net, before * x, states), out=out)
             return
         inputs = DeltaInputs.of(net, *projected)
-        x = self._convolved(net, inputs.x, states)
-        few, many = self._caches
-        if self._ones is not None:
-            delta.by_tokens(x, inputs, net, states, self._ones, out[: len(self._ones)], few)
-        elif self._decodes is not None:
-            delta.decode(x, inputs, net, states, self._decodes, out, few)
-        if self._sequences is not None:
-            delta.by_tokens(x, inputs, net, states, self._sequences, out, many)
+        _, many = self._caches
+        first = 0
+        if self._decodes is not None:
+            first = len(self._decodes)
+            self._decode(net, inputs, states, self._decodes, out[:first])
+        if self._lists is not None and self._by_tokens:
+            x = torch.empty(inputs.x.shape, dtype=out.dtype, device=out.device)
+            convolutions.conv_chunks(inputs.x, net, states.conv, self._lists.chunks, x, many)
+            delta.by_tokens(x, inputs, net, states, self._lists, out, many, first)
         elif self._lists is not None:
-            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many)
+            x = delta_chunks.convolved(net, inputs.x, states, self._lists, many)
+            delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many, first)
+
+    def _decode(
+        self, net: DeltaNet, inputs: DeltaInputs, states: LayerStates, slots: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        few, _ = self._caches
+        x = inputs.x.new_empty((len(slots), inputs.x.shape[1]))
+        convolutions.conv_step(inputs.x, net, states.conv, slots, x, few)
+        if not self._by_tokens and net.ups is None:
+            delta.decode(x, inputs, net, states, slots, out, few)
+            return
+        if self._ones is None:
+            self._ones = Cut.of_ones(slots)
+        delta.by_tokens(x, inputs, net, states, self._ones, out, few)
 
     def _convolved(self, net: Net, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -185,24 +194,21 @@ class PackedDelta:
 
     decodes: PackedArray | None
     lists: tuple[PackedArray, PackedArray] | None
-    sequences: PackedArray | None
+    by_tokens: bool
 
     @classmethod
     def pack(cls, packer: Packer, plan: Plan, decodes: int, exact: bool) -> PackedDelta:
         """The first `decodes` requests of the plan have one token each. `exact`: results must not depend on how
         sequences are cut into steps."""
         assert plan.states is not None
-        slots, bounds = plan.states.slots, np.concatenate([[0], np.cumsum(plan.counts, dtype=np.int64)])
-        first = 0 if exact else decodes
-        lists = sequences = None
+        slots, first = plan.states.slots, 0 if exact else decodes
+        lists = None
         if first < len(slots):
-            chunks, over = delta_chunks.cut(slots[first:], bounds[first:])
-            lists = packer.add(chunks), packer.add(over)
-        if exact:
-            sequences = packer.add(np.stack((slots, bounds[:-1], bounds[1:]), axis=1).astype(np.int32))
-        return cls(packer.add(slots[:first]) if first else None, lists, sequences)
+            chunks, sequences = cut(plan.states.parts(plan.counts).after(first))
+            lists = packer.add(chunks), packer.add(sequences)
+        return cls(packer.add(slots[:first]) if first else None, lists, exact)
 
     def step(self, pool: StatePool, sent: torch.Tensor) -> DeltaStep:
-        decodes, sequences = (None if x is None else x.of(sent) for x in (self.decodes, self.sequences))
+        decodes = None if self.decodes is None else self.decodes.of(sent)
         lists = None if self.lists is None else Cut(*(x.of(sent) for x in self.lists))
-        return DeltaStep(pool, decodes, lists, sequences)
+        return DeltaStep(pool, decodes, lists, self.by_tokens)

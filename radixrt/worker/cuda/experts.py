@@ -30,6 +30,7 @@ from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.products import Tile, stages
 from radixrt.worker.cuda.routing import ALIGNED, TILE_FIELDS, Order
 from radixrt.worker.cuda.variants import room
+from radixrt.worker.model.expert_spec import ExpertsSpec
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.scaled import Rounded, Rounding
 
@@ -243,6 +244,8 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     """See `Ops.experts`. With `batch_invariant` the same tile computes all products, so that the rounding of a row does
     not depend on the others."""
     logits, count = experts.logits(x), len(experts.down)
+    if experts.routing.scales_inputs:  # a token has one expert (see `no_kernels`), whose output has the weight 1
+        x = x * logits.float().amax(-1, keepdim=True).sigmoid().to(x.dtype)
     rows = len(x) * experts.top_k / count
     if experts.is_fp8:
         return _add_scaled(experts, logits, x, residual, scaled_experts.tile_for(rows, experts.gate_up, experts.down))
@@ -257,7 +260,8 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         inner = hopper.product(spread(x, order), order, experts.gate_up, experts.activation, experts.gate_up_bias)
         made = hopper.product(inner, order, experts.down, None)
     elif by_expert and tile is None:
-        weights, chosen = routing.route(logits, experts.top_k, experts.normalized, experts.routing, experts.bias)
+        kind = experts.routing
+        weights, chosen = routing.route(logits, experts.top_k, _normalized(experts), kind, experts.bias)
         order = routing.sort(chosen, count, 0)
         made = _by_torch(experts, x, order)
     else:
@@ -282,7 +286,21 @@ def _hopper(device: torch.device) -> ModuleType | None:
 def _begin(
     experts: Experts, logits: torch.Tensor, rows: int, x: torch.Tensor, rounding: Rounding | None
 ) -> tuple[torch.Tensor, Order, Rounded | None]:
-    return routing.begin(logits, experts.top_k, experts.normalized, rows, x, rounding, experts.routing, experts.bias)
+    kind = experts.routing
+    return routing.begin(logits, experts.top_k, _normalized(experts), rows, x, rounding, kind, experts.bias)
+
+
+def _normalized(experts: Experts) -> bool:
+    return experts.normalized or experts.routing.scales_inputs
+
+
+def no_kernels(moe: ExpertsSpec) -> str:
+    """The reason why there are no kernels for a mixture of experts; "" if there are."""
+    if moe.routing.jitter is not None:
+        return "experts selected by SparseMixer have no kernels"
+    if moe.routing.scales_inputs and moe.top_k > 1:
+        return "several experts of a token with scaled inputs have no kernels"
+    return ""
 
 
 def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import distributed
 
 from radixrt.worker.cuda.peers import MOST_BYTES, Peers
 from radixrt.worker.group import TorchGroup
-from radixrt.worker.model.layers import Norm, Ops
+from radixrt.worker.model.layers import NoNorm, Norm, Ops
 from radixrt.worker.model.scaled import Rounded
 
 log = logging.getLogger("radixrt.cuda")
@@ -51,9 +51,12 @@ class PeerGroup(TorchGroup):
         return super().buffer(turn, residual)
 
     def add(
-        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm, ops: Ops
+        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
     ) -> torch.Tensor | Rounded:
         rows = len(residual)
         if not self._by_peers(rows):
             return super().add(turn, part, residual, norm, ops)
+        if isinstance(norm, NoNorm) or norm.centered:
+            self._peers.add(turn, rows, residual)
+            return norm(residual, ops)
         return self._peers.add_norm(turn, rows, residual, norm.weight, norm.eps, norm.rounding)

@@ -20,8 +20,8 @@ CLAMP, ALPHA = (tl.constexpr(x) for x in CLAMPED_SWIGLU)
 
 @triton.jit(do_not_specialize=["stride"])
 def _norm_kernel(
-    x_ptr, weight_ptr, out_ptr, scales_ptr, eps, size, stride, GROUP: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr, CENTERED: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, scales_ptr, eps, size, stride, GROUP: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -33,7 +33,10 @@ def _norm_kernel(
         x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)
     x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     dtype = x_ptr.dtype.element_ty
-    x = (x.to(weight_ptr.dtype.element_ty).to(tl.float32) * weight).to(dtype)
+    x = x.to(weight_ptr.dtype.element_ty).to(tl.float32) * weight
+    if BIAS:
+        x += tl.load(bias_ptr + i, mask=inside, other=0.0).to(tl.float32)
+    x = x.to(dtype)
     if GROUP > 0:
         store_rounded(x.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
     else:
@@ -41,10 +44,15 @@ def _norm_kernel(
 
 
 def norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None, centered: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rounding: Rounding | None = None,
+    centered: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor | Rounded:
-    """RMSNorm of x[T, H], after subtracting the mean if `centered`, times a weight in the dtype of x or float32; with a
-    `rounding`, quantized to FP8."""
+    """RMSNorm of x[T, H], after subtracting the mean if `centered`, times a weight in the dtype of x or float32, maybe
+    plus a bias; with a `rounding`, quantized to FP8."""
     rows, size = x.shape
     group, block, warps = launch_sizes(size, rounding)
     if rounding is None:
@@ -52,8 +60,8 @@ def norm(
     else:
         found = room(rows, size, rounding, x.device)
         values, scales, stride = found.values, found.scales, found.scales.stride(1)
-    launch(_norm_kernel, (rows,), None, x, weight, values, scales, eps, size, stride, group, LIMIT, block,
-           centered, num_warps=warps)  # fmt: skip
+    launch(_norm_kernel, (rows,), None, x, weight, weight if bias is None else bias, values, scales, eps, size, stride,
+           group, LIMIT, block, centered, bias is not None, num_warps=warps)  # fmt: skip
     return found
 
 

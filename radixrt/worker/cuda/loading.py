@@ -25,6 +25,7 @@ from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.sampler import Thresholds, find_thresholds
 from radixrt.worker.cuda.segments import MOST_COPIES
+from radixrt.worker.cuda.sparse import MOST_SCORES
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.group import TorchGroup
 from radixrt.worker.kv import KVPool, StatePool
@@ -58,9 +59,9 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
     full = None if config.deterministic else find_full_heads(config, loaded)
     if group is not None and not group.smallest(int(full is not None)):
         full = None
-    graphs = 0 if config.enforce_eager else config.max_num_seqs
+    graphs = 0 if config.enforce_eager or loaded.spec.index else config.max_num_seqs
     tokens = config.max_total_tokens
-    reserved = tokens * loaded.spec.kv_elements * loaded.kv_dtype.itemsize
+    reserved = tokens * loaded.token_bytes
     if not tokens:
         step = step_bytes(config, loaded, model, flashinfer, full, group)
         rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of penalized tokens; logits of graphs
@@ -109,7 +110,10 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     spec = loaded.spec
     if spec.latent is not None and config.attention_backend == "flashinfer":
         raise ValueError("attention_backend: FlashInfer is not used for latent attention")
-    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or spec.latent is not None:
+    chunked = spec.chunked and any(spec.windows)
+    if chunked and config.attention_backend == "flashinfer":
+        raise ValueError("attention_backend: FlashInfer is not used for attention in chunks")
+    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or spec.latent is not None or chunked:
         return None
     shape = Shape.of(spec, config.page_size)
     hopper = torch.cuda.get_device_capability(loaded.device)[0] == 9
@@ -130,7 +134,7 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
 def find_full_heads(config: WorkerConfig, loaded: Loaded) -> FullHeads | None:
     """FullHeads for long chunks of latent attention, with its kernels compiled. None where it does not apply; None with
     a warning if it does not work."""
-    if loaded.spec.latent is None:
+    if loaded.spec.latent is None or loaded.spec.index is not None:
         return None
     tokens = min(GATHERED_TOKENS, loaded.spec.max_model_len + config.max_num_batched_tokens)
     kinds = loaded.kv_dtype, loaded.dtype, loaded.device
@@ -183,6 +187,8 @@ def step_bytes(
     copies = (1 + MOST_COPIES) * config.max_num_batched_tokens * spec.num_heads * spec.head_dim * loaded.dtype.itemsize
     other = (2 * copies if flashinfer else 0) + (HELD_BYTES if config.deterministic else 0)
     other += 3 * MOST_SCORED * spec.vocab_size * 4
+    if spec.index is not None:  # scores, and what torch.topk needs beside them; selected slots
+        other += 2 * 4 * max(MOST_SCORES, spec.max_model_len) + 24 * spec.index.top_k * config.max_num_batched_tokens
     # Even with full heads, short chunks take the absorbed form, and may take more memory.
     ways = [None] if full is None else [None, full]
     return other + max(_largest_step(config, loaded, model, flashinfer, way, group) for way in ways)

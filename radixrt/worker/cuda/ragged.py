@@ -95,6 +95,7 @@ class FlashInfer:
             head_dim_qk=shape.head_dim,
             causal=causal,
             sm_scale=shape.scale,
+            logits_soft_cap=shape.cap,
             window_left=-1 if window is None else window - 1,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,

@@ -31,6 +31,7 @@ from radixrt.worker.cuda.pieces import Pieces, sizes_up_to
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.sampler import CudaSampler, Thresholds
 from radixrt.worker.cuda.segments import Chip
+from radixrt.worker.cuda.sparse import Sparse, SparseAttention
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.variants import Shape
@@ -133,8 +134,11 @@ class CudaRunner(ModelRunner):
         self._decodes = DecodePlanner(self._windows, self._cuts)
         self._chunks = ChunkPlanner(
             shape, itemsize, spec.attention_windows, chunk, chunk_cut, chip, flashinfer, shares, plain, full,
-            spec.ends_with_attention,
+            spec.ends_with_attention and not spec.index,
         )  # fmt: skip
+        self._sparse = self._make_sparse(page_size, exact) if spec.index else None
+        if spec.index:
+            graph_batch = graph_tokens = 0  # which queries attend to all tokens, graphs cannot decide
         self._packers, self._last_layer_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
         self._deferred: DeferredStep | None = None
         self._answers = (Answer(self._device), Answer(self._device))
@@ -152,6 +156,16 @@ class CudaRunner(ModelRunner):
         self._last_tokens = LastTokens(rows, self._device, group)
         layers = (pool.pages(layer, page_size) for layer in range(len(spec.attention_layers)))
         self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
+
+    def _make_sparse(self, page_size: int, exact: bool) -> Sparse:
+        """For pages of one token, of which each query has a row of its own."""
+        top_k, kinds = self._model.spec.index.top_k, (self.pool.dtype, self._model.dtype, self._device)
+        shape = dataclasses.replace(self._shape, page_size=1)
+        variant = variants.decode_variant(shape, self.pool.dtype.itemsize)
+        tiling = attend.best_tiling(variant, shape, *kinds, causal=True)
+        if exact:
+            tiling = dataclasses.replace(tiling, fixed=top_k)
+        return Sparse(top_k, page_size, shape, variant, tiling, exact)
 
     @torch.inference_mode()
     def bind(self, table: np.ndarray) -> None:
@@ -272,13 +286,15 @@ class CudaRunner(ModelRunner):
         of_tokens[3, :decodes] = rows
         inputs = packer.add(of_tokens)
         writes = packer.add(plan.table_writes)
+        sparse = self._sparse.step(plan, packer) if self._sparse else None
+        dense, singles = (plan, decodes) if sparse is None else (sparse.dense_plan, _leading_decodes(sparse.dense_plan))
         if works is None:
-            works = self._plan_decodes(plan, decodes, None) if decodes else {}
+            works = self._plan_decodes(dense, singles, None) if singles else {}
         lists = {window: Lists.pack(packer, work) for window, work in works.items()}
-        trunks = {window: self._chunks.trunks(work, plan, packer, parity) for window, work in works.items()}
-        long = self._chunks.by_full_heads(plan, decodes)
-        chunks, last = self._chunks.plan(plan, decodes, packer, self._last_layer_packers[parity], parity, long)
-        full, absorbed = self._chunks.plan_full(plan, decodes, long, packer) if long.any() else (None, 0)
+        trunks = {window: self._chunks.trunks(work, dense, packer, parity) for window, work in works.items()}
+        long = self._chunks.by_full_heads(dense, singles)
+        chunks, last = self._chunks.plan(dense, singles, packer, self._last_layer_packers[parity], parity, long)
+        full, absorbed = self._chunks.plan_full(dense, singles, long, packer) if long.any() else (None, 0)
         copies = delta = mix = None
         if plan.states:
             copies = PackedCopies.pack(packer, plan.states)
@@ -290,7 +306,10 @@ class CudaRunner(ModelRunner):
         sampled_rows = packer.add(plan.rows[chosen])
         drawing = PackedDraws.pack(packer, plan, sampled_at, plan.rows) if self._leads and not serial else None
         if self.on_planned:
-            self.on_planned(plan, (self._decodes.looked_up if decodes else {}) | self._chunks.looked_up)
+            paths = (self._decodes.looked_up if singles else {}) | self._chunks.looked_up
+            if sparse is not None:
+                paths = {int(sparse.dense_requests[index]): path for index, path in paths.items()}
+            self.on_planned(plan, paths)
 
         answer.begin()
         sent = packer.send()
@@ -305,12 +324,16 @@ class CudaRunner(ModelRunner):
         if full:
             full.sent(sent)
         partials = max((w.few.partials + w.many.partials for w in works.values()), default=0)
-        scratch = Scratch.make(partials, self._shape, self._device) if decodes else None
+        scratch = Scratch.make(partials, self._shape, self._device) if singles else None
         decode_lists = {window: DecodeLists.of(found, sent, trunks[window]) for window, found in lists.items()}
         tokens, positions_there, slots, rows_there = inputs.of(sent)
         attention = StepAttention(
             self._pages, slots, self._compiled, decode_lists, scratch, chunks, last, full, absorbed
         )
+        if self._sparse is not None:
+            if sparse is not None:
+                sparse.sent(sent)
+            attention = SparseAttention(self._pages, self.pool.index, slots, attention, sparse)
         if pieces:
             x, residual = pieces.go_on(padded, attention, mix)
         else:

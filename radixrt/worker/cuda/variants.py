@@ -31,11 +31,18 @@ class Shape:
     """Scale of the softmax, if it is not head_dim^-0.5."""
     sinks: bool = False
     """Whether there are sinks, float32[heads] (see `ModelSpec.sinks`)."""
+    cap: float = 0.0
+    """See `ModelSpec.score_cap`; 0: there is none."""
+    chunked: bool = False
+    """See `ModelSpec.chunked`."""
 
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int) -> Shape:
         latent = spec.latent and spec.latent.rank
-        return cls(spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, latent, spec.scale, spec.sinks)
+        return cls(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, latent, spec.scale, spec.sinks,
+            spec.score_cap or 0.0, spec.chunked,
+        )  # fmt: skip
 
     @property
     def group(self) -> int:
@@ -146,4 +153,4 @@ def tiling(variant: Variant, shape: Shape, programs: int, single: bool = False) 
     """The tiling for a variant on a chip that runs `programs` programs at once. Each computes one of `shape.blocks`
     blocks of heads."""
     programs = max(1, programs // shape.blocks)
-    return Tiling(variant.queries(shape.group), variant.keys, 2 * variant.keys, programs, single=single)
+    return Tiling(variant.queries(shape.group), variant.keys, 2 * variant.keys, programs, 0, single, shape.chunked)

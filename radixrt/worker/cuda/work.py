@@ -44,7 +44,9 @@ class Tiling:
 
     With `single`, each part has a program of its own, and parts have about the same length: without the loop over items
     the kernel needs fewer registers, and takes a sixth less time for large chunks. With `fixed`, each part has a
-    program of its own as well, and parts do not depend on the batch: keys [0, fixed), [fixed, 2 fixed) and so on."""
+    program of its own as well, and parts do not depend on the batch: keys [0, fixed), [fixed, 2 fixed) and so on.
+
+    With `chunked`, windows are chunks (see `ModelSpec.chunked`)."""
 
     queries: int
     keys: int
@@ -52,6 +54,7 @@ class Tiling:
     programs: int
     fixed: int = 0
     single: bool = False
+    chunked: bool = False
 
     def most_items(self, tiles: int) -> int:
         """The most items that `tiles` tiles are divided into, without `fixed` and `single`."""
@@ -117,11 +120,12 @@ class Merges:
 
 
 def sequence_tiles(
-    rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, queries: np.ndarray, window: int | None, most: int
-) -> Tiles:
+    rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, queries: np.ndarray, window: int | None, most: int,
+    chunked: bool = False,
+) -> Tiles:  # fmt: skip
     """Divide B sequences into tiles of at most `most` queries. By sequence, int[B]: its row of the page table, the
     position of its first query, its number of queries, and the first query's index in the step. `window`: how many keys
-    a query sees, including its own; None: all up to its own."""
+    a query sees, including its own, or with `chunked` how many those of its chunk see; None: all up to its own."""
     counts = counts.astype(np.int64)
     tiles = -(-counts // most)
     of = np.repeat(np.arange(len(counts)), tiles)
@@ -129,7 +133,10 @@ def sequence_tiles(
     size = np.minimum(most, counts[of] - at)
     position = starts.astype(np.int64)[of] + at
     end = position + size
-    begin = np.zeros_like(end) if window is None else np.maximum(position - window + 1, 0)
+    if window is None:
+        begin = np.zeros_like(end)
+    else:
+        begin = position - position % window if chunked else np.maximum(position - window + 1, 0)
     return Tiles(queries.astype(np.int64)[of] + at, size, rows.astype(np.int64)[of], begin, end, position)
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from radixrt.worker.model.blocks import NoMixer
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.delta_net import DeltaNet, Mix
+from radixrt.worker.model.experts_beside import ExpertsBeside
 from radixrt.worker.model.int4 import Int4Linear
 from radixrt.worker.model.layers import Attend, Layer, NoNorm, Ops, TorchOps
 from radixrt.worker.model.linear import Linear
@@ -49,13 +50,15 @@ class Decoder:
         self._ops = ops or TorchOps()
         self._group = group
         reader = Reader(spec, weights, batch_invariant, self._ops, group)
-        self._embedding = reader.matrix("embed_tokens", spec.vocab_size, spec.hidden_size)
+        self._embedding = reader.embedding()
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
         numbers = {kind: itertools.count() for kind in ("attention", "recurrent", "none")}
         self._numbers = [next(numbers[_kind(layer)]) for layer in self._layers]
         """By layer: its place among those with attention, or among those with a recurrent state."""
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
+        self._layer_inputs = reader.layer_inputs() if spec.layer_inputs else None
+        self._head_bias = reader.head_bias(self.own_ids, self.own_width) if spec.head_bias else None
         self._positions = _Positions(spec, self._embedding.device)
         self._embedding_factor = float(torch.tensor(spec.embedding_factor, dtype=self.dtype))
 
@@ -76,14 +79,15 @@ class Decoder:
     @property
     def has_unquantized_experts(self) -> bool:
         """Whether a layer has experts that are in 16 bits or more."""
-        mixtures = (layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, Mixture))
+        sparse = Mixture, ExpertsBeside
+        mixtures = (layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, sparse))
         return any(not (experts.is_fp8 or experts.is_packed) for experts in mixtures)
 
     @property
     def is_fp8(self) -> bool:
         """Whether most weights are in FP8, judged by the last layer's MLP or experts."""
         mlp = self._layers[-1].mlp
-        return mlp.experts.is_fp8 if isinstance(mlp, Mixture) else mlp.rounding is not None
+        return mlp.experts.is_fp8 if isinstance(mlp, (Mixture, ExpertsBeside)) else mlp.rounding is not None
 
     @property
     def is_int4(self) -> bool:
@@ -107,16 +111,16 @@ class Decoder:
         int64[S], or for all. `mix` is needed if there are recurrent layers.
 
         After attention, the last layer is computed only for these tokens."""
-        return self.gather(self.finish(*self.attend_all(tokens, positions, attend, mix), wanted))
+        x, residual = self.attend_all(tokens, positions, attend, mix)
+        return self.gather(self.finish(x, residual, wanted, tokens=tokens))
 
     def attend_all(
         self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, mix: Mix | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
         the residual stream [T, hidden]."""
-        residual = F.embedding(tokens, self._embedding)
-        if self._embedding_factor != 1:
-            residual *= self._embedding_factor
+        residual = self._embed(tokens)
+        inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, residual)
         rotations = self._positions.rotations(positions, residual.dtype)
         query_factors = self._positions.query_factors(positions, residual.dtype)
         x = self._layers[0].attention_norm(residual, self._ops)
@@ -126,13 +130,17 @@ class Decoder:
             elif not isinstance(layer.heads, NoMixer):
                 cos, sin = rotations[self._positions.kinds[number]]
                 heads = layer.heads.project(x, cos, sin, self._ops)
-                if query_factors is not None:
+                if query_factors is not None and self._positions.scales[number]:
                     heads.scale_queries(query_factors)
                 attended = attend(self._numbers[number], heads)
                 x = attended if layer.beside is None else self._joined(number, attended, x, mix)
             if number < len(self._layers) - 1:
-                x = self._after_attention(number, x, residual)
+                x = self._after_attention(number, x, residual, None if inputs is None else inputs[:, number])
         return x, residual
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        embedded = F.embedding(tokens, self._embedding)
+        return embedded if self._embedding_factor == 1 else embedded.mul_(self._embedding_factor)
 
     def _joined(self, number: int, attended: torch.Tensor, x: torch.Tensor | Rounded, mix: Mix | None) -> torch.Tensor:
         """The outputs [T, attention's and then the mixer's] of layer `number`, whose input is x. All layers have both,
@@ -147,19 +155,31 @@ class Decoder:
         residual: torch.Tensor,
         wanted: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The rest of the forward pass, from the results of `attend_all`: this rank's logits, float32[S, own_width],
-        written to `out` if given."""
+        written to `out` if given. `tokens` are needed if layers have inputs."""
         if wanted is not None:
             if not len(wanted):
                 return torch.empty((0, self.own_width), device=x.device)
-            x, residual = x[wanted], residual[wanted]
-        logits = self._logits(self._after_attention(len(self._layers) - 1, x, residual), out)
-        return logits if self.spec.logits_factor == 1 else logits.mul_(self.spec.logits_factor)
+            x, residual, tokens = x[wanted], residual[wanted], None if tokens is None else tokens[wanted]
+        last, inputs = len(self._layers) - 1, None
+        if self._layer_inputs is not None:
+            inputs = self._layer_inputs(tokens, self._embed(tokens), first=last)[:, 0]
+        logits = self._logits(self._after_attention(last, x, residual, inputs), out)
+        if self._head_bias is not None:
+            logits.add_(self._head_bias)
+        factor, cap = self.spec.logits_factor, self.spec.logits_cap
+        if factor != 1:
+            logits.mul_(factor)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
-    def _after_attention(self, number: int, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | Rounded:
+    def _after_attention(
+        self, number: int, x: torch.Tensor, residual: torch.Tensor, inputs: torch.Tensor | None = None
+    ) -> torch.Tensor | Rounded:
         """The rest of layer `number`, from attention's output x. Adds to residual[T, hidden], in place, and returns the
-        normalized input of the next layer or, after the last one, of the output projection."""
+        normalized input of the next layer or, after the last one, of the output projection. `inputs`: see
+        `layer_inputs`."""
         layer, last = self._layers[number], number == len(self._layers) - 1
         norm = self._norm if last else self._layers[number + 1].attention_norm
         attended = layer.heads.gather(x)
@@ -170,7 +190,11 @@ class Decoder:
             layer.output.add(attended, residual, NoNorm(), self._ops)
         else:
             x = layer.output.add(attended, residual, layer.mlp_norm, self._ops)
-        return layer.mlp.add(x, residual, norm, self._ops)
+        if layer.end is None:
+            return layer.mlp.add(x, residual, norm, self._ops)
+        layer.mlp.add(x, residual, NoNorm(), self._ops)
+        layer.end.apply(residual, inputs, self._ops)
+        return norm(residual, self._ops)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits, float32[S, vocab], from those of each rank (`finish`)."""
@@ -212,7 +236,9 @@ class _Positions:
         self.kinds = [known.index(rope) for rope in spec.ropes]
         found = [frequencies(rope, spec.rope_dim, spec.max_model_len) for rope in known]
         self._angles = [(angles.to(device), factor) for angles, factor in found]
-        self._query_scaling = spec.query_scaling
+        self._query_scaling = scaling = spec.query_scaling
+        self.scales = [scaling is not None and not (scaling.only_without_rope and rope) for rope in spec.ropes]
+        """By layer: whether its queries are scaled."""
 
     def rotations(self, positions: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """By kind: cos and sin [T, 1, rope_dim / 2] for int positions[T]."""
@@ -226,5 +252,6 @@ class _Positions:
         """Factors [T, 1, 1] of queries at int positions[T] (see `ModelSpec.query_scaling`); None if there are none."""
         if self._query_scaling is None:
             return None
-        beta, tokens = self._query_scaling
-        return (1 + beta * torch.log(1 + positions.float().div(tokens).floor()))[:, None, None].to(dtype)
+        beta, tokens, ahead = self._query_scaling.beta, self._query_scaling.tokens, self._query_scaling.ahead
+        steps = (positions + ahead).float().div(tokens).floor()
+        return (1 + beta * torch.log(1 + steps))[:, None, None].to(dtype)

@@ -2,8 +2,9 @@
 torch of what has kernels on a GPU.
 
 Sequences are concatenated, and `bounds` are their cumulative counts: tokens bounds[b] to bounds[b + 1] are of sequence
-b, whose state is at slots[b]. States are updated in place. Each sequence is computed on its own, whatever else is in
-the step. Slot 0 is the trash slot: several sequences may have it, and what is there has no meaning.
+b, whose state is at slots[b]. States are updated in place or, if given, written to the slots `to` instead, sequence
+after sequence. Each sequence is computed on its own, whatever else is in the step. Slot 0 is the trash slot: several
+sequences may have it, and what is there has no meaning.
 """
 
 from __future__ import annotations
@@ -32,21 +33,22 @@ def short_conv(
     slots: torch.Tensor,
     bounds: torch.Tensor,
     activation: str | None = "silu",
+    to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal convolution of each channel: [T, C] of x[T, C] with weight[C, K] and bias[C], then `activation`.
 
     `states` [S, C, K - 1], of the dtype of x and any strides between slots, have the last K - 1 inputs of a sequence,
     the oldest first. Sums are in float32, in the order of the weight, and rounded once. A token's result does not
     depend, to the last bit, on how its sequence is cut into steps."""
-    parts, wide = [], weight.float()
+    parts, wide, to = [], weight.float(), slots if to is None else to
     if len(x) == len(slots):  # one token of each sequence
         inputs = torch.cat((states[slots], x[:, :, None]), dim=2)
-        states[slots] = inputs[:, :, 1:]
+        states[to] = inputs[:, :, 1:]
         parts.append(_convolved(inputs.permute(2, 0, 1), wide)[0])
     else:
-        for slot, part in zip(slots.tolist(), _split(x, bounds), strict=True):
+        for slot, target, part in zip(slots.tolist(), to.tolist(), _split(x, bounds), strict=True):
             inputs = torch.cat((states[slot].t(), part))
-            states[slot] = inputs[len(part) :].t()
+            states[target] = inputs[len(part) :].t()
             parts.append(_convolved(inputs, wide))
     out = torch.cat(parts)
     if bias is not None:
@@ -81,6 +83,7 @@ def gated_delta(
     slots: torch.Tensor,
     bounds: torch.Tensor,
     exact: bool = False,
+    to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gated delta rule: [T, Hv, Dv], of the dtype of v. For each token and head, with the state S [Dk, Dv]:
 
@@ -102,9 +105,10 @@ def gated_delta(
         decay = decay[..., None]
     parts = [_split(x, bounds) for x in (q, k, v, decay, beta)]
     out = []
-    for slot, *part in zip(slots.tolist(), *parts, strict=True):
+    targets = slots if to is None else to
+    for slot, target, *part in zip(slots.tolist(), targets.tolist(), *parts, strict=True):
         rule = _by_tokens if exact or len(part[0]) == 1 else _by_chunks
-        found, states[slot] = rule(*part, states[slot])
+        found, states[target] = rule(*part, states[slot])
         out.append(found)
     return torch.cat(out).to(kind)
 

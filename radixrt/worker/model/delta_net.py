@@ -35,6 +35,8 @@ class Recurrence:
     """The states of a linear layer, by its place among these: those of its convolution and of its delta rule."""
     slots: torch.Tensor
     """int64[B]"""
+    to: torch.Tensor
+    """int64[B]: slots that the states are written to."""
     bounds: torch.Tensor
     """int64[B + 1]"""
 
@@ -69,12 +71,12 @@ class DeltaNet:
         """See `Mix`."""
         spec, (convs, rules) = self.spec, states.layer(number)
         qkv, rest = self.qkvz(x).tensor_split((spec.channels,), dim=1)
-        qkv = short_conv(qkv, self.conv, None, convs, states.slots, states.bounds)
+        qkv = short_conv(qkv, self.conv, None, convs, states.slots, states.bounds, to=states.to)
         q, k, v = qkv.split((spec.keys, spec.keys, spec.values), dim=1)
         q, k = (part.unflatten(1, (spec.key_heads, spec.key_dim)) for part in (q, k))
         beta, decay, z = self.gates(x, rest)
         v, z = (part.unflatten(1, (spec.value_heads, spec.value_dim)) for part in (v, z))
-        out = gated_delta(q, k, v, decay, beta, rules, states.slots, states.bounds, self.exact)
+        out = gated_delta(q, k, v, decay, beta, rules, states.slots, states.bounds, self.exact, states.to)
         return gated_norm(out, z, self.norm, self.eps, "sigmoid" if self.ups else "silu")
 
     def gates(self, x: torch.Tensor | Rounded, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

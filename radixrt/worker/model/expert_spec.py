@@ -28,6 +28,11 @@ class Routing:
     """The router is computed in float32."""
     float32_weight: bool = False
     """The router's weight stays float32 if it is stored as float32."""
+    jitter: float | None = None
+    """Experts are selected one after the other, and weighted among those that are about as likely (see
+    `moe.sparse_mixer`)."""
+    scales_inputs: bool = False
+    """The weights multiply the experts' inputs, not their outputs."""
     min_weight_sum: float = 0.0
     """Lower bound of the sum that the weights are divided by (see `ExpertsSpec.normalized`)."""
 
@@ -83,6 +88,8 @@ class ExpertsSpec:
     """Routed experts are computed in a space of this size, between two projections; 0: of that of hidden states."""
     latent: tuple[str, ...] = ()
     """Names of these projections, in `model.layers.<i>.mlp.`."""
+    beside: bool = False
+    """Layers with experts have an MLP, too (see `experts_beside`)."""
     bias_is_row: bool = False
     """The bias for the selection is stored as [1, count], not [count]."""
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model.fields import common, layer_kinds, layer_windows, rope_parameters, ropes_by_kind
+from radixrt.worker.model.gemma import check_causal
 from radixrt.worker.model.spec import ModelSpec, NormsSpec
 
 NORMS = NormsSpec(
@@ -26,7 +27,8 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     """Norms have the weight 1 + the stored one; embeddings are multiplied by hidden_size^0.5; the softmax scale is
     query_pre_attn_scalar^-0.5. `max_position_embeddings` includes the extension by `rope_scaling` already."""
     config = DEFAULTS | config
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+    check_causal(config)
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if config.get(name):
             raise ValueError(f"{name} {config[name]!r} is not served")
     kinds = layer_kinds(config, config["sliding_window_pattern"])

@@ -6,10 +6,11 @@ from typing import Any
 
 from radixrt.worker.model import llama
 from radixrt.worker.model.fields import check_served, rope_parameters
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.spec import HeadNormsSpec, ModelSpec
 
 SERVED = {"use_qk_norm": True, "use_cla": False, "mlp_bias": False}
 """The only values of these fields that are served: those of the published models."""
+HEAD_NORMS = HeadNormsSpec(("query_layernorm", "key_layernorm"), centered=False, after_rope=True)
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -21,5 +22,4 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         theta = rope["rope_theta"] * rope["alpha"] ** (dim / (dim - 2))
         config |= {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
-    names = "query_layernorm", "key_layernorm"
-    return llama.spec(config, qk_norm=True, qk_norm_after_rope=True, qk_norm_names=names)
+    return llama.spec(config, head_norms=HEAD_NORMS)

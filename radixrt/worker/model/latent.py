@@ -17,6 +17,7 @@ from functools import cached_property
 
 import torch
 
+from radixrt.worker.model.indexer import Index, Indexer
 from radixrt.worker.model.layers import Norm, Ops, Product, TorchOps
 from radixrt.worker.model.linear import HeadLinear
 from radixrt.worker.model.rope import rotate
@@ -60,6 +61,8 @@ class LatentHeads:
     """[T, 1, rope_dim / 2], as `sin`."""
     sin: torch.Tensor
     interleaved: bool
+    index: Index | None = None
+    """The input of the layer's indexer, if it has one."""
 
     @property
     def rank(self) -> int:
@@ -101,23 +104,28 @@ class Latent:
     ups: UpProjections
     num_heads: int
     interleaved: bool
+    indexer: Indexer | None = None
 
     def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> LatentHeads:
         made = self.down(x)
         width = len(self.k_norm) + 2 * cos.shape[-1]
         q, latent = made[:, :-width], made[:, -width:]
         if self.q_up is not None and self.q_norm is not None:
-            q = self.q_up(self.q_norm(q.contiguous(), ops))
+            q_latent = self.q_norm(q.contiguous(), ops)
+            q = self.q_up(q_latent)
         q = q.unflatten(1, (self.num_heads, -1))
-        return LatentHeads(q, latent, self.ups, self.k_norm, NORM_EPS, cos, sin, self.interleaved)
+        index = None if self.indexer is None else Index(self.indexer, x, q_latent, cos, sin)
+        return LatentHeads(q, latent, self.ups, self.k_norm, NORM_EPS, cos, sin, self.interleaved, index)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(1)
 
     @property
     def rounding(self) -> Rounding | None:
-        return self.down.rounding
+        """None if there is an indexer: its weights need hidden states that are not quantized."""
+        return self.down.rounding if self.indexer is None else None
 
     @property
     def products(self) -> list[Product]:
-        return [self.down] if self.q_up is None else [self.down, self.q_up]
+        found = [self.down] if self.q_up is None else [self.down, self.q_up]
+        return found if self.indexer is None else [*found, self.indexer.q, self.indexer.k]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from radixrt.worker.model.int4 import Int4, Int4Linear
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, sigmoid, softplus
+from radixrt.worker.model.norms import HeadNorms, layer_norm, rms_norm
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.rope import rotate
 from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, ScaledLinear, rounded
@@ -20,6 +21,8 @@ from radixrt.worker.model.spec import CLAMPED_SWIGLU
 if TYPE_CHECKING:
     from radixrt.worker.model.blocks import NoMixer, NoMlp, NoOutput
     from radixrt.worker.model.delta_net import DeltaNet
+    from radixrt.worker.model.experts_beside import ExpertsBeside
+    from radixrt.worker.model.layer_inputs import LayerEnd
     from radixrt.worker.model.mamba_mixer import Mamba
     from radixrt.worker.model.mlp import Mixture, Mlp, UngatedMlp
     from radixrt.worker.model.short_conv import ShortConv
@@ -53,9 +56,10 @@ class Ops(Protocol):
         eps: float,
         rounding: Rounding | None = None,
         centered: bool = False,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor | Rounded:
-        """RMSNorm of x[T, H], or LayerNorm if `centered`. The weight [H] has the dtype of x, or float32 (see
-        `NormsSpec.float32_weight`)."""
+        """RMSNorm of x[T, H], or LayerNorm if `centered`, maybe with a bias [H]. The weight [H] and the bias have the
+        dtype of x, or float32 (see `NormsSpec.float32_weight`)."""
 
     def gate(self, x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
         """act(gate) * up, or another function of both (see `_ACTIVATIONS`): [T, I], of x[T, 2 I], gate first."""
@@ -106,23 +110,19 @@ class Ops(Protocol):
         and that of k."""
 
 
-def _normalized(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.Tensor | None = None) -> torch.Tensor:
-    """RMSNorm (arXiv 1910.07467) over the last dimension, in float32. `mean`: the mean of squares, if known. The weight
-    is multiplied in its own dtype, that of x or float32."""
-    wide = x.float()
-    mean = wide.square().mean(-1, keepdim=True) if mean is None else mean
-    return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
-
-
 class TorchOps:
     """The reference implementation of Ops."""
 
     @staticmethod
     def norm(
-        x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: Rounding | None = None, centered: bool = False
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        rounding: Rounding | None = None,
+        centered: bool = False,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor | Rounded:
-        known = x.float() - x.float().mean(-1, keepdim=True) if centered else x
-        out = _normalized(known, weight, eps).to(x.dtype)
+        out = layer_norm(x, weight, bias, eps) if centered else rms_norm(x, weight, eps)
         return out if rounding is None else rounded(out, rounding)
 
     @staticmethod
@@ -181,8 +181,9 @@ class Projected(Protocol):
     def cos(self) -> torch.Tensor:
         """[T, 1, rope_dim / 2]."""
 
-    def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [T, heads, D], k [T, kv_heads, D] and v [T, kv_heads, width of V], after norms and RoPE."""
+    def split(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """q [T, heads, D], k [T, kv_heads, D] and v [T, kv_heads, width of V], after norms and RoPE. If attention reads
+        k and v of another layer, they are None."""
 
     def scale_queries(self, factors: torch.Tensor) -> None:
         """Multiply q by factors[T, 1, 1], in place. RoPE is linear, so this may come before it."""
@@ -218,11 +219,11 @@ class Heads:
             # Added rank by rank: how torch.sum rounds may depend on the shape.
             both = sum(self.mean_squares.unbind(1)) / self.mean_squares.shape[1]
             q, k = (
-                _normalized(x, weight.view(-1, x.shape[-1]), self.eps, mean[:, None, None])
+                rms_norm(x, weight.view(-1, x.shape[-1]), self.eps, mean[:, None, None])
                 for x, weight, mean in zip((q, k), self.norms, both.unbind(1), strict=True)
             )
         elif self.norms is not None:
-            q, k = _normalized(q, self.norms[0], self.eps), _normalized(k, self.norms[1], self.eps)
+            q, k = rms_norm(q, self.norms[0], self.eps), rms_norm(k, self.norms[1], self.eps)
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
 
     def scale_queries(self, factors: torch.Tensor) -> None:
@@ -276,24 +277,19 @@ class Grouped:
     norm_all_heads: bool = False
     """One norm over all heads of q, and one over those of k; with a `group`, over the heads of all ranks."""
     group: Group | None = None
-    norm_after_rope: bool = False
-    """Norms come after RoPE."""
+    head_norms: HeadNorms | None = None
+    """Instead of `norms`: what is computed here, by torch."""
+    clip: float | None = None
+    """See `ModelSpec.clip_qkv`."""
 
     def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Heads:
         qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))
-        if self.norm_after_rope:
-            self._rotate_and_normalize(qkv, cos, sin)
-            return Heads(qkv, self.num_heads, None, self.eps, torch.ones_like(cos), torch.zeros_like(sin))
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
+        if self.head_norms is not None:
+            cos, sin = self.head_norms.apply(qkv, self.num_heads, cos, sin)
         means = self._means(qkv, ops) if self.norm_all_heads else None
         return Heads(qkv, self.num_heads, self.norms, self.eps, cos, sin, means)
-
-    def _rotate_and_normalize(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """In place. Fused kernels can only normalize before RoPE; hence `project` passes on no norms, and a rotation by
-        0."""
-        assert self.norms is not None
-        kv_heads = (qkv.shape[1] - self.num_heads) // 2
-        for heads, weight in zip(qkv.split((self.num_heads, kv_heads, kv_heads), dim=1), self.norms, strict=False):
-            heads.copy_(_normalized(rotate(heads, cos, sin), weight, self.eps))
 
     def _means(self, qkv: torch.Tensor, ops: Ops) -> torch.Tensor:
         """See `Heads.mean_squares`. All ranks have the same number of heads. If ranks share heads of k, each head is on
@@ -321,9 +317,10 @@ class Norm:
     eps: float
     rounding: Rounding | None
     centered: bool = False
+    bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor | Rounded:
-        return ops.norm(x, self.weight, self.eps, self.rounding, self.centered)
+        return ops.norm(x, self.weight, self.eps, self.rounding, self.centered, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,10 +404,12 @@ class Layer:
     heads: Projections | DeltaNet | ShortConv | Mamba | NoMixer
     output: Output | NoOutput
     mlp_norm: Norm | NoNorm
-    mlp: Mlp | UngatedMlp | Mixture | NoMlp
+    mlp: Mlp | UngatedMlp | Mixture | ExpertsBeside | NoMlp
     sinks: torch.Tensor | None = None
     """float32[heads] (see `ModelSpec.sinks`)."""
     gate: Gate | None = None
     """See `ModelSpec.gate`."""
     beside: Mamba | None = None
     """A mixer with the same input as attention. The input of `output` is attention's output, and then that of this."""
+    end: LayerEnd | None = None
+    """What follows the MLP."""

@@ -1,7 +1,8 @@
 """Mamba-2's selective state spaces (arXiv 2405.21060) in torch.
 
 Sequences are given as in `delta`: concatenated, with cumulative counts `bounds` and states at `slots`, which are
-updated in place. Each sequence is computed on its own, whatever else is in the step.
+updated in place or written to the slots `to`, those of one token last. Each sequence is computed on its own, whatever
+else is in the step.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def state_space(
     slots: torch.Tensor,
     bounds: torch.Tensor,
     exact: bool = False,
+    to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, H, P], of the dtype of x. For each token and head, with the state S [P, N]:
 
@@ -45,19 +47,20 @@ def state_space(
     x, b, c, decay = x.float(), b.float(), c.float(), step * rates
     inputs = x * step[..., None], b, c, decay
     out = skip[:, None] * x
-    firsts, owners = bounds[:-1], slots
+    to = slots if to is None else to
+    firsts, owners, targets = bounds[:-1], slots, to
     if len(x) > len(slots):  # otherwise nothing is to be read from a GPU
         counts, start = bounds.diff(), 0
-        for count, slot in zip(counts.tolist(), slots.tolist(), strict=True):
+        for count, slot, target in zip(counts.tolist(), slots.tolist(), to.tolist(), strict=True):
             if count > 1:
                 part = [value[start : start + count] for value in inputs]
-                found, states[slot] = (_by_tokens if exact else _by_chunks)(*part, states[slot])
+                found, states[target] = (_by_tokens if exact else _by_chunks)(*part, states[slot])
                 out[start : start + count] += found
             start += count
-        firsts, owners = firsts[counts == 1], owners[counts == 1]
+        firsts, owners, targets = (value[counts == 1] for value in (firsts, owners, targets))
     each = max(1, len(owners)) if x.is_cuda else TOGETHER
-    for at, own in zip(firsts.split(each), owners.split(each), strict=True):
-        found, states[own] = _one_token(*(value[at] for value in inputs), states[own])
+    for at, own, target in zip(*(value.split(each) for value in (firsts, owners, targets)), strict=True):
+        found, states[target] = _one_token(*(value[at] for value in inputs), states[own])
         out[at] += found
     return out.to(kind)
 

@@ -64,12 +64,12 @@ class Mamba:
         """As `DeltaNet.mix`: [T, values]."""
         spec, (convs, rules) = self.spec, states.layer(number)
         z, xbc, step = self.projection(x).split((spec.values, spec.channels, spec.heads), dim=1)
-        xbc = short_conv(xbc, self.conv, self.conv_bias, convs, states.slots, states.bounds)
+        xbc = short_conv(xbc, self.conv, self.conv_bias, convs, states.slots, states.bounds, to=states.to)
         each = spec.groups * spec.state
         x, b, c = xbc.split((spec.values, each, each), dim=1)
         x, b, c = x.unflatten(1, (spec.heads, -1)), *(part.unflatten(1, (spec.groups, -1)) for part in (b, c))
         out = state_space(
-            x, self.steps(step), self.rates, b, c, self.skip, rules, states.slots, states.bounds, self.exact
+            x, self.steps(step), self.rates, b, c, self.skip, rules, states.slots, states.bounds, self.exact, states.to
         )
         return gated(out.flatten(1), z, self.norm, spec.groups, self.eps, spec.norm == "before_gate")
 

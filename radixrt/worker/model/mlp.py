@@ -13,6 +13,7 @@ from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, sigmoid, squared_relu
 from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.scaled import Rounded, Rounding
+from radixrt.worker.model.spec import SQUARED_RELU
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ class UngatedMlp:
     ) -> torch.Tensor | Rounded:
         """As `Mlp.add`."""
         return self.down.add(self.activation(self.up(x)), residual, norm, ops)
+
+
+UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    SQUARED_RELU: squared_relu,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+"""Activations of `UngatedMlp`, but XIELU, which has parameters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,8 @@ class Experts:
     """[E, 2 I], in the order of the rows."""
     down_bias: torch.Tensor | None = None
     """[E, hidden]; in a group, only rank 0 has it."""
+    scales: torch.Tensor | None = None
+    """float32[E]: factors of the experts' weights, after normalization."""
     latent: tuple[Linear, Linear] | None = None
     """Projections to the space that experts are computed in, which is in place of `hidden` above, and back."""
 
@@ -123,6 +125,9 @@ class Experts:
         """(weights in the dtype of the logits, int64 numbers) of each token's experts, both [T, top_k], those with the
         highest scores for the selection first."""
         logits = self.logits(x)
+        if self.routing.jitter is not None:
+            weights, experts = sparse_mixer(logits.float(), self.top_k, self.routing.jitter)
+            return weights.to(logits.dtype), experts
         scores = sigmoid(logits.float()) if self.routing.sigmoid else logits.float().softmax(-1)
         selection_scores = logits.float() if self.routing.sigmoid else scores  # not the sigmoids: large ones are all 1
         selection = selection_scores if self.bias is None else scores + self.bias
@@ -130,6 +135,8 @@ class Experts:
         weights = scores.gather(-1, experts)
         if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=self.routing.min_weight_sum)
+        if self.scales is not None:
+            weights = weights * self.scales[experts]
         return (weights * self.routing.factor).to(logits.dtype), experts
 
     def _mask_groups(self, selection: torch.Tensor) -> torch.Tensor:
@@ -140,13 +147,19 @@ class Experts:
         kept.scatter_(-1, best.topk(self.routing.kept_groups, dim=-1).indices, True)
         return groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
-    def one_by_one(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
-        """The reference of `Ops.experts`: loops over the experts on the host."""
-        weights, experts = self.route(x)
+    def one_by_one(
+        self, x: torch.Tensor, residual: torch.Tensor, ops: Ops, for_router: torch.Tensor | None = None
+    ) -> None:
+        """The reference of `Ops.experts`: loops over the experts on the host. `for_router`: the router's input, if that
+        is not x."""
+        weights, experts = self.route(x if for_router is None else for_router)
         order = experts.flatten().argsort(stable=True)
         counts = experts.flatten().bincount(minlength=len(self.down)).tolist()
         inner, parts = x if self.latent is None else self.latent[0](x), []
-        for expert, part in enumerate(inner[order // self.top_k].split(counts)):
+        inputs, of_inputs = inner[order // self.top_k], self.routing.scales_inputs
+        if of_inputs:
+            inputs = inputs * weights.flatten()[order, None].to(inputs.dtype)
+        for expert, part in enumerate(inputs.split(counts)):
             if len(part):
                 gate_up = self._linear(self.gate_up, self.gate_up_bias, expert, x.dtype, ops)
                 down = self._linear(self.down, self.down_bias, expert, x.dtype, ops)
@@ -155,7 +168,8 @@ class Experts:
                 else:
                     parts.append(down(ops.gate(gate_up(part), self.activation, down.rounding)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        total = (torch.cat(parts)[back].unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1)
+        made = torch.cat(parts)[back].unflatten(0, (-1, self.top_k))
+        total = (made if of_inputs else made * weights[..., None]).sum(1)
         residual.add_(total if self.latent is None else self.latent[1](total.to(x.dtype)))
 
     def _linear(
@@ -168,6 +182,21 @@ class Experts:
         if isinstance(weight, Scaled):
             return ScaledLinear(weight, bias, dtype, ops)
         return Linear(weight, bias, self.batch_invariant)
+
+
+def sparse_mixer(logits: torch.Tensor, top_k: int, jitter: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights, int64 numbers), both [T, top_k], of float32 logits [T, E] (SparseMixer, arXiv 2409.12136, section 2.2).
+
+    The i-th expert is the likeliest of those that are left. Its weight is its softmax among these, but without those
+    whose logit x is far from its own y: (y - x) / max(|x|, y) > 2 jitter."""
+    left, found = logits.clone(), []
+    for _ in range(top_k):
+        peak, chosen = left.max(-1, keepdim=True)
+        far = (peak - logits) / torch.maximum(logits.abs(), peak) > 2 * jitter
+        found.append((left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, chosen), chosen))
+        left.scatter_(-1, chosen, -torch.inf)
+    weights, experts = (torch.cat(parts, dim=-1) for parts in zip(*found, strict=True))
+    return weights, experts
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from radixrt.worker.model.sharding import Shard
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.layers import Norm, Ops
+    from radixrt.worker.model.layers import NoNorm, Norm, Ops
     from radixrt.worker.model.scaled import Rounded
 
 AFTER_ATTENTION, AFTER_MLP = 0, 1
@@ -30,7 +30,7 @@ class Group(Protocol):
         It is valid until the next call with the same `turn`, which is the next but one."""
 
     def add(
-        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm, ops: Ops
+        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
     ) -> torch.Tensor | Rounded:
         """Add the sum of all ranks' parts, each in its `buffer`, to the residual, in place. Returns the `norm` of the
         new residual."""

@@ -11,24 +11,28 @@ from radixrt.worker.model.checkpoint import load_float32
 from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.experts_beside import ExpertsBeside
+from radixrt.worker.model.index_spec import IndexSpec
+from radixrt.worker.model.indexer import Indexer
 from radixrt.worker.model.interleaved_experts import read_interleaved_experts
 from radixrt.worker.model.latent import NORM_EPS, Latent, UpProjections
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Projections
 from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.mlp import Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
-from radixrt.worker.model.moe import read_experts, squared_relu
+from radixrt.worker.model.mlp import UNGATED, Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
+from radixrt.worker.model.moe import Experts, read_experts
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP
+from radixrt.worker.model.reading_heads import HeadsReader
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.spec import XIELU, GateSpec, NormsSpec
-from radixrt.worker.model.tensors import Piece, TensorReader
+from radixrt.worker.model.tensors import Piece
 
 XIELU_FIXED = 0.5, -1e-6
 """Defaults of `beta` and `eps`."""
 
 
-class Reader(TensorReader):
+class Reader(HeadsReader):
     """Reads the layers of a decoder."""
 
     def layer(self, number: int) -> Layer:
@@ -37,8 +41,8 @@ class Reader(TensorReader):
             return self._recurrent_layer(number, spec.recurrent)
         if spec.blocks and spec.blocks[number][0] is None:
             return self._mlp_alone(number)
-        heads = self._grouped_query(at + "self_attn.") if spec.latent is None else self._latent(at + "self_attn.")
-        inner = spec.num_heads * (spec.latent.value_dim if spec.latent else spec.head_dim)
+        heads, sizes = self._heads(number, at + "self_attn."), spec.layer(number)
+        inner = spec.num_heads * (spec.latent.value_dim if spec.latent else sizes.value_dim)
         mlp, norms = self._mlp(number, spec.norms), spec.norms
         shape, after = (spec.hidden_size, inner), self._norm_after(at, norms.after_attention)
         attention_norm = self._norm_before(at, norms.before_attention, heads.rounding)
@@ -55,12 +59,20 @@ class Reader(TensorReader):
             output=output,
             mlp_norm=self._mlp_norm(at, norms, mlp),
             mlp=mlp,
-            sinks=self._sinks(at + "self_attn.sinks") if spec.sinks else None,
+            sinks=self._sinks(at + "self_attn.sinks") if sizes.sinks else None,
             gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
             beside=beside,
+            end=self._layer_end(at) if spec.layer_scalars else None,
         )
 
-    def _mlp_norm(self, at: str, norms: NormsSpec, mlp: Mlp | UngatedMlp | Mixture | NoMlp) -> Norm | NoNorm:
+    def _heads(self, number: int, at: str) -> Projections:
+        if self._spec.layers:
+            return self._mixed(number, at)
+        return self._grouped_query(number, at) if self._spec.latent is None else self._latent(number)
+
+    def _mlp_norm(
+        self, at: str, norms: NormsSpec, mlp: Mlp | UngatedMlp | Mixture | ExpertsBeside | NoMlp
+    ) -> Norm | NoNorm:
         return NoNorm() if isinstance(mlp, NoMlp) else self._norm_before(at, norms.before_mlp, mlp.rounding)
 
     def _mlp_alone(self, number: int) -> Layer:
@@ -155,13 +167,14 @@ class Reader(TensorReader):
         """This rank's part of a small parameter that keeps its precision if it is stored in float32."""
         return self._own(load_float32(self._weights, f"model.{name}", size))
 
-    def _grouped_query(self, at: str) -> Projections:
+    def _grouped_query(self, number: int, at: str) -> Projections:
         spec = self._spec
         q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
-        own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec)
+        own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec.num_kv_heads, spec.head_dim)
         assert not (spec.interleaved and (spec.fused_qkv or spec.qk_norm or spec.qk_norm_all_heads)), (
             "no family has both"
         )
+        assert not (spec.qkv_by_head and spec.num_kv_heads < spec.num_heads), "rows of k and v are those of q"
         norms, (q_norm, k_norm) = None, spec.qk_norm_names
         if spec.qk_norm_all_heads:
             norms = self._norm_weight(at + q_norm, q, own_heads), self._norm_weight(at + k_norm, kv, own_kv)
@@ -175,26 +188,37 @@ class Reader(TensorReader):
             Piece(at + "k_proj", (kv, hidden), own_kv, rotated=True),
             Piece(at + "v_proj", (kv, hidden), own_kv),
         ]
-        if spec.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
+        if spec.qkv_by_head:
+            pieces = [self._of_each_head(at + "qkv_proj", number, own_heads) for number in range(3)]
+        elif spec.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
             pieces = self._fused(at + "qkv_proj", pieces)
         qkv = self._linear(pieces, spec.qkv_bias)
         own = self._shard.spec(spec).num_heads
-        all_heads, after_rope = spec.qk_norm_all_heads, spec.qk_norm_after_rope
-        return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, all_heads, self._group, after_rope)
+        kind, head_norms = spec.head_norms, None
+        if kind is not None and not (kind.only_with_rope and spec.ropes[number] is None):
+            head_norms = self._head_norms(at, kind)
+        return Grouped(
+            qkv, own, spec.head_dim, norms, spec.norm_eps, spec.qk_norm_all_heads, self._group, head_norms,
+            spec.clip_qkv,
+        )  # fmt: skip
 
-    def _latent(self, at: str) -> Projections:
-        """Heads are divided among ranks; the projections to latents are replicated."""
-        spec, latent, hidden = self._spec, self._spec.latent, self._spec.hidden_size
+    def _latent(self, number: int) -> Projections:
+        """Heads are divided among ranks; the projections to latents and the indexer are replicated."""
+        spec, latent, hidden, at = self._spec, self._spec.latent, self._spec.hidden_size, f"layers.{number}.self_attn."
         assert latent is not None
         heads, width = spec.num_heads, latent.nope_dim + latent.rope_dim
         own = self._shard.part(0, heads * width)
-        keys = Piece(at + "kv_a_proj_with_mqa", (latent.rank + latent.rope_dim, hidden))
+        keys, indexer = Piece(at + "kv_a_proj_with_mqa", (latent.rank + latent.rope_dim, hidden)), None
         if latent.q_rank is None:
             first, q_up, q_norm = Piece(at + "q_proj", (heads * width, hidden), own, has_bias=False), None, None
         else:
             first = Piece(at + "q_a_proj", (latent.q_rank, hidden))
             q_up = self._linear([Piece(at + "q_b_proj", (heads * width, latent.q_rank), own)], False)
-            q_norm = Norm(self._vector(at + "q_a_layernorm", latent.q_rank), NORM_EPS, q_up.rounding)
+            rounding = q_up.rounding
+            if latent.index is not None and number in latent.index.layers:
+                indexer = self._indexer(at + "indexer.", latent.index, latent.q_rank, number)
+                rounding = rounding if indexer.q.rounding is rounding else None  # each quantizes for itself
+            q_norm = Norm(self._vector(at + "q_a_layernorm", latent.q_rank), NORM_EPS, rounding)
         both = latent.nope_dim + latent.value_dim
         rows = self._shard.part(0, heads * both)
         up = self._weights.load(f"model.{at}kv_b_proj.weight", (heads * both, latent.rank), rows).unflatten(
@@ -211,6 +235,23 @@ class Reader(TensorReader):
             ),
             num_heads=len(k_up),
             interleaved=latent.interleaved,
+            indexer=indexer,
+        )
+
+    def _indexer(self, at: str, index: IndexSpec, q_rank: int, number: int) -> Indexer:
+        hidden, name = self._spec.hidden_size, f"model.{at}weights_proj.weight"
+        weights, stored = self._weights.load(name, (index.heads, hidden)), self._weights.get(name)
+        if stored is not None and stored.dtype == torch.float32:
+            weights = stored
+        norm = [load_float32(self._weights, f"model.{at}k_norm.{x}", index.dim) for x in ("weight", "bias")]
+        return Indexer(
+            number=index.layers.index(number),
+            q=self._linear([Piece(at + "wq_b", (index.heads * index.dim, q_rank))], False),
+            k=self._linear([Piece(at + "wk", (index.dim, hidden))], False),
+            weights=Linear(weights.float(), None, self._batch_invariant),
+            norm=(norm[0], norm[1]),
+            heads=index.heads,
+            interleaved=index.interleaved,
         )
 
     def _shared(self, at: str, experts: ExpertsSpec) -> SharedMlp | UngatedShared | None:
@@ -247,7 +288,7 @@ class Reader(TensorReader):
         heads = self._spec.num_heads
         return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
 
-    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture | NoMlp:
+    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture | ExpertsBeside | NoMlp:
         spec, at = self._spec, f"layers.{number}.mlp."
         if spec.blocks and spec.blocks[number][1] is None:
             return NoMlp()
@@ -255,15 +296,36 @@ class Reader(TensorReader):
         if spec.experts is not None and number in spec.experts.layers:
             read = read_interleaved_experts if spec.experts.interleaved_gate_up else read_experts
             experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
+            if spec.experts.beside:
+                return self._experts_beside(number, experts, after)
             factor = spec.residual_factor * spec.experts.factor
             return Mixture(experts, self._group, self._shared(at, spec.experts), after, factor)
-        return (self._gated_mlp if spec.gated else self._ungated_mlp)(at, spec.intermediate_size, after)
+        inner = spec.layer(number).intermediate_size
+        return (self._gated_mlp if spec.gated else self._ungated_mlp)(at, inner, after)
+
+    def _experts_beside(self, number: int, experts: Experts, after: Norm | None) -> ExpertsBeside:
+        """With the names of Gemma 4."""
+        spec, at = self._spec, f"layers.{number}."
+        mlp = self._gated_mlp(at + "mlp.", spec.layer(number).intermediate_size)
+        scale = self._weights.load(f"model.{at}router.scale", (spec.hidden_size,)).float()
+        scales = self._weights.load(f"model.{at}router.per_expert_scale", (experts.router.weight.shape[0],)).float()
+        assert after is not None
+        return ExpertsBeside(
+            mlp=SharedMlp(mlp.gate_up, mlp.down.product, mlp.activation),
+            after_mlp=self.norm(at + "post_feedforward_layernorm_1"),
+            experts=dataclasses.replace(experts, scales=scales),
+            before_experts=self.norm(at + "pre_feedforward_layernorm_2"),
+            after_experts=self.norm(at + "post_feedforward_layernorm_2"),
+            before_router=Norm(scale * spec.hidden_size**-0.5, spec.norm_eps, None),
+            after=after,
+            group=self._group,
+        )
 
     def _ungated_mlp(self, at: str, inner: int, after: Norm | None = None) -> UngatedMlp:
         spec, hidden = self._spec, self._spec.hidden_size
         up = Piece(at + "up_proj", (inner, hidden), self._shard.part(0, inner))
         down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, AFTER_MLP, after)
-        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else squared_relu
+        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else UNGATED[spec.activation]
         return UngatedMlp(self._linear([up], spec.mlp_bias), down, activation)
 
     def _xielu(self, at: str) -> Xielu:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
+TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
 def frequencies(rope: dict[str, Any] | None, head_dim: int, context: int) -> tuple[torch.Tensor, float]:
@@ -28,6 +28,8 @@ def frequencies(rope: dict[str, Any] | None, head_dim: int, context: int) -> tup
 
 
 def _frequencies(rope: dict[str, Any], head_dim: int, context: int) -> tuple[torch.Tensor, float]:
+    if rope["rope_type"] == "proportional":
+        return _proportional(rope, head_dim), 1.0
     rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if rotary_dim != head_dim:
         raise ValueError("partial_rotary_factor other than 1 is not served for this model_type")
@@ -44,6 +46,14 @@ def _frequencies(rope: dict[str, Any], head_dim: int, context: int) -> tuple[tor
         case "yarn":
             return _yarn(base, rope, head_dim)
     raise ValueError(f"rope_type {rope['rope_type']!r} is not served; {', '.join(TYPES)} are")
+
+
+def _proportional(rope: dict[str, Any], head_dim: int) -> torch.Tensor:
+    """Gemma 4: of the pairs of a head, the first `partial_rotary_factor` are rotated, as if all were; the others are
+    not."""
+    rotated = int(rope.get("partial_rotary_factor", 1.0) * head_dim // 2)
+    base = 1.0 / rope["rope_theta"] ** (torch.arange(0, 2 * rotated, 2).float() / head_dim)
+    return torch.cat((base, torch.zeros(head_dim // 2 - rotated))) / rope.get("factor", 1.0)
 
 
 def _llama3(base: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
@@ -72,7 +82,8 @@ def _longrope(base: torch.Tensor, rope: dict[str, Any], context: int) -> tuple[t
         raise ValueError(f"rope_scaling: {name} has {len(factors)} numbers, not {len(base)}")
     stretched = rope.get("factor") or rope["max_position_embeddings"] / original
     sharp = math.sqrt(1 + math.log(stretched) / math.log(original)) if stretched > 1 else 1.0
-    return base / factors, rope.get("attention_factor") or sharp
+    stated = rope.get("long_mscale" if name == "long_factor" else "short_mscale")  # Phi-3.5-MoE
+    return base / factors, stated or rope.get("attention_factor") or sharp
 
 
 def _yarn(base: torch.Tensor, rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:

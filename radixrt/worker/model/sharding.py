@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.spec import LayerSpec, ModelSpec
 
 VOCAB_ALIGNMENT = 64
 """Each rank but the last ones has a multiple of this many token ids."""
@@ -47,15 +47,12 @@ class Shard:
         stay. ValueError if sizes are not divisible by the number of ranks."""
         if self.size == 1:
             return whole
-        alternating = whole.recurrent is not None and whole.recurrent.norms is not None
-        if whole.parallel or whole.norms.centered or alternating:
-            # A sum over ranks is always fused with a following RMSNorm, which these models do not have there.
-            raise ValueError(f"tensor_parallel_size {self.size} is not served for this model_type; 1 is")
         if isinstance(whole.recurrent, MambaSpec):
             raise ValueError(f"tensor_parallel_size {self.size} is not served with Mamba layers; 1 is")
         changes = {
             "num_heads": self._share("num_attention_heads", whole.num_heads),
-            "num_kv_heads": self._kv_share(whole),
+            "num_kv_heads": self._kv_share(whole.num_kv_heads),
+            "layers": tuple(self._layer(own) for own in whole.layers),
         }
         if whole.experts is None or len(whole.experts.layers) < whole.num_layers:
             changes["intermediate_size"] = self._share("intermediate_size", whole.intermediate_size)
@@ -81,13 +78,16 @@ class Shard:
             raise ValueError(f"tensor_parallel_size {self.size} does not divide the model's {name}, {total}")
         return total // self.size
 
-    def _kv_share(self, whole: ModelSpec) -> int:
-        if whole.num_kv_heads >= self.size:
-            return self._share("num_key_value_heads", whole.num_kv_heads)
-        if self.size % whole.num_kv_heads:
+    def _layer(self, whole: LayerSpec) -> LayerSpec:
+        inner = self._share("intermediate_size", whole.intermediate_size)
+        return dataclasses.replace(whole, kv_heads=self._kv_share(whole.kv_heads), intermediate_size=inner)
+
+    def _kv_share(self, kv_heads: int) -> int:
+        if kv_heads >= self.size:
+            return self._share("num_key_value_heads", kv_heads)
+        if self.size % kv_heads:
             raise ValueError(
-                f"tensor_parallel_size {self.size} is no multiple of the model's num_key_value_heads, "
-                f"{whole.num_kv_heads}"
+                f"tensor_parallel_size {self.size} is no multiple of the model's num_key_value_heads, {kv_heads}"
             )
         return 1
 
@@ -105,14 +105,14 @@ class Shard:
         own = self.part(dim, half)
         return [own, Part(dim, half + own.start, half + own.stop)]
 
-    def kv_rows(self, whole: ModelSpec) -> Part | None:
-        """This rank's rows of the projections to K and V. If there are fewer KV heads than ranks, several ranks have
-        the same head: those whose query heads use it."""
+    def kv_rows(self, kv_heads: int, dim: int) -> Part | None:
+        """This rank's rows of a projection to K or V, of heads of `dim` elements. If there are fewer KV heads than
+        ranks, several ranks have the same head: those whose query heads use it."""
         if self.size == 1:
             return None
-        first = self.rank * whole.num_kv_heads // self.size
-        count = max(1, whole.num_kv_heads // self.size)
-        return Part(0, first * whole.head_dim, (first + count) * whole.head_dim)
+        first = self.rank * kv_heads // self.size
+        count = max(1, kv_heads // self.size)
+        return Part(0, first * dim, (first + count) * dim)
 
     def token_ids(self, vocab_size: int) -> range:
         """Token ids whose logits this rank computes: equally many on all ranks but the last ones, which may have fewer

@@ -30,7 +30,7 @@ class ShortConv:
         """As `DeltaNet.mix`: [T, channels]."""
         b, c, x = self.product(x).chunk(3, dim=1)
         convs, _ = states.layer(number)
-        return c * short_conv(b * x, self.conv, self.bias, convs, states.slots, states.bounds, None)
+        return c * short_conv(b * x, self.conv, self.bias, convs, states.slots, states.bounds, None, states.to)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """As `Projections.gather`."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.expert_spec import ExpertsSpec
+from radixrt.worker.model.index_spec import IndexSpec
 from radixrt.worker.model.mamba_spec import MambaSpec
 
 CLAMPED_SWIGLU = 7.0, 1.702
@@ -36,6 +37,8 @@ class LatentSpec:
     """RoPE rotates elements 2i and 2i + 1 together, not i and i + rope_dim / 2."""
     bias: bool
     """The projections to latents have biases."""
+    index: IndexSpec | None = None
+    """DeepSeek Sparse Attention: queries attend to the tokens that an indexer selects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,38 @@ class NormsSpec:
     offset: float = 0.0
     """Added to the weight; needs `float32_weight`."""
     centered: bool = False
-    """LayerNorm without a bias (arXiv 1607.06450) in place of RMSNorm; norms of q and k stay RMSNorm."""
+    """LayerNorm (arXiv 1607.06450) in place of RMSNorm, but for norms of q and k."""
+    bias: bool = False
+    """These LayerNorms have biases."""
+    weight: bool = True
+    """False: there are neither weights nor biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormsSpec:
+    """Norms of each head of q and k that are not those of `ModelSpec.qk_norm` (see `norms.HeadNorms`)."""
+
+    names: tuple[str, ...]
+    """Of q and of k, in `self_attn.`; none: without weights."""
+    centered: bool = True
+    """LayerNorm, not RMSNorm."""
+    bias: bool = False
+    per_head: bool = False
+    """Each head has a weight of its own: [heads, D], or a tensor for each: `<name>.norms.<head>.weight`."""
+    after_rope: bool = False
+    only_with_rope: bool = False
+    """Only layers with RoPE have these norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """The query at position p is multiplied by 1 + beta ln(1 + floor((p + ahead) / tokens)) (arXiv 2501.19399)."""
+
+    beta: float
+    tokens: int
+    ahead: int = 0
+    only_without_rope: bool = False
+    """Only in layers without RoPE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +103,23 @@ class GateSpec:
     """One gate per head instead of one per element."""
     softplus: bool = False
     """Softplus instead of sigmoid."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Sizes of a layer."""
+
+    kv_heads: int
+    head_dim: int
+    """Elements of a head of q and k."""
+    value_dim: int
+    """Elements of a head of v."""
+    intermediate_size: int
+    source: int | None = None
+    """The layer whose K and V its attention reads; it has none of its own."""
+    tied_values: bool = False
+    """There is no projection to v, which is that to k, before norm and RoPE."""
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +144,40 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     """By layer: the sliding window (a token attends to itself and the `window - 1` tokens before it), or None: full
     attention. A window of at least `max_model_len` is None."""
+    chunked: bool = False
+    """Windows do not slide: a token attends to itself and the tokens before it in its chunk of `window` tokens."""
     qkv_bias: bool = False
     fused_qkv: bool = False
     """The checkpoint stores the q, k and v projections as one matrix, `qkv_proj`."""
+    qkv_by_head: bool = False
+    """With `fused_qkv`: its rows are those of q, k and v of the first head, then of the next. Each query head has a KV
+    head."""
     fused_gate_up: bool = False
     """The checkpoint stores the gate and up projections as one matrix, `gate_up_proj`."""
     output_bias: bool = False
     """The output projection of attention (`o_proj`) has a bias."""
     mlp_bias: bool = False
+    ungated: bool = False
+    """MLPs have no gate, whatever the activation."""
+    head_bias: bool = False
+    """The output projection (`lm_head`) has a bias."""
     qk_norm: bool = False
     """RMSNorm of each head of q and k, before RoPE."""
     qk_norm_all_heads: bool = False
     """Instead of `qk_norm`: one RMSNorm over all heads of q together, and one over all heads of k."""
-    qk_norm_after_rope: bool = False
-    """With `qk_norm`: the norm comes after RoPE."""
     qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
     """Names of the norms of q and k, in `self_attn.`."""
+    head_norms: HeadNormsSpec | None = None
+    """Norms of q and k of another kind."""
+    clip_qkv: float | None = None
+    """Elements of q, k and v are clamped to [-clip_qkv, clip_qkv] before RoPE."""
     rotary_dim: int | None = None
     """Elements of a head that RoPE rotates: the first ones. None: all."""
     interleaved: bool = False
     """In the checkpoint's order, RoPE rotates elements 2i and 2i + 1 of a head together (GPT-J style), not i and
     i + rope_dim / 2."""
-    query_scaling: tuple[float, int] | None = None
-    """(beta, tokens): the query at position p is multiplied by 1 + beta ln(1 + floor(p / tokens)), as in Llama 4. Not
-    with norms of q and k."""
+    query_scaling: QueryScaling | None = None
+    """Not with `qk_norm`, which would undo it."""
     experts: ExpertsSpec | None = None
     norms: NormsSpec = NormsSpec()
     layer_ropes: tuple[dict[str, Any] | None, ...] = ()
@@ -128,6 +189,10 @@ class ModelSpec:
     residual_factor: float = 1.0
     """Multiplies what attention and MLP add to the residual stream."""
     logits_factor: float = 1.0
+    score_cap: float | None = None
+    """Attention scores x become cap tanh(x / cap), before the softmax (soft-capping)."""
+    logits_cap: float | None = None
+    """The same for logits, after `logits_factor`."""
     latent: LatentSpec | None = None
     """Latent attention: there is one KV head, whose `head_dim` is that of the latent and the shared rotated key
     together. Its V is the latent, the first elements of K."""
@@ -146,6 +211,17 @@ class ModelSpec:
     have there; None: it has none (see `blocks`)."""
     multipliers: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
     """Factors of weights (see `multipliers`)."""
+    layers: tuple[LayerSpec, ...] = ()
+    """By layer, if layers differ in these sizes; they then count instead of those above (see `mixed_heads`)."""
+    value_norm: bool = False
+    """With `layers`: RMSNorm of each head of v, without a weight."""
+    value_factor: float = 1.0
+    """With `layers`: multiplies v."""
+    layer_inputs: int = 0
+    """With `layer_scalars`: size of the inputs that each layer has beside the residual stream (see `layer_inputs`); 0:
+    there are none."""
+    layer_scalars: bool = False
+    """The residual stream is multiplied by a scalar after each layer."""
     layer_heads: tuple[int, ...] = ()
     """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
     other_names: tuple[tuple[str, str], ...] = ()
@@ -154,8 +230,21 @@ class ModelSpec:
     @property
     def kv_elements(self) -> int:
         """Elements of K and V that are stored for one token, all layers."""
+        if self.layers:
+            own = [self.layers[i] for i in self.attention_layers if self.layers[i].source is None]
+            return sum(one.kv_heads * (one.head_dim + one.value_dim) for one in own)
         each = 1 if self.latent else 2
         return each * len(self.attention_layers) * self.num_kv_heads * self.head_dim
+
+    @property
+    def index(self) -> IndexSpec | None:
+        """See `LatentSpec.index`."""
+        return self.latent and self.latent.index
+
+    @property
+    def index_elements(self) -> int:
+        """Elements of index keys that are stored for one token, all layers."""
+        return len(self.index.layers) * self.index.dim if self.index else 0
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -164,6 +253,20 @@ class ModelSpec:
         others = self.recurrent.layers if self.recurrent and not beside else frozenset()
         without = {i for i, (mixer, _) in enumerate(self.blocks) if mixer is None}
         return tuple(i for i in range(self.num_layers) if i not in others and i not in without)
+
+    @property
+    def kv_sources(self) -> tuple[int, ...]:
+        """By place among the layers with attention: the place of the layer whose K and V it reads, mostly its own."""
+        numbers = self.attention_layers
+        if not self.layers:
+            return tuple(range(len(numbers)))
+        return tuple(numbers.index(i if (source := self.layers[i].source) is None else source) for i in numbers)
+
+    def layer(self, number: int) -> LayerSpec:
+        """The sizes of a layer."""
+        if self.layers:
+            return self.layers[number]
+        return LayerSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.intermediate_size, sinks=self.sinks)
 
     @property
     def ends_with_attention(self) -> bool:
@@ -181,29 +284,42 @@ class ModelSpec:
         hidden, heads, latent = self.hidden_size, self.num_heads, self.latent
         if self.layer_heads:
             heads = sum(self.layer_heads) // self.num_layers
-        if latent is None:
+        if self.layers:
+            attention = sum(hidden * self._attention_rows(one) for one in self.layers) // self.num_layers
+        elif latent is None:
             attention = 2 * hidden * self.head_dim * (heads + self.num_kv_heads)
         else:
             of_q, q_rank = heads * (latent.nope_dim + latent.rope_dim), latent.q_rank
             attention = of_q * (q_rank or hidden) + hidden * ((q_rank or 0) + latent.rank + latent.rope_dim)
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
+        if self.index is not None:
+            each = self.index.heads * (self.index.dim * latent.q_rank + hidden) + self.index.dim * hidden
+            attention += each * len(self.index.layers) // self.num_layers
         if self.gate is not None:
             attention += hidden * heads * (1 if self.gate.per_head else self.head_dim)
         if self.recurrent is not None:
             attention *= len(self.attention_layers)
             attention += self.recurrent.elements(hidden) * len(self.recurrent.layers)
             attention //= self.num_layers
-        dense = (3 if self.gated else 2) * hidden * self.intermediate_size
+        inner = sum(self.layer(i).intermediate_size for i in range(self.num_layers)) / self.num_layers
+        dense = (3 if self.gated else 2) * hidden * inner
+        attention += 2 * hidden * self.layer_inputs
         without = sum(mlp is None for _, mlp in self.blocks) / self.num_layers
         if self.experts is None:
             return attention + int((1 - without) * dense)
         share = len(self.experts.layers) / self.num_layers
-        return attention + int(share * self.experts.elements(hidden) + (1 - share - without) * dense)
+        without += 0 if self.experts.beside else share
+        return attention + int(share * self.experts.elements(hidden) + (1 - without) * dense)
+
+    def _attention_rows(self, own: LayerSpec) -> int:
+        """Rows of the projections to q, k, v, and columns of that back, of a layer."""
+        keys, values = own.kv_heads * own.head_dim, 0 if own.tied_values else own.kv_heads * own.value_dim
+        return self.num_heads * (own.head_dim + own.value_dim) + (keys + values if own.source is None else 0)
 
     @property
     def gated(self) -> bool:
         """Whether MLPs have a gate."""
-        return self.activation not in (SQUARED_RELU, XIELU)
+        return not self.ungated and self.activation not in (SQUARED_RELU, XIELU)
 
     @property
     def value_dim(self) -> int:

@@ -21,7 +21,7 @@ from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, con
 from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.model.spec import ModelSpec
 
-HEAD = "lm_head.weight"
+HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,13 @@ class TensorReader:
         self._group = group
         self._shard = group.shard if group else Shard()
 
+    def embedding(self) -> torch.Tensor:
+        """Read before all others."""
+        spec = self._spec
+        loaded = self.matrix("embed_tokens", spec.vocab_size, spec.hidden_size)
+        self._ones = loaded.new_ones(spec.hidden_size)
+        return loaded
+
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         return self._weights.load(f"model.{name}.weight", (rows, columns))
 
@@ -82,6 +89,11 @@ class TensorReader:
         part = None if self._group is None else Part(0, ids.start, ids.stop)
         head = self._weights.load(HEAD, embedding.shape, part)
         return tied if self._spec.tied and torch.equal(head, tied) else head
+
+    def head_bias(self, ids: range, width: int) -> torch.Tensor:
+        """float32[width]: the bias of the output projection to this rank's token `ids`, padded with zeros."""
+        whole = self._weights.load(HEAD_BIAS, (self._spec.vocab_size,)).float()[ids.start : ids.stop]
+        return F.pad(whole, (0, width - len(ids)))
 
     def _linear(self, pieces: list[Piece], bias: bool) -> Product:
         """Several projections of the same input as one, their rows in the order of `pieces`."""
@@ -128,8 +140,14 @@ class TensorReader:
         if not (piece.rotated and spec.interleaved):
             return rows
         numbers = torch.arange(len(rows), device=rows.device).unflatten(0, (-1, spec.head_dim))
-        rotated, others = numbers[:, : spec.rope_dim], numbers[:, spec.rope_dim :]
-        return rows[torch.cat((deinterleave(rotated, 1), others), dim=1).flatten()]
+        return rows[self._deinterleaved_columns(numbers).flatten()]
+
+    def _deinterleaved_columns(self, x: torch.Tensor) -> torch.Tensor:
+        """The same for [..., D] of heads."""
+        if not self._spec.interleaved:
+            return x
+        rotated, others = x[..., : self._spec.rope_dim], x[..., self._spec.rope_dim :]
+        return torch.cat((deinterleave(rotated, x.dim() - 1), others), dim=-1)
 
     def _scaled(self, pieces: list[Piece]) -> Scaled | None:
         """The matrices as one in FP8; None if any is not to be used in FP8."""
@@ -175,12 +193,18 @@ class TensorReader:
         return Output(product, self._group, turn, None, self._spec.residual_factor)
 
     def norm(self, name: str, rounding: Rounding | None = None) -> Norm:
-        weight = self._norm_weight(name, self._spec.hidden_size)
-        return Norm(weight, self._spec.norm_eps, rounding, self._spec.norms.centered)
+        size, norms = self._spec.hidden_size, self._spec.norms
+        weight = self._norm_weight(name, size) if norms.weight else self._ones
+        bias = self._norm_bias(name, size) if norms.bias else None
+        return Norm(weight, self._spec.norm_eps, rounding, norms.centered, bias)
 
     def _norm_weight(self, name: str, size: int, part: Part | None = None) -> torch.Tensor:
         weight, norms = self._vector(name, size, part), self._spec.norms
         return weight.float() + norms.offset if norms.float32_weight else weight
+
+    def _norm_bias(self, name: str, size: int) -> torch.Tensor:
+        bias = self._weights.load(f"model.{name}.bias", (size,))
+        return bias.float() if self._spec.norms.float32_weight else bias
 
     def _norm_before(self, at: str, name: str | None, rounding: Rounding | None) -> Norm | NoNorm:
         return NoNorm() if name is None else self.norm(at + name, rounding)

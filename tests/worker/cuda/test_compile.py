@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
-from radixrt.worker.cuda import convolutions, delta, delta_chunks, delta_step
-from radixrt.worker.cuda import int4, packed_experts, routing, sampler, scaled, sinks, variants
+from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step
+from radixrt.worker.cuda import int4, packed_experts, routing, sampler, scaled, sinks, sparse, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -56,8 +56,8 @@ row = {"size": i, "stride": i}
 for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
     rounded = {"GROUP": group, "LIMIT": 448.0, "BLOCK": 4096}
     if every or group != 4096:
-        normed = rounded | {"CENTERED": group == 128}
-        build(kernels._norm_kernel, ["*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, normed, 8)
+        normed = rounded | {"CENTERED": group == 128, "BIAS": False}
+        build(kernels._norm_kernel, ["*bf16", "*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, normed, 8)
     if every or group == 4096:
         build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1 if group else 3}, 8)
 for group in (4096, 128):
@@ -84,13 +84,13 @@ whole = {"HEADS": 48, "KV_HEADS": 8, "DIM": 128, "BLOCK": 8192}
 build(kernels._means_kernel, ["*bf16", "*fp32"], {}, whole, 8)
 gather = {"WIDTH": 1024, "BLOCK": 1024, "TOKENS": 16, "PAGE": 1}
 pointers = ["*bf16"] * 5 + ["*fp32", "*i32", "*bf16", fp8, fp8]
-for turned, ranks in ((64, 0), (32, 0), (32, 2)):
+for turned, ranks in ((64, 0), (32, 2), (32, 0))[: 3 if every else 2]:
     build(kernels._append_kernel, pointers, scales, heads | {"TURNED": turned, "RANKS": ranks})
 wide = {"HEADS": 8, "KV_HEADS": 4, "HALF": 128, "TURNED": 128, "BLOCK": 128, "GROUP": 8, "RANKS": 0}
 pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*bf16", fp8, fp8]
 build(kernels._append_kernel, pointers, scales, heads | wide)
-rounded = {"GROUP": 4096, "LIMIT": 448.0, "BLOCK": 4096, "CENTERED": True}
-build(kernels._norm_kernel, ["*bf16", "*fp32", fp8, "*fp32"], row | {"eps": f}, rounded, 8)
+rounded = {"GROUP": 4096, "LIMIT": 448.0, "BLOCK": 4096, "CENTERED": True, "BIAS": True}
+build(kernels._norm_kernel, ["*bf16", "*fp32", "*fp32", fp8, "*fp32"], row | {"eps": f}, rounded, 8)
 pointers = [fp8, fp8, "*i32", "*i32", "*bf16", "*bf16"]
 build(kernels._gather_kernel, pointers, {"stride": i, "k_scale": f, "v_scale": f}, gather, 8)
 build(kernels._scatter_kernel, ["*i32"] * 2, {"count": i, "stride": i}, {"BLOCK": 256})
@@ -101,7 +101,7 @@ build(drawing._largest_kernel, ["*fp32", "*fp32", "*i32"], {"first": i} | number
 build(drawing._largest_block_kernel, ["*fp32", "*i32", "*i32"], {"rows": i, "blocks": i}, {"BLOCKS": 32}, 1)
 pointers = ["*fp32", "*i32", "*fp32", "*i64", "*fp32", "*fp32", "*i64"]
 numbers = {"vocab": i, "stride": i, "blocks": i}
-for kept in (False, True):
+for kept in (True, False)[: 2 if every else 1]:
     build(drawing._perturbed_kernel, pointers, numbers, {"KEPT": kept, "BLOCK": 4096}, 8)
 counts = {"IN_PROMPT": sampler.IN_PROMPT, "BLOCK": 256}
 build(sampler._note_kernel, ["*i32"] * 2, {"entries": i, "vocab": i}, counts)
@@ -114,7 +114,8 @@ for t in invariant.TILES if every else invariant.TILES[:1]:
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
 names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "LEAST"
-for ways in ((False, False, 128, 1, 1, 1.0, 0.0), (True, True, 32, 8, 4, 2.5, 0.0), (False, True, 128, 1, 1, 1.0, 0.1)):
+kinds = (True, True, 32, 8, 4, 2.5, 0.0), (False, False, 128, 1, 1, 1.0, 0.0), (False, True, 128, 1, 1, 1.0, 0.1)
+for ways in kinds if every else kinds[:1]:
     constants = routed | dict(zip(names, ways, strict=True))
     build(routing._route_kernel, ["*fp32", "*fp32", "*bf16", "*i32"], {"count": i}, constants, 1)
 numbers = {"entries": i, "count": i}
@@ -137,43 +138,50 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True, "FLIPPED": flipped}
     numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
+for half, page in (("*bf16", 1), ("*fp32", 16)):
+    constants = {"HEADS": 64, "DIM": 128, "PAGE": page, "ROWS": 64, "WIDTH": 128, "KEYS": sparse.KEYS, "FINITE": 3e38}
+    pointers = [half, "*fp32", half, "*i32", "*i32", "*fp32"]
+    build(sparse._index_scores_kernel, pointers, {"stride": i, "columns": i}, constants, 8)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
-numbers |= {"eps": f, "scale": f}
+numbers |= {"eps": f, "scale": f, "rows": i}
 for block in (1024, 128):
     pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
     build(convolutions._conv_kernel, pointers, numbers, {"K": 4, "BLOCK": block, "BIAS": block < 1024, "SILU": True})
 pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*fp32", "*bf16"]
 build(delta._decode_kernel, pointers, numbers, heads | {"FACTOR": 1.0}, delta.DECODE_WARPS)
-pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*bf16"]
+pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
+fields = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 for each, odd in ((False, {}), (True, {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16})):
-    constants = {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
+    constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
     build(delta._tokens_kernel, pointers, numbers, heads | constants | odd, 1)
-constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True}
-build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants, 1)
+constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True, "ROWS": 16}
+build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants)
 build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 delta_chunks.room = lambda: room
-t, fields = delta_chunks.best_tiles(), delta_chunks.CHUNK_FIELDS
-constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "PART": convolutions.PART, "FIELDS": fields}
+t = delta_chunks.best_tiles()
+constants = {"K": 4, "ROWS": convolutions.ROWS, "BLOCK": convolutions.CHANNELS, "FIELDS": cutting.CHUNK_FIELDS}
 pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
-build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False}, 2)
-chunks = heads | {"TOKENS": delta_chunks.TOKENS, "HALF": tl.bfloat16}
-pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32", "*fp32"]
-constants = chunks | {"FIELDS": fields, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
+build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"BIAS": True, "SILU": False, "WHOLE": True})
+pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32"]
+chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16, "FACTORS": delta_chunks.FACTORS}
+constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
 build(delta_chunks._within_kernel, pointers, numbers, constants, t.within_warps, 1)
-pointers = ["*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*i32", "*fp32"]
-constants = chunks | {"COLUMNS": t.columns, "FIELDS": delta_chunks.SEQUENCE_FIELDS, "CHUNK_FIELDS": fields}
-build(delta_chunks._across_kernel, pointers, numbers, constants | {"STAGES": t.stages}, t.warps, room=room)
-pointers = ["*bf16", "*bf16", "*bf16", "*bf16", "*bf16", "*fp32", "*i32", "*bf16"]
-build(delta_chunks._outputs_kernel, pointers, numbers, chunks | {"FIELDS": fields}, t.output_warps, 1)
+pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*bf16", "*fp32"]
+constants = {"ROWS": delta_chunks.ROWS} | {name: x for name, x in constants.items() if name != "FACTORS"}
+build(delta_chunks._within_each_kernel, pointers, numbers, constants, t.each_warps, 1, room=room)
+constants = chunks | fields | {"COLUMNS": t.columns, "STAGES": t.stages}
+for each in (False, True):
+    pointers = [*["*bf16"] * 3, "*fp32", "*bf16" if each else "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
+    build(delta_chunks._across_kernel, pointers, numbers, constants | {"EACH": each}, t.warps, room=room)
 """
 
 PACKED = """
 pairs = [packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST]
 some = [(t, gated) for pair in (pairs if every else pairs[:1]) for t, gated in zip(pair, (True, False))]
 groups = {0: (False, 1), 2: (True, 2), 4: (True, 3), 8: (False, 4)}
-for t, gated, kind in [(*one, kind) for one in some for kind in (0, 8)]:
+for t, gated, kind in [(*one, kind) for one in some for kind in (8, 0)][: None if every else 3]:
     words, room = 32 if kind else 16, 232_448 if kind and target.arch >= 90 else 164_000
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "WORDS": words, "FIELDS": 3, "GROUP": 8, "MIDDLE": 8}
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "BITS": True, "GROUPS": kind}
@@ -185,7 +193,7 @@ for t, gated, kind in [(*one, kind) for one in some for kind in (0, 8)]:
 fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
 few = [(int4.FEW, *kind) for kind in ((2, "*bf16"), (4, "*bf16"), (8, "*fp16"))]
 more = [(t, 2, "*bf16") for t in (int4.SOME, int4.MANY, int4.WIDE, int4.LARGE)]
-for t, kind, half in [*few, *more] if every else few[::2]:
+for t, kind, half in [*few, *more] if every else few[-1:]:
     which = {"GROUPS": kind} | dict(zip(("ZEROS", "FACTS"), groups[kind]))
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "SPLITS": 2}
     tile |= {"BIAS": True, "ADD": True, "WHOLE": True}
@@ -229,9 +237,10 @@ for (pages, dot, size, some), dim in [(kind, dim) for kind in kinds for dim in (
     )
     for variant, causal, window, ordered in tiles if every else [tiles[i] for i in some]:
         constants = dict(
-            HEADS=32, KV_HEADS=8, DIM=dim, PAGE=1, WINDOW=window, CAUSAL=causal, ORDERED=ordered, SINKS=causal,
+            HEADS=32, KV_HEADS=8, DIM=dim, PAGE=1, WINDOW=window, CHUNKED=size == 1, CAUSAL=causal, ORDERED=ordered,
+            SINKS=causal,
             QUERIES=variant.queries(4), ROWS=variant.rows, KEYS=variant.keys, WIDTH=dim, ITEM=8, HALF_TYPE=dot,
-            STAGES=variant.stages, SINGLE=causal,
+            STAGES=variant.stages, SINGLE=causal, CAP=72.0 if dim > 128 or not causal else 0.0,
         )
         pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
         room = 164_000 if dim > 128 or (size == 2 and int(sys.argv[1]) == 90) else 100_000

@@ -13,6 +13,7 @@ from radixrt.worker.cuda import experts as fused
 from radixrt.worker.cuda import kernels, routing, scaled_experts
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.rounding import quantize
+from radixrt.worker.model.expert_spec import Routing
 from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, ScaledStack
@@ -132,6 +133,18 @@ def test_all_of_it(tokens, count, chosen, hidden, inner, activation, invariant, 
     experts.one_by_one(x, expected, TorchOps())
     fused.add(experts, x, found)
     assert error(found - residual, expected - residual) < 1e-5
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(1, 4), (7, 6), (100, 2)])
+def test_experts_with_scaled_inputs(tokens, count, device):
+    """Scores are far from 0 and 1."""
+    kind = Routing(sigmoid=True, unbiased=True, scales_inputs=True, min_weight_sum=1e-20)
+    experts = make(count, 1, 40, 24, device, normalized=False, routing=kind)
+    x = 0.2 * torch.randn(tokens, 40, device=device)
+    expected, found = torch.zeros_like(x), torch.zeros_like(x)
+    experts.one_by_one(x, expected, TorchOps())
+    fused.add(experts, x, found)
+    assert error(found, expected) < 1e-5
 
 
 @pytest.mark.parametrize("changes", [{}, {"down_bias": None}, {"batch_invariant": True}])

@@ -51,6 +51,10 @@ def test_norm(rows, size, device):
     expected = F.layer_norm(x, (size,), weight, None, 1e-5)
     for ops in (kernels, TorchOps):
         assert error(ops.norm(x, weight, 1e-5, centered=True), expected) < 1e-6
+    bias = torch.randn(size, device=device)
+    for ops in (kernels, TorchOps):
+        found = ops.norm(x, weight, 1e-5, centered=True, bias=bias)
+        assert error(found, F.layer_norm(x, (size,), weight, bias, 1e-5)) < 1e-6
     narrow = kernels.norm(x.half(), weight, 1e-5, centered=True)
     once = F.layer_norm(x.half().float(), (size,), weight, None, 1e-5).half()
     assert float((narrow == once).float().mean()) > 0.95, "rounded once, but for sums in another order"
@@ -280,6 +284,7 @@ def test_gather(page_size, device):
 
 
 SEQUENCES = [(0, 30), (100, 1), (37, 20), (5, 1), (70, 43), (0, 1), (203, 1)]
+WAYS = (False, None, False), (True, None, False), (False, 0.5, False), (False, None, True)
 
 
 @pytest.mark.parametrize(
@@ -293,10 +298,10 @@ SEQUENCES = [(0, 30), (100, 1), (37, 20), (5, 1), (70, 43), (0, 1), (203, 1)]
         pytest.param("fp8_e5m2", None, 16, 1, 16, 1, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, device):
-    """Chunks and decodes, with many parts and with one, with sinks and without; relative to the norm, both read the
-    same pages."""
+@pytest.mark.parametrize(("with_sinks", "cap", "chunked"), WAYS)
+def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, cap, chunked, device):
+    """Chunks and decodes, with many parts and with one, with sinks, with capped scores, windows that are chunks;
+    relative to the norm, both read the same pages."""
     if device.type == "cpu" and kv_dtype == "bfloat16":
         pytest.skip("Triton's interpreter does not multiply bfloat16")
     plan, table = make_plan(np.random.default_rng(0), page_size, SEQUENCES)
@@ -305,11 +310,11 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, d
     pool.write(0, everything, *torch.randn(2, pool.slots, kv_heads, dim, device=device))
     q = torch.randn(len(plan.tokens), heads, dim, device=device)
     sinks = torch.randn(heads, device=device).mul(2) if with_sinks else None
-    reference = TorchAttention(pool, page_size, (window,), sinks=(sinks,))
+    reference = TorchAttention(pool, page_size, (window,), sinks=(sinks,), cap=cap, chunked=chunked)
     reference.bind(table)
     expected = reference.begin(plan, device).over_pages(0, q)
 
-    shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks)
+    shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks, cap=cap or 0.0, chunked=chunked)
     keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
     on_device = torch.from_numpy(table).to(device)
     for variant, chosen, programs in (
@@ -323,7 +328,7 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, d
         counts = plan.counts[chosen]
         first = 2 + np.cumsum(counts) - counts
         tiles = sequence_tiles(
-            plan.rows[chosen], plan.starts[chosen], counts, first, window, 1 if decode else cut.queries
+            plan.rows[chosen], plan.starts[chosen], counts, first, window, 1 if decode else cut.queries, chunked
         )
         items, _ = make_items(tiles, cut)
         merges = make_merges([items.items])

@@ -12,7 +12,9 @@ import torch
 pytest.importorskip("triton")
 
 from radixrt.worker.cuda import kernels  # noqa: E402
+from radixrt.worker.cuda.group import PeerGroup  # noqa: E402
 from radixrt.worker.cuda.peers import PROGRAMS, Peers, room_bytes  # noqa: E402
+from radixrt.worker.model.layers import NoNorm, Norm  # noqa: E402
 from radixrt.worker.model.scaled import Rounding  # noqa: E402
 from tests.worker.cuda.peers_rank import DTYPE, HIDDEN, MOST_ROWS, TILE, added  # noqa: E402
 from tests.worker.cuda.test_compile import run  # noqa: E402
@@ -142,6 +144,22 @@ def test_add_norm_is_add_then_norm(rounding, wide):
         else:
             assert torch.equal(found.values.float(), expected.values.float())
             assert torch.equal(found.scales, expected.scales)
+
+
+@pytest.mark.parametrize("norm", [NoNorm(), Norm(torch.rand(HIDDEN), 1e-5, None, True, torch.rand(HIDDEN))])
+def test_a_sum_may_be_followed_by_no_norm_or_another_one(norm):
+    """Models with attention and MLP in parallel, and those with LayerNorm."""
+    peers = group(2)
+    peers[0].buffer(0, 3).fill_(1)
+    peers[1].buffer(0, 3).fill_(2)
+    come(peers[0], 0)
+    peers[0]._last = 1
+    of_ranks = object.__new__(PeerGroup)
+    of_ranks._peers = peers[0]
+    residual = torch.randn(3, HIDDEN).to(DTYPE)
+    expected = residual + 3
+    found = of_ranks.add(0, peers[0].buffer(0, 3), residual, norm, kernels)
+    assert torch.equal(residual, expected) and torch.equal(found, norm(expected, kernels))
 
 
 def test_turns_alternate_and_rows_fit():

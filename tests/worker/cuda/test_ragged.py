@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.chunks import Pages, Sequences
+from radixrt.worker.cuda.loading import find_flashinfer
 from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.kv import KVPool
+from radixrt.worker.loading import look_up
 from tests.worker.cuda.forest import CPU
 from tests.worker.cuda.ragged import PlainFlashInfer
+from tests.worker.families import make_model
 from tests.worker.pages import make_plan
 
 
@@ -26,17 +31,26 @@ def test_heads_that_fa3_has_no_kernel_for_are_refused_before_anything_is_built()
 
 
 @pytest.mark.parametrize(("stated", "scale"), [(None, 0.125), (0.3, 0.3)])
-def test_the_scale_of_the_softmax_is_the_models(stated, scale):
+def test_the_scale_of_the_softmax_and_the_cap_of_scores_are_the_models(stated, scale):
     found = object.__new__(FlashInfer)
-    found._shape, found._dtype, found._planned = Shape(8, 2, 64, 1, scale_override=stated), torch.bfloat16, {}
+    found._shape, found._dtype, found._planned = Shape(8, 2, 64, 1, scale_override=stated, cap=50.0), torch.bfloat16, {}
     planned = []
 
     class Wrapper:
         def plan(self, **settings) -> None:
-            planned.append(settings["sm_scale"])
+            planned.append((settings["sm_scale"], settings["logits_soft_cap"]))
 
     found.plan(Wrapper(), np.array([3]), np.array([5]), None)
-    assert planned == [scale]
+    assert planned == [(scale, 50.0)]
+
+
+def test_windows_that_are_chunks_have_no_kernel(tmp_path):
+    make_model(tmp_path, "llama4_text")
+    refused = pytest.raises(ValueError, match="attention_backend: FlashInfer is not used for attention in chunks")
+    for backend, expected in (("flashinfer", refused), ("auto", nullcontext())):
+        config = resolve(WorkerConfig(str(tmp_path), device="cpu", dtype="bfloat16", attention_backend=backend))
+        with expected:
+            assert find_flashinfer(config, look_up(config)) is None
 
 
 @pytest.mark.parametrize("with_sinks", [False, True])

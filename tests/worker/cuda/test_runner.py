@@ -44,6 +44,9 @@ SIZES = {
 }
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16}
 LINEAR |= {"linear_value_head_dim": 16}
+INDEXED = {"num_key_value_heads": 4, "moe_intermediate_size": 24, "index_topk": 36, "index_n_heads": 16}
+INDEXED |= {"index_head_dim": 12, "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 12}
+INDEXED |= {"qk_rope_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
 LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
 
 
@@ -56,11 +59,13 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
         "gpt_oss",
         "deepseek_v3",
+        "deepseek_v32",
+        pytest.param("glm_moe_dsa", marks=pytest.mark.slow),
         "qwen3_next",
         pytest.param("qwen3_5_text", marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", marks=pytest.mark.slow),
         pytest.param("kimi_linear", marks=pytest.mark.slow),
-        "lfm2",
+        pytest.param("lfm2", marks=pytest.mark.slow),
         pytest.param("deepseek_v2", marks=pytest.mark.slow),
         pytest.param("glm4_moe", marks=pytest.mark.slow),
         pytest.param("minimax_m2", marks=pytest.mark.slow),
@@ -80,6 +85,10 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         pytest.param("laguna", marks=pytest.mark.slow),
         pytest.param("apertus", marks=pytest.mark.slow),
         pytest.param("youtu", marks=pytest.mark.slow),
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        pytest.param("llama4_text", marks=pytest.mark.slow),
+        pytest.param("cohere", marks=pytest.mark.slow),
+        pytest.param("phi", marks=pytest.mark.slow),
     ],
 )
 def folder(request, tmp_path_factory):
@@ -89,6 +98,8 @@ def folder(request, tmp_path_factory):
         "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
         "deepseek_v2": {"num_key_value_heads": 4, "attention_bias": True, "moe_intermediate_size": 24},
         "deepseek_v3": {"num_key_value_heads": 4, "moe_intermediate_size": 24},
+        "deepseek_v32": INDEXED,
+        "glm_moe_dsa": INDEXED | {"num_hidden_layers": 3, "index_topk_pattern": "FSF"},
         "glm4_moe": {"moe_intermediate_size": 24},
         "minimax_m2": {"rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
         "cohere2_moe": {"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "num_shared_experts": 1},
@@ -98,6 +109,9 @@ def folder(request, tmp_path_factory):
         "olmo_hybrid": {"num_hidden_layers": 3, "linear_key_head_dim": 12, "linear_value_head_dim": 24},
         "kimi_linear": {"num_hidden_layers": 3, "num_key_value_heads": 4, "moe_intermediate_size": 24},
         "lfm2": {"num_hidden_layers": 3},
+        "llama4_text": {"no_rope_layers": [1, 0], "interleave_moe_layer_step": 1},
+        "cohere": {"use_qk_norm": True, "head_dim": 8},
+        "phi": {"qk_layernorm": True, "head_dim": 8},
         "mistral4": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 24},
         "glm4_moe_lite": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 8},
     }
@@ -145,7 +159,9 @@ def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "folder", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt_oss", "deepseek_v3"))], indirect=True
+    "folder",
+    ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt_oss", "deepseek_v3", "deepseek_v32"))],
+    indirect=True,
 )
 def test_drafts_are_verified(folder):
     """Rows of one request side by side, the trunk of all read once, steps that overlap."""
@@ -303,6 +319,7 @@ def test_latent_attention_by_full_heads(folder, monkeypatch):
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("mistral", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
+        pytest.param("deepseek_v32", marks=pytest.mark.slow),
         pytest.param("gemma3_text", marks=pytest.mark.slow),
     ],
     indirect=True,

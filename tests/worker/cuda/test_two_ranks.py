@@ -22,7 +22,7 @@ from radixrt.worker.ranks import Bind, Leader, StandIns, Step
 from tests.checkpoints import make_model
 from tests.worker import test_drafting as drafting
 from tests.worker.cuda.ragged import PlainFlashInfer
-from tests.worker.cuda.test_runner import SIZES
+from tests.worker.cuda.test_runner import INDEXED, SIZES
 from tests.worker.engine import GREEDY, Engine, prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -171,6 +171,7 @@ CHANGES = {
     "gpt_oss": {"layer_types": ["full_attention"]},
     "deepseek_v3": {"num_key_value_heads": 4, "first_k_dense_replace": 0, "n_routed_experts": 4, "n_group": 2}
     | {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "deepseek_v32": INDEXED | {"n_group": 4, "topk_group": 2, "index_topk": 44},
     "minimax_m2": {"rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {"layer_types": ["full_attention"]},
 }

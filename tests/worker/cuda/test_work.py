@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixrt.worker.attention import first_key
 from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Room
 from radixrt.worker.cuda.work import Merges, Tiling, make_items, make_merges, sequence_tiles
 from radixrt.worker.sharing import Cost
@@ -53,14 +54,14 @@ def reads(
 @settings(deadline=None, max_examples=150)
 @given(
     sequences, st.one_of(st.none(), st.integers(1, 300)), st.sampled_from([1, 16, 32]), st.sampled_from([1, 7, 200]),
-    st.sampled_from([{}, {"single": True}, {"fixed": 64, "single": True}]),
+    st.sampled_from([{}, {"single": True}, {"fixed": 64, "single": True}]), st.booleans(),
 )  # fmt: skip
-def test_every_key_once(tokens, window, queries, items, how):
+def test_every_key_once(tokens, window, queries, items, how, chunked):
     starts, counts = (np.array(x, dtype=np.int32) for x in zip(*tokens, strict=True))
     rows = np.arange(100, 100 + len(tokens), dtype=np.int32)
     tiling = Tiling(queries, 16, 32, items, **how)
     first = 5 + np.cumsum(counts) - counts
-    tiles = sequence_tiles(rows, starts, counts, first, window, queries)
+    tiles = sequence_tiles(rows, starts, counts, first, window, queries, chunked)
     work, ends = make_items(tiles, tiling)
     found = reads([work.items], make_merges([work.items]), None)
     assert (how or len(work) <= tiling.most_items(len(tiles))) and ends[-1] == len(work) - 1
@@ -69,7 +70,7 @@ def test_every_key_once(tokens, window, queries, items, how):
     query = 5
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
         for position in range(start, start + count):
-            low = 0 if window is None else max(0, position - window + 1)
+            low = first_key(position, window, chunked)
             keys = []
             for of, begin, end, _ in found.pop(query):
                 assert of == row

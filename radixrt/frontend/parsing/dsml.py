@@ -1,0 +1,80 @@
+"""Calls as DeepSeek V3.2 writes them, all of a turn in one section:
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="f">
+    <｜DSML｜parameter name="a" string="true">a string, without quotes</｜DSML｜parameter>
+    <｜DSML｜parameter name="b" string="false">[1, "JSON"]</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
+Values are taken literally, including line feeds.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from radixrt.frontend.parsing.formats import Function, Functions, one_after_another, read_section, tag
+from radixrt.frontend.parsing.pieces import Sink
+from radixrt.frontend.parsing.reader import Reader, Steps
+from radixrt.frontend.parsing.tagged import Tags, content_of, read_arguments
+
+DSML = "｜DSML｜"
+"""A token of its own."""
+OPEN, CLOSE = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
+INVOKE, INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
+QUOTED = '">'
+"""What comes after a name."""
+_NAME = re.compile(r'[^"<>\n]')
+ARGUMENT = Tags(
+    f'<{DSML}parameter name="', ('"',), f"</{DSML}parameter>", _NAME,
+    kinds=((' string="true">', True), (' string="false">', False)),
+)  # fmt: skip
+
+
+class Dsml:
+    """See `formats.ToolFormat`."""
+
+    marks = (DSML,)
+
+    def new_id(self) -> str:
+        return "call_" + uuid.uuid4().hex[:24]
+
+    # ------------------------------------------------------------ reading
+
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
+        call = partial(self._call, reader, sink, functions)
+        # The token is a part of other marks: where it is in no call, it stays.
+        yield from read_section(reader, sink, (OPEN, CLOSE), hidden - {DSML}, call, (INVOKE,))
+
+    def _call(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
+        """Read a call to its end, if one comes next, and otherwise only white space. Returns whether there was one."""
+        yield from reader.space()
+        start = reader.at
+        name = (yield from reader.word(_NAME)) if (yield from reader.take(INVOKE)) else ""
+        if not name or not (yield from reader.take(QUOTED)):
+            reader.at = start
+            return False
+        sink.call(name)
+        yield from read_arguments(reader, sink, functions.get(name, {}), ARGUMENT, INVOKE_END)
+        return True
+
+    # ------------------------------------------------------------ writing
+
+    def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        return self._section("\n\n", functions, parallel)
+
+    def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        section = self._section("", functions, parallel)
+        return {"type": "triggered_tags", "triggers": [OPEN], "tags": [section], "stop_after_first": True}
+
+    def _section(self, before: str, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        calls = one_after_another([self._tag(function) for function in functions], "\n", parallel)
+        return tag(f"{before}{OPEN}\n", calls, f"\n{CLOSE}")
+
+    def _tag(self, function: Function) -> dict[str, Any]:
+        return tag(f"{INVOKE}{function.name}{QUOTED}\n", content_of(function, "deepseek_xml"), INVOKE_END)

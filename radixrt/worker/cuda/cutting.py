@@ -1,0 +1,60 @@
+"""The lists of a step's sequences for kernels with recurrent states: they are cut into chunks, anew after each token
+whose state is stored (`StateWork.within`).
+
+    sequence   [ chunk | chunk | ch | chunk | chunk | chunk | chu ]
+                                    ^ stored
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixrt.worker.plan import Parts
+
+TOKENS = 64
+"""The most tokens of a chunk."""
+CHUNK_FIELDS = 6
+"""Of a chunk: its first token, tokens, slot of the state; first token and end of the sequence's tokens in this step; a
+slot that the state after the chunk is stored in as well, or 0."""
+SEQUENCE_FIELDS = 3
+"""Of a sequence: its first chunk, chunks, slot of the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The lists of `cut` on the device."""
+
+    chunks: torch.Tensor
+    sequences: torch.Tensor
+
+    @classmethod
+    def of_ones(cls, slots: torch.Tensor) -> Cut:
+        """Of sequences of one token each, with states at integer slots[B]."""
+        at, slots = torch.arange(len(slots), dtype=torch.int32, device=slots.device), slots.int()
+        one, none = torch.ones_like(at), torch.zeros_like(at)
+        chunks = torch.stack((at, one, slots, at, at + 1, none), dim=1)
+        return cls(chunks, torch.stack((at, one, slots), dim=1))
+
+
+def cut(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
+    """(chunks int32[N, CHUNK_FIELDS], sequences int32[B, SEQUENCE_FIELDS], longest first) of the parts of sequences."""
+    first, end = parts.bounds[:-1], parts.bounds[1:]
+    counts = -(-(end - first) // TOKENS)
+    stop = np.cumsum(counts)
+    part = np.repeat(np.arange(len(counts)), counts)
+    begin = first[part] + (np.arange(stop[-1]) - (stop - counts)[part]) * TOKENS
+    begins = np.flatnonzero(np.diff(parts.owners, prepend=-1))  # the first part of each sequence, and its last one
+    ends = np.append(begins[1:], len(counts)) - 1
+    of_sequence = np.stack((parts.targets[ends], first[begins], end[ends]), axis=1)
+    stored = np.zeros(stop[-1], dtype=np.int64)
+    stored[stop - 1] = parts.targets
+    stored[stop[ends] - 1] = 0  # the last state of a sequence is stored in its slot anyway
+    lengths = np.add.reduceat(counts, begins)
+    mine = of_sequence.repeat(lengths, axis=0)
+    chunks = np.column_stack((begin, np.minimum(end[part] - begin, TOKENS), mine, stored))
+    order = np.argsort(-lengths, kind="stable")
+    sequences = np.column_stack(((stop - counts)[begins], lengths, parts.targets[ends]))[order]
+    return chunks.astype(np.int32), sequences.astype(np.int32)

@@ -1,0 +1,53 @@
+"""Routed experts beside an MLP in every layer, each with norms of its own (Gemma 4).
+
+    residual += after(after_mlp(mlp(before(residual))) + after_experts(experts(before_experts(residual))))
+
+The router's input is the residual stream, normalized and multiplied by a vector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from radixrt.worker.model.layers import NoNorm, Norm, Ops
+from radixrt.worker.model.mlp import SharedMlp
+from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.parallel import AFTER_MLP, Group
+from radixrt.worker.model.scaled import Rounded, Rounding
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsBeside:
+    """In place of `mlp.Mlp`. In a `group`, each rank has a part of the intermediate features of both."""
+
+    mlp: SharedMlp
+    after_mlp: Norm
+    experts: Experts
+    before_experts: Norm
+    after_experts: Norm
+    before_router: Norm
+    after: Norm
+    group: Group | None
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """How the input is to be quantized."""
+        return self.mlp.gate_up.rounding
+
+    def add(
+        self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Rounded:
+        """As `Mlp.add`."""
+        tokens = len(residual)
+        both = residual.new_zeros((2 * tokens, residual.shape[1]))  # so that ranks meet once
+        part = both if self.group is None else self.group.buffer(AFTER_MLP, both).zero_()
+        self.mlp.add(x, part[:tokens], ops)
+        self.experts.one_by_one(
+            self.before_experts(residual, ops), part[tokens:], ops, self.before_router(residual, ops)
+        )
+        if self.group is not None:
+            self.group.add(AFTER_MLP, part, both, NoNorm(), ops)
+        of_mlp, of_experts = both.split(tokens)
+        residual.add_(self.after(self.after_mlp(of_mlp, ops) + self.after_experts(of_experts, ops), ops))
+        return norm(residual, ops)
