@@ -44,7 +44,7 @@ FEWEST_WEIGHTS = 1 << 25
 """The fewest weights for which it is used with more rows than MANY has: fewer are dequantized in less time than its few
 programs take."""
 HOPPER = 17, 2048
-"""The fewest and the most rows for which the kernel for Hopper is used (`hopper_int4`)."""
+"""The fewest and the most rows for which the kernel for Hopper is used (`hopper_int4`; bench/packed_linear.py)."""
 PROGRAMS = {FEW: 7, SOME: 1.5, MANY: 1.5, WIDE: 1, LARGE: 1}
 """K is divided as long as there are no more programs than this for each multiprocessor."""
 LEAST = 2
