@@ -281,7 +281,7 @@ class Kind:
     w_stages: int
 
 
-KINDS = Kind(16, 8, 8), Kind(32, 8, 8), Kind(64, 8, 6), Kind(128, 5, 4), Kind(256, 4, 2)
+KINDS = Kind(32, 8, 8), Kind(64, 8, 6), Kind(128, 5, 4), Kind(256, 4, 2)
 MOST_SPLITS = 4
 """The most programs that K is divided among."""
 MOST_PARTS = 512
