@@ -5,7 +5,7 @@
 In the shapes of Llama 3.1 8B, with random weights with zeros; several copies of a weight in turn, which together do not
 fit in the GPU's L2 cache, in a CUDA graph. The limit is the weight's bytes over the copy bandwidth, or FLOPs over the
 rate of matrix products, both measured in the same run. Each product is compared with float32 before it is timed. With
---sweep, many tiles are timed, and K is divided among more or fewer programs.
+--sweep, many tiles are timed instead, and K is divided among more or fewer programs; with --tiles those of Hopper.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from radixrt.worker.model.linear import Linear
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SWEPT = (16, 64, 256, 1024, 1, 32, 128)
+FEWEST = 8
+"""The fewest rows for which the kernel for Hopper is timed."""
 CACHE = 200_000_000
 """Bytes of the copies of a weight that take turns."""
 TILES = {
@@ -98,6 +101,25 @@ def swept(x: torch.Tensor, weights: list[Int4]) -> list[tuple[float, Tile, int]]
     return sorted(found, key=lambda one: one[0])
 
 
+def swept_hopper(kernel: ModuleType, x: torch.Tensor, weights: list[Int4]) -> list[tuple[float, Any, int]]:
+    """The same, of the kernel for Hopper."""
+    columns, depth = weights[0].shape
+    found: list[tuple[float, Any, int]] = []
+    for kind in kernel.KINDS:
+        if not len(x) / 16 <= kind.tokens <= 2 * len(x):
+            continue
+        for splits in range(1, kernel.MOST_SPLITS + 1):
+            tiles = triton.cdiv(columns, kernel.ROWS) * triton.cdiv(len(x), kind.tokens)
+            if splits == 1 or tiles * splits <= kernel.MOST_PARTS:
+                run = by_kind(kernel, kind, splits)
+                found.append((us(x, weights, run, 5), kind, splits))
+    return sorted(found, key=lambda one: one[0])
+
+
+def by_kind(kernel: ModuleType, kind: Any, splits: int) -> Run:
+    return lambda x, weight, out: kernel.multiply(x, weight, out, kind, splits)
+
+
 def by_tile(tile: Tile, splits: int) -> Run:
     return lambda x, weight, out: int4.multiply(x, weight, out, tile, splits)
 
@@ -144,7 +166,12 @@ def measure(x: torch.Tensor, wide: list[torch.Tensor], packed: list[Int4], limit
         "bf16_us": us(x, wide, plain, 25),
         "int4_us": us(x, packed, served, 25),
     }
-    row |= {"tile_us": us(x, packed, lambda *a: int4.multiply(*a, int4.LARGE), 9)} if len(x) >= 128 else {}
+    if (kernel := int4.hopper_kernel(64, x.device, x.dtype)) and len(x) >= FEWEST:
+        plan = kernel.plan(len(x), *packed[0].shape, processors(x.device))
+        check(x, packed[0], lambda *a: kernel.multiply(*a, *plan))
+        row |= {"hopper_us": us(x, packed, lambda *a: kernel.multiply(*a, *plan), 15)}
+    if (found := int4.plan_for(len(x), *packed[0].shape, x.device)) is not None:
+        row |= {"tile_us": us(x, packed, by_tile(*found), 15)}
     row |= {"dequantized_us": us(x, packed, int4.by_torch, 9)} if len(x) >= 64 else {}
     row |= {
         f"{name}_limit_us": max(nbytes / limits["copy_gbs"] / 1e3, flops)
@@ -156,6 +183,7 @@ def measure(x: torch.Tensor, wide: list[torch.Tensor], packed: list[Int4], limit
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--tiles", action="store_true", help="also all tiles of the kernel for Hopper")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing more after that")
     parser.add_argument("--tokens", type=int, nargs="*", default=None)
     parser.add_argument("--group", type=int, default=128)
@@ -177,6 +205,9 @@ def main() -> None:
                 continue
             rows.append({"product": name, "tokens": tokens} | measure(x, wide[few], packed[few], limits))
             print(rows[-1], flush=True)
+            if args.tiles and (kernel := int4.hopper_kernel(64, x.device, x.dtype)):
+                best = [f"{one:.1f} {kind.tokens} / {n}" for one, kind, n in swept_hopper(kernel, x, packed[few])]
+                print("    tiles:", name, tokens, *best[:8], sep=", ", flush=True)
             save("packed_linear", rows, device=torch.cuda.get_device_name(), group=args.group, **limits)
     if rows:
         print(table(rows))

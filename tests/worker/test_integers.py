@@ -279,6 +279,7 @@ def test_a_checkpoint_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
     folder, _ = store(checkpoint(family)[0], tmp_path, form, ("proj.weight",))
     (kept, weights), (wide, others) = decoders(folder)
     assert weights.multiplied_out == 0 and others.multiplied_out > 0 and not weights.unused()
+    assert kept.is_int4 and not wide.is_int4
     for ours, expected in zip(products_of(kept), products_of(wide), strict=True):
         assert isinstance(ours, Int4Linear) and torch.equal(ours.weight.dequantized(), expected.weight)
         assert (ours.bias is None) == (expected.bias is None)

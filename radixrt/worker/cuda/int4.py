@@ -9,13 +9,16 @@ of them to end adds their sums, always in the same order:
     weight[64 rows, K]     program 0 | program 1 | program 2 | program 3
                                sums, by way of memory   --> + --> out
 
-With many rows, the weight is dequantized by a kernel of its own, a few rows of it at a time, and torch multiplies.
+With many rows, the weight is dequantized by a kernel of its own, a few rows of it at a time, and torch multiplies. In
+between, there is another kernel for Hopper (`hopper_int4`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ import triton.language as tl
 
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
-from radixrt.worker.cuda.products import ALIGNED, Tile, _ask, processors
+from radixrt.worker.cuda.products import ALIGNED, Tile, _ask, of_hopper, processors
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.int4 import MIDDLE, WIDTH, WORDS, Int4
 
@@ -40,6 +43,8 @@ MOST_ROWS = 256
 FEWEST_WEIGHTS = 1 << 25
 """The fewest weights for which it is used with more rows than MANY has: fewer are dequantized in less time than its few
 programs take."""
+HOPPER = 17, 2048
+"""The fewest and the most rows for which the kernel for Hopper is used (`hopper_int4`; bench/packed_linear.py)."""
 PROGRAMS = {FEW: 7, SOME: 1.5, MANY: 1.5, WIDE: 1, LARGE: 1}
 """K is divided as long as there are no more programs than this for each multiprocessor."""
 LEAST = 2
@@ -58,22 +63,23 @@ ALIKE = 1e-2
 """The largest relative error at which the kernels are used (see `there`)."""
 
 
-def _expand(one: int, magic: int, kind: str, select: str) -> tl.constexpr:
-    """PTX that expands a half of two words of w, four of their eight values, to 4 pairs of (q - zero) * scale: with an
-    exponent above it, q is the number magic + q, exactly, and so is its difference to magic + zero. Operands: the
+def _expand(one: int, magic: int, kind: str, select: str, numbers: Sequence[int] = range(4)) -> tl.constexpr:
+    """PTX that expands these of the four values in a half of two words of w, each to a pair of (q - zero) * scale: with
+    an exponent above it, q is the number magic + q, exactly, and so is its difference to magic + zero. Operands: the
     pairs, the words, and for each value its scale and -(magic + zero), of both words."""
+    count = len(numbers)
     lines = ["{", ".reg .b32 half, q, one, nothing;"]
     lines += [
         f"mov.b32 one, 0x{one:04X}{one:04X};",
         "mov.b32 nothing, 0x80008000;",
-        f"prmt.b32 half, $4, $5, {select};",
+        f"prmt.b32 half, ${count}, ${count + 1}, {select};",
     ]
-    for number in range(4):
+    for place, number in enumerate(numbers):
         if number:
             lines.append(f"shr.b32 q, half, {4 * number};")
         lines.append(f"lop3.b32 q, {'q' if number else 'half'}, 0x000F000F, 0x{magic:04X}{magic:04X}, 0xEA;")
-        lines.append(f"fma.rn.{kind} q, q, one, ${8 + 4 * number};")
-        lines.append(f"fma.rn.{kind} ${number}, q, ${6 + 4 * number}, nothing;")
+        lines.append(f"fma.rn.{kind} q, q, one, ${count + 4 + 4 * place};")
+        lines.append(f"fma.rn.{kind} ${place}, q, ${count + 2 + 4 * place}, nothing;")
     return tl.constexpr("\n".join([*lines, "}"]))
 
 
@@ -279,7 +285,7 @@ def _product_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "count"])
 def _dequantize_kernel(
     values_ptr, facts_ptr, out_ptr, first_row, count, columns, depth,
     GROUPS: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
@@ -364,10 +370,13 @@ def multiply(
 def dequantize(weight: Int4, out: torch.Tensor, first: int = 0) -> None:
     """Write the rows of the weight from `first` on to out[count, K]."""
     columns = 64
+    kinds = weight.groups, weight.has_zeros, by_instructions(), columns, WORDS, weight.facts.shape[1], MIDDLE
+    cache = None
+    if all(pointer.data_ptr() % ALIGNED == 0 for pointer in (weight.values, weight.facts, out)):
+        cache = _kernel_caches.setdefault((out.device, out.dtype, weight.rows, weight.columns, *kinds), {})
     launch(
-        _dequantize_kernel, (triton.cdiv(len(out), columns), weight.values.shape[0]), None,
-        weight.values, weight.facts, out, first, len(out), weight.rows, weight.columns,
-        weight.groups, weight.has_zeros, by_instructions(), columns, WORDS, weight.facts.shape[1], MIDDLE, num_warps=4,
+        _dequantize_kernel, (triton.cdiv(len(out), columns), weight.values.shape[0], 1), cache,
+        weight.values, weight.facts, out, first, len(out), weight.rows, weight.columns, *kinds, num_warps=4,
     )  # fmt: skip
 
 
@@ -422,11 +431,31 @@ def int4_linear(
     if not out.is_contiguous():
         result = int4_linear(x, weight, bias, batch_invariant)
         return out.add_(result) if add else out.copy_(result)
-    if found is None:
+    kernel = None if batch_invariant else hopper_kernel(len(x), x.device, x.dtype)
+    if kernel is not None and kernel.fits(x, weight, out):
+        kernel.multiply(x, weight, out, *kernel.plan(len(x), *weight.shape, processors(x.device)), bias=bias, add=add)
+    elif found is None:
         by_torch(x, weight, out, bias=bias, add=add)
     else:
         multiply(x, weight, out, *found, bias=bias, add=add)
     return out
+
+
+def hopper_kernel(rows: int, device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """`hopper_int4`, if it is used for this many rows."""
+    return _hopper_int4(device, dtype) if HOPPER[0] <= rows <= HOPPER[1] else None
+
+
+@functools.cache
+def _hopper_int4(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """`hopper_int4`; None if it cannot be used."""
+    if not of_hopper(device):
+        return None
+    try:
+        from radixrt.worker.cuda import hopper_int4
+    except (ImportError, AttributeError):  # a Triton without Gluon, or with another version of it
+        return None
+    return hopper_int4 if hopper_int4.there(device, dtype) else None
 
 
 @functools.cache
@@ -445,6 +474,7 @@ def there(device: torch.device, dtype: torch.dtype) -> bool:
     if not error < ALIKE:
         log.warning("weights in INT4 are dequantized: their kernel has a relative error of %.1e here", error)
         return False
+    _hopper_int4(device, dtype)  # tried out before graphs are captured
     return True
 
 
@@ -452,14 +482,8 @@ def _apart(
     device: torch.device, dtype: torch.dtype, tile: Tile | None, splits: int, size: int, has_zeros: bool
 ) -> float:  # fmt: skip
     """The relative error of a product with a random weight, whose groups have `size` columns. No tile: `by_torch`."""
-    generator = torch.Generator(device).manual_seed(0)
-    rows, columns, depth = 40, 200, 1152
-    q = torch.randint(16, (columns, depth), generator=generator, device=device, dtype=torch.int32)
-    scales = 0.01 + 0.01 * torch.rand((columns, depth // size), generator=generator, device=device)
-    zeros = torch.randint(17, scales.shape, generator=generator, device=device, dtype=torch.int32)
-    weight = Int4.of(q, scales.to(dtype), zeros if has_zeros else None, dtype)
-    assert weight is not None
-    x = torch.randn((rows, depth), generator=generator, device=device).to(dtype)
+    rows, columns = 40, 200
+    weight, x = drawn(device, dtype, columns, 1152, size, has_zeros, rows)
     out = torch.zeros((rows, columns), dtype=dtype, device=device)
     if tile is None:
         by_torch(x, weight, out)
@@ -467,3 +491,16 @@ def _apart(
         multiply(x, weight, out, tile, splits)
     exact = x.float() @ weight.dequantized().float().t()
     return float((out.float() - exact).norm() / exact.norm())
+
+
+def drawn(
+    device: torch.device, dtype: torch.dtype, columns: int, depth: int, size: int, has_zeros: bool, rows: int
+) -> tuple[Int4, torch.Tensor]:
+    """A random weight whose groups have `size` columns, and x[rows, depth]."""
+    generator = torch.Generator(device).manual_seed(0)
+    q = torch.randint(16, (columns, depth), generator=generator, device=device, dtype=torch.int32)
+    scales = 0.01 + 0.01 * torch.rand((columns, -(-depth // size)), generator=generator, device=device)
+    zeros = torch.randint(17, scales.shape, generator=generator, device=device, dtype=torch.int32)
+    weight = Int4.of(q, scales.to(dtype), zeros if has_zeros else None, dtype)
+    assert weight is not None
+    return weight, torch.randn((rows, depth), generator=generator, device=device).to(dtype)

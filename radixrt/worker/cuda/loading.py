@@ -102,7 +102,7 @@ def _make(
 def graph_tokens(config: WorkerConfig, loaded: Loaded, model: Decoder) -> int:
     """The most tokens of a step that runs as piecewise CUDA graphs."""
     most = GROUP_TOKENS if config.tensor_parallel_size > 1 else config.max_num_batched_tokens
-    return min(most, config.max_num_batched_tokens, most_tokens(loaded.spec, model.is_fp8))
+    return min(most, config.max_num_batched_tokens, most_tokens(loaded.spec, model.is_fp8 or model.is_int4))
 
 
 def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:

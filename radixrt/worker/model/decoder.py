@@ -12,6 +12,7 @@ from radixrt.worker.model.blocks import NoMixer
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.delta_net import DeltaNet, Mix
 from radixrt.worker.model.experts_beside import ExpertsBeside
+from radixrt.worker.model.int4 import Int4Linear
 from radixrt.worker.model.layers import Attend, Layer, NoNorm, Ops, TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.mamba_mixer import Mamba
@@ -87,6 +88,11 @@ class Decoder:
         """Whether most weights are in FP8, judged by the last layer's MLP or experts."""
         mlp = self._layers[-1].mlp
         return mlp.experts.is_fp8 if isinstance(mlp, (Mixture, ExpertsBeside)) else mlp.rounding is not None
+
+    @property
+    def is_int4(self) -> bool:
+        """Whether most weights are in INT4, judged by the last layer's MLP; not for experts."""
+        return isinstance(getattr(self._layers[-1].mlp, "gate_up", None), Int4Linear)
 
     @property
     def own_width(self) -> int:

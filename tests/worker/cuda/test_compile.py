@@ -249,6 +249,24 @@ for t, kind, half in [*few, *more] if every else few[-1:]:
         build(int4._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
 """
 
+SPECIALISED = """
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+
+def build_specialised(kernel, types, constants):
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    built = compile(GluonASTSource(kernel, signature, fixed), target=target, options={"num_warps": 4})
+    assert built.metadata.shared < 230_000
+    waits_first(built)
+    return built
+
+
+def box(rows, columns, kind="bf16"):
+    return f"tensordesc<{kind}[{rows}, {columns}],{gl.NVMMASharedLayout(128, 32 if kind == 'i32' else 16)!r}>"
+"""
+
 ATTENTION = """
 kinds = (fp8, tl.float16, 1, [0, 2]), ("*bf16", tl.bfloat16, 2, [1])
 for (pages, dot, size, some), dim in [(kind, dim) for kind in kinds for dim in ((128, 256) if every else (128,))]:
@@ -303,18 +321,8 @@ build(attend._merge_kernel, pointers, {}, constants, 1)
 constants = {"HEADS": 32, "DIM": 64, "SOME": 16, "WIDTH": 64}
 build(sinks._sink_kernel, ["*bf16", "*fp32", "*fp32"], {}, constants)
 if int(sys.argv[1]) == 90:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     from radixrt.worker.cuda import hopper, hopper_experts, hopper_gated
     from radixrt.worker.cuda import hopper_full as full
-
-    def build_specialised(kernel, types, constants):
-        signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-        fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-        built = compile(GluonASTSource(kernel, signature, fixed), target=target, options={"num_warps": 4})
-        assert built.metadata.shared < 230_000
-        waits_first(built)
 
     kernel = hopper._attend_specialised
     for causal in (False, True) if every else (True,):
@@ -349,14 +357,42 @@ if int(sys.argv[1]) == 90:
     for gated in (False, True) if every else (True,):
         build_specialised(hopper_experts._product_specialised, types, constants | {"GATED": gated, "BIAS": gated})
 
-    def box(rows, columns):
-        return f"tensordesc<bf16[{rows}, {columns}],{gl.NVMMASharedLayout(128, 16)!r}>"
-
     names = "ROWS", "PART", "DEPTH", "STAGES", "GROUP", "MULTIPLY_REGISTERS", "FEED_REGISTERS"
     constants = {name: getattr(hopper_gated, name) for name in names} | {"ACTIVATION": 0, "EARLY": True}
     types = dict.fromkeys(("tiles", "blocks", "columns", "depth"), i)
     types |= {"x_there": box(128, 64), "w_there": box(128, 64), "out_there": box(64, 128)}
     build_specialised(hopper_gated._gated_specialised, types, constants)
+"""
+
+HOPPER_INT4 = """
+from types import SimpleNamespace
+
+from triton.runtime import driver
+
+from radixrt.worker.cuda import hopper_int4
+
+built = []
+
+
+def launch(kernel, grid, cache, *arguments, **options):  # as `launching.launch`, but compiles only
+    built.append(kernel.run(*arguments, True, grid=grid, warmup=True, launch_pdl=True, **options))
+
+
+hopper_int4.launching.launch = launch
+methods = ("get_current_target", target), ("get_current_device", 0), ("get_current_stream", 0)
+driver.set_active(SimpleNamespace(**{name: lambda *_, value=value: value for name, value in methods}))
+kind = next(kind for kind in hopper_int4.KINDS if str(kind.tokens) == sys.argv[2])
+dtype, size = (torch.float16, 32) if kind.tokens == 32 else (torch.bfloat16, 128)
+weight, x = int4.drawn(torch.device("cpu"), dtype, 200, 1152, size, True, 40)
+for splits, bias in ((1, None), (2, torch.zeros(200, dtype=dtype))):
+    out = torch.empty((40, 200), dtype=dtype)
+    hopper_int4.multiply(x, weight, out, kind, splits, bias=bias, add=bias is not None)
+for one in built:
+    assert one.metadata.shared < 232_448
+    waits_first(one)
+    # The assembler serializes products if it sees no other way, and waits for each. Here four follow each other.
+    assert one.asm["sass"].count("HGMMA") >= 4 * one.asm["sass"].count("WARPGROUP.DEPBAR") > 0, "serialized"
+    assert "STL" not in one.asm["sass"], "too many registers"
 """
 
 MEMORY = """
@@ -404,7 +440,13 @@ for tile, scales, capability, room in [(*tile, *chip) for tile in tiles for chip
 def test_all_kernels_compile(script, capability, which, tmp_path):
     """Each kernel; of products, attention and what rounds either all variants or some, among them those that need most
     memory. Products by blocks are compiled below."""
-    run(BEGIN + script, tmp_path, str(capability), which)
+    run(BEGIN + SPECIALISED + script, tmp_path, str(capability), which)
+
+
+@pytest.mark.parametrize("tokens", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 128, 256))])
+def test_products_in_int4_on_hopper(tokens, tmp_path):
+    """Launched as they are on a GPU, they compile, to products that are not serialized."""
+    run(BEGIN + HOPPER_INT4, tmp_path, "90", str(tokens))
 
 
 @pytest.mark.slow

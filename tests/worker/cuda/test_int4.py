@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 
-from radixrt.worker.cuda import int4, ops
+from radixrt.worker.cuda import hopper_int4, int4, ops
+from radixrt.worker.cuda.products import of_hopper
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
@@ -48,6 +52,18 @@ def test_every_word_is_expanded_to_what_is_meant(size, has_zeros, half, device):
         assert torch.equal(out, weight.dequantized()[2:])
 
 
+def test_a_kernel_that_dequantizes_is_found_again(half, device, monkeypatch):
+    """By its cache, whichever rows of a weight it is launched for."""
+    caches = []
+    monkeypatch.setattr(int4, "launch", lambda kernel, grid, cache, *_, **__: caches.append(cache))
+    for depth in (256, 512):
+        weight = make(130, depth, 64, True, half, device)
+        for first in (0, 64):
+            int4.dequantize(weight, torch.empty((64, depth), dtype=half, device=device), first)
+    assert caches[0] is caches[1] and caches[2] is caches[3]
+    assert not any(cache is None for cache in caches) and caches[0] is not caches[2]
+
+
 @pytest.mark.parametrize(("size", "has_zeros"), KINDS)
 def test_multiply(size, has_zeros, half, device):
     weight = make(130, 1024, size, has_zeros, half, device)
@@ -85,6 +101,78 @@ def test_columns_that_do_not_fill_a_block(depth, half, device):
     for splits in (1, 2):
         int4.multiply(x, weight, out, int4.FEW, splits)
         assert error(out, x.float() @ weight.dequantized().float().t()) < 4e-3
+
+
+@pytest.fixture
+def hopper(half, device) -> ModuleType:
+    """The kernel for Hopper, which Triton's interpreter does not know."""
+    if not of_hopper(device):
+        pytest.skip("no Hopper")
+    found = int4._hopper_int4(device, half)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(32, 60), (64, 90), (128, 300), (256, 550)])
+def test_the_kernel_for_hopper(tokens, rows, hopper, half, device):
+    """Of every tile: partly filled ones, several for each program, K in parts, with a bias and added to a residual."""
+    if half is torch.float16:
+        pytest.skip("it takes long to compile them")
+    for columns, depth, programs in ((200, 1160, 132), (264, 3 * 256, 2)):
+        weight = make(columns, depth, 128 if depth % 256 == 0 else depth, True, half, device)
+        x, bias = torch.randn(rows, depth, device=device).to(half), torch.randn(columns, device=device).to(half)
+        residual = torch.randn(rows, columns, device=device).to(half)
+        expected = x.float() @ weight.dequantized().float().t()
+        kind = next(kind for kind in hopper.KINDS if kind.tokens == tokens)
+        for splits in (1, 3):
+            out = [torch.full_like(residual, torch.nan) for _ in range(3)]
+            for one in out:
+                hopper.multiply(x, weight, one, kind, splits, programs=programs)
+            assert error(out[0], expected) < 4e-3 and all(torch.equal(one, out[0]) for one in out)
+            added = residual.clone()
+            hopper.multiply(x, weight, added, kind, splits, bias=bias, add=True, programs=programs)
+            assert error(added, expected + bias.float() + residual.float()) < 4e-3
+    assert hopper._counts(device).count_nonzero() == 0
+
+
+def test_some_rows_are_multiplied_by_the_kernel_for_hopper(half, device, monkeypatch):
+    """If the copy engine can copy them, and their results may depend on the batch."""
+    calls: list[int] = []
+    kernel = SimpleNamespace(
+        fits=lambda x, weight, out: weight.rows % 8 == 0,
+        plan=lambda *_: (int4.FEW, 1),
+        multiply=lambda x, *more, **options: (calls.append(len(x)), int4.multiply(x, *more, **options)),
+    )
+    monkeypatch.setattr(int4, "HOPPER", (3, 5))
+    monkeypatch.setattr(int4, "_hopper_int4", lambda *_: kernel)
+    for columns, batch_invariant in ((72, False), (70, False), (72, True)):
+        weight = make(columns, 256, 128, False, half, device)
+        for rows in (2, 3, 5, 6):
+            x = torch.randn(rows, 256, device=device).to(half)
+            found = int4.int4_linear(x, weight, None, batch_invariant)
+            assert error(found, x.float() @ weight.dequantized().float().t()) < 4e-3
+    assert calls == [3, 5]
+
+
+def test_what_tiles_the_kernel_for_hopper_takes():
+    for rows, columns, depth in itertools.product((1, 16, 17, 100, 256, 300, 2000), (1024, 28672), (256, 1280, 14336)):
+        kind, splits = hopper_int4.plan(rows, columns, depth, 132)
+        blocks = -(-depth // 256)
+        assert kind.tokens < 2 * max(rows, 17) and 1 <= splits <= hopper_int4.MOST_SPLITS
+        assert (splits - 1) * -(-blocks // splits) < blocks, "a part of K is empty"
+    # As few rounds as possible, of as many tiles as there are multiprocessors.
+    assert hopper_int4.plan(128, 28672, 4096, 132)[1] == 1 and hopper_int4.plan(128, 4096, 14336, 132)[1] == 4
+    assert hopper_int4.plan(2048, 28672, 4096, 132)[0].tokens == 256
+
+
+@pytest.mark.parametrize(("size", "has_zeros"), KINDS)
+def test_the_kernel_for_hopper_expands_what_is_meant(size, has_zeros, hopper, half, device):
+    """To the last bit: each row of x has one column."""
+    weight = make(136, 256, size, has_zeros, half, device)
+    x, out = torch.eye(256, dtype=half, device=device)[:32], torch.empty(32, 136, dtype=half, device=device)
+    for first in range(0, 256, 32):
+        hopper.multiply(x.roll(first, 1).contiguous(), weight, out, hopper.KINDS[0], 1)
+        assert torch.equal(out, weight.dequantized().t()[first : first + 32])
 
 
 def test_sums_are_always_added_in_the_same_order(half, device):

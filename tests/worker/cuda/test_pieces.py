@@ -43,11 +43,12 @@ def test_small_layers_have_graphs_of_longer_steps():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "budget", "tokens"), [(1, 8192, 3072), (2, 8192, 1024), (1, 700, 700), (2, 700, 700)]
+    ("ranks", "budget", "is_int4", "tokens"),
+    [(1, 8192, False, 3072), (1, 8192, True, 4096), (2, 8192, True, 1024), (1, 700, False, 700), (2, 700, True, 700)],
 )
-def test_no_more_than_a_step_may_have(ranks, budget, tokens):
+def test_no_more_than_a_step_may_have(ranks, budget, is_int4, tokens):
     config = WorkerConfig(tensor_parallel_size=ranks, max_num_batched_tokens=budget)
-    loaded, model = SimpleNamespace(spec=read_spec(SHAPES["qwen3-30b"])), SimpleNamespace(is_fp8=False)
+    loaded, model = SimpleNamespace(spec=read_spec(SHAPES["qwen3-30b"])), SimpleNamespace(is_fp8=False, is_int4=is_int4)
     assert graph_tokens(config, loaded, model) == tokens
 
 
