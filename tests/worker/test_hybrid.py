@@ -31,7 +31,11 @@ def cached(engine: Engine, *asked: list[int]) -> tuple[list[list[int]], list[int
     return [engine.tokens(id) for id in ids], [engine.last(id).cached_tokens for id in ids]
 
 
-@pytest.fixture(params=FAMILIES)
+ALIKE = ("qwen3_5_text", "qwen3_5_moe_text", "bamba")
+"""Families whose layers are others' here."""
+
+
+@pytest.fixture(params=[pytest.param(x, marks=pytest.mark.slow) if x in ALIKE else x for x in FAMILIES])
 def model(request, checkpoint):
     """(folder, the first 12 tokens that transformers gives after a prompt)"""
     folder, reference = checkpoint(request.param)
@@ -62,7 +66,7 @@ def test_forks_and_branches(model):
     assert cached(engine, *branches[1:]) == (expected[1:], [110, 110])
 
 
-@pytest.mark.parametrize("states", [1, 2, 3, 30])
+@pytest.mark.parametrize("states", [1, 3, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 30))])
 def test_few_states_and_pages(model, states):
     folder, answer = model
     engine = Engine(load(folder, max_total_tokens=600, max_mamba_cache_size=states), chunk=64)

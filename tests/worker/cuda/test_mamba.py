@@ -170,7 +170,10 @@ def test_padding_is_not_stored(device):
 
 
 @pytest.mark.usefixtures("steady_products")
-@pytest.mark.parametrize(("way", "first", "end", "all_"), [("by_chunks", 20, 90, 150), ("by_tokens", 3, 14, 20)])
+@pytest.mark.parametrize(
+    ("way", "first", "end", "all_"),
+    [("by_chunks", 20, 90, 150), pytest.param("by_tokens", 3, 14, 20, marks=pytest.mark.slow)],
+)
 def test_results_do_not_depend_on_what_else_is_in_the_step(way, first, end, all_, device):
     for spec in specs(device):
         case = Case(spec, all_, device)

@@ -67,7 +67,7 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         pytest.param("olmo_hybrid", marks=pytest.mark.slow),
         pytest.param("kimi_linear", marks=pytest.mark.slow),
         pytest.param("lfm2", marks=pytest.mark.slow),
-        "nemotron_h",
+        pytest.param("nemotron_h", marks=pytest.mark.slow),
         pytest.param("granitemoehybrid", marks=pytest.mark.slow),
         pytest.param("bamba", marks=pytest.mark.slow),
         pytest.param("falcon_h1", marks=pytest.mark.slow),

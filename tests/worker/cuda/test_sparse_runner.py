@@ -28,6 +28,7 @@ def index_of(plan: Plan, id: int) -> int:
 
 
 @pytest.mark.usefixtures("steady_products")
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_exact_results_do_not_depend_on_the_batch(page_size, tmp_path, monkeypatch):
     """In one chunk, in many, in company and after a hit, to the last bit, if products are (here by one row at a
