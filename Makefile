@@ -1,5 +1,5 @@
 # make demo   installs into .venv, runs a small agent on two CPU workers, prints the hit-rate report
-# make test   installs what tests need, runs the linter and all tests in two processes
+# make test   installs what tests need, runs the linter and all tests in three processes
 #             (a single file: .venv/bin/python -m pytest FILE)
 # make bench  runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
@@ -19,7 +19,7 @@ demo: .venv/installed
 test test-slow: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/installed-test lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow

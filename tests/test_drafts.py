@@ -18,11 +18,15 @@ NOTES = "Here are the notes.\nThe access code of the old mill is 4817. The owner
 ASKED = "What is the access code of the old mill?"
 SCHEMA = '{"type": "array", "items": {"type": "string"}, "minItems": 6}'
 WAYS = {
-    "a stop string in the middle of what is repeated": {"max_tokens": 90, "ignore_eos": True, "stop": ["tower?The o"]},
     "several, drawn": {"max_tokens": 16, "ignore_eos": True, "temperature": 0.5, "seed": 7},
     "penalized a little": {"max_tokens": 24, "ignore_eos": True, "repetition_penalty": 1.01, "frequency_penalty": 0.01},
     "by a schema": {"max_tokens": 40, "grammar": Grammar("json_schema", SCHEMA)},
-    "with log-probabilities": {"max_tokens": 90, "ignore_eos": True, "logprobs": 1, "stop": ["tower?The o"]},
+    "a stop string in the middle of what is repeated": {
+        "max_tokens": 90,
+        "ignore_eos": True,
+        "logprobs": 1,
+        "stop": ["tower?The o"],
+    },
 }
 
 

@@ -428,19 +428,15 @@ for tile, scales, capability, room in [(*tile, *chip) for tile in tiles for chip
 """
 
 
-@pytest.mark.parametrize(
-    ("capability", "which"),
-    [
-        (90, "some"),
-        pytest.param(90, "every", marks=pytest.mark.slow),
-        pytest.param(80, "every", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("script", [MOST, MAMBA, PACKED, ATTENTION], ids=["most", "mamba", "packed", "attention"])
-def test_all_kernels_compile(script, capability, which, tmp_path):
+SCRIPTS = {"most": MOST, "attention": ATTENTION, "mamba": MAMBA, "packed": PACKED}
+EVERY = [pytest.param(name, at, "every", marks=pytest.mark.slow) for name in SCRIPTS for at in (90, 80)]
+
+
+@pytest.mark.parametrize(("name", "capability", "which"), [("most", 90, "some"), ("attention", 90, "some"), *EVERY])
+def test_all_kernels_compile(name, capability, which, tmp_path):
     """Each kernel; of products, attention and what rounds either all variants or some, among them those that need most
     memory. Products by blocks are compiled below."""
-    run(BEGIN + SPECIALISED + script, tmp_path, str(capability), which)
+    run(BEGIN + SPECIALISED + SCRIPTS[name], tmp_path, str(capability), which)
 
 
 @pytest.mark.parametrize("tokens", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 128, 256))])

@@ -34,6 +34,11 @@ def specs(device: torch.device) -> list[DeltaSpec]:
     return ON_GPU if device.type == "cuda" else [SMALL, WIDE, ODD, EACH]
 
 
+def some(device: torch.device) -> list[DeltaSpec]:
+    """For tests that take long in the interpreter: without half of `specs` there."""
+    return ON_GPU if device.type == "cuda" else [WIDE, EACH]
+
+
 def limit(device: torch.device) -> float:
     """The largest relative error. On a GPU of bfloat16, elsewhere of float32."""
     return 1e-2 if device.type == "cuda" else 1e-5
@@ -196,7 +201,7 @@ def test_padding_is_not_stored(device):
     [("by_chunks", 20, 90, 150), pytest.param("by_tokens", 3, 14, 20, marks=pytest.mark.slow)],
 )
 def test_results_do_not_depend_on_what_else_is_in_the_step(way, first, end, all_, device):
-    for spec in specs(device):
+    for spec in some(device):
         case = Case(spec, all_, device)
         together = case.states()
         out = getattr(case, way)([1, 2, 3], [0, first, end, all_], states=together)
@@ -207,7 +212,7 @@ def test_results_do_not_depend_on_what_else_is_in_the_step(way, first, end, all_
 
 def test_token_by_token_it_does_not_matter_where_steps_end(device):
     """To the last bit: warm is cold, and a decode is what a prompt would have been."""
-    for spec in specs(device):
+    for spec in some(device):
         case = Case(spec, 20, device)
         whole, cut = case.states(), case.states()
         out = case.by_tokens([4], [0, 20], states=whole)
@@ -218,7 +223,7 @@ def test_token_by_token_it_does_not_matter_where_steps_end(device):
 
 
 def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
-    for spec in specs(device):
+    for spec in some(device):
         case = Case(spec, 200, device)
         whole, cut = case.states(), case.states()
         out = case.by_chunks([4], [0, 200], states=whole)
@@ -346,7 +351,7 @@ def test_states_are_stored_within_a_step(way, few, device, monkeypatch):
     monkeypatch.setattr(convolutions, "FEW", few)
     on_cpu = device.type == "cpu"
     first, second, end = (4, 9, 14) if on_cpu and way == "by_tokens" else (70, 140, 150)
-    for spec in specs(device):
+    for spec in some(device):
         case = Case(spec, end + 5, device)
         within, alone = case.states(), case.states()
         run = getattr(case, way)

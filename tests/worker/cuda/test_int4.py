@@ -75,7 +75,7 @@ def test_multiply(size, has_zeros, half, device):
         assert error(out, expected) < 4e-3
 
 
-@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("tile", TILES)
 def test_all_tiles(tile, splits, half, device):
     """Also if some of the programs that K is divided among have nothing to do."""

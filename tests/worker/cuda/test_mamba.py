@@ -41,6 +41,11 @@ def specs(device: torch.device) -> list[MambaSpec]:
     return ON_GPU if device.type == "cuda" else [SMALL, LIMITED, UNNORMED]
 
 
+def some(device: torch.device) -> list[MambaSpec]:
+    """For tests that take long in the interpreter: without one of `specs` there."""
+    return ON_GPU if device.type == "cuda" else [SMALL, LIMITED]
+
+
 class Case:
     """A mixer with random weights, states and projections of some tokens; states of several layers lie side by side."""
 
@@ -175,7 +180,7 @@ def test_padding_is_not_stored(device):
     [("by_chunks", 20, 90, 150), pytest.param("by_tokens", 3, 14, 20, marks=pytest.mark.slow)],
 )
 def test_results_do_not_depend_on_what_else_is_in_the_step(way, first, end, all_, device):
-    for spec in specs(device):
+    for spec in some(device):
         case = Case(spec, all_, device)
         together = case.states()
         out = getattr(case, way)([1, 2, 3], [0, first, end, all_], states=together)
@@ -197,7 +202,7 @@ def test_token_by_token_it_does_not_matter_where_steps_end(device):
 
 
 def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
-    for spec in specs(device):
+    for spec in some(device):
         case = Case(spec, 200, device)
         whole, parted = case.states(), case.states()
         out = case.by_chunks([4], [0, 200], states=whole)
@@ -240,7 +245,7 @@ def test_small_time_steps_are_exact(device):
 def test_states_are_stored_within_a_step(way, device):
     """They are those of a step that ends there; and what follows is the same, to the last bit."""
     first, second, end = (4, 9, 14) if device.type == "cpu" and way == "by_tokens" else (70, 140, 150)
-    for spec in specs(device):
+    for spec in some(device):
         case = Case(spec, end + 5, device)
         within, alone = case.states(), case.states()
         run = getattr(case, way)
