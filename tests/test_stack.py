@@ -410,7 +410,7 @@ def test_a_worker_may_join_and_leave(pair, folder):
             process.wait()
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_of_two_workers_of_one_name_the_later_serves(pair, folder, told):
     """The other one ends by itself, and says why, or is stopped before; its end does not disturb the later one."""
     address, running = pair

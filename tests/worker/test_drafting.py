@@ -446,7 +446,7 @@ class Told(Drafter):
     ("family", "settings"),
     [
         ("llama", {}),
-        ("llama", {"kv_cache_dtype": "fp8_e4m3", "page_size": 4}),
+        pytest.param("llama", {"kv_cache_dtype": "fp8_e4m3", "page_size": 4}, marks=pytest.mark.slow),
         ("gpt_oss", {}),
         pytest.param("gpt_oss", {"kv_cache_dtype": "fp8_e4m3", "page_size": 4}, marks=pytest.mark.slow),
     ],

@@ -248,7 +248,7 @@ def greedy(model: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("family", "changes"), VARIANTS, ids=IDS)
-@pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (16, 33)])
+@pytest.mark.parametrize(("page_size", "chunk"), [(16, 33), pytest.param(1, 512, marks=pytest.mark.slow)])
 def test_logits_are_those_of_transformers(checkpoint, family, changes, page_size, chunk):
     folder, model = checkpoint(family, **changes)
     prompt = prompts(1, 150, 150)[0]

@@ -142,7 +142,7 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True, "FLIPPED": flipped}
     numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
-for half, page in (("*bf16", 1), ("*fp32", 16)):
+for half, page in (("*bf16", 1), ("*fp32", 16))[: 2 if every else 1]:
     constants = {"HEADS": 64, "DIM": 128, "PAGE": page, "ROWS": 64, "WIDTH": 128, "KEYS": sparse.KEYS, "FINITE": 3e38}
     pointers = [half, "*fp32", half, "*i32", "*i32", "*fp32"]
     build(sparse._index_scores_kernel, pointers, {"stride": i, "columns": i}, constants, 8)
@@ -174,13 +174,14 @@ pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32"]
 chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16, "FACTORS": delta_chunks.FACTORS}
 constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
 odd = {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16}
-for more in ({}, odd):
+for more in ({}, odd) if every else ({},):
     build(delta_chunks._within_kernel, pointers, numbers, constants | {"WIDE": 128} | more, t.within_warps, 1)
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*bf16", "*fp32"]
 constants = {"ROWS": delta_chunks.ROWS} | {name: x for name, x in constants.items() if name != "FACTORS"}
-build(delta_chunks._within_each_kernel, pointers, numbers, constants, t.each_warps, 1, room=room)
+if every:
+    build(delta_chunks._within_each_kernel, pointers, numbers, constants, t.each_warps, 1, room=room)
 constants = chunks | fields | {"COLUMNS": t.columns, "STAGES": t.stages, "WIDE": 128}
-for more in ({"EACH": False}, {"EACH": True}, {"EACH": False} | odd):
+for more in ({"EACH": False}, {"EACH": True}, {"EACH": False} | odd)[: 3 if every else 1]:
     pointers = [*["*bf16"] * 3, "*fp32", "*bf16" if more["EACH"] else "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
     build(delta_chunks._across_kernel, pointers, numbers, constants | more, t.warps, room=room)
 """
@@ -314,7 +315,8 @@ constants = {"ROWS": variant.rows, "KEYS": variant.keys, "ITEM": 8, "HALF_TYPE":
 numbers = dict.fromkeys(("first", "k_stride", "v_stride"), i) | {"scale": f, "v_scale": f}
 pointers = ["*bf16"] * 4 + ["*i32", "*bf16", "*fp32", "*fp32"]
 room = variants.room() if int(sys.argv[1]) == 90 else 100_000
-build(full_heads._attend_full_kernel, pointers, numbers, heads | constants, variant.warps, variant.stages, room)
+if every:
+    build(full_heads._attend_full_kernel, pointers, numbers, heads | constants, variant.warps, variant.stages, room)
 constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE, "SINKS": True}
 pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*fp32", "*bf16"]
 build(attend._merge_kernel, pointers, {}, constants, 1)

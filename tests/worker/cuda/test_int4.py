@@ -197,7 +197,7 @@ def test_a_weight_is_dequantized_a_part_at_a_time(half, device, monkeypatch):
     assert error(residual, 2 * expected) < 4e-3
 
 
-@pytest.mark.parametrize("rows", [0, 1, 16, 17, 60, 200])
+@pytest.mark.parametrize("rows", [0, 1, 17, 200, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 60))])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_linear(rows, batch_invariant, half, device, monkeypatch):
     """As torch's reference: the result alone, written to a place, and added to another result."""
