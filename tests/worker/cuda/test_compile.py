@@ -349,14 +349,15 @@ if int(sys.argv[1]) == 90:
         MULTIPLY_REGISTERS=full.MULTIPLY_REGISTERS, FEED_REGISTERS=full.FEED_REGISTERS, EARLY=True,
     )
     types |= {"first_head": i, "scale": f, "v_scale": f}
-    build_specialised(full._attend_full_specialised, types, constants)
+    if every:
+        build_specialised(full._attend_full_specialised, types, constants)
 
     rows = f"tensordesc<bf16[64, {hopper_experts.DEPTH}],{gl.NVMMASharedLayout(128, 16)!r}>"
     types = {"x_there": rows, "w_there": rows.replace("64,", f"{hopper_experts.PART},", 1), "tiles_ptr": "*i32"}
     types |= {"bias_ptr": "*bf16", "out_ptr": "*bf16"} | dict.fromkeys(("tiles", "blocks", "columns", "depth"), i)
     names = "PART", "DEPTH", "STAGES", "GROUP", "MULTIPLY_REGISTERS", "FEED_REGISTERS"
     constants = {name: getattr(hopper_experts, name) for name in names} | {"ACTIVATION": 3, "FIELDS": 3, "EARLY": True}
-    for gated in (False, True) if every else (True,):
+    for gated in (False, True) if every else ():
         build_specialised(hopper_experts._product_specialised, types, constants | {"GATED": gated, "BIAS": gated})
 
     names = "ROWS", "PART", "DEPTH", "STAGES", "GROUP", "MULTIPLY_REGISTERS", "FEED_REGISTERS"

@@ -189,6 +189,7 @@ def test_results_do_not_depend_on_what_else_is_in_the_step(way, first, end, all_
         assert torch.equal(states.rule[2], together.rule[2]) and torch.equal(states.conv[2], together.conv[2])
 
 
+@pytest.mark.slow
 def test_token_by_token_it_does_not_matter_where_steps_end(device):
     """To the last bit: warm is cold, and a decode is what a prompt would have been."""
     for spec in specs(device):
