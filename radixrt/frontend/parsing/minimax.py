@@ -20,12 +20,10 @@ from typing import Any
 from radixrt.frontend.parsing.formats import Function, Functions, one_after_another, read_section, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps
-from radixrt.frontend.parsing.tagged import Tags, content_of, read_arguments
+from radixrt.frontend.parsing.tagged import QUOTED, Tags, content_of, read_call
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE, INVOKE_END = '<invoke name="', "</invoke>"
-QUOTED = '">'
-"""What comes after a name."""
 _NAME = re.compile(r'[^"<>\n]')
 ARGUMENT = Tags('<parameter name="', (QUOTED,), "</parameter>", _NAME)
 
@@ -41,20 +39,8 @@ class MiniMax:
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        call = partial(self._call, reader, sink, functions)
+        call = partial(read_call, reader, sink, functions, INVOKE, INVOKE_END, ARGUMENT)
         yield from read_section(reader, sink, self.marks, hidden, call, (INVOKE,))
-
-    def _call(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
-        """Read a call to its end, if one comes next, and otherwise only white space. Returns whether there was one."""
-        yield from reader.space()
-        start = reader.at
-        name = (yield from reader.word(_NAME)) if (yield from reader.take(INVOKE)) else ""
-        if not name or not (yield from reader.take(QUOTED)):
-            reader.at = start
-            return False
-        sink.call(name)
-        yield from read_arguments(reader, sink, functions.get(name, {}), ARGUMENT, INVOKE_END)
-        return True
 
     # ------------------------------------------------------------ writing
 

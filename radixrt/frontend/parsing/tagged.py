@@ -9,11 +9,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Schema, read_json
+from radixrt.frontend.parsing.formats import Function, Functions, Schema, read_json
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
 _REFERENCE = re.compile(r"#/(?:\$defs|definitions)/([^/]+)")
+QUOTED = '">'
+"""What comes after a name in quotes."""
 MOST_REFERENCES = 16
 MOST_SPACE = 2
 """The most consecutive white-space characters that a grammar allows."""
@@ -52,6 +54,20 @@ def read_arguments(reader: Reader, sink: Sink, schema: Schema, tags: Tags, close
     written = [mark for mark, _ in tags.kinds]
     if closed or (whole and not reader.ends_within((tags.begin, *tags.between, *written, close))):
         sink.arguments("{}" if before == "{" else "}")
+
+
+def read_call(reader: Reader, sink: Sink, functions: Functions, begin: str, close: str, tags: Tags) -> Steps[bool]:
+    """Read a call from `begin`, which ends before its name, to `close`, if one comes next, and otherwise only white
+    space. Returns whether there was one."""
+    yield from reader.space()
+    start = reader.at
+    name = (yield from reader.word(tags.name)) if (yield from reader.take(begin)) else ""
+    if not name or not (yield from reader.take(QUOTED)):
+        reader.at = start
+        return False
+    sink.call(name)
+    yield from read_arguments(reader, sink, functions.get(name, {}), tags, close)
+    return True
 
 
 def _name(reader: Reader, tags: Tags) -> Steps[str]:
