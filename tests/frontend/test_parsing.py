@@ -228,6 +228,7 @@ FOUND += [
     ("minimax", SECTION + minimax("a b", x='{"k": 1}') + SECTION_END, call(0, "a b", '{"x": {"k": 1}}')),
     ("minimax", SECTION + minimax("f", a="1") + " oh" + SECTION_END, [*F_CALL, Content("oh" + SECTION_END)]),
     ("minimax", SECTION + minimax("f", a="1") + "\n</minimax:to", F_CALL),
+    ("minimax", SECTION + minimax("f", a="1") + '\n<invoke name="">x', [*F_CALL, Content('<invoke name="">x')]),
     ("minimax", SECTION + minimax("f", a="1") + "\n<invoke na", F_CALL),
     ("minimax", SECTION + minimax("f", a="1")[:-4], call(0, "f", '{"a": 1')),
     ("minimax", SECTION + '<invoke name="f"><parameter name="te', call(0, "f", "")[:1]),
