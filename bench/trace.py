@@ -120,13 +120,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-30b", choices=SHAPES)
     parser.add_argument("--steps", default="1x1024,64x1024,128+16384,600+8192,8192+0")
+    parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--quantization", default="auto", choices=("auto", "fp8", "none"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SHAPES[args.shape]))
-        worker = resolve(
-            WorkerConfig(model=folder, device="cuda", load_format="dummy", quantization=args.quantization)
-        )
+        settings = {"quantization": args.quantization, "attention_backend": args.attention_backend}
+        worker = resolve(WorkerConfig(model=folder, device="cuda", load_format="dummy", **settings))
         runner = load_runner(worker)
         bench = Bench(runner, worker.max_num_seqs, worker.max_num_batched_tokens, 32768)
         layers = SHAPES[args.shape]["num_hidden_layers"]
