@@ -130,6 +130,30 @@ def test_exact_results_do_not_depend_on_the_batch(device, monkeypatch):
     assert taken == set(packed_experts.MANY)
 
 
+@pytest.mark.parametrize("changes", [{}, {"gate_up_bias": None, "down_bias": None, "activation": "silu"}])
+@pytest.mark.parametrize(("hidden", "inner", "before"), [(192, 136, 0), (320, 200, 24)])
+@pytest.mark.parametrize("rows", [32, 64, 128, 256])
+def test_many_rows_on_hopper(rows, hidden, inner, before, changes, device, monkeypatch):
+    """By the kernel for it, with each of its tiles: experts with no rows, with a whole tile and more; sizes that tiles
+    do not divide, and columns that begin within a block; more tiles than multiprocessors."""
+    if device.type == "cpu" or not (hopper := packed_experts._hopper(device)):
+        pytest.skip("no GPU of Hopper")
+    kind = next(kind for kind in hopper.KINDS if kind.rows == rows)
+    monkeypatch.setattr(hopper, "kind_for", lambda _: kind)
+    experts = make(40, hidden, inner, before, device, **changes)
+    x = torch.randn(4000, hidden, device=device).bfloat16()
+    numbers = torch.randint(0, 39, (4000, 1), dtype=torch.int32, device=device).clamp(min=12)
+    order = routing.sort(numbers, 40, rows)
+    made = hopper.product(fused.spread(x, order), order, experts.gate_up, None, kind=kind)
+    order = routing.sort(numbers, 40, packed_experts.MOST[1].rows)
+    expected = packed_experts.product(fused.spread(x, order), order, experts.gate_up, packed_experts.MOST[1], None)
+    assert error(made, expected) < 1e-2
+    found, residual = torch.zeros(2, 4000, hidden, device=device, dtype=torch.bfloat16)
+    fused.add(experts, x, found)
+    experts.one_by_one(x, residual, TorchOps())
+    assert error(found, residual) < 2e-2
+
+
 def test_tiles_that_are_left_over_are_not_computed(device):
     stack, x = stack_of(3, 64, 32, 0, device), torch.randn(3, 32, device=device)
     order = routing.sort(torch.ones(3, 1, dtype=torch.int32, device=device), 3, 16)
