@@ -27,7 +27,7 @@ from bench.worker import Bench
 from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.loading import load_runner
 
-NAME, SHOWN, RUNS = 44, 14, 3
+NAME, SHOWN, RUNS = 44, 12, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,9 @@ def show(what: str, wall_ms: float, kernels: list[Ran], runs: int, layers: int) 
     of_layer = next((name for name, own in ranked if len(own) in (runs * layers, runs * (layers - 1))), None)
     if of_layer is not None:
         at = [i for i, k in enumerate(kernels) if k.name == of_layer]
-        begin, end = at[len(at) // 2 - 1], at[len(at) // 2]
-        print("a layer: " + " | ".join(f"{k.name[:26]} {k.us:.1f}+{k.gap:.1f}" for k in kernels[begin:end]))
+        middle = len(at) // runs // 2  # of the first run
+        begin, end = at[middle - 1], at[middle]
+        print("a layer: " + " | ".join(f"{k.name[:20]} {k.us:.1f}+{k.gap:.1f}" for k in kernels[begin:end]))
 
 
 def decodes(bench: Bench, batch: int, context: int, layers: int) -> None:
