@@ -125,7 +125,7 @@ def on_hopper(layers: list[Experts], x: torch.Tensor) -> dict[str, float]:
     assert kernel is not None
     before, found = (kernel.FEWEST, kernel.kind_for), {}
     rows = len(x) * layers[0].top_k / len(layers[0].down)
-    for kind in (None, *(kind for kind in kernel.KINDS if rows / 8 <= kind.rows <= max(32, 4 * rows))):
+    for kind in (None, *(kind for kind in kernel.KINDS if rows / 4 <= kind.rows <= max(32, 4 * rows))):
         kernel.FEWEST, kernel.kind_for = (0, lambda _, kind=kind: kind) if kind else (1e9, None)
         wrong = error(layers[0], x)
         assert wrong < 2e-2, (kind, wrong)

@@ -1,13 +1,14 @@
 """Products of experts in MXFP4 (`model.mxfp4.PackedStack`) on Hopper: a persistent warp-specialized kernel.
 
-    two producers, 1 warp     words of a block of the weight's rows, and DEPTH elements of the tile's rows of x, by the
-                              copy engine, some stages ahead
+    producer, 1 warp          WIDTH elements of the tile's rows of x, and the words and scales of these columns of the
+                              weight's rows, by the copy engine, STAGES ahead
                                                       |  full            ^  empty
     two consumer warpgroups   64 rows of the weight each: expand words in registers, for the left operand, while the
                               columns before are multiplied; times x, the right operand
 
-It is `hopper_int4` for tiles of rows of one expert. With a gate, of every 16 rows that a warp multiplies 8 are of gate
-and 8 of up, the same ones: then each thread has both values of its results, and applies the gate to them.
+It is `hopper_int4` for tiles of rows of one expert; as there, few programs divide K. With a gate, of every 16 rows that
+a warp multiplies 8 are of gate and 8 of up, the same ones: then each thread has both values of its results, and applies
+the gate to them.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from radixrt.worker.cuda import kernels, launching, packed_experts, routing
-from radixrt.worker.cuda.hopper_experts import place
-from radixrt.worker.cuda.hopper_int4 import SETTLE, SETTLED
+from radixrt.worker.cuda.hopper_int4 import MOST_PARTS, SETTLE, SETTLED, _counts, _span, barrier
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.products import processors
 from radixrt.worker.cuda.routing import TILE_FIELDS
@@ -40,8 +40,7 @@ from radixrt.worker.model.mxfp4 import WIDTH, WORDS, PackedStack
 if TYPE_CHECKING:
     from radixrt.worker.cuda.routing import Order
 
-DEPTH, GROUP = 64, 8
-PARTS = WIDTH // DEPTH
+GROUP = 8
 HALF_ROWS = 64
 """Rows of the weight that are copied at once: two such parts are a tile's, of gate and up, or neighbouring rows."""
 MULTIPLY_REGISTERS, FEED_REGISTERS = 240, 24
@@ -62,94 +61,96 @@ def _expand(select: str) -> gl.constexpr:
     return gl.constexpr("\n".join([*lines, "}"]))
 
 
+FACTORS: gl.constexpr = gl.constexpr(
+    "{.reg .b32 x; add.u32 x, $4, 0x7E7E7E7E;"  # no byte overflows: see `mxfp4.LARGEST`
+    + "".join(f"prmt.b32 ${n}, x, 0, 0x{n}4{n}4; shr.b32 ${n}, ${n}, 1;" for n in range(4))
+    + "}"
+)
+"""PTX that makes pairs of bfloat16, 2**126 times a scale, of the four scales in a word."""
 HALVES: gl.constexpr = gl.constexpr(tuple(_expand(select).value for select in ("0x5410", "0x7632")))
 REGISTERS: gl.constexpr = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 6))
 
 
 @gluon.jit
-def _feed_words(
-    w_there, tiles_ptr, w_smem, full, empty, tiles, across, columns, blocks, GATED: gl.constexpr,
-    HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr,
+def _feed(
+    x_there, w_there, s_there, tiles_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns, blocks, splits,
+    before, SINGLE: gl.constexpr, GATED: gl.constexpr, WIDTH: gl.constexpr, HALF_ROWS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
+    BYTES: gl.constexpr = 2 * (x_there.block_type.nbytes + w_there.block_type.nbytes + s_there.block_type.nbytes)
     count = 0
-    for index in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
-        tile, block = place(index, tiles, across, GROUP)
+    for index in range(gl.program_id(0), tiles * across * splits, gl.num_programs(0)):
+        tile, block, begin, end = _span(index, tiles, across, blocks, splits, GROUP)
         at = tiles_ptr + tile * FIELDS
         if gl.load(at + 2) > 0:
             if GATED:
                 height = 2 * columns
-                apart = columns
-                row = gl.load(at) * blocks * height + block * HALF_ROWS
+                one = block * HALF_ROWS
+                other = one + columns
             else:
                 height = columns
-                apart = HALF_ROWS
-                row = gl.load(at) * blocks * height + block * 2 * HALF_ROWS
-            for _ in range(blocks):
+                one = block * 2 * HALF_ROWS
+                other = one + HALF_ROWS
+            if SINGLE:
+                row = 0
+            else:
+                row = gl.load(at + 1)
+            of_expert = gl.load(at) * blocks
+            for k in range(begin, end):
                 stage = count % STAGES
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, 2 * w_there.block_type.nbytes)
-                copy(w_there, [row, 0], bar, w_smem.index(stage).slice(0, HALF_ROWS))
-                copy(w_there, [row + apart, 0], bar, w_smem.index(stage).slice(HALF_ROWS, HALF_ROWS))
-                row += height
+                mbarrier.expect(bar, BYTES)
+                copy(s_there, [of_expert + k, one], bar, s_smem.index(2 * stage))
+                copy(s_there, [of_expert + k, other], bar, s_smem.index(2 * stage + 1))
+                copy(w_there, [(of_expert + k) * height + one, 0], bar, w_smem.index(2 * stage))
+                copy(w_there, [(of_expert + k) * height + other, 0], bar, w_smem.index(2 * stage + 1))
+                copy(x_there, [row, k * WIDTH - before], bar, x_smem.index(2 * stage))
+                copy(x_there, [row, k * WIDTH + WIDTH // 2 - before], bar, x_smem.index(2 * stage + 1))
                 count += 1
 
 
 @gluon.jit
-def _feed_x(
-    x_there, tiles_ptr, x_smem, full, empty, tiles, across, blocks, before, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr,
-):  # fmt: skip
-    count = 0
-    for index in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
-        tile, _ = place(index, tiles, across, GROUP)
-        at = tiles_ptr + tile * FIELDS
-        if gl.load(at + 2) > 0:
-            row = gl.load(at + 1)
-            for k in range(0, blocks * WIDTH, DEPTH):
-                stage = count % STAGES
-                bar = full.index(stage)
-                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, x_there.block_type.nbytes)
-                copy(x_there, [row, k - before], bar, x_smem.index(stage))
-                count += 1
-
-
-@gluon.jit
-def _words(
-    w_smem, full, empty, count, real, HALF: gl.constexpr, GATED: gl.constexpr, HALF_ROWS: gl.constexpr,
-    STAGES: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
-    """The words of a block, of the consumer's rows: int32[64, 16]; anything if it is not `real`."""
-    stage = count % STAGES
-    mbarrier.wait(full.index(stage), (count // STAGES) & 1, pred=real)
+def _words(w_smem, s_smem, stage, HALF: gl.constexpr, GATED: gl.constexpr, W: gl.constexpr):
+    """The words int32[64, 16] and the scales int32[64] of a block, of the consumer's rows."""
     if GATED:
-        PIECE: gl.constexpr = gl.DistributedLinearLayout(
+        WORDS: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 1], [0, 8]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 16]
         )
-        gate = w_smem.index(stage).slice(HALF * 32, 32).load(PIECE)
-        up = w_smem.index(stage).slice(HALF_ROWS + HALF * 32, 32).load(PIECE)
-        both = gl.join(gate, up).reshape([4, 8, 16, 2]).permute((0, 3, 1, 2)).reshape([64, 16])
-        w = gl.convert_layout(both, W, assert_trivial=True)
+        SCALES: gl.constexpr = gl.DistributedLinearLayout(
+            [], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]], [], [1, 32]
+        )
+        gate = w_smem.index(2 * stage).slice(HALF * 32, 32).load(WORDS)
+        up = w_smem.index(2 * stage + 1).slice(HALF * 32, 32).load(WORDS)
+        of_gate = s_smem.index(2 * stage).slice(HALF * 32, 32, 1).load(SCALES).reshape([32])
+        of_up = s_smem.index(2 * stage + 1).slice(HALF * 32, 32, 1).load(SCALES).reshape([32])
+        w = gl.join(gate, up).reshape([4, 8, 16, 2]).permute((0, 3, 1, 2)).reshape([64, 16])
+        scales = gl.join(of_gate, of_up).reshape([4, 8, 2]).permute((0, 2, 1)).reshape([64])
     else:
-        w = w_smem.index(stage).slice(HALF * HALF_ROWS, HALF_ROWS).load(W)
-    mbarrier.arrive(empty.index(stage), pred=real)
-    return w
+        SCALES: gl.constexpr = gl.DistributedLinearLayout(
+            [[0, 8]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[0, 16], [0, 32]], [], [1, 64]
+        )
+        w = w_smem.index(2 * stage + HALF).load(W)
+        scales = s_smem.index(2 * stage + HALF).load(SCALES).reshape([64])
+    w = gl.convert_layout(w, W, assert_trivial=True)
+    return w, gl.convert_layout(scales, gl.SliceLayout(1, W), assert_trivial=True)
 
 
 @gluon.jit
-def _factor(scales, number: gl.constexpr):
-    """2**126 times the scale of the columns 32 * number and following, bfloat16, twice in a word: int32[64, 1]."""
-    bits = (((scales >> (8 * number)) & 255) + 126) << 7
-    return gl.expand_dims(bits | (bits << 16), 1)
+def _factors(scales):
+    """2**126 times the four scales of each row, each as two bfloat16 in a word: int32[64, 1]."""
+    f0, f1, f2, f3 = gl.inline_asm_elementwise(
+        FACTORS, "=r,=r,=r,=r,r", [scales], dtype=(gl.int32,) * 4, is_pure=True, pack=1
+    )
+    return gl.expand_dims(f0, 1), gl.expand_dims(f1, 1), gl.expand_dims(f2, 1), gl.expand_dims(f3, 1)
 
 
 @gluon.jit
-def _expanded(w, scales, part: gl.constexpr, W: gl.constexpr):
-    """The weights of words w[64, 16] of the columns 64 * part and following: bfloat16[64, 64]."""
-    values = [w, _factor(scales, 2 * part), _factor(scales, 2 * part + 1)]
+def _expanded(w, one, other, part: gl.constexpr, W: gl.constexpr):
+    """The weights of words w[64, 16] of the columns 64 * part and following, with two of `_factors`: bfloat16[64,
+    64]."""
     w0, w1, w2, w3 = gl.inline_asm_elementwise(
-        HALVES[part], REGISTERS, values, dtype=(gl.bfloat16,) * 4, is_pure=False, pack=2
+        HALVES[part], REGISTERS, [w, one, other], dtype=(gl.bfloat16,) * 4, is_pure=False, pack=2
     )
     each = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # [row, word, value % 2, value // 2]
     a = gl.convert_layout(each.permute((0, 3, 2, 1)).reshape([64, 64]), W, assert_trivial=True)
@@ -157,19 +158,17 @@ def _expanded(w, scales, part: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _store(values, out_ptr, row, first, size, columns, COUNT: gl.constexpr, TOKENS: gl.constexpr):
+def _weights(w_smem, s_smem, stage, HALF: gl.constexpr, GATED: gl.constexpr, W: gl.constexpr):
+    """The weights of a block, of the consumer's rows: twice bfloat16[64, 64]."""
+    w, scales = _words(w_smem, s_smem, stage, HALF, GATED, W)
+    f0, f1, f2, f3 = _factors(scales)
+    return _expanded(w, f0, f1, 0, W), _expanded(w, f2, f3, 1, W)
+
+
+@gluon.jit
+def _store(values, out_ptr, row, first, size, columns, COUNT: gl.constexpr, TOKENS: gl.constexpr, L: gl.constexpr):
     """Store a warpgroup's values [COUNT, TOKENS], transposed, from column `first` on, as far as the tile has rows
-    (`size`): 16 bytes per thread."""
-    if COUNT == 64:
-        L: gl.constexpr = gl.DistributedLinearLayout(
-            [[1, 0], [2, 0], [4, 0], [0, 16]] + [[0, 32], [0, 64], [0, 128]][: TOKENS // 64 - TOKENS // 256],
-            [[8, 0], [16, 0], [32, 0], [0, 1], [0, 2]], [[0, 4], [0, 8]], [], [64, TOKENS],
-        )  # fmt: skip
-    else:
-        L: gl.constexpr = gl.DistributedLinearLayout(
-            [[1, 0], [2, 0], [4, 0]] + [[0, 32], [0, 64], [0, 128]][: TOKENS // 64 - TOKENS // 256],
-            [[8, 0], [16, 0], [0, 1], [0, 2], [0, 4]], [[0, 8], [0, 16]], [], [32, TOKENS],
-        )  # fmt: skip
+    (`size`)."""
     values = gl.convert_layout(values.to(out_ptr.dtype.element_ty), L)
     n = first + gl.arange(0, COUNT, layout=gl.SliceLayout(1, L))
     m = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, L))
@@ -178,118 +177,120 @@ def _store(values, out_ptr, row, first, size, columns, COUNT: gl.constexpr, TOKE
 
 
 @gluon.jit
+def _added(acc, sums_ptr, counts_ptr, index, splits, HALF: gl.constexpr, TOKENS: gl.constexpr, MMA: gl.constexpr):
+    """With K divided among `splits` programs: (whether this is the last of them to end, then the sums of all)."""
+    i = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))[:, None] * TOKENS
+    i += gl.arange(0, TOKENS, layout=gl.SliceLayout(0, MMA))[None, :]
+    number = index // splits * 2 + HALF
+    kept = sums_ptr + number.to(gl.int64) * splits * (64 * TOKENS) + i
+    gl.store(kept + index % splits * (64 * TOKENS), acc)
+    barrier()  # the sums of all threads are there before they are counted
+    last = gl.atomic_add(counts_ptr + number, 1, sem="acq_rel", scope="gpu") == splits - 1
+    if last:
+        acc = gl.load(kept, cache_modifier=".cg")
+        for one in range(1, splits):
+            acc += gl.load(kept + one * (64 * TOKENS), cache_modifier=".cg")
+        gl.store(counts_ptr + number, 0)  # for the next product
+    return last, acc
+
+
+@gluon.jit
+def _gated(
+    acc, bias_at, first, columns, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, TYPE: gl.constexpr
+):  # fmt: skip
+    """The results [32, TOKENS] of sums of gate and up [64, TOKENS]; `bias_at`: the biases of the expert."""
+    gate, up = gl.split(acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
+    gate, up = gate.reshape([32, TOKENS]), up.reshape([32, TOKENS])
+    if BIAS:
+        n = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, gate.type.layout)), columns - 1)
+        gate += gl.load(bias_at + n).to(gl.float32)[:, None]
+        up += gl.load(bias_at + columns + n).to(gl.float32)[:, None]
+    # Rounded where the model rounds.
+    return gated(gate.to(TYPE).to(gl.float32), up.to(TYPE).to(gl.float32), ACTIVATION)
+
+
+@gluon.jit
 def _multiply(
-    tiles_ptr, scales_ptr, bias_ptr, out_ptr, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles, across, columns,
-    blocks, HALF: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr,
-    TOKENS: gl.constexpr, PARTS: gl.constexpr, HALF_ROWS: gl.constexpr, X_STAGES: gl.constexpr,
-    W_STAGES: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr,
+    tiles_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns,
+    blocks, splits, HALF: gl.constexpr, DIVIDED: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr, STORED: gl.constexpr, TOKENS: gl.constexpr, HALF_ROWS: gl.constexpr,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     """The consumer of one half of the weight's rows of each tile of the program."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     W: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     TYPE: gl.constexpr = out_ptr.dtype.element_ty
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, W))
-    x_count = 0
-    w_count = 0
-    for index in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
-        tile, block = place(index, tiles, across, GROUP)
+    count = 0
+    for index in range(gl.program_id(0), tiles * across * splits, gl.num_programs(0)):
+        tile, block, begin, end = _span(index, tiles, across, blocks, splits, GROUP)
         at = tiles_ptr + tile * FIELDS
         size = gl.load(at + 2)
         if size > 0:
-            expert = gl.load(at).to(gl.int64)
-            # Rows past the last one are computed with other scales, and not stored.
-            if GATED:
-                height = 2 * columns
-                n = gl.minimum(block * HALF_ROWS + HALF * 32 + i // 16 * 8 + i % 8, columns - 1) + i // 8 % 2 * columns
-            else:
-                height = columns
-                n = gl.minimum(block * 2 * HALF_ROWS + HALF * 64 + i, columns - 1)
-            s_at = scales_ptr + expert * blocks * height + n
-            scales = gl.load(s_at)
-            w = _words(w_smem, w_full, w_empty, w_count, True, HALF, GATED, HALF_ROWS, W_STAGES, W)
-            a = _expanded(w, scales, 0, W)
+            mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
+            a, b = _weights(w_smem, s_smem, count % STAGES, HALF, GATED, W)
             acc = gl.zeros([64, TOKENS], gl.float32, layout=MMA)
-            mbarrier.wait(x_full.index(x_count % X_STAGES), (x_count // X_STAGES) & 1)
-            for k in range(blocks):
-                more = k + 1 < blocks
-                s_at += gl.where(more, height, 0)
-                later = gl.load(s_at)
-                w_count += 1
-                for part in gl.static_range(PARTS):
-                    stage = x_count % X_STAGES
-                    acc = warpgroup_mma(a, x_smem.index(stage).permute((1, 0)), acc, is_async=True)
-                    x_count += 1
-                    if part + 1 < PARTS:
-                        a = _expanded(w, scales, part + 1, W)
-                    else:
-                        w = _words(w_smem, w_full, w_empty, w_count, more, HALF, GATED, HALF_ROWS, W_STAGES, W)
-                        a = _expanded(w, later, 0, W)
-                    real = more | (part + 1 < PARTS)
-                    mbarrier.wait(x_full.index(x_count % X_STAGES), (x_count // X_STAGES) & 1, pred=real)
-                    acc = warpgroup_mma_wait(0, deps=[acc])
-                    mbarrier.arrive(x_empty.index(stage))
-                scales = later
-            row = gl.load(at + 1)
-            if GATED:  # rounded where the model rounds
-                first = block * HALF_ROWS + HALF * 32
-                gate, up = gl.split(acc.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)))
-                gate, up = gate.reshape([32, TOKENS]), up.reshape([32, TOKENS])
-                if BIAS:
-                    own = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, gate.type.layout)), columns - 1)
-                    of_gate = bias_ptr + expert * 2 * columns + own
-                    gate += gl.load(of_gate).to(gl.float32)[:, None]
-                    up += gl.load(of_gate + columns).to(gl.float32)[:, None]
-                values = gated(gate.to(TYPE).to(gl.float32), up.to(TYPE).to(gl.float32), ACTIVATION)
-                _store(values, out_ptr, row, first, size, columns, 32, TOKENS)
-            else:
-                _store(acc, out_ptr, row, block * 2 * HALF_ROWS + HALF * 64, size, columns, 64, TOKENS)
+            for k in range(begin, end):
+                stage = count % STAGES
+                acc = warpgroup_mma(a, x_smem.index(2 * stage).permute((1, 0)), acc, is_async=True)
+                acc = warpgroup_mma(b, x_smem.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
+                count += 1
+                # After the last block, what is read here is not used.
+                mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1, pred=k + 1 < end)
+                a, b = _weights(w_smem, s_smem, count % STAGES, HALF, GATED, W)
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(empty.index(stage))
+            last = True
+            if DIVIDED:
+                last, acc = _added(acc, sums_ptr, counts_ptr, index, splits, HALF, TOKENS, MMA)
+            if last:
+                row = gl.load(at + 1)
+                if GATED:
+                    first = block * HALF_ROWS + HALF * 32
+                    bias_at = bias_ptr + gl.load(at).to(gl.int64) * 2 * columns
+                    values = _gated(acc, bias_at, first, columns, BIAS, ACTIVATION, TOKENS, TYPE)
+                    _store(values, out_ptr, row, first, size, columns, 32, TOKENS, STORED)
+                else:
+                    first = block * 2 * HALF_ROWS + HALF * 64
+                    _store(acc, out_ptr, row, first, size, columns, 64, TOKENS, STORED)
 
 
-@gluon.jit(do_not_specialize=["tiles"])
+@gluon.jit(do_not_specialize=["tiles", "splits"])
 def _product_specialised(
-    x_there, w_there, tiles_ptr, scales_ptr, bias_ptr, out_ptr, tiles, across, columns, blocks, before,
-    GATED: gl.constexpr, BIAS: gl.constexpr, ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, DEPTH: gl.constexpr,
-    WIDTH: gl.constexpr, HALF_ROWS: gl.constexpr, X_STAGES: gl.constexpr, W_STAGES: gl.constexpr, GROUP: gl.constexpr,
-    FIELDS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, FEED_REGISTERS: gl.constexpr, EARLY: gl.constexpr,
+    x_there, w_there, s_there, tiles_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, tiles, splits, across, columns,
+    blocks, before, DIVIDED: gl.constexpr, SINGLE: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
+    ACTIVATION: gl.constexpr, STORED: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
+    HALF_ROWS: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
+    FEED_REGISTERS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    launching.wait(EARLY, NEXT=False)
-    x_smem = gl.allocate_shared_memory(x_there.dtype, [X_STAGES, TOKENS, DEPTH], x_there.layout)
-    w_smem = gl.allocate_shared_memory(w_there.dtype, [W_STAGES, 2 * HALF_ROWS, WIDTH // 8], w_there.layout)
-    x_full = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
-    x_empty = gl.allocate_shared_memory(gl.int64, [X_STAGES, 1], mbarrier.MBarrierLayout())
-    w_full = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
-    w_empty = gl.allocate_shared_memory(gl.int64, [W_STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(X_STAGES):
-        mbarrier.init(x_full.index(i), count=1)
-        mbarrier.init(x_empty.index(i), count=2)
-    for i in gl.static_range(W_STAGES):
-        mbarrier.init(w_full.index(i), count=1)
-        mbarrier.init(w_empty.index(i), count=2)
+    x_smem = gl.allocate_shared_memory(x_there.dtype, [2 * STAGES, TOKENS, WIDTH // 2], x_there.layout)
+    w_smem = gl.allocate_shared_memory(w_there.dtype, [2 * STAGES, HALF_ROWS, WIDTH // 8], w_there.layout)
+    s_smem = gl.allocate_shared_memory(s_there.dtype, [2 * STAGES, 1, HALF_ROWS], s_there.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    PARTS: gl.constexpr = WIDTH // DEPTH
+    launching.wait(EARLY, NEXT=False)
     gl.warp_specialize(
         [
             (_multiply, (
-                tiles_ptr, scales_ptr, bias_ptr, out_ptr, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles,
-                across, columns, blocks, 0, GATED, BIAS, ACTIVATION, TOKENS, PARTS, HALF_ROWS, X_STAGES, W_STAGES,
-                GROUP, FIELDS,
+                tiles_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across,
+                columns, blocks, splits, 0, DIVIDED, GATED, BIAS, ACTIVATION, STORED, TOKENS, HALF_ROWS, STAGES, GROUP,
+                FIELDS,
             )),
             (_multiply, (
-                tiles_ptr, scales_ptr, bias_ptr, out_ptr, x_smem, w_smem, x_full, x_empty, w_full, w_empty, tiles,
-                across, columns, blocks, 1, GATED, BIAS, ACTIVATION, TOKENS, PARTS, HALF_ROWS, X_STAGES, W_STAGES,
-                GROUP, FIELDS,
+                tiles_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across,
+                columns, blocks, splits, 1, DIVIDED, GATED, BIAS, ACTIVATION, STORED, TOKENS, HALF_ROWS, STAGES, GROUP,
+                FIELDS,
             )),
-            (_feed_x, (
-                x_there, tiles_ptr, x_smem, x_full, x_empty, tiles, across, blocks, before, DEPTH, WIDTH, X_STAGES,
-                GROUP, FIELDS,
-            )),
-            (_feed_words, (
-                w_there, tiles_ptr, w_smem, w_full, w_empty, tiles, across, columns, blocks, GATED, HALF_ROWS,
-                W_STAGES, GROUP, FIELDS,
+            (_feed, (
+                x_there, w_there, s_there, tiles_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns,
+                blocks, splits, before, SINGLE, GATED, WIDTH, HALF_ROWS, STAGES, GROUP, FIELDS,
             )),
         ],
-        [4, 1, 1],
-        [MULTIPLY_REGISTERS, FEED_REGISTERS, FEED_REGISTERS],
+        [4, 1],
+        [MULTIPLY_REGISTERS, FEED_REGISTERS],
     )  # fmt: skip
 
 
@@ -298,16 +299,19 @@ def _product_specialised(
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of a tile: rows of x, and stages of x and of words, as many as the shared memory holds."""
+    """Of a tile: rows of x, and stages, as many as the shared memory holds, or as are enough."""
 
     rows: int
-    x_stages: int
-    w_stages: int
+    stages: int
 
 
-KINDS = Kind(32, 8, 8), Kind(64, 8, 8), Kind(128, 5, 6), Kind(256, 4, 4)
-FEWEST = 16
+KINDS = Kind(16, 10), Kind(32, 10), Kind(64, 8), Kind(128, 5), Kind(256, 3)
+FEWEST = 0
 """The fewest rows per expert, on average, for which this kernel is used (bench/packed_experts.py)."""
+BEGIN = 2
+"""Cost of a part of a tile beside its blocks, in blocks."""
+MOST_SPLITS = 6
+"""The most programs that K is divided among."""
 
 
 def kind_for(rows: float) -> Kind:
@@ -315,32 +319,64 @@ def kind_for(rows: float) -> Kind:
     return next((kind for kind in KINDS if rows <= kind.rows), KINDS[-1])
 
 
+@functools.cache
+def splits_for(tiles: int, blocks: int, programs: int) -> int:
+    """The number of programs that K is divided among, for which ceil(tiles * splits / programs) * (ceil(blocks /
+    splits) + BEGIN) is least."""
+    if tiles > MOST_PARTS:
+        return 1
+    each = {cdiv(blocks, cdiv(blocks, splits)) for splits in range(1, MOST_SPLITS + 1)}
+    return min(sorted(each), key=lambda splits: cdiv(tiles * splits, programs) * (cdiv(blocks, splits) + BEGIN))
+
+
 def fits(*widths: int) -> bool:
-    """Whether rows of these numbers of elements begin at multiples of 16 bytes, as the copy engine requires."""
+    """Whether rows of these numbers of elements, of 2 or 4 bytes, begin at multiples of 16 bytes, as the copy engine
+    requires."""
     return all(width % 8 == 0 for width in widths)
+
+
+@functools.cache
+def _stored(count: int, tokens: int) -> gl.DistributedLinearLayout:
+    """The layout [count, tokens] in which a warpgroup stores: up to 8 neighbouring columns per thread, 16 bytes, then
+    the other columns, then rows of the result."""
+    bits = [[1 << i, 0] for i in range(count.bit_length() - 1)] + [[0, 1 << i] for i in range(tokens.bit_length() - 1)]
+    first = min(3, len(bits) - 7)
+    registers = bits[:first] + bits[first + 7 :]
+    return gl.DistributedLinearLayout(
+        registers, bits[first : first + 5], bits[first + 5 : first + 7], [], [count, tokens]
+    )
 
 
 def product(
     x: torch.Tensor, order: Order, weight: PackedStack, activation: str | None, bias: torch.Tensor | None = None,
-    *, kind: Kind,
+    *, kind: Kind, splits: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Multiply x[R, K], sorted by expert as `order` says, by each expert's weight[E, N, K] transposed: [R, N]. With an
-    activation, bias[E, N] is added if given, and the result [R, N / 2] is `kernels.gated` of both halves. `order` must
-    have tiles of `kind.rows`. x and results are bfloat16, with rows of a multiple of 16 bytes."""
+    """Multiply x[R, K], sorted by expert as `order` says, or a single token x[1, K] that all rows are of, by each
+    expert's weight[E, N, K] transposed: [R, N]. With an activation, bias[E, N] is added if given, and the result [R,
+    N / 2] is `kernels.gated` of both halves. `order` must have tiles of `kind.rows`. x and results are bfloat16, with
+    rows of a multiple of 16 bytes. `splits`: see `splits_for`, which is the default."""
     gate = activation is not None
     _, blocks, height, words = weight.values.shape
     columns = height // 2 if gate else height
     across, tiles = cdiv(columns, HALF_ROWS if gate else 2 * HALF_ROWS), len(order.tiles)
-    out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
-    whole = weight.values.view(-1, words)
-    x_layout, w_layout = gl.NVMMASharedLayout(128, 16), gl.NVMMASharedLayout(4 * WORDS, 32)
-    x_there = TensorDescriptor(x, [*x.shape], [*x.stride()], [kind.rows, DEPTH], x_layout)
-    w_there = TensorDescriptor(whole, [*whole.shape], [*whole.stride()], [HALF_ROWS, words], w_layout)
+    programs = processors(x.device)
+    splits = splits or splits_for(tiles * across, blocks, programs)
+    out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
+    counts = _counts(x.device)
+    size = splits * tiles * across * 2 * HALF_ROWS * kind.rows if splits > 1 else 0
+    sums = torch.empty(size, dtype=torch.float32, device=x.device) if size else counts.view(torch.float32)
+    boxes = (
+        (x, [kind.rows, WIDTH // 2], gl.NVMMASharedLayout(128, 16)),
+        (weight.values.view(-1, words), [HALF_ROWS, words], gl.NVMMASharedLayout(4 * WORDS, 32)),
+        (weight.scales.view(-1, height), [1, HALF_ROWS], gl.NVMMASharedLayout(0, 32)),
+    )
+    there = (TensorDescriptor(t, [*t.shape], [*t.stride()], box, layout) for t, box, layout in boxes)
+    act = ACTIVATIONS.get(activation or "", 0)
     launching.launch(
-        _product_specialised, (min(processors(x.device), tiles * across),), None,
-        x_there, w_there, order.tiles, weight.scales, x if bias is None else bias, out, tiles, across, columns, blocks,
-        weight.before, gate, bias is not None, ACTIVATIONS.get(activation or "", 0), kind.rows, DEPTH, WIDTH,
-        HALF_ROWS, kind.x_stages, kind.w_stages, GROUP, TILE_FIELDS, MULTIPLY_REGISTERS, FEED_REGISTERS, num_warps=4,
+        _product_specialised, (min(programs, tiles * across * splits),), None,
+        *there, order.tiles, x if bias is None else bias, out, sums, counts, tiles, splits, across, columns, blocks,
+        weight.before, splits > 1, len(x) == 1, gate, bias is not None, act, _stored(32 if gate else 64, kind.rows),
+        kind.rows, kind.stages, WIDTH, HALF_ROWS, GROUP, TILE_FIELDS, MULTIPLY_REGISTERS, FEED_REGISTERS, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -365,6 +401,7 @@ def _apart(device: torch.device, kind: Kind) -> float:
     bias = torch.randn((len(stack), stack.values.shape[2]), generator=generator, device=device).bfloat16()
     each = [a.float() @ stack.dequantized(n, torch.float32).T for n, a in enumerate(x.split(counts))]
     with_bias = torch.cat([a + bias[n].float() for n, a in enumerate(each)]).bfloat16()
-    exact = torch.cat(each).flatten(), kernels.gate(with_bias, "silu").float().flatten()
-    found = product(x, order, stack, None, kind=kind), product(x, order, stack, "silu", bias, kind=kind)
+    exact = torch.cat(each).flatten(), torch.cat(each).flatten(), kernels.gate(with_bias, "silu").float().flatten()
+    found = [product(x, order, stack, None, kind=kind, splits=splits) for splits in (1, 3)]
+    found.append(product(x, order, stack, "silu", bias, kind=kind, splits=2))
     return max(float((a.float().flatten() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
