@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from radixrt.worker.cuda import kernels, launching, packed_experts, routing
-from radixrt.worker.cuda.hopper_int4 import MOST_PARTS, SETTLE, SETTLED, _counts, _span, barrier
+from radixrt.worker.cuda.hopper_int4 import MOST_PARTS, _counts, _span, barrier, use
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.products import processors
 from radixrt.worker.cuda.routing import TILE_FIELDS
@@ -69,14 +69,6 @@ FACTORS: gl.constexpr = gl.constexpr(
 """PTX that makes pairs of bfloat16, 2**126 times a scale, of the four scales in a word."""
 HALVES: gl.constexpr = gl.constexpr(tuple(_expand(select).value for select in ("0x5410", "0x7632")))
 REGISTERS: gl.constexpr = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 6))
-USE: gl.constexpr = gl.constexpr(
-    "{.reg .pred p; .reg .b32 x; mov.b32 x, $16;"
-    + "".join(f"xor.b32 x, x, ${16 + i};" for i in range(1, 16))
-    + "setp.eq.u32 p, x, 0x12345678; @p fence.acq_rel.cta;"
-    + "".join(f"mov.b32 ${i}, 0;" for i in range(16))
-    + "}"
-)
-USED: gl.constexpr = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 
 
 @gluon.jit
@@ -162,7 +154,7 @@ def _expanded(w, one, other, part: gl.constexpr, W: gl.constexpr):
     )
     each = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # [row, word, value % 2, value // 2]
     a = gl.convert_layout(each.permute((0, 3, 2, 1)).reshape([64, 64]), W, assert_trivial=True)
-    gl.inline_asm_elementwise(USE, USED, [a], dtype=a.dtype, is_pure=False, pack=32)
+    use(a)
     return a
 
 
