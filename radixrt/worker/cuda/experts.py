@@ -371,8 +371,7 @@ def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
     if hopper is not None:
         kind = hopper.kind_for(rows)
         weights, order, _ = _begin(experts, logits, kind.rows, x, None)
-        ordered = x if len(x) == 1 else spread(x, order)
-        inner = _inner(experts, partial(hopper.product, kind=kind), ordered, order, is_sorted=True)
+        inner = _inner(experts, partial(hopper.product, kind=kind), spread(x, order), order, is_sorted=True)
         made = hopper.product(inner, order, down, None, kind=kind)
     else:
         first, second = packed_experts.MANY if exact else packed_experts.tiles_for(rows)

@@ -6,9 +6,8 @@
     two consumer warpgroups   64 rows of the weight each: expand words in registers, for the left operand, while the
                               columns before are multiplied; times x, the right operand
 
-It is `hopper_int4` for tiles of rows of one expert; as there, few programs divide K. With a gate, of every 16 rows that
-a warp multiplies 8 are of gate and 8 of up, the same ones: then each thread has both values of its results, and applies
-the gate to them.
+It is `hopper_int4` for tiles of rows of one expert. With a gate, of every 16 rows that a warp multiplies 8 are of gate
+and 8 of up, the same ones: then each thread has both values of its results, and applies the gate to them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from radixrt.worker.cuda import kernels, launching, packed_experts, routing
-from radixrt.worker.cuda.hopper_int4 import MOST_PARTS, _counts, _span, barrier, use
+from radixrt.worker.cuda.hopper_experts import place
+from radixrt.worker.cuda.hopper_int4 import use
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.products import processors
 from radixrt.worker.cuda.routing import TILE_FIELDS
@@ -73,14 +73,14 @@ REGISTERS: gl.constexpr = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 6))
 
 @gluon.jit
 def _feed(
-    x_there, w_there, s_there, tiles_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns, blocks, splits,
-    before, SINGLE: gl.constexpr, GATED: gl.constexpr, WIDTH: gl.constexpr, HALF_ROWS: gl.constexpr,
+    x_there, w_there, s_there, tiles_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns, blocks,
+    before, GATED: gl.constexpr, WIDTH: gl.constexpr, HALF_ROWS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = 2 * (x_there.block_type.nbytes + w_there.block_type.nbytes + s_there.block_type.nbytes)
     count = 0
-    for index in range(gl.program_id(0), tiles * across * splits, gl.num_programs(0)):
-        tile, block, begin, end = _span(index, tiles, across, blocks, splits, GROUP)
+    for index in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
+        tile, block = place(index, tiles, across, GROUP)
         at = tiles_ptr + tile * FIELDS
         if gl.load(at + 2) > 0:
             if GATED:
@@ -91,12 +91,9 @@ def _feed(
                 height = columns
                 one = block * 2 * HALF_ROWS
                 other = one + HALF_ROWS
-            if SINGLE:
-                row = 0
-            else:
-                row = gl.load(at + 1)
+            row = gl.load(at + 1)
             of_expert = gl.load(at) * blocks
-            for k in range(begin, end):
+            for k in range(blocks):
                 stage = count % STAGES
                 bar = full.index(stage)
                 mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
@@ -133,7 +130,8 @@ def _words(w_smem, s_smem, stage, HALF: gl.constexpr, GATED: gl.constexpr, W: gl
         w = w_smem.index(2 * stage + HALF).load(W)
         scales = s_smem.index(2 * stage + HALF).load(SCALES).reshape([64])
     w = gl.convert_layout(w, W, assert_trivial=True)
-    return w, gl.convert_layout(scales, gl.SliceLayout(1, W), assert_trivial=True)
+    f0, f1, f2, f3 = _factors(gl.convert_layout(scales, gl.SliceLayout(1, W), assert_trivial=True))
+    return w, f0, f1, f2, f3
 
 
 @gluon.jit
@@ -159,14 +157,6 @@ def _expanded(w, one, other, part: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _weights(w_smem, s_smem, stage, HALF: gl.constexpr, GATED: gl.constexpr, W: gl.constexpr):
-    """The weights of a block, of the consumer's rows: twice bfloat16[64, 64]."""
-    w, scales = _words(w_smem, s_smem, stage, HALF, GATED, W)
-    f0, f1, f2, f3 = _factors(scales)
-    return _expanded(w, f0, f1, 0, W), _expanded(w, f2, f3, 1, W)
-
-
-@gluon.jit
 def _store(values, out_ptr, row, first, size, columns, COUNT: gl.constexpr, TOKENS: gl.constexpr, L: gl.constexpr):
     """Store a warpgroup's values [COUNT, TOKENS], transposed, from column `first` on, as far as the tile has rows
     (`size`)."""
@@ -175,24 +165,6 @@ def _store(values, out_ptr, row, first, size, columns, COUNT: gl.constexpr, TOKE
     m = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, L))
     at = out_ptr + (row + m).to(gl.int64)[None, :] * columns + n[:, None]
     gl.store(at, values, mask=(m < size)[None, :] & (n < columns)[:, None])
-
-
-@gluon.jit
-def _added(acc, sums_ptr, counts_ptr, index, splits, HALF: gl.constexpr, TOKENS: gl.constexpr, MMA: gl.constexpr):
-    """With K divided among `splits` programs: (whether this is the last of them to end, then the sums of all)."""
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))[:, None] * TOKENS
-    i += gl.arange(0, TOKENS, layout=gl.SliceLayout(0, MMA))[None, :]
-    number = index // splits * 2 + HALF
-    kept = sums_ptr + number.to(gl.int64) * splits * (64 * TOKENS) + i
-    gl.store(kept + index % splits * (64 * TOKENS), acc)
-    barrier()  # the sums of all threads are there before they are counted
-    last = gl.atomic_add(counts_ptr + number, 1, sem="acq_rel", scope="gpu") == splits - 1
-    if last:
-        acc = gl.load(kept, cache_modifier=".cg")
-        for one in range(1, splits):
-            acc += gl.load(kept + one * (64 * TOKENS), cache_modifier=".cg")
-        gl.store(counts_ptr + number, 0)  # for the next product
-    return last, acc
 
 
 @gluon.jit
@@ -212,8 +184,8 @@ def _gated(
 
 @gluon.jit
 def _multiply(
-    tiles_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns,
-    blocks, splits, HALF: gl.constexpr, DIVIDED: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
+    tiles_ptr, bias_ptr, out_ptr, x_smem, w_smem, s_smem, full, empty, turns, tiles, across, columns, blocks,
+    HALF: gl.constexpr, ORDERED: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, STORED: gl.constexpr, TOKENS: gl.constexpr, HALF_ROWS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
@@ -222,43 +194,53 @@ def _multiply(
     W: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     TYPE: gl.constexpr = out_ptr.dtype.element_ty
     count = 0
-    for index in range(gl.program_id(0), tiles * across * splits, gl.num_programs(0)):
-        tile, block, begin, end = _span(index, tiles, across, blocks, splits, GROUP)
+    turn = 0
+    for index in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
+        tile, block = place(index, tiles, across, GROUP)
         at = tiles_ptr + tile * FIELDS
         size = gl.load(at + 2)
         if size > 0:
             mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
-            a, b = _weights(w_smem, s_smem, count % STAGES, HALF, GATED, W)
+            w, f0, f1, f2, f3 = _words(w_smem, s_smem, count % STAGES, HALF, GATED, W)
+            a, b = _expanded(w, f0, f1, 0, W), _expanded(w, f2, f3, 1, W)
             acc = gl.zeros([64, TOKENS], gl.float32, layout=MMA)
-            for k in range(begin, end):
+            for k in range(blocks):
                 stage = count % STAGES
+                if ORDERED:
+                    mbarrier.wait(turns.index(HALF), (turn & 1) ^ (1 - HALF))
                 acc = warpgroup_mma(a, x_smem.index(2 * stage).permute((1, 0)), acc, is_async=True)
-                acc = warpgroup_mma(b, x_smem.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
+                if ORDERED:
+                    mbarrier.arrive(turns.index(1 - HALF))
+                    turn += 1
                 count += 1
                 # After the last block, what is read here is not used.
-                mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1, pred=k + 1 < end)
-                a, b = _weights(w_smem, s_smem, count % STAGES, HALF, GATED, W)
+                mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1, pred=k + 1 < blocks)
+                w, f0, f1, f2, f3 = _words(w_smem, s_smem, count % STAGES, HALF, GATED, W)
+                a = _expanded(w, f0, f1, 0, W)
+                if ORDERED:
+                    mbarrier.wait(turns.index(HALF), (turn & 1) ^ (1 - HALF))
+                acc = warpgroup_mma(b, x_smem.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
+                if ORDERED:
+                    mbarrier.arrive(turns.index(1 - HALF))
+                    turn += 1
+                b = _expanded(w, f2, f3, 1, W)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(empty.index(stage))
-            last = True
-            if DIVIDED:
-                last, acc = _added(acc, sums_ptr, counts_ptr, index, splits, HALF, TOKENS, MMA)
-            if last:
-                row = gl.load(at + 1)
-                if GATED:
-                    first = block * HALF_ROWS + HALF * 32
-                    bias_at = bias_ptr + gl.load(at).to(gl.int64) * 2 * columns
-                    values = _gated(acc, bias_at, first, columns, BIAS, ACTIVATION, TOKENS, TYPE)
-                    _store(values, out_ptr, row, first, size, columns, 32, TOKENS, STORED)
-                else:
-                    first = block * 2 * HALF_ROWS + HALF * 64
-                    _store(acc, out_ptr, row, first, size, columns, 64, TOKENS, STORED)
+            row = gl.load(at + 1)
+            if GATED:
+                first = block * HALF_ROWS + HALF * 32
+                bias_at = bias_ptr + gl.load(at).to(gl.int64) * 2 * columns
+                values = _gated(acc, bias_at, first, columns, BIAS, ACTIVATION, TOKENS, TYPE)
+                _store(values, out_ptr, row, first, size, columns, 32, TOKENS, STORED)
+            else:
+                first = block * 2 * HALF_ROWS + HALF * 64
+                _store(acc, out_ptr, row, first, size, columns, 64, TOKENS, STORED)
 
 
-@gluon.jit(do_not_specialize=["tiles", "splits"])
+@gluon.jit(do_not_specialize=["tiles"])
 def _product_specialised(
-    x_there, w_there, s_there, tiles_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, tiles, splits, across, columns,
-    blocks, before, DIVIDED: gl.constexpr, SINGLE: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
+    x_there, w_there, s_there, tiles_ptr, bias_ptr, out_ptr, tiles, across, columns, blocks,
+    before, ORDERED: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, STORED: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
     HALF_ROWS: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
     FEED_REGISTERS: gl.constexpr, EARLY: gl.constexpr,
@@ -271,23 +253,24 @@ def _product_specialised(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
     launching.wait(EARLY, NEXT=False)
     gl.warp_specialize(
         [
             (_multiply, (
-                tiles_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across,
-                columns, blocks, splits, 0, DIVIDED, GATED, BIAS, ACTIVATION, STORED, TOKENS, HALF_ROWS, STAGES, GROUP,
-                FIELDS,
+                tiles_ptr, bias_ptr, out_ptr, x_smem, w_smem, s_smem, full, empty, turns, tiles, across, columns,
+                blocks, 0, ORDERED, GATED, BIAS, ACTIVATION, STORED, TOKENS, HALF_ROWS, STAGES, GROUP, FIELDS,
             )),
             (_multiply, (
-                tiles_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across,
-                columns, blocks, splits, 1, DIVIDED, GATED, BIAS, ACTIVATION, STORED, TOKENS, HALF_ROWS, STAGES, GROUP,
-                FIELDS,
+                tiles_ptr, bias_ptr, out_ptr, x_smem, w_smem, s_smem, full, empty, turns, tiles, across, columns,
+                blocks, 1, ORDERED, GATED, BIAS, ACTIVATION, STORED, TOKENS, HALF_ROWS, STAGES, GROUP, FIELDS,
             )),
             (_feed, (
                 x_there, w_there, s_there, tiles_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns,
-                blocks, splits, before, SINGLE, GATED, WIDTH, HALF_ROWS, STAGES, GROUP, FIELDS,
+                blocks, before, GATED, WIDTH, HALF_ROWS, STAGES, GROUP, FIELDS,
             )),
         ],
         [4, 1],
@@ -306,28 +289,15 @@ class Kind:
     stages: int
 
 
-KINDS = Kind(16, 10), Kind(32, 10), Kind(64, 8), Kind(128, 5), Kind(256, 3)
-FEWEST = 0
+KINDS = Kind(64, 8), Kind(128, 5), Kind(256, 3)
+FEWEST = 48
 """The fewest rows per expert, on average, for which this kernel is used (bench/packed_experts.py)."""
-BEGIN = 2
-"""Cost of a part of a tile beside its blocks, in blocks."""
-MOST_SPLITS = 6
-"""The most programs that K is divided among."""
+ORDERED = False
 
 
 def kind_for(rows: float) -> Kind:
     """The tile for this number of rows per expert, on average."""
     return next((kind for kind in KINDS if rows <= kind.rows), KINDS[-1])
-
-
-@functools.cache
-def splits_for(tiles: int, blocks: int, programs: int) -> int:
-    """The number of programs that K is divided among, for which ceil(tiles * splits / programs) * (ceil(blocks /
-    splits) + BEGIN) is least."""
-    if tiles > MOST_PARTS:
-        return 1
-    each = {cdiv(blocks, cdiv(blocks, splits)) for splits in range(1, MOST_SPLITS + 1)}
-    return min(sorted(each), key=lambda splits: cdiv(tiles * splits, programs) * (cdiv(blocks, splits) + BEGIN))
 
 
 def fits(*widths: int) -> bool:
@@ -350,22 +320,16 @@ def _stored(count: int, tokens: int) -> gl.DistributedLinearLayout:
 
 def product(
     x: torch.Tensor, order: Order, weight: PackedStack, activation: str | None, bias: torch.Tensor | None = None,
-    *, kind: Kind, splits: int | None = None,
+    *, kind: Kind,
 ) -> torch.Tensor:  # fmt: skip
-    """Multiply x[R, K], sorted by expert as `order` says, or a single token x[1, K] that all rows are of, by each
-    expert's weight[E, N, K] transposed: [R, N]. With an activation, bias[E, N] is added if given, and the result [R,
-    N / 2] is `kernels.gated` of both halves. `order` must have tiles of `kind.rows`. x and results are bfloat16, with
-    rows of a multiple of 16 bytes. `splits`: see `splits_for`, which is the default."""
+    """Multiply x[R, K], sorted by expert as `order` says, by each expert's weight[E, N, K] transposed: [R, N]. With an
+    activation, bias[E, N] is added if given, and the result [R, N / 2] is `kernels.gated` of both halves. `order` must
+    have tiles of `kind.rows`. x and results are bfloat16, with rows of a multiple of 16 bytes."""
     gate = activation is not None
     _, blocks, height, words = weight.values.shape
     columns = height // 2 if gate else height
     across, tiles = cdiv(columns, HALF_ROWS if gate else 2 * HALF_ROWS), len(order.tiles)
-    programs = processors(x.device)
-    splits = splits or splits_for(tiles * across, blocks, programs)
-    out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
-    counts = _counts(x.device)
-    size = splits * tiles * across * 2 * HALF_ROWS * kind.rows if splits > 1 else 0
-    sums = torch.empty(size, dtype=torch.float32, device=x.device) if size else counts.view(torch.float32)
+    out = torch.empty((len(x), columns), dtype=x.dtype, device=x.device)
     boxes = (
         (x, [kind.rows, WIDTH // 2], gl.NVMMASharedLayout(128, 16)),
         (weight.values.view(-1, words), [HALF_ROWS, words], gl.NVMMASharedLayout(4 * WORDS, 32)),
@@ -374,9 +338,9 @@ def product(
     there = (TensorDescriptor(t, [*t.shape], [*t.stride()], box, layout) for t, box, layout in boxes)
     act = ACTIVATIONS.get(activation or "", 0)
     launching.launch(
-        _product_specialised, (min(programs, tiles * across * splits),), None,
-        *there, order.tiles, x if bias is None else bias, out, sums, counts, tiles, splits, across, columns, blocks,
-        weight.before, splits > 1, len(x) == 1, gate, bias is not None, act, _stored(32 if gate else 64, kind.rows),
+        _product_specialised, (min(processors(x.device), tiles * across),), None,
+        *there, order.tiles, x if bias is None else bias, out, tiles, across, columns, blocks,
+        weight.before, ORDERED, gate, bias is not None, act, _stored(32 if gate else 64, kind.rows),
         kind.rows, kind.stages, WIDTH, HALF_ROWS, GROUP, TILE_FIELDS, MULTIPLY_REGISTERS, FEED_REGISTERS, num_warps=4,
     )  # fmt: skip
     return out
@@ -402,7 +366,6 @@ def _apart(device: torch.device, kind: Kind) -> float:
     bias = torch.randn((len(stack), stack.values.shape[2]), generator=generator, device=device).bfloat16()
     each = [a.float() @ stack.dequantized(n, torch.float32).T for n, a in enumerate(x.split(counts))]
     with_bias = torch.cat([a + bias[n].float() for n, a in enumerate(each)]).bfloat16()
-    exact = torch.cat(each).flatten(), torch.cat(each).flatten(), kernels.gate(with_bias, "silu").float().flatten()
-    found = [product(x, order, stack, None, kind=kind, splits=splits) for splits in (1, 3)]
-    found.append(product(x, order, stack, "silu", bias, kind=kind, splits=2))
+    exact = torch.cat(each).flatten(), kernels.gate(with_bias, "silu").float().flatten()
+    found = product(x, order, stack, None, kind=kind), product(x, order, stack, "silu", bias, kind=kind)
     return max(float((a.float().flatten() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
