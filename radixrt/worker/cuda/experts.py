@@ -375,7 +375,8 @@ def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
         made = hopper.product(inner, order, down, None, kind=kind)
     else:
         first, second = packed_experts.MANY if exact else packed_experts.tiles_for(rows)
+        splits = 1 if exact else None
         weights, order, _ = _begin(experts, logits, first.rows, x, None)
-        inner = _inner(experts, partial(packed_experts.product, tile=first), x, order)
-        made = packed_experts.product(inner, order, down, second, None)
+        inner = _inner(experts, partial(packed_experts.product, tile=first, splits=splits), x, order)
+        made = packed_experts.product(inner, order, down, second, None, splits=splits)
     combine(made, weights, order, residual, experts.down_bias)

@@ -196,8 +196,9 @@ every layer.)"""
 
 
 @functools.cache
-def _counts(device: torch.device) -> torch.Tensor:
-    """Programs of each tile that have ended: all 0 before and after a product."""
+def part_counts(device: torch.device) -> torch.Tensor:
+    """For products whose K is divided: int32[MOST_TILES], programs of each tile that have ended. All are 0 before and
+    after a product."""
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
@@ -217,7 +218,7 @@ def multiply(
     sums = counts = out
     if tile.splits > 1:
         sums = torch.empty(math.prod(grid) * tile.rows * tile.columns, dtype=torch.float32, device=x.device)
-        counts = _counts(x.device)
+        counts = part_counts(x.device)
     pointers = x, of_x, weight, of_weight, more, out, sums, counts
     kinds = (
         SCALES[rounding], bias is not None, add, depth % tile.depth == 0, tile.rows, tile.columns, tile.depth,
@@ -267,7 +268,7 @@ def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> T
     return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
 
 
-MOST_TILES = 128
+MOST_TILES = 1024
 """The most tiles of a product whose K is divided."""
 MOST_SPLITS, LEAST = 8, 256
 """The most programs that K is divided among, and the fewest elements of K of each."""

@@ -230,7 +230,8 @@ for t, gated, kind in [(*one, kind) for one in some for kind in (8, 0)][: None i
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "BITS": True, "GROUPS": kind}
     which |= dict(zip(("ZEROS", "FACTS"), groups[kind]))
     numbers = dict.fromkeys(("tiles", "columns", "depth", "blocks", "before"), i)
-    pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16"]
+    pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16", "*fp32", "*i32"]
+    which["SPLITS"] = 4 if t.rows == 16 else 1
     stages = int4.fitting_stages(t, words, 1 + gated, room)
     build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}

@@ -63,7 +63,7 @@ def test_what_has_parts_of_k_is_added(splits, half, device):
         out = residual.clone()
         multiply(x, weight, out, tile, add=True)
         assert error(out, expected + residual.float()) < 4e-3
-    assert not products._counts(x.device).any()
+    assert not products.part_counts(x.device).any()
 
 
 def test_nothing_behind_a_row_is_asked_for(monkeypatch):
