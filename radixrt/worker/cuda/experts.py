@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from radixrt.worker.cuda import kernels, packed_experts, routing, scaled_experts
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import Tile, small_linear, stages
+from radixrt.worker.cuda.products import Tile, stages
 from radixrt.worker.cuda.routing import ALIGNED, TILE_FIELDS, Order
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.expert_spec import ExpertsSpec
@@ -247,7 +247,7 @@ def combine(
 def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     """See `Ops.experts`. With `batch_invariant` the same tile computes all products, so that the rounding of a row does
     not depend on the others."""
-    logits = _logits(experts, x)
+    logits = experts.logits(x)
     if experts.latent is None:
         return _add(experts, logits, x, residual)
     into, back = experts.latent
@@ -255,15 +255,6 @@ def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     total = torch.zeros_like(inner)
     _add(experts, logits, inner, total)
     residual.add_(back(total))
-
-
-def _logits(experts: Experts, x: torch.Tensor) -> torch.Tensor:
-    """`Experts.logits`, of few tokens by a kernel that is launched early."""
-    router, few = experts.router, None
-    if not experts.batch_invariant and x.is_contiguous() and router.weight.dtype == x.dtype:
-        out = x.new_empty((len(x), len(router.weight)), dtype=torch.float32) if experts.routing.float32_logits else None
-        few = small_linear(x, router.weight, router.bias, out)
-    return experts.logits(x) if few is None else few
 
 
 def _add(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -375,8 +366,7 @@ def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
         made = hopper.product(inner, order, down, None, kind=kind)
     else:
         first, second = packed_experts.MANY if exact else packed_experts.tiles_for(rows)
-        splits = 1 if exact else None
         weights, order, _ = _begin(experts, logits, first.rows, x, None)
-        inner = _inner(experts, partial(packed_experts.product, tile=first, splits=splits), x, order)
-        made = packed_experts.product(inner, order, down, second, None, splits=splits)
+        inner = _inner(experts, partial(packed_experts.product, tile=first), x, order)
+        made = packed_experts.product(inner, order, down, second, None)
     combine(made, weights, order, residual, experts.down_bias)

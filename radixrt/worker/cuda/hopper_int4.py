@@ -54,23 +54,15 @@ PAIRS16: gl.constexpr = gl.constexpr(
 PAIRS: gl.constexpr = gl.constexpr(
     tuple(expansion(0x3F80, 0x4300, "bf16x2", s, n).value for s in ("0x5410", "0x7632") for n in ((0, 1), (2, 3)))
 )
-USE: gl.constexpr = gl.constexpr(
-    "{.reg .pred p; .reg .b32 x; mov.b32 x, $16;"
-    + "".join(f"xor.b32 x, x, ${16 + i};" for i in range(1, 16))
-    + "setp.eq.u32 p, x, 0x12345678; @p fence.acq_rel.cta;"
-    + "".join(f"mov.b32 ${i}, 0;" for i in range(16))
-    + "}"
+SETTLE: gl.constexpr = gl.constexpr(
+    "{.reg .pred p; .reg .b32 x; mov.b32 x, $0;"
+    + "".join(f"xor.b32 x, x, ${i};" for i in range(1, 16))
+    + "setp.eq.u32 p, x, 0x12345678; @p fence.acq_rel.cta;}"
 )
-"""PTX that uses 16 registers for a branch that is hardly ever taken, and does no harm; its results mean nothing."""
-USED: gl.constexpr = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
+SETTLED: gl.constexpr = gl.constexpr(",".join(["=r"] * 16 + [str(i) for i in range(16)]))
+"""PTX that leaves 16 registers as they are, and uses them for a branch that is hardly ever taken, and does no harm. The
+assembler would otherwise move the instructions that compute them behind the next wait for products."""
 REGISTERS: gl.constexpr = gl.constexpr(",".join(["=r"] * 2 + ["r"] * 10))
-
-
-@gluon.jit
-def use(a):
-    """Use a left operand, 16-bit[64, 64]. The assembler would otherwise move the instructions that compute it behind
-    the next wait for products."""
-    gl.inline_asm_elementwise(USE, USED, [a], dtype=a.dtype, is_pure=False, pack=32)
 
 
 @gluon.jit
@@ -145,8 +137,7 @@ def _expanded(
             PAIRS[part], REGISTERS, values, dtype=(gl.bfloat16,) * 2, is_pure=False, pack=2
         )
     a = gl.convert_layout(gl.join(one, other).permute((0, 2, 1)).reshape([64, 64]), W, assert_trivial=True)
-    use(a)
-    return a
+    return gl.inline_asm_elementwise(SETTLE, SETTLED, [a], dtype=a.dtype, is_pure=False, pack=32)
 
 
 @gluon.jit

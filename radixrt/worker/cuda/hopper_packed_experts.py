@@ -30,7 +30,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from radixrt.worker.cuda import kernels, launching, packed_experts, routing
 from radixrt.worker.cuda.hopper_experts import place
-from radixrt.worker.cuda.hopper_int4 import use
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.products import processors
 from radixrt.worker.cuda.routing import TILE_FIELDS
@@ -69,6 +68,17 @@ FACTORS: gl.constexpr = gl.constexpr(
 """PTX that makes pairs of bfloat16, 2**126 times a scale, of the four scales in a word."""
 HALVES: gl.constexpr = gl.constexpr(tuple(_expand(select).value for select in ("0x5410", "0x7632")))
 REGISTERS: gl.constexpr = gl.constexpr(",".join(["=r"] * 4 + ["r"] * 6))
+USE: gl.constexpr = gl.constexpr(
+    "{.reg .pred p; .reg .b32 x; mov.b32 x, $16;"
+    + "".join(f"xor.b32 x, x, ${16 + i};" for i in range(1, 16))
+    + "setp.eq.u32 p, x, 0x12345678; @p fence.acq_rel.cta;"
+    + "".join(f"mov.b32 ${i}, 0;" for i in range(16))
+    + "}"
+)
+"""PTX that uses 16 registers for a branch that is hardly ever taken, and does no harm; its results mean nothing. The
+assembler would otherwise move the instructions that compute them behind the next wait for products. (As `hopper_int4`'s
+SETTLE, without copies of the registers.)"""
+USED: gl.constexpr = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 
 
 @gluon.jit
@@ -130,8 +140,7 @@ def _words(w_smem, s_smem, stage, HALF: gl.constexpr, GATED: gl.constexpr, W: gl
         w = w_smem.index(2 * stage + HALF).load(W)
         scales = s_smem.index(2 * stage + HALF).load(SCALES).reshape([64])
     w = gl.convert_layout(w, W, assert_trivial=True)
-    f0, f1, f2, f3 = _factors(gl.convert_layout(scales, gl.SliceLayout(1, W), assert_trivial=True))
-    return w, f0, f1, f2, f3
+    return w, gl.convert_layout(scales, gl.SliceLayout(1, W), assert_trivial=True)
 
 
 @gluon.jit
@@ -152,8 +161,16 @@ def _expanded(w, one, other, part: gl.constexpr, W: gl.constexpr):
     )
     each = gl.join(gl.join(w0, w1), gl.join(w2, w3))  # [row, word, value % 2, value // 2]
     a = gl.convert_layout(each.permute((0, 3, 2, 1)).reshape([64, 64]), W, assert_trivial=True)
-    use(a)
+    gl.inline_asm_elementwise(USE, USED, [a], dtype=a.dtype, is_pure=False, pack=32)
     return a
+
+
+@gluon.jit
+def _weights(w_smem, s_smem, stage, HALF: gl.constexpr, GATED: gl.constexpr, W: gl.constexpr):
+    """The weights of a block, of the consumer's rows: twice bfloat16[64, 64]."""
+    w, scales = _words(w_smem, s_smem, stage, HALF, GATED, W)
+    f0, f1, f2, f3 = _factors(scales)
+    return _expanded(w, f0, f1, 0, W), _expanded(w, f2, f3, 1, W)
 
 
 @gluon.jit
@@ -184,8 +201,8 @@ def _gated(
 
 @gluon.jit
 def _multiply(
-    tiles_ptr, bias_ptr, out_ptr, x_smem, w_smem, s_smem, full, empty, turns, tiles, across, columns, blocks,
-    HALF: gl.constexpr, ORDERED: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
+    tiles_ptr, bias_ptr, out_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns, blocks,
+    HALF: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, STORED: gl.constexpr, TOKENS: gl.constexpr, HALF_ROWS: gl.constexpr,
     STAGES: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
@@ -194,36 +211,22 @@ def _multiply(
     W: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     TYPE: gl.constexpr = out_ptr.dtype.element_ty
     count = 0
-    turn = 0
     for index in range(gl.program_id(0), tiles * across, gl.num_programs(0)):
         tile, block = place(index, tiles, across, GROUP)
         at = tiles_ptr + tile * FIELDS
         size = gl.load(at + 2)
         if size > 0:
             mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1)
-            w, f0, f1, f2, f3 = _words(w_smem, s_smem, count % STAGES, HALF, GATED, W)
-            a, b = _expanded(w, f0, f1, 0, W), _expanded(w, f2, f3, 1, W)
+            a, b = _weights(w_smem, s_smem, count % STAGES, HALF, GATED, W)
             acc = gl.zeros([64, TOKENS], gl.float32, layout=MMA)
             for k in range(blocks):
                 stage = count % STAGES
-                if ORDERED:
-                    mbarrier.wait(turns.index(HALF), (turn & 1) ^ (1 - HALF))
                 acc = warpgroup_mma(a, x_smem.index(2 * stage).permute((1, 0)), acc, is_async=True)
-                if ORDERED:
-                    mbarrier.arrive(turns.index(1 - HALF))
-                    turn += 1
+                acc = warpgroup_mma(b, x_smem.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
                 count += 1
                 # After the last block, what is read here is not used.
                 mbarrier.wait(full.index(count % STAGES), (count // STAGES) & 1, pred=k + 1 < blocks)
-                w, f0, f1, f2, f3 = _words(w_smem, s_smem, count % STAGES, HALF, GATED, W)
-                a = _expanded(w, f0, f1, 0, W)
-                if ORDERED:
-                    mbarrier.wait(turns.index(HALF), (turn & 1) ^ (1 - HALF))
-                acc = warpgroup_mma(b, x_smem.index(2 * stage + 1).permute((1, 0)), acc, is_async=True)
-                if ORDERED:
-                    mbarrier.arrive(turns.index(1 - HALF))
-                    turn += 1
-                b = _expanded(w, f2, f3, 1, W)
+                a, b = _weights(w_smem, s_smem, count % STAGES, HALF, GATED, W)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(empty.index(stage))
             row = gl.load(at + 1)
@@ -240,7 +243,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["tiles"])
 def _product_specialised(
     x_there, w_there, s_there, tiles_ptr, bias_ptr, out_ptr, tiles, across, columns, blocks,
-    before, ORDERED: gl.constexpr, GATED: gl.constexpr, BIAS: gl.constexpr,
+    before, GATED: gl.constexpr, BIAS: gl.constexpr,
     ACTIVATION: gl.constexpr, STORED: gl.constexpr, TOKENS: gl.constexpr, STAGES: gl.constexpr, WIDTH: gl.constexpr,
     HALF_ROWS: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
     FEED_REGISTERS: gl.constexpr, EARLY: gl.constexpr,
@@ -253,20 +256,17 @@ def _product_specialised(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
     fence_async_shared()
     launching.wait(EARLY, NEXT=False)
     gl.warp_specialize(
         [
             (_multiply, (
-                tiles_ptr, bias_ptr, out_ptr, x_smem, w_smem, s_smem, full, empty, turns, tiles, across, columns,
-                blocks, 0, ORDERED, GATED, BIAS, ACTIVATION, STORED, TOKENS, HALF_ROWS, STAGES, GROUP, FIELDS,
+                tiles_ptr, bias_ptr, out_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns,
+                blocks, 0, GATED, BIAS, ACTIVATION, STORED, TOKENS, HALF_ROWS, STAGES, GROUP, FIELDS,
             )),
             (_multiply, (
-                tiles_ptr, bias_ptr, out_ptr, x_smem, w_smem, s_smem, full, empty, turns, tiles, across, columns,
-                blocks, 1, ORDERED, GATED, BIAS, ACTIVATION, STORED, TOKENS, HALF_ROWS, STAGES, GROUP, FIELDS,
+                tiles_ptr, bias_ptr, out_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns,
+                blocks, 1, GATED, BIAS, ACTIVATION, STORED, TOKENS, HALF_ROWS, STAGES, GROUP, FIELDS,
             )),
             (_feed, (
                 x_there, w_there, s_there, tiles_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns,
@@ -289,15 +289,14 @@ class Kind:
     stages: int
 
 
-KINDS = Kind(64, 8), Kind(128, 5), Kind(256, 3)
-FEWEST = 48
+SOME, MANY = KINDS = Kind(128, 5), Kind(256, 3)
+FEWEST = 64
 """The fewest rows per expert, on average, for which this kernel is used (bench/packed_experts.py)."""
-ORDERED = False
 
 
 def kind_for(rows: float) -> Kind:
     """The tile for this number of rows per expert, on average."""
-    return next((kind for kind in KINDS if rows <= kind.rows), KINDS[-1])
+    return SOME if rows <= SOME.rows else MANY
 
 
 def fits(*widths: int) -> bool:
@@ -340,7 +339,7 @@ def product(
     launching.launch(
         _product_specialised, (min(processors(x.device), tiles * across),), None,
         *there, order.tiles, x if bias is None else bias, out, tiles, across, columns, blocks,
-        weight.before, ORDERED, gate, bias is not None, act, _stored(32 if gate else 64, kind.rows),
+        weight.before, gate, bias is not None, act, _stored(32 if gate else 64, kind.rows),
         kind.rows, kind.stages, WIDTH, HALF_ROWS, GROUP, TILE_FIELDS, MULTIPLY_REGISTERS, FEED_REGISTERS, num_warps=4,
     )  # fmt: skip
     return out

@@ -8,10 +8,8 @@ another slice of 16 columns, so a thread expands its own words, without data of 
                           values 1 * scale [N, 16]   times x[:, 16:32]
                           ...
 
-Words of both kinds have the same layout, and are expanded by other instructions.
-
-With a few tokens there are few tiles, and a program takes longer to expand its words than to read them. K is divided
-among several programs then; the last of them to end adds their sums, always in the same order.
+Words of both kinds have the same layout, and are expanded by other instructions. Experts in MXFP4 with many rows have
+another kernel on Hopper (`hopper_packed_experts`).
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from radixrt.worker.cuda.int4 import fitting_stages
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import MOST_TILES, Tile, of_hopper, part_counts, processors
+from radixrt.worker.cuda.products import Tile, of_hopper
 from radixrt.worker.cuda.routing import TILE_FIELDS, sort
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.int4 import MIDDLE, Int4
@@ -48,8 +46,6 @@ FEW = Tile(16, 128, WIDTH, 4, 3), Tile(16, 128, WIDTH, 4, 4)
 SOME = Tile(32, 128, WIDTH, 4, 3), Tile(32, 128, WIDTH, 4, 4)
 MANY = Tile(64, 64, WIDTH, 4, 3), Tile(64, 128, WIDTH, 4, 3)
 MOST = Tile(128, 128, WIDTH, 8, 3), Tile(128, 128, WIDTH, 4, 3)
-MOST_SPLITS, AT_ONCE = 4, 6
-"""See `splits_for`."""
 ALIKE = 2e-2
 """The largest relative error at which the kernel is used (see `there`)."""
 
@@ -140,39 +136,12 @@ def _slice(x_at, real, k, depth):
     return tl.trans(tl.load(x_at, mask=real[:, None] & ((k >= 0) & (k < depth))[None, :], other=0.0))
 
 
-@triton.jit
-def _added(
-    acc, up, sums_ptr, counts_ptr, real, GATED: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Of a program that has a part of K: (whether it is the last of its tile to end, then the sums of all)."""
-    size: tl.constexpr = ROWS * COLUMNS
-    whole: tl.constexpr = size * (1 + GATED)
-    kept = sums_ptr + tl.program_id(0) * (SPLITS * whole)
-    kept += tl.arange(0, COLUMNS)[:, None] + tl.arange(0, ROWS)[None, :] * COLUMNS
-    tl.store(kept + tl.program_id(1) * whole, acc, mask=real[None, :])
-    if GATED:
-        tl.store(kept + tl.program_id(1) * whole + size, up, mask=real[None, :])
-    tl.debug_barrier()  # the sums of all threads are there before they are counted
-    last = tl.atomic_add(counts_ptr + tl.program_id(0), 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-    if last:
-        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-        up = tl.zeros([COLUMNS, ROWS], tl.float32)
-        for one in tl.static_range(SPLITS):  # all are loaded before the first one is there
-            acc += tl.load(kept + one * whole, mask=real[None, :], other=0.0, cache_modifier=".cg")
-            if GATED:
-                up += tl.load(kept + one * whole + size, mask=real[None, :], other=0.0, cache_modifier=".cg")
-        tl.store(counts_ptr + tl.program_id(0), 0)  # for the next product
-    return last, acc, up
-
-
 @triton.jit(do_not_specialize=["tiles"])
 def _product_kernel(
-    x_ptr, rows_ptr, tiles_ptr, values_ptr, facts_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, tiles, columns, depth,
-    blocks, before, SPLITS: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, FACTS: tl.constexpr,
-    MIDDLE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, rows_ptr, tiles_ptr, values_ptr, facts_ptr, bias_ptr, out_ptr, tiles, columns, depth, blocks, before,
+    GROUPS: tl.constexpr, ZEROS: tl.constexpr, FACTS: tl.constexpr, MIDDLE: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WORDS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     across = tl.cdiv(columns, COLUMNS)
@@ -196,15 +165,9 @@ def _product_kernel(
     of_expert = expert * blocks * height
     w_at = values_ptr + (of_expert + n % columns)[:, None] * WORDS + i[None, :]
     f_at = facts_ptr + of_expert * FACTS + n % columns
-    first, end = 0, blocks
-    if SPLITS > 1:
-        first = tl.program_id(1) * tl.cdiv(blocks, SPLITS)
-        end = tl.minimum(first + tl.cdiv(blocks, SPLITS), blocks)
-        w_at += first.to(tl.int64) * height * WORDS
-        f_at += first.to(tl.int64) * height * FACTS
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for block in range(first, end):
+    for block in range(0, blocks):
         begin = block * WORDS * 8
         k = begin + i - before
         x0 = _slice(x_at + begin, real, k, depth)
@@ -221,10 +184,6 @@ def _product_kernel(
             up = _multiplied(u_at, g_at, height, x0, x1, x2, x3, x4, x5, x6, x7, up, GROUPS, ZEROS, MIDDLE, BITS)
         w_at += height * WORDS
         f_at += height * FACTS
-    if SPLITS > 1:
-        last, acc, up = _added(acc, up, sums_ptr, counts_ptr, real, GATED, SPLITS, ROWS, COLUMNS)
-        if not last:
-            return
     acc, up = tl.trans(acc), tl.trans(up)
     dtype = out_ptr.dtype.element_ty
     if GATED:  # rounded where the model rounds
@@ -239,11 +198,11 @@ def _product_kernel(
 
 def product(
     x: torch.Tensor, order: Order, weight: PackedStack | Int4, tile: Tile, activation: str | None,
-    bias: torch.Tensor | None = None, splits: int | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] for x[T * chosen, K]. With an
     activation, x is [T, K] (tokens), bias[E, N] is added if given, and the result [T * chosen, N / 2] is
-    `kernels.gated` of gate and up. `splits`: see `splits_for`, which is the default."""
+    `kernels.gated` of gate and up."""
     if isinstance(weight, Int4):
         facts, before, bits = weight.facts, 0, by_instructions()
         kind = weight.groups, weight.has_zeros, facts.shape[2], MIDDLE
@@ -251,30 +210,16 @@ def product(
         facts, before, bits = weight.scales, weight.before, x.dtype == torch.bfloat16 and by_instructions()
         kind = 0, False, 1, 0
     _, blocks, height, words = weight.values.shape
-    halves = 1 if activation is None else 2
-    columns = height // halves
-    programs = len(order.tiles) * triton.cdiv(columns, tile.columns)
-    splits = splits or splits_for(programs, blocks, processors(x.device))
+    columns = height if activation is None else height // 2
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
-    sums = counts = out
-    if splits > 1:
-        size = programs * splits * tile.rows * tile.columns * halves
-        sums, counts = torch.empty(size, dtype=torch.float32, device=x.device), part_counts(x.device)
     launch(
-        _product_kernel, (programs, splits), None,
-        x, order.tokens, order.tiles, weight.values, facts, x if bias is None else bias, out, sums, counts,
-        len(order.tiles), columns, weight.columns, blocks, before, splits, *kind, ACTIVATIONS.get(activation or "", 0),
-        activation is not None, bias is not None, bits, tile.rows, tile.columns, words, TILE_FIELDS, GROUP,
-        num_warps=tile.warps, num_stages=fitting_stages(tile, words, halves, room()),
+        _product_kernel, (len(order.tiles) * triton.cdiv(columns, tile.columns),), None,
+        x, order.tokens, order.tiles, weight.values, facts, x if bias is None else bias, out, len(order.tiles),
+        columns, weight.columns, blocks, before, *kind, ACTIVATIONS.get(activation or "", 0), activation is not None,
+        bias is not None, bits, tile.rows, tile.columns, words, TILE_FIELDS, GROUP,
+        num_warps=tile.warps, num_stages=fitting_stages(tile, words, height // columns, room()),
     )  # fmt: skip
     return out
-
-
-def splits_for(tiles: int, blocks: int, processors: int) -> int:
-    """The number of programs that K is divided among: as many as leave at most AT_ONCE on each multiprocessor. No part
-    is empty."""
-    splits = max(1, min(MOST_SPLITS, AT_ONCE * processors // tiles)) if tiles <= MOST_TILES else 1
-    return triton.cdiv(blocks, triton.cdiv(blocks, splits))
 
 
 # ---------------------------------------------------------------- where it is used

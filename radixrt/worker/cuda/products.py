@@ -7,9 +7,6 @@ converted, for which there would be no time.
     fewer than 64 tokens per tile     out[T, n]' = weight[n, K] x[T, K]'
     64 and more                       out[T, n] = x[T, K] weight[n, K]'
 
-Where there are few columns, K is divided among several programs; the last of them to end adds their sums, always in the
-same order.
-
 The beginning of a weight is prefetched while the kernel before still runs: no kernel writes weights.
 
 The last section decides which products of many rows are computed together with their gate (`hopper_gated`).
@@ -18,8 +15,7 @@ The last section decides which products of many rows are computed together with 
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -41,8 +37,6 @@ class Tile:
     depth: int
     warps: int
     stages: int
-    splits: int = 1
-    """Programs that K is divided among; only in `multiply`, with fewer than 64 rows and without scales of blocks."""
 
 
 SCALES = {None: 0, Rounding.ROWS: 1, Rounding.BLOCKS: 2}
@@ -94,30 +88,12 @@ def _factors(by_row, by_block, at, x_stride, real, FLIPPED: tl.constexpr, BLOCK:
     return found[None, :] if FLIPPED else found[:, None]
 
 
-@triton.jit
-def _added(acc, sums_ptr, counts_ptr, real, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of a program that has a part of K: (whether it is the last of its tile to end, then the sums of all)."""
-    tile = tl.program_id(0) + tl.program_id(1) * tl.num_programs(0)
-    size: tl.constexpr = COLUMNS * ROWS
-    to = tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-    kept = sums_ptr + tile * (SPLITS * size) + to
-    tl.store(kept + tl.program_id(2) * size, acc, mask=real[None, :])
-    tl.debug_barrier()  # the sums of all threads are there before they are counted
-    last = tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-    if last:
-        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-        for one in tl.static_range(SPLITS):  # all are loaded before the first one is there
-            acc += tl.load(kept + one * size, mask=real[None, :], other=0.0, cache_modifier=".cg")
-        tl.store(counts_ptr + tile, 0)  # for the next product
-    return last, acc
-
-
 @triton.jit(do_not_specialize=["rows", "x_stride"])
 def _product_kernel(
-    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, rows, columns, depth,
-    x_stride, stride, SCALES: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
-    BLOCK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, rows, columns, depth, x_stride, stride,
+    SCALES: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     FLIPPED: tl.constexpr = ROWS < 64
     LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
@@ -127,12 +103,8 @@ def _product_kernel(
     # Lanes past the last column compute a column again, which is not stored. Lanes past the last row are masked
     # instead: to read a row again would cost as much as to read another one.
     w_row = weight_ptr + (n % columns).to(tl.int64)[:, None] * depth
-    begin, end = 0, depth
-    if SPLITS > 1:
-        begin = tl.program_id(2) * (tl.cdiv(tl.cdiv(depth, DEPTH), SPLITS) * DEPTH)
-        end = tl.minimum(begin + tl.cdiv(tl.cdiv(depth, DEPTH), SPLITS) * DEPTH, depth)
     if EARLY and AHEAD > 0:
-        _ask(w_row + begin + (tl.arange(0, AHEAD // 128) * LINE)[None, :])
+        _ask(w_row + (tl.arange(0, AHEAD // 128) * LINE)[None, :])
     wait(EARLY)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, DEPTH)
@@ -168,14 +140,9 @@ def _product_kernel(
                 acc += tl.dot(left, right) * d
                 b, c, d = next_b, next_c, next_d
     else:
-        for at in range(begin, end, DEPTH):
+        for at in range(0, depth, DEPTH):
             left, right = _part(x_at, w_at, at, k, depth, real, FLIPPED, WHOLE)
             acc = tl.dot(left, right, acc, input_precision="ieee")
-    if SPLITS > 1:
-        tl.static_assert(FLIPPED and SCALES < 2)
-        last, acc = _added(acc, sums_ptr, counts_ptr, real, SPLITS, ROWS, COLUMNS)
-        if not last:
-            return
     if FLIPPED:
         acc = tl.trans(acc)
     if SCALES == 1:
@@ -195,13 +162,6 @@ _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 every layer.)"""
 
 
-@functools.cache
-def part_counts(device: torch.device) -> torch.Tensor:
-    """For products whose K is divided: int32[MOST_TILES], programs of each tile that have ended. All are 0 before and
-    after a product."""
-    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
-
-
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Tile, *, bias: torch.Tensor | None = None,
     add: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None, rounding: Rounding | None = None,
@@ -214,22 +174,18 @@ def multiply(
     of_x, of_weight = (x, weight) if scales is None else scales
     more = out if bias is None else bias
     at_once = blocks_at_once(tile, depth, room()) if rounding is Rounding.BLOCKS else 1
-    grid = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows), tile.splits
-    sums = counts = out
-    if tile.splits > 1:
-        sums = torch.empty(math.prod(grid) * tile.rows * tile.columns, dtype=torch.float32, device=x.device)
-        counts = part_counts(x.device)
-    pointers = x, of_x, weight, of_weight, more, out, sums, counts
+    pointers = x, of_x, weight, of_weight, more, out
     kinds = (
-        SCALES[rounding], bias is not None, add, depth % tile.depth == 0, tile.rows, tile.columns, tile.depth,
-        tile.splits, at_once, BLOCK, AHEAD if depth * weight.itemsize >= AHEAD else 0,
+        SCALES[rounding], bias is not None, add, depth % tile.depth == 0, tile.rows, tile.columns, tile.depth, at_once,
+        BLOCK, AHEAD if depth * weight.itemsize >= AHEAD else 0,
     )  # fmt: skip
     cache = None
     if all(pointer.data_ptr() % ALIGNED == 0 for pointer in pointers):
         given = x.device, x.dtype, weight.dtype, more.dtype, out.dtype, columns, depth, of_weight.stride(0), tile
         cache = _kernel_caches.setdefault((*given, *kinds), {})
     launch(
-        _product_kernel, grid, cache, *pointers, rows, columns, depth, of_x.stride(1), of_weight.stride(0), *kinds,
+        _product_kernel, (triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows), 1), cache,
+        *pointers, rows, columns, depth, of_x.stride(1), of_weight.stride(0), *kinds,
         num_warps=tile.warps, num_stages=stages(tile, at_once * weight.itemsize, room()),
     )  # fmt: skip
 
@@ -268,27 +224,21 @@ def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> T
     return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
 
 
-MOST_TILES = 1024
-"""The most tiles of a product whose K is divided."""
-MOST_SPLITS, LEAST = 8, 256
-"""The most programs that K is divided among, and the fewest elements of K of each."""
+FEWEST = 3072
+"""The fewest columns for which there are enough programs to read a weight at full bandwidth, unless K is at most
+SHORT."""
+SHORT = 2048
 
 
 @functools.cache
 def tile_for(rows: int, columns: int, depth: int, device: torch.device) -> Tile | None:
     """The tile for x[rows, depth] and weight[columns, depth] of 16 bits; None where torch's product is faster, or where
-    it was not measured: this is for Hopper."""
-    if not 0 < rows <= STREAMED[-1] or not of_hopper(device) or depth % (BYTES // 4):
+    it was not measured: this is for Hopper. (cuBLAS divides K among programs where columns are few and long.)"""
+    if not 0 < rows <= STREAMED[-1] or not of_hopper(device):
         return None
-    tile = streaming(next(most for most in STREAMED if rows <= most), columns, 2, device)
-    if depth % (BYTES // 2):
-        tile = replace(tile, depth=tile.depth // 2, stages=2 * tile.stages)
-    return replace(tile, splits=splits_for(triton.cdiv(columns, COLUMNS), depth, processors(device)))
-
-
-def splits_for(tiles: int, depth: int, programs: int) -> int:
-    """How many programs K is divided among: as many as leave one for each multiprocessor."""
-    return max(1, min(MOST_SPLITS, programs // tiles, depth // LEAST))
+    if depth % (BYTES // 2) or columns < FEWEST and depth > SHORT:
+        return None
+    return streaming(next(most for most in STREAMED if rows <= most), columns, 2, device)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ TILE_FIELDS = 3
 """Integers of a tile: its expert, the first of its sorted rows, how many rows it has."""
 ALIGNED = 8
 """torch's grouped product requires rows of a multiple of this many elements, 16 bytes."""
-SORTED = (64, 512, 1024, 4096)
+SORTED = (64, 512, 4096)
 """Entries that a program sorts at a time, one of these sizes."""
 AT_ONCE = 4096
 """The most entries that are sorted in one launch."""

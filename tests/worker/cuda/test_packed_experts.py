@@ -111,11 +111,11 @@ def test_products_in_int4_are_exact_sums(tile, device):
 
 @pytest.mark.usefixtures("steady_products")
 def test_exact_results_do_not_depend_on_the_batch(device, monkeypatch):
-    """One kind of tile computes them all, and all of K."""
+    """One kind of tile computes them all."""
     taken, real = set(), packed_experts.product
 
     def product(x, order, stack, tile, *rest, **named):
-        taken.add((tile, named["splits"]))
+        taken.add(tile)
         return real(x, order, stack, tile, *rest, **named)
 
     monkeypatch.setattr(packed_experts, "product", product)
@@ -127,7 +127,7 @@ def test_exact_results_do_not_depend_on_the_batch(device, monkeypatch):
         alone = torch.zeros_like(x[some])
         fused.add(experts, x[some].contiguous(), alone)
         assert torch.equal(alone, together[some])
-    assert taken == {(tile, 1) for tile in packed_experts.MANY}
+    assert taken == set(packed_experts.MANY)
 
 
 @pytest.mark.parametrize(
@@ -158,15 +158,6 @@ def test_many_rows_on_hopper(rows, hidden, inner, before, changes, device, monke
     fused.add(experts, x, found)
     experts.one_by_one(x, residual, TorchOps())
     assert error(found, residual) < 2e-2
-
-
-def test_how_many_programs_have_a_part_of_k():
-    """None is without a block."""
-    assert [packed_experts.splits_for(n, 23, 132) for n in (1, 180, 360, 720, 1440)] == [4, 4, 2, 1, 1]
-    for tiles in (1, 50, 200, 300):
-        for blocks in range(1, 30):
-            splits = packed_experts.splits_for(tiles, blocks, 132)
-            assert 1 <= splits <= packed_experts.MOST_SPLITS and (splits - 1) * -(-blocks // splits) < blocks
 
 
 def test_tiles_that_are_left_over_are_not_computed(device):
