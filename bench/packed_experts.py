@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--int4", action="store_true")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--hopper", action="store_true", help="has a result file of its own")
+    parser.add_argument("--hopper", action="store_true", help="of MXFP4; has a result file of its own")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing more after that")
     args = parser.parse_args()
@@ -168,7 +168,7 @@ def main() -> None:
                 break
             x = torch.randn((tokens, shape[2]), dtype=torch.bfloat16, device="cuda")
             rows.append({"experts": name, "tokens": tokens} | measure(wide, packed, x, limits))
-            if args.hopper:
+            if args.hopper and not args.int4:
                 rows[-1] |= on_hopper(packed, x)
             print(rows[-1], flush=True)
             if args.sweep:
