@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from radixrt.worker.cuda.routing import Order
 
 GROUP = 8
+"""Tiles whose columns are computed by programs that run at once (see `hopper_experts.place`)."""
 HALF_ROWS = 64
 """Rows of the weight that are copied at once: two such parts are a tile's, of gate and up, or neighbouring rows."""
 MULTIPLY_REGISTERS, FEED_REGISTERS = 240, 24
@@ -83,9 +84,9 @@ USED: gl.constexpr = gl.constexpr(",".join(["=r"] * 16 + ["r"] * 16))
 
 @gluon.jit
 def _feed(
-    x_there, w_there, s_there, tiles_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns, blocks,
-    before, GATED: gl.constexpr, WIDTH: gl.constexpr, HALF_ROWS: gl.constexpr,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, FIELDS: gl.constexpr,
+    x_there, w_there, s_there, tiles_ptr, x_smem, w_smem, s_smem, full, empty, tiles, across, columns, blocks, before,
+    GATED: gl.constexpr, WIDTH: gl.constexpr, HALF_ROWS: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    FIELDS: gl.constexpr,
 ):  # fmt: skip
     BYTES: gl.constexpr = 2 * (x_there.block_type.nbytes + w_there.block_type.nbytes + s_there.block_type.nbytes)
     count = 0
@@ -283,7 +284,7 @@ def _product_specialised(
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of a tile: rows of x, and stages, as many as the shared memory holds, or as are enough."""
+    """Of a tile: rows of x, and stages, as many as the shared memory holds."""
 
     rows: int
     stages: int
@@ -307,14 +308,10 @@ def fits(*widths: int) -> bool:
 
 @functools.cache
 def _stored(count: int, tokens: int) -> gl.DistributedLinearLayout:
-    """The layout [count, tokens] in which a warpgroup stores: up to 8 neighbouring columns per thread, 16 bytes, then
-    the other columns, then rows of the result."""
+    """The layout [count, tokens] in which a warpgroup stores: 8 neighbouring columns per thread, 16 bytes, then the
+    other columns, then rows of the result."""
     bits = [[1 << i, 0] for i in range(count.bit_length() - 1)] + [[0, 1 << i] for i in range(tokens.bit_length() - 1)]
-    first = min(3, len(bits) - 7)
-    registers = bits[:first] + bits[first + 7 :]
-    return gl.DistributedLinearLayout(
-        registers, bits[first : first + 5], bits[first + 5 : first + 7], [], [count, tokens]
-    )
+    return gl.DistributedLinearLayout(bits[:3] + bits[10:], bits[3:8], bits[8:10], [], [count, tokens])
 
 
 def product(

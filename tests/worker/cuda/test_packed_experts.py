@@ -133,7 +133,7 @@ def test_exact_results_do_not_depend_on_the_batch(device, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "hidden", "inner", "before", "changes"),
     [
-        (64, 192, 136, 0, {}),
+        (128, 192, 136, 0, {}),
         (128, 320, 200, 24, {}),
         (256, 192, 136, 0, {}),
         (128, 192, 128, 0, {"gate_up_bias": None, "down_bias": None, "activation": "silu"}),
@@ -158,6 +158,18 @@ def test_many_rows_on_hopper(rows, hidden, inner, before, changes, device, monke
     fused.add(experts, x, found)
     experts.one_by_one(x, residual, TorchOps())
     assert error(found, residual) < 2e-2
+
+
+def test_kinds_of_tiles_on_hopper():
+    hopper = pytest.importorskip("radixrt.worker.cuda.hopper_packed_experts")
+    assert {hopper.kind_for(rows).rows for rows in (64, 128)} == {128}
+    assert {hopper.kind_for(rows).rows for rows in (129, 5000)} == {256}
+    assert hopper.fits(2880, 1440) and not hopper.fits(2880, 1444)
+    for count, kind in ((32, hopper.SOME), (64, hopper.MANY)):
+        layout = hopper._stored(count, kind.rows)
+        bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]
+        assert layout.reg_bases[:3] == [[1, 0], [2, 0], [4, 0]], "16 bytes per thread"
+        assert sum(a for a, _ in bases) == count - 1 and sum(b for _, b in bases) == kind.rows - 1
 
 
 def test_tiles_that_are_left_over_are_not_computed(device):
