@@ -17,10 +17,10 @@ from radixrt.worker.plan import Parts
 TOKENS = 64
 """The most tokens of a chunk."""
 CHUNK_FIELDS = 6
-"""Of a chunk: its first token, tokens, slot of the state; first token and end of the sequence's tokens in this step; a
-slot that the state after the chunk is stored in as well, or 0."""
+"""Of a chunk: its first token, tokens, slot of the state before the sequence's tokens in this step; the first of these
+tokens, and their end; a slot that the state after the chunk is stored in as well, or 0."""
 SEQUENCE_FIELDS = 3
-"""Of a sequence: its first chunk, chunks, slot of the state."""
+"""Of a sequence: its first chunk, chunks, slot of the state after it. It is the one before it, but for `Runs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,31 @@ class Cut:
     chunks: torch.Tensor
     sequences: torch.Tensor
 
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The first tokens of a step on the device, of which each decode is a sequence of one, and each draft a sequence of
+    several (`StateWork.runs`), int32[B] each."""
+
+    slots: torch.Tensor
+    """Slots of the states after each token."""
+    lengths: torch.Tensor
+    """Of the sequence that begins with each token, in tokens; 0 where none does."""
+
     @classmethod
-    def of_ones(cls, slots: torch.Tensor) -> Cut:
-        """Of sequences of one token each, with states at integer slots[B]."""
-        at, slots = torch.arange(len(slots), dtype=torch.int32, device=slots.device), slots.int()
-        one, none = torch.ones_like(at), torch.zeros_like(at)
-        chunks = torch.stack((at, one, slots, at, at + 1, none), dim=1)
-        return cls(chunks, torch.stack((at, one, slots), dim=1))
+    def of_ones(cls, slots: torch.Tensor) -> Runs:
+        """Sequences of one token each, with states at int32 slots[B]."""
+        return cls(slots, torch.ones_like(slots))
+
+    def cut(self) -> Cut:
+        """The tokens as chunks of one, whose states are all stored. What is no sequence is one of no tokens."""
+        slots, lengths = self.slots, self.lengths
+        begins = lengths > 0
+        at, one = torch.arange(len(slots), dtype=torch.int32, device=slots.device), torch.ones_like(slots)
+        goes_on = torch.cat((~begins[1:], torch.zeros_like(begins[:1])))
+        chunks = torch.stack((at, one, slots * begins, at, at + lengths, slots * goes_on), dim=1)
+        last = slots[(at + lengths - 1).clamp(min=0).long()]
+        return Cut(chunks, torch.stack((at, lengths, last * begins), dim=1))
 
 
 def cut(parts: Parts, tokens: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:

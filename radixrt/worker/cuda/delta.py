@@ -6,7 +6,8 @@ Per head, with the state S[Dk, Dv], q and k of norm 1 (q also divided by the roo
     S = exp(decay) S,   S = S + k (beta (v - S^T k))^T,   out = S^T q
     decay = rate softplus(a + dt_bias),   beta = factor sigmoid(b)
 
-States are read from their slots and written back. Slot 0 is that of padding: it is never written.
+States are read from their slots and written back; those of drafted tokens, which follow another, only written (see
+`cutting.Runs`). Slot 0 is that of padding: it is never written.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.convolutions import silu
-from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut, Runs
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 
 if TYPE_CHECKING:
@@ -101,37 +102,42 @@ def _updated(state, q, k, v, kept, beta, scale):
 
 @triton.jit
 def _decode_kernel(
-    x_ptr, z_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, norm_ptr, slots_ptr, states_ptr, out_ptr, eps, scale, z_stride,
-    a_stride, b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, z_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, norm_ptr, slots_ptr, runs_ptr, states_ptr, out_ptr, eps, scale,
+    z_stride, a_stride, b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, KEY_DIM)
     j = tl.arange(0, VALUE_DIM)
     # Only this kernel writes states, and copies before the step: so they can be read while the kernel before runs.
+    run = tl.load(runs_ptr + token)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(at, cache_modifier=".cg")
+    at = states_ptr + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    begins = i[:, None] < tl.where(run > 0, KEY_DIM, 0)
+    state = tl.load(at + slot * state_stride, mask=begins, other=0.0, cache_modifier=".cg")
     wait(EARLY)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    x_at = x_ptr + token * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
     of_key = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
-    q = tl.load(x_at + of_key).to(tl.float32)
-    k = tl.load(x_at + KEYS + of_key).to(tl.float32)
-    v = tl.load(x_at + 2 * KEYS + head * VALUE_DIM + j).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
-    a = tl.load(a_ptr + token * a_stride + head).to(tl.float32)
-    b = tl.load(b_ptr + token * b_stride + head).to(tl.float32)
     rate, dt_bias = tl.load(rates_ptr + head), tl.load(dt_bias_ptr + head)
-    kept = tl.exp(decay_of(a, rate, dt_bias))
-    state, out = _updated(state, q, k, v, kept, FACTOR * tl.sigmoid(b), scale)
-    if slot > 0:
-        tl.store(at, state)
-    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j).to(tl.float32)
     weight = tl.load(norm_ptr + j).to(tl.float32)
-    out = gated_norm(out, z, weight, eps, VALUE_DIM, dtype)
-    tl.store(out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j, out)
+    for _ in range(run):
+        x_at = x_ptr + token * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
+        q = tl.load(x_at + of_key).to(tl.float32)
+        k = tl.load(x_at + KEYS + of_key).to(tl.float32)
+        v = tl.load(x_at + 2 * KEYS + head * VALUE_DIM + j).to(tl.float32)
+        a = tl.load(a_ptr + token * a_stride + head).to(tl.float32)
+        b = tl.load(b_ptr + token * b_stride + head).to(tl.float32)
+        z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j).to(tl.float32)
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        kept = tl.exp(decay_of(a, rate, dt_bias))
+        state, out = _updated(state, q, k, v, kept, FACTOR * tl.sigmoid(b), scale)
+        if slot > 0:
+            tl.store(at + slot * state_stride, state)
+        out = gated_norm(out, z, weight, eps, VALUE_DIM, dtype)
+        tl.store(out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j, out)
+        token += 1
 
 
 DECODE_WARPS = 4
@@ -139,16 +145,16 @@ DECODE_WARPS = 4
 
 
 def decode(
-    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, slots: torch.Tensor, out: torch.Tensor,
+    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, runs: Runs, out: torch.Tensor,
     cache: KernelCache | None = None, warps: int = DECODE_WARPS,
 ) -> None:  # fmt: skip
-    """Write a layer's results, normalized and gated, to out[B, Hv, Dv], for one token of each of the B sequences with
-    states at integer slots[B]: the first B of `inputs` and of the convolution's results x."""
+    """Write a layer's results, normalized and gated, to out[B, Hv, Dv], for the tokens of `runs`: the first B of
+    `inputs` and of the convolution's results x. A token's result is the same bit by bit, drafted or not."""
     spec = net.spec
     launch(
-        _decode_kernel, (spec.value_heads, len(slots), 1), cache,
-        x, inputs.z, inputs.a, inputs.b, net.rates, net.dt_bias, net.norm, slots, states.rule, out, net.eps,
-        spec.key_dim**-0.5, inputs.z.stride(0), inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0),
+        _decode_kernel, (spec.value_heads, len(runs.slots), 1), cache,
+        x, inputs.z, inputs.a, inputs.b, net.rates, net.dt_bias, net.norm, runs.slots, runs.lengths, states.rule, out,
+        net.eps, spec.key_dim**-0.5, inputs.z.stride(0), inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0),
         spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, num_warps=warps,
     )  # fmt: skip
 
@@ -168,7 +174,7 @@ def _tokens_kernel(
     head = tl.program_id(0) // parts
     sequence = sequences_ptr + tl.program_id(1) * FIELDS
     chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
-    slot = tl.load(sequence + 2).to(tl.int64)
+    source, slot = tl.load(chunk + 2).to(tl.int64), tl.load(sequence + 2).to(tl.int64)
     begin = tl.load(chunk + 3)
     end = tl.load(chunk + 4)
     stop = begin + tl.load(chunk + 1)
@@ -176,7 +182,7 @@ def _tokens_kernel(
     real = i < KEY_DIM
     j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
     state_at = states_ptr + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(state_at + slot * state_stride, mask=real[:, None], other=0.0)
+    state = tl.load(state_at + source * state_stride, mask=real[:, None], other=0.0)
     rate = tl.load(rates_ptr + head)
     dtype = x_ptr.dtype.element_ty
     ALL: tl.constexpr = KEY_HEADS * KEY_DIM
