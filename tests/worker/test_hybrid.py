@@ -17,6 +17,7 @@ from radixrt.worker.kv import StatePool
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
 from tests.worker.engine import GREEDY, Engine, prompts
+from tests.worker.test_drafting import Told
 from tests.worker.test_models import all_logits, computed, greedy, load
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2"]
@@ -177,11 +178,28 @@ def test_random_weights(checkpoint, family):
     assert len(engine.generate(prompts(1, 90, 90), FEW)[0]) == 12
 
 
-def test_nothing_is_drafted(checkpoint, caplog):
+@pytest.mark.parametrize("states", [0, pytest.param(12, marks=pytest.mark.slow)])
+def test_drafts_change_nothing(model, states):
+    """Of which a third is wrong: the answers, and where the next turn goes on; with 12 states, 3 of drafts."""
+    folder, answer = model
+    runner = load(folder, max_mamba_cache_size=states)
+    asked = prompts(4, 30, 90)
+    expected = [answer(prompt) for prompt in asked]
+    drafter = Told(False, [prompt + said for prompt, said in zip(asked, expected, strict=True)])
+    engine = Engine(runner, drafter=drafter)
+    assert cached(engine, *asked)[0] == expected
+    assert drafter.drafted > drafter.accepted > (4 if states else 20)
+    turns = [[*prompt, *said, 7] for prompt, said in zip(asked, expected, strict=True)]
+    assert cached(engine, *turns)[1] == [len(turn) - 2 for turn in turns], "the last token was not computed"
+    if not states:
+        found = [engine.tokens(id)[:1] for id in range(5, 9)]
+        assert found == [answer(turn)[:1] for turn in turns]
+
+
+def test_tokens_are_drafted(checkpoint):
     folder, _ = checkpoint("qwen3_5_text")
     config = resolve(WorkerConfig(str(folder), device="cpu", speculative_algorithm="ngram"))
-    assert make_drafter(config, load(folder)) is None
-    assert "tokens are not drafted" in caplog.text
+    assert make_drafter(config, load(folder)) is not None
 
 
 QWEN = {"layer_types": ["linear_attention", "mamba", "full_attention"]}
