@@ -168,9 +168,10 @@ class States:
 
     def draft(self, slot: int, count: int) -> list[int]:
         """Slots for the states after each of `count` drafted tokens that follow a live state; fewer if there are no
-        more. They stay until `accept` or `end`."""
+        more (see `draftable`). They stay until `accept` or `end`."""
         slots: list[int] = []
-        while len(slots) < count and (one := self._allocate()):
+        most = min(count, self.draftable)
+        while len(slots) < most and (one := self._allocate()):
             slots.append(one)
         if slots:
             self._drafted[slot] = slots
