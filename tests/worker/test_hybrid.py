@@ -233,7 +233,7 @@ def test_what_is_not_served_is_named(checkpoint, tmp_path, family, changes, word
 
 def test_ranks_follow_what_one_does_with_states(checkpoint):
     folder, reference = checkpoint("qwen3_5_text")
-    runner = load(folder, tensor_parallel_size=2, max_mamba_cache_size=6)
+    runner = load(folder, tensor_parallel_size=2, max_mamba_cache_size=12)
     try:
         engine = Engine(runner, chunk=64)
         trunk, *others = prompts(3, 150, 150)
@@ -242,6 +242,9 @@ def test_ranks_follow_what_one_does_with_states(checkpoint):
             found, hits = cached(engine, *asked)
             assert found == [greedy(reference, prompt, 12) for prompt in asked]
         assert sum(hits) > 300
+        drafter = Told(False, [[*prompt, *said] for prompt, said in zip(asked, found, strict=True)])
+        assert cached(Engine(runner, drafter=drafter), *asked)[0] == found
+        assert drafter.drafted > drafter.accepted > 2
     finally:
         runner.close()
 
