@@ -35,7 +35,7 @@ class Speculation:
             return
         most = requests
         if states is not None:
-            most = states.draftable // LEAST_STATES - len(running.drafting)
+            most = (states.drafted + states.draftable) // LEAST_STATES - len(running.drafting)
         if most > 0 and (found := [r for r in running.decoding if drafter.begins(r, requests)]):
             running.draft(found[:most])
 

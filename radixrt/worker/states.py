@@ -94,10 +94,15 @@ class States:
         return bool(self._free) or self._oldest(pinned_too=True) > 0
 
     @property
+    def drafted(self) -> int:
+        """The slots that drafts have now."""
+        return sum(map(len, self._drafted.values()))
+
+    @property
     def draftable(self) -> int:
         """The most slots that drafts may have now in addition to those they have."""
         there = len(self._free) + max(0, len(self._pages) - len(self._pinned))
-        return min(self.total // DRAFT_SHARE - sum(map(len, self._drafted.values())), there)
+        return min(self.total // DRAFT_SHARE - self.drafted, there)
 
     # ------------------------------------------------------------ look-ups
 
@@ -297,7 +302,7 @@ class States:
         drafted = [slot for slots in self._drafted.values() for slot in slots]
         places = sorted([*self._free, *self._live, *self._pages, *drafted])
         assert places == list(range(1, self.total + 1)), "live + drafted + snapshots + free = total"
-        assert set(self._drafted) <= self._live and len(drafted) <= self.total // DRAFT_SHARE
+        assert set(self._drafted) <= self._live and self.drafted <= self.total // DRAFT_SHARE
         pages = list(self._pages.values())
         assert np.isin(pages, tree_pages).all(), "each snapshot is of a page of the tree"
         assert self._of_page[pages].tolist() == list(self._pages), "each snapshot is found by its page"
