@@ -17,10 +17,10 @@ from radixrt.worker.plan import Parts
 TOKENS = 64
 """The most tokens of a chunk."""
 CHUNK_FIELDS = 6
-"""Of a chunk: its first token, tokens, slot of the state before the sequence's tokens in this step; the first of these
-tokens, and their end; a slot that the state after the chunk is stored in as well, or 0."""
+"""Of a chunk: its first token, tokens, slot of the state; first token and end of the sequence's tokens in this step; a
+slot that the state after the chunk is stored in as well, or 0."""
 SEQUENCE_FIELDS = 3
-"""Of a sequence: its first chunk, chunks, slot of the state after it. It is the one before it, but for `Runs`."""
+"""Of a sequence: its first chunk, chunks, slot of the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,11 @@ class Cut:
 
     chunks: torch.Tensor
     sequences: torch.Tensor
+
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What kernels take."""
+        return self.chunks, self.sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +46,15 @@ class Runs:
     lengths: torch.Tensor
     """Of the sequence that begins with each token, in tokens; 0 where none does."""
 
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What kernels take."""
+        return self.slots, self.lengths
+
     @classmethod
     def of_ones(cls, slots: torch.Tensor) -> Runs:
         """Sequences of one token each, with states at int32 slots[B]."""
         return cls(slots, torch.ones_like(slots))
-
-    def cut(self) -> Cut:
-        """The tokens as chunks of one, whose states are all stored. What is no sequence is one of no tokens."""
-        slots, lengths = self.slots, self.lengths
-        begins = lengths > 0
-        at, one = torch.arange(len(slots), dtype=torch.int32, device=slots.device), torch.ones_like(slots)
-        goes_on = torch.cat((~begins[1:], torch.zeros_like(begins[:1])))
-        chunks = torch.stack((at, one, slots * begins, at, at + lengths, slots * goes_on), dim=1)
-        last = slots[(at + lengths - 1).clamp(min=0).long()]
-        return Cut(chunks, torch.stack((at, lengths, last * begins), dim=1))
 
 
 def cut(parts: Parts, tokens: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:

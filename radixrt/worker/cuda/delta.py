@@ -167,22 +167,30 @@ def _tokens_kernel(
     x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, chunks_ptr, sequences_ptr, states_ptr, out_ptr, scale, a_stride,
     b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, EACH: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, EARLY: tl.constexpr,
+    FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, RUNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     parts: tl.constexpr = VALUE_DIM // COLUMNS
     head = tl.program_id(0) // parts
-    sequence = sequences_ptr + tl.program_id(1) * FIELDS
-    chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
-    source, slot = tl.load(chunk + 2).to(tl.int64), tl.load(sequence + 2).to(tl.int64)
-    begin = tl.load(chunk + 3)
-    end = tl.load(chunk + 4)
-    stop = begin + tl.load(chunk + 1)
+    if RUNS:
+        begin = tl.program_id(1)
+        end = begin + tl.load(sequences_ptr + begin)
+        chunk = chunks_ptr + begin
+        slot = tl.load(chunk).to(tl.int64)
+        stop = begin + 1
+    else:
+        sequence = sequences_ptr + tl.program_id(1) * FIELDS
+        chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
+        slot = tl.load(sequence + 2).to(tl.int64)
+        begin = tl.load(chunk + 3)
+        end = tl.load(chunk + 4)
+        stop = begin + tl.load(chunk + 1)
     i = tl.arange(0, KEYS)
     real = i < KEY_DIM
     j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
     state_at = states_ptr + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(state_at + source * state_stride, mask=real[:, None], other=0.0)
+    there = i < tl.where(end > begin, KEY_DIM, 0)
+    state = tl.load(state_at + slot * state_stride, mask=there[:, None], other=0.0)
     rate = tl.load(rates_ptr + head)
     dtype = x_ptr.dtype.element_ty
     ALL: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -217,14 +225,20 @@ def _tokens_kernel(
         out_at += VALUE_HEADS * VALUE_DIM
         q, k, v, a, b = next_q, next_k, next_v, next_a, next_b
         if t + 1 == stop:
-            passed = tl.load(chunk + 5).to(tl.int64)
+            if RUNS:
+                passed = tl.load(chunk).to(tl.int64)
+                chunk += 1
+                stop += 1
+            else:
+                passed = tl.load(chunk + 5).to(tl.int64)
+                if t + 1 < end:
+                    chunk += CHUNK_FIELDS
+                    stop = tl.load(chunk) + tl.load(chunk + 1)
             if passed > 0:
                 tl.store(state_at + passed * state_stride, state, mask=real[:, None])
-            if t + 1 < end:
-                chunk += CHUNK_FIELDS
-                stop = tl.load(chunk) + tl.load(chunk + 1)
-    if slot > 0:
-        tl.store(state_at + slot * state_stride, state, mask=real[:, None])
+    if not RUNS:
+        if slot > 0:
+            tl.store(state_at + slot * state_stride, state, mask=real[:, None])
 
 
 @triton.jit
@@ -257,19 +271,21 @@ def norm_and_gate(x: torch.Tensor, z: torch.Tensor, net: DeltaNet, cache: Kernel
 
 
 def by_tokens(
-    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut, out: torch.Tensor,
+    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut | Runs, out: torch.Tensor,
     cache: KernelCache | None = None, first: int = 0,
 ) -> None:  # fmt: skip
-    """What `decode` does, for the tokens of the chunks in `lists`. A token's result is the same bit by bit, wherever
-    its sequence is cut. Results of tokens before the `first` one stay."""
+    """What `decode` does, for the tokens of the chunks or runs in `lists`. A token's result is the same bit by bit,
+    wherever its sequence is cut. Results of tokens before the `first` one stay."""
     spec = net.spec
+    chunks, sequences = lists.pair
     columns = min(COLUMNS, spec.value_dim)
     assert spec.value_dim % columns == 0, spec
     launch(
-        _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(lists.sequences), 1), cache,
-        x, inputs.a, inputs.b, net.rates, net.dt_bias, lists.chunks, lists.sequences, states.rule, out,
+        _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(sequences), 1), cache,
+        x, inputs.a, inputs.b, net.rates, net.dt_bias, chunks, sequences, states.rule, out,
         spec.key_dim**-0.5, inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0), spec.key_heads,
         spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, net.ups is not None,
-        triton.next_power_of_2(spec.key_dim), columns, SEQUENCE_FIELDS, CHUNK_FIELDS, num_warps=1, num_stages=3,
+        triton.next_power_of_2(spec.key_dim), columns, SEQUENCE_FIELDS, CHUNK_FIELDS, isinstance(lists, Runs),
+        num_warps=1, num_stages=3,
     )  # fmt: skip
     norm_and_gate(out[first:], inputs.z[first:], net, cache)

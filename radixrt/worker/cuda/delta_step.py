@@ -171,8 +171,6 @@ class DeltaStep:
         self._decodes = decodes
         self._lists = lists
         self._by_tokens = by_tokens
-        self._ones: Cut | None = None
-        """The lists of `decodes`, once a layer needs them."""
         aligned = pool.convs[0, 0].nbytes % 16 == 0
         self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
 
@@ -211,20 +209,15 @@ class DeltaStep:
         few, _ = self._caches
         x = inputs.x.new_empty((len(runs.slots), inputs.x.shape[1]))
         convolutions.conv_step(inputs.x, net, states.conv, runs, x, few)
-        if not self._by_tokens and net.ups is None and is_whole(net.spec):
-            delta.decode(x, inputs, net, states, runs, out, few)
-            return
-        self._ones = self._ones or runs.cut()
-        delta.by_tokens(x, inputs, net, states, self._ones, out, few)
+        by_tokens = self._by_tokens or net.ups is not None or not is_whole(net.spec)
+        (delta.by_tokens if by_tokens else delta.decode)(x, inputs, net, states, runs, out, few)
 
     def _put_mamba(self, net: Mamba, inputs: MambaInputs, states: LayerStates, out: torch.Tensor) -> None:
         x = self._convolved(net, inputs.x, states)
         few, many = self._caches
-        if self._decodes is not None and self._by_tokens:
-            self._ones = self._ones or self._decodes.cut()
-            mamba.by_tokens(x, inputs, net, states, self._ones, out, few)
-        elif self._decodes is not None:
-            mamba.decode(x, inputs, net, states, self._decodes, out, few)
+        if self._decodes is not None:
+            decode = mamba.by_tokens if self._by_tokens else mamba.decode
+            decode(x, inputs, net, states, self._decodes, out, few)
         if self._lists is not None:
             by_lists = mamba.by_tokens if self._by_tokens else mamba_chunks.by_chunks
             by_lists(x, inputs, net, states, self._lists, out, many)

@@ -137,21 +137,29 @@ def _state_tokens_kernel(
     x_ptr, z_ptr, steps_ptr, rates_ptr, bias_ptr, skip_ptr, chunks_ptr, sequences_ptr, states_ptr, out_ptr, low, high,
     z_stride, steps_stride, state_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
     STATE: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr,
-    EARLY: tl.constexpr,
+    RUNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     PARTS: tl.constexpr = DIM // ROWS
     head = tl.program_id(0) // PARTS
-    sequence = sequences_ptr + tl.program_id(1) * FIELDS
-    chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
-    source, slot = tl.load(chunk + 2).to(tl.int64), tl.load(sequence + 2).to(tl.int64)
-    begin = tl.load(chunk + 3)
-    end = tl.load(chunk + 4)
-    stop = begin + tl.load(chunk + 1)
+    if RUNS:
+        begin = tl.program_id(1)
+        end = begin + tl.load(sequences_ptr + begin)
+        chunk = chunks_ptr + begin
+        slot = tl.load(chunk).to(tl.int64)
+        stop = begin + 1
+    else:
+        sequence = sequences_ptr + tl.program_id(1) * FIELDS
+        chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
+        slot = tl.load(sequence + 2).to(tl.int64)
+        begin = tl.load(chunk + 3)
+        end = tl.load(chunk + 4)
+        stop = begin + tl.load(chunk + 1)
     i = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, STATE)
     state_at = states_ptr + head * (DIM * STATE) + i[:, None] * STATE + n[None, :]
-    state = tl.load(state_at + source * state_stride)
+    there = i < tl.where(end > begin, DIM, 0)
+    state = tl.load(state_at + slot * state_stride, mask=there[:, None], other=0.0)
     rate, bias, skip = tl.load(rates_ptr + head), tl.load(bias_ptr + head), tl.load(skip_ptr + head)
     dtype = out_ptr.dtype.element_ty
     VALUES: tl.constexpr = HEADS * DIM
@@ -181,29 +189,37 @@ def _state_tokens_kernel(
         out_at += VALUES
         x, b, c, raw = next_x, next_b, next_c, next_raw
         if t + 1 == stop:
-            passed = tl.load(chunk + 5).to(tl.int64)
+            if RUNS:
+                passed = tl.load(chunk).to(tl.int64)
+                chunk += 1
+                stop += 1
+            else:
+                passed = tl.load(chunk + 5).to(tl.int64)
+                if t + 1 < end:
+                    chunk += CHUNK_FIELDS
+                    stop = tl.load(chunk) + tl.load(chunk + 1)
             if passed > 0:
                 tl.store(state_at + passed * state_stride, state)
-            if t + 1 < end:
-                chunk += CHUNK_FIELDS
-                stop = tl.load(chunk) + tl.load(chunk + 1)
-    if slot > 0:
-        tl.store(state_at + slot * state_stride, state)
+    if not RUNS:
+        if slot > 0:
+            tl.store(state_at + slot * state_stride, state)
 
 
 def by_tokens(
-    x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, lists: Cut, out: torch.Tensor,
+    x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, lists: Cut | Runs, out: torch.Tensor,
     cache: KernelCache | None = None,
 ) -> None:  # fmt: skip
-    """What `decode` does, for the tokens of the chunks in `lists`. A token's result is the same bit by bit, wherever
-    its sequence is cut."""
+    """What `decode` does, for the tokens of the chunks or runs in `lists`. A token's result is the same bit by bit,
+    wherever its sequence is cut."""
     spec = net.spec
+    chunks, sequences = lists.pair
     rows = min(ROWS, spec.head_dim)
     launch(
-        _state_tokens_kernel, (spec.heads * spec.head_dim // rows, len(lists.sequences), 1), cache,
-        x, inputs.z, inputs.steps, net.rates, net.step_bias, net.skip, lists.chunks, lists.sequences, states.rule, out,
+        _state_tokens_kernel, (spec.heads * spec.head_dim // rows, len(sequences), 1), cache,
+        x, inputs.z, inputs.steps, net.rates, net.step_bias, net.skip, chunks, sequences, states.rule, out,
         *spec.limits, inputs.z.stride(0), inputs.steps.stride(0), states.rule.stride(0), spec.heads, spec.groups,
-        spec.head_dim, spec.state, rows, net.norm is None, SEQUENCE_FIELDS, CHUNK_FIELDS, num_warps=1,
+        spec.head_dim, spec.state, rows, net.norm is None, SEQUENCE_FIELDS, CHUNK_FIELDS, isinstance(lists, Runs),
+        num_warps=1,
     )  # fmt: skip
 
 

@@ -157,7 +157,7 @@ build(delta._decode_kernel, pointers, numbers, heads | {"FACTOR": 1.0}, delta.DE
 pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
 fields = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 for each, odd in ((False, {}), (True, {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16})):
-    constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
+    constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128, "RUNS": each}
     build(delta._tokens_kernel, pointers, numbers, heads | constants | odd, 1)
 constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True, "ROWS": 16}
 build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants)
@@ -199,7 +199,8 @@ for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in
     pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*i32", "*fp32", "*bf16"]
     rows = {"ROWS": mamba.DECODE_ELEMENTS // state}
     build(mamba._state_decode_kernel, pointers, numbers, heads | gated | rows, mamba.DECODE_WARPS)
-    build(mamba._state_tokens_kernel, pointers, numbers, heads | gated | sequences | {"ROWS": mamba.ROWS}, 1)
+    constants = heads | gated | sequences | {"ROWS": mamba.ROWS, "RUNS": bool(gated["GATED"])}
+    build(mamba._state_tokens_kernel, pointers, numbers, constants, 1)
     pointers = ["*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*fp32"]
     constants = {"HEADS": heads["HEADS"], "BLOCK": mamba_chunks.HEADS_AT_ONCE}
     build(mamba_chunks._steps_kernel, pointers, numbers, constants | fields)
