@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 NORM_EPS = tl.constexpr(1e-6)
 """Added to the sum of the squares of q and of k."""
-COLUMNS = 8
-"""Columns of the state that a program of the loop over tokens holds: one warp, whose sums need no barrier."""
+COLUMNS, WARPS = 8, 1
+"""Columns of the state that a program of the loop over tokens holds, and its warps: sums of one need no barrier."""
 MANY_ROWS = 1 << 14
 """Heads of all tokens from which on a program normalizes more of them."""
 
@@ -286,6 +286,6 @@ def by_tokens(
         spec.key_dim**-0.5, inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0), spec.key_heads,
         spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, net.ups is not None,
         triton.next_power_of_2(spec.key_dim), columns, SEQUENCE_FIELDS, CHUNK_FIELDS, isinstance(lists, Runs),
-        num_warps=1, num_stages=3,
+        num_warps=WARPS, num_stages=3,
     )  # fmt: skip
     norm_and_gate(out[first:], inputs.z[first:], net, cache)

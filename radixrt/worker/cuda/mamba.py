@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 DECODE_ELEMENTS, DECODE_WARPS = 8192, 4
 """The most elements of a state that a program of a decode holds, and its warps; bench/mamba.py --sweep times others."""
-ROWS = 8
-"""Rows of a state that a program of the loop over tokens holds: one warp, whose sums need no barrier."""
+ROWS, WARPS = 8, 1
+"""Rows of a state that a program of the loop over tokens holds, and its warps: sums of one need no barrier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ def by_tokens(
         x, inputs.z, inputs.steps, net.rates, net.step_bias, net.skip, chunks, sequences, states.rule, out,
         *spec.limits, inputs.z.stride(0), inputs.steps.stride(0), states.rule.stride(0), spec.heads, spec.groups,
         spec.head_dim, spec.state, rows, net.norm is None, SEQUENCE_FIELDS, CHUNK_FIELDS, isinstance(lists, Runs),
-        num_warps=1,
+        num_warps=WARPS,
     )  # fmt: skip
 
 
