@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
 
 STEP_CHANNELS = 1024
-"""Channels of a program for one token of each sequence."""
+"""Channels of a program for one token of each sequence, or for a draft."""
+STEP_REGISTERS = 128
+"""The most registers of a thread of such a program, so that four programs fit on a multiprocessor of Hopper: without
+the limit, the loop over a draft takes 142 for the same work."""
 CHANNELS = 512
 """Channels of a program for a chunk. It computes all tokens of a chunk, one after the other or, in steps of less than
 FEW chunks, ROWS tokens at once."""
@@ -110,6 +113,7 @@ def conv_step(
         _conv_kernel, (triton.cdiv(channels, block), len(runs.slots), 1), cache,
         x, net.conv, net.conv if bias is None else bias, runs.slots, runs.lengths, states, out, channels, x.stride(0),
         states.stride(0), net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), block, num_warps=4,
+        maxnreg=STEP_REGISTERS,
     )  # fmt: skip
 
 

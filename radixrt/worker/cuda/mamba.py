@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 DECODE_ELEMENTS, DECODE_WARPS = 8192, 4
 """The most elements of a state that a program of a decode holds, and its warps; bench/mamba.py --sweep times others."""
+DECODE_REGISTERS = 168
+"""The most registers of a thread of such a program, so that three programs fit on a multiprocessor of Hopper: without
+the limit, the loop over a draft takes 236 for the same work."""
 ROWS, WARPS = 8, 1
 """Rows of a state that a program of the loop over tokens holds, and its warps: sums of one need no barrier."""
 
@@ -125,7 +128,7 @@ def decode(
         _state_decode_kernel, (spec.heads * spec.head_dim // rows, len(runs.slots), 1), cache,
         x, inputs.z, inputs.steps, net.rates, net.step_bias, net.skip, runs.slots, runs.lengths, states.rule, out,
         *spec.limits, inputs.z.stride(0), inputs.steps.stride(0), states.rule.stride(0), spec.heads, spec.groups,
-        spec.head_dim, spec.state, rows, net.norm is None, num_warps=warps,
+        spec.head_dim, spec.state, rows, net.norm is None, num_warps=warps, maxnreg=DECODE_REGISTERS,
     )  # fmt: skip
 
 
