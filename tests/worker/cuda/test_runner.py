@@ -168,13 +168,13 @@ def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch
 
 
 DRAFTING = ("gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "lfm2")
-DRAFTING += ("nemotron_h", "granitemoehybrid", "qwen3_next", "falcon_h1")
+DRAFTING += ("nemotron_h", "granitemoehybrid", "qwen3_next", "bamba", "falcon_h1")
 PENALIZED = {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
 
 
 @pytest.mark.parametrize(
     "folder",
-    ["llama", "bamba", *(pytest.param(x, marks=pytest.mark.slow) for x in DRAFTING)],
+    ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in DRAFTING)],
     indirect=True,
 )
 @pytest.mark.parametrize("how", [PENALIZED, pytest.param({"temperature": 1.0}, marks=pytest.mark.slow)], ids=str)
