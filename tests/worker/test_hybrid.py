@@ -196,6 +196,17 @@ def test_drafts_change_nothing(model, states):
         assert found == [answer(turn)[:1] for turn in turns]
 
 
+@pytest.mark.parametrize("family", [x if x == "lfm2" else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES])
+def test_exact_results_stay_exact_with_drafts(checkpoint, family):
+    """Drawn tokens, in bfloat16."""
+    runner, asked = load(checkpoint(family)[0], dtype="bfloat16", deterministic=True), prompts(4, 30, 90)
+    sampling = Sampling(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
+    expected = Engine(runner).generate(asked, sampling)
+    drafter = Told(False, [prompt + said for prompt, said in zip(asked, expected, strict=True)])
+    assert Engine(runner, drafter=drafter).generate(asked, sampling) == expected
+    assert drafter.drafted > drafter.accepted > 30
+
+
 def test_tokens_are_drafted(checkpoint):
     folder, _ = checkpoint("qwen3_5_text")
     config = resolve(WorkerConfig(str(folder), device="cpu", speculative_algorithm="ngram"))
