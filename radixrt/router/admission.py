@@ -1,7 +1,7 @@
 """Turns a client's message into a Request: finds its tenant and model, validates it, and checks that it fits.
 
 A namespace is three lines: tenant, model, salt. The tenant comes from the API key and has no line break, so nothing
-that a caller sends can name another tenant's namespace.
+that a caller sends can name another tenant's namespace. A LoRA adapter counts as a model of its own.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Admission:
         """Make the Request with its runs, none of which is dispatched yet. Raises Refused if the message is not valid
         or does not fit."""
         tenant = self.tenant(message.api_key)
-        model = self._model(message.model)
+        model, adapters = self._model(message.model), self._members.adapters()
         if not isinstance(message.prompt, TokenPrompt):
             raise Refused("prompt", "only token ids are served here")
         serving = self._members.serving(model)
@@ -68,6 +68,7 @@ class Admission:
             f"{tenant}\n{model}\n{message.cache_salt}",
             message.origin,
             model,
+            adapter=model if model in adapters else "",
             stream=isinstance(message, Generate) and message.stream,
             scores=isinstance(message, Score),
         )
@@ -88,6 +89,7 @@ class Admission:
             raise Refused("model", "no worker serves yet", 503, self._config.worker_timeout)
         if not name:
             return min(served)
+        served |= self._members.adapters()
         if name not in served:
             raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)
         return name

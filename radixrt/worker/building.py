@@ -19,13 +19,14 @@ class Decodes:
     """The decodes of a step, as the arrays of a Plan. All but `positions` and `last` stay the same until the batch
     changes. Plans share the arrays, so they are never written to."""
 
-    __slots__ = ("last", "ones", "positions", "requests", "rows", "rows32", "_states", "all_true")
+    __slots__ = ("adapters", "last", "ones", "positions", "requests", "rows", "rows32", "_states", "all_true")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = tuple(requests)
         self.rows = np.array([r.row for r in requests], dtype=np.int64)
         self.rows32 = self.rows.astype(np.int32)
         self._states: np.ndarray | None = None
+        self.adapters = np.array([r.adapter for r in requests], dtype=np.int32)
         self.ones = np.ones(len(requests), dtype=np.int32)
         self.all_true = np.ones(len(requests), dtype=bool)
         self.positions = np.array([r.computed for r in requests], dtype=np.int64)
@@ -115,9 +116,11 @@ class StepBuilder:
         states = None
         if self.cache.states is not None:
             states = self.cache.state_work(_appended(decodes.states, [r.state for r in self.requests]))
+        adapters = _any(_appended(decodes.adapters, [r.adapter for r in self.requests]))
         if not self.requests:
             return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
-                        decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states)  # fmt: skip
+                        decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states,
+                        adapters=adapters)  # fmt: skip
         return Plan(
             step=step,
             requests=(*decodes.requests, *self.requests),
@@ -131,7 +134,13 @@ class StepBuilder:
             table_writes=self.cache.drain_writes(),
             drafts=tuple(replace(draft, first=draft.first + len(starts)) for draft in self.drafts),
             states=states,
+            adapters=adapters,
         )
+
+
+def _any(adapters: np.ndarray) -> np.ndarray | None:
+    """See `Plan.adapters`."""
+    return adapters if (adapters >= 0).any() else None
 
 
 def _appended(decodes: np.ndarray, chunks: list[int] | list[bool]) -> np.ndarray:

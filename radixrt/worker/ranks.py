@@ -88,6 +88,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     paths: dict[int, list[tuple[int, int]]]
     states: tuple[bytes, bytes, bytes, bytes] | None = None
     """Slots, restores, saves and within of `Plan.states`."""
+    adapters: bytes | None = None
 
     @classmethod
     def of(cls, plan: Plan, paths: Mapping[int, Nodes]) -> Step:
@@ -100,6 +101,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             plan.wants_logits,
             {index: list(path) for index, path in paths.items()},
             (work := plan.states) and tuple(x.tobytes() for x in (work.slots, work.restores, work.saves, work.within)),
+            None if plan.adapters is None else plan.adapters.tobytes(),
         )
 
     def plan(self, requests: tuple[Request, ...]) -> Plan:
@@ -111,8 +113,9 @@ class Step(msgspec.Struct, tag="step", array_like=True):
         if self.states is not None:
             slots, *copies, within = (_array(x, np.int32) for x in self.states)
             states = StateWork(slots, *(x.reshape(2, -1) for x in copies), within.reshape(3, -1))
+        adapters = None if self.adapters is None else _array(self.adapters, np.int32)
         return ReceivedPlan(
-            self.step, requests, *integers, _array(self.samples, np.bool_), writes, states=states,
+            self.step, requests, *integers, _array(self.samples, np.bool_), writes, states=states, adapters=adapters,
             logits_wanted=self.wants_logits,
         )  # fmt: skip
 

@@ -1,0 +1,207 @@
+"""LoRA adapters of a model: products to which each row's adapter adds its part, out += factor * B(A x).
+
+    x[T, in] --- base weight ------------------------------> out[T, out]
+             \\- A of the row's adapter -> [T, r] -> B ---/  +
+
+Adapters are numbered. The matrices of all adapters are stacked, and padded with zeros to the same rank. Where several
+projections are one product (q, k and v), so are their A; each row of B belongs to one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from radixrt.lora_modules import FLAG
+from radixrt.worker.model.adapter import Adapter, Pair
+from radixrt.worker.model.linear import Linear
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.layers import Ops, Product
+    from radixrt.worker.model.tensors import Piece
+
+RANK_ALIGNMENT = 16
+"""Ranks are padded to a multiple of this: tensor cores multiply so many columns at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The matrices of all adapters for one product of P projections."""
+
+    a: torch.Tensor
+    """[adapters, P * rank, in]: A of the first projection, then that of the second, and so on."""
+    b: torch.Tensor
+    """[adapters, out, rank], multiplied by the adapter's scale."""
+    sizes: tuple[int, ...]
+    """By projection: rows of `b`, which are one after the other."""
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[2]
+
+
+class Rows:
+    """Which adapter each row has, int32[T], -1: none. One object for all products of a model; what it holds is replaced
+    for each forward pass. `adapters` None: no row has one."""
+
+    def __init__(self) -> None:
+        self.adapters: torch.Tensor | None = None
+        self._order: torch.Tensor | None = None
+
+    def use(self, adapters: torch.Tensor | None) -> None:
+        """Set the adapters of the next forward pass."""
+        self.adapters, self._order = adapters, None
+
+    def select(self, wanted: torch.Tensor) -> None:
+        """Go on with the rows at int64 `wanted`."""
+        if self.adapters is not None:
+            self.use(self.adapters[wanted])
+
+    @property
+    def order(self) -> torch.Tensor:
+        """int64[T]: the rows sorted by adapter, those without one first."""
+        assert self.adapters is not None
+        if self._order is None:
+            self._order = self.adapters.argsort(stable=True)
+        return self._order
+
+
+@dataclass(frozen=True, slots=True)
+class LoraLinear:
+    """A product with adapters. As `linear.Linear`."""
+
+    base: Product
+    stack: Stack
+    rows: Rows
+    ops: Ops
+    batch_invariant: bool
+
+    rounding: ClassVar[None] = None
+    """The input is not to be quantized: adapters multiply it as it is. An FP8 product quantizes it itself."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.base(x)
+        self._add(x, out)
+        return out
+
+    def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the result to `out` [T, out]."""
+        self.base.put(x, out)
+        self._add(x, out)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> None:
+        """Add the result times a factor to residual[T, out], in place."""
+        self.base.add(x, residual, factor)
+        self._add(x, residual, factor)
+
+    def _add(self, x: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+        if self.rows.adapters is not None:
+            self.ops.lora(x, self.stack, self.rows, out, factor, self.batch_invariant)
+
+
+def add_by_adapter(
+    x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: float, batch_invariant: bool
+) -> None:
+    """The reference of `Ops.lora`: one adapter after the other."""
+    assert rows.adapters is not None
+    for adapter in rows.adapters.unique().tolist():
+        if adapter < 0:
+            continue
+        chosen = torch.nonzero(rows.adapters == adapter).flatten()
+        inner = Linear(stack.a[adapter], None, batch_invariant)(x[chosen])
+        parts = zip(inner.split(stack.rank, dim=1), stack.b[adapter].split(stack.sizes), strict=True)
+        delta = torch.cat([Linear(b, None, batch_invariant)(part) for part, b in parts], dim=1)
+        out.index_add_(0, chosen, delta.to(out.dtype), alpha=factor)
+
+
+class Adapters:
+    """Adds adapters to the products of a model while it is read."""
+
+    def __init__(self, adapters: Sequence[Adapter], ops: Ops, dtype: torch.dtype, batch_invariant: bool) -> None:
+        self.rows = Rows()
+        self._adapters = adapters
+        self._ops = ops
+        self._dtype = dtype
+        self._batch_invariant = batch_invariant
+        self._rank = _padded(max(adapter.rank for adapter in adapters))
+        self._used: list[set[str]] = [set() for _ in adapters]
+
+    def on(
+        self,
+        product: Product,
+        pieces: Sequence[Piece],
+        other_name: Callable[[str], str],
+        order: Callable[[Piece, torch.Tensor], torch.Tensor],
+    ) -> Product:
+        """The product of `pieces`, with what adapters have for these; the product itself if they have nothing.
+        `other_name`: the name that transformers may have for a piece; `order` reorders the rows of a piece, as
+        `TensorReader._deinterleaved`. ValueError for matrices of wrong shapes."""
+        names = [(piece.name, other_name(piece.name)) for piece in pieces]
+        found = [[self._find(number, both) for both in names] for number in range(len(self._adapters))]
+        if not any(pair for pairs in found for pair in pairs):
+            return product
+        for number, pairs in enumerate(found):
+            for piece, pair in zip(pieces, pairs, strict=True):
+                _check_shape(self._adapters[number].name, piece, pair)
+        sizes = tuple(_rows_of(piece) for piece in pieces)
+        columns = pieces[0].part.count if pieces[0].part and pieces[0].part.dim == 1 else pieces[0].shape[1]
+        device = _device_of(product)
+        a = torch.zeros((len(found), len(pieces) * self._rank, columns), dtype=self._dtype, device=device)
+        b = torch.zeros((len(found), sum(sizes), self._rank), dtype=self._dtype, device=device)
+        for number, pairs in enumerate(found):
+            for place, (piece, pair) in enumerate(zip(pieces, pairs, strict=True)):
+                if pair is not None:
+                    rank, at = len(pair.a), sum(sizes[:place])
+                    a[number, place * self._rank : place * self._rank + rank] = _own(pair.a, piece, dim=1)
+                    rows = order(piece, _own(pair.b, piece, dim=0))
+                    b[number, at : at + sizes[place], :rank] = rows.float() * pair.scale
+        return LoraLinear(product, Stack(a, b, sizes), self.rows, self._ops, self._batch_invariant)
+
+    def check_all_used(self) -> None:
+        """Raise ValueError for an adapter with matrices of a projection that the model does not have, or that has no
+        adapters here."""
+        for adapter, used in zip(self._adapters, self._used, strict=True):
+            if unused := sorted(adapter.pairs.keys() - used):
+                more = f", and {len(unused) - 1} more" if len(unused) > 1 else ""
+                raise ValueError(f"{FLAG} {adapter.name}: LoRA of {unused[0]}{more} is not served for this model")
+
+    def _find(self, number: int, names: tuple[str, str]) -> Pair | None:
+        pairs, used = self._adapters[number].pairs, self._used[number]
+        for name in names:
+            if (pair := pairs.get(name)) is not None:
+                used.add(name)
+                return pair
+        return None
+
+
+def _padded(rank: int) -> int:
+    return math.ceil(rank / RANK_ALIGNMENT) * RANK_ALIGNMENT
+
+
+def _rows_of(piece: Piece) -> int:
+    if piece.order is not None:
+        return len(piece.order)
+    return piece.rows.count if piece.rows else piece.shape[0]
+
+
+def _own(matrix: torch.Tensor, piece: Piece, dim: int) -> torch.Tensor:
+    """This rank's part of A (`dim` 1) or B (`dim` 0), as it has of the base weight."""
+    part = piece.part
+    return matrix.narrow(part.dim, part.start, part.count) if part and part.dim == dim else matrix
+
+
+def _check_shape(name: str, piece: Piece, pair: Pair | None) -> None:
+    if pair is not None and (len(pair.b), pair.a.shape[1]) != tuple(piece.shape):
+        raise ValueError(
+            f"{FLAG} {name}: {piece.name} is {list(piece.shape)} in the model, in the adapter "
+            f"{[len(pair.b), pair.a.shape[1]]}"
+        )
+
+
+def _device_of(product: Product) -> torch.device:
+    weight = product.weight
+    return (weight if isinstance(weight, torch.Tensor) else weight.values).device
