@@ -99,8 +99,8 @@ def test_logits_of_more_families(checkpoint, tmp_path, family, targets, changes)
 
 @pytest.mark.parametrize("chunk", [512, pytest.param(24, marks=pytest.mark.slow)])
 def test_one_batch_warm_and_cold(checkpoint, tmp_path, chunk):
-    """Each gets what its own model says, and again when its prefix is cached; the same prompt under another adapter hits
-    nothing."""
+    """Each gets what its own model says, and again when its prefix is cached; the same prompt under another adapter
+    hits nothing."""
     folder, model = checkpoint("llama")
     adapters = two_adapters(tmp_path, model)
     models = {-1: model} | {number: merged(model, adapter) for number, adapter in enumerate(adapters)}
@@ -299,7 +299,7 @@ def test_names_of_multimodal_models(checkpoint, tmp_path):
         other = tmp_path / prefix
         other.mkdir()
         save_file(
-            {k.replace("model.model.", f"model.{prefix}"): v for k, v in tensors.items()},
+            {k.replace("base_model.model.model.", f"base_model.model.{prefix}"): v for k, v in tensors.items()},
             other / "adapter_model.safetensors",
         )
         (other / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())

@@ -45,6 +45,8 @@ class Inputs:
     writes: PackedArray
     states: PackedArray | None
     """Slots of recurrent states, if the model has any."""
+    adapters: PackedArray | None
+    """See `Decoder.use_adapters`; None if no adapters are loaded."""
     lists: dict[int | None, Lists]
 
 
@@ -104,8 +106,9 @@ class DecodeGraphs:
 
     def packed(self, packer: Packer, plan: Plan, size: int, works: dict[int | None, DecodeWork]) -> Graph:
         """Pack a step's integers, and return its graph. The caller may pack sampling parameters after them."""
+        adapters = _none(len(plan.tokens)) if plan.adapters is None else plan.adapters
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes,
-                   plan.states and plan.states.slots)  # fmt: skip
+                   plan.states and plan.states.slots, adapters)  # fmt: skip
         return self._graphs[size, _shared(works)]
 
     def close(self) -> None:
@@ -116,7 +119,7 @@ class DecodeGraphs:
     def _pack(
         self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
         positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
-        states: np.ndarray | None,
+        states: np.ndarray | None, adapters: np.ndarray,
     ) -> Inputs:  # fmt: skip
         """Pack the integers at the offsets where the graph of this size, with or without sharing, reads them."""
         row = len(self._table) - 1
@@ -130,6 +133,7 @@ class DecodeGraphs:
             packer.add(rows, size, fill=row),
             packer.add(np.concatenate([writes, padding], axis=1)),
             None if states is None else packer.add(states, size),
+            packer.add(adapters, size, fill=-1) if self._model.has_adapters else None,
             {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
         )
 
@@ -138,7 +142,7 @@ class DecodeGraphs:
         none = np.zeros(0, dtype=np.int32)
         works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}
         inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32),
-                            None if self._states is None else none)  # fmt: skip
+                            None if self._states is None else none, none)  # fmt: skip
         room = packer.used + (DRAW_INTEGERS + COPY_INTEGERS) * size + 1024
         integers = torch.zeros(room, dtype=torch.int32, device=self._model.device)
         packer.send(integers)
@@ -162,9 +166,15 @@ class DecodeGraphs:
         mix = None
         if self._states is not None and inputs.states is not None:
             mix = DeltaStep(self._states, inputs.states.of(integers), by_tokens=self._by_tokens)
+        self._model.use_adapters(None if inputs.adapters is None else inputs.adapters.of(integers))
         x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention, mix)
         self._model.finish(x, residual, out=logits)
         return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows)
+
+
+def _none(count: int) -> np.ndarray:
+    """Of as many requests without an adapter."""
+    return np.full(count, -1, dtype=np.int32)
 
 
 def _shared(works: dict[int | None, DecodeWork]) -> bool:
