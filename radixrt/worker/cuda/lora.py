@@ -131,29 +131,43 @@ def lora(x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: f
         return
     assert x.stride(1) == out.stride(1) == 1
     down, up = FEW if batch_invariant or count <= FEW_ROWS else MANY
-    _, ranks, _ = stack.a.shape
-    columns = min(down.columns, triton.next_power_of_2(ranks))
-    row_tiles, column_tiles = triton.cdiv(count, down.rows), triton.cdiv(ranks, columns)
-    splits = EXACT_SPLITS if batch_invariant else _splits(row_tiles * column_tiles, depth // down.depth)
-    part = triton.cdiv(triton.cdiv(depth, splits), down.depth) * down.depth
+    splits = EXACT_SPLITS if batch_invariant else best_splits(count, stack, down)
+    expand(shrink(x, stack, rows, down, splits), stack, rows, out, factor, up)
+
+
+def best_splits(count: int, stack: Stack, tile: Tile) -> int:
+    """Parts of K for so many rows."""
+    _, ranks, depth = stack.a.shape
+    programs = triton.cdiv(count, tile.rows) * triton.cdiv(ranks, tile.columns)
+    return max(1, min(MOST_SPLITS, PROGRAMS // programs, depth // tile.depth))
+
+
+def shrink(x: torch.Tensor, stack: Stack, rows: Rows, tile: Tile, splits: int) -> torch.Tensor:
+    """float32[splits, T, P * rank]: parts of A x, by place in `rows.order`; undefined for rows without an adapter."""
+    (count, depth), ranks = x.shape, stack.a.shape[1]
+    columns = min(tile.columns, triton.next_power_of_2(ranks))
+    part = triton.cdiv(triton.cdiv(depth, splits), tile.depth) * tile.depth
     inner = torch.empty((splits, count, ranks), dtype=torch.float32, device=x.device)
-    shared = rows.adapters, rows.order
     launch(
-        _shrink_kernel, (column_tiles, row_tiles, splits), None,
-        x, stack.a, *shared, inner, count, depth, ranks, x.stride(0), part,
-        down.rows, columns, down.depth, num_warps=down.warps, num_stages=down.stages,
+        _shrink_kernel, (triton.cdiv(ranks, columns), triton.cdiv(count, tile.rows), splits), None,
+        x, stack.a, rows.adapters, rows.order, inner, count, depth, ranks, x.stride(0), part,
+        tile.rows, columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    tiles = _column_tiles(stack.sizes, up.columns, x.device)
-    launch(
-        _expand_kernel, (len(tiles), triton.cdiv(count, up.rows), 1), None,
-        inner, stack.b, *shared, tiles, out, factor, count, stack.rank, ranks, stack.b.shape[1], out.stride(0), splits,
-        up.rows, up.columns, _largest_divisor(stack.rank, up.depth), num_warps=up.warps, num_stages=up.stages,
-    )  # fmt: skip
+    return inner
 
 
-def _splits(programs: int, blocks: int) -> int:
-    """Parts of K for so many tiles of the result, where K has so many blocks."""
-    return max(1, min(MOST_SPLITS, PROGRAMS // programs, blocks))
+def expand(
+    inner: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: float, tile: Tile
+) -> None:  # fmt: skip
+    """Add factor * B of what `shrink` returned to out[T, N]."""
+    (splits, count, ranks), (_, columns, rank) = inner.shape, stack.b.shape
+    tiles = _column_tiles(stack.sizes, tile.columns, out.device)
+    launch(
+        _expand_kernel, (len(tiles), triton.cdiv(count, tile.rows), 1), None,
+        inner, stack.b, rows.adapters, rows.order, tiles, out, factor, count, rank, ranks, columns, out.stride(0),
+        splits, tile.rows, tile.columns, _largest_divisor(rank, tile.depth), num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
 
 
 def _largest_divisor(rank: int, most: int) -> int:

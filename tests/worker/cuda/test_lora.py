@@ -86,9 +86,12 @@ def test_exact_results_do_not_depend_on_the_batch(device, steady_products):
     assert torch.equal(out[::7], alone[::7])
 
 
-def test_nothing_is_split_beyond_its_blocks():
-    assert lora._splits(1, 32) == lora.MOST_SPLITS and lora._splits(1, 3) == 3
-    assert lora._splits(500, 32) == 1 and lora._splits(1, 0) == 1
+@pytest.mark.parametrize(
+    ("count", "depth", "splits"), [(1, 4096, lora.MOST_SPLITS), (1, 400, 3), (1, 50, 1), (8192, 4096, 1)]
+)
+def test_nothing_is_split_beyond_its_blocks(count, depth, splits):
+    stack = Stack(torch.empty(1, 48, depth), torch.empty(1, 40, 16), (20, 10, 10))
+    assert lora.best_splits(count, stack, lora.FEW[0]) == splits
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
