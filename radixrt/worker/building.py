@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +27,7 @@ class Decodes:
         self.rows = np.array([r.row for r in requests], dtype=np.int64)
         self.rows32 = self.rows.astype(np.int32)
         self._states: np.ndarray | None = None
-        self.adapters = np.array([r.adapter for r in requests], dtype=np.int32)
+        self.adapters = _adapters(requests)
         self.ones = np.ones(len(requests), dtype=np.int32)
         self.all_true = np.ones(len(requests), dtype=bool)
         self.positions = np.array([r.computed for r in requests], dtype=np.int64)
@@ -116,14 +117,14 @@ class StepBuilder:
         states = None
         if self.cache.states is not None:
             states = self.cache.state_work(_appended(decodes.states, [r.state for r in self.requests]))
-        adapters = _any(_appended(decodes.adapters, [r.adapter for r in self.requests]))
         if not self.requests:
             return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
                         decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states,
-                        adapters=adapters)  # fmt: skip
+                        adapters=decodes.adapters)  # fmt: skip
+        requests = (*decodes.requests, *self.requests)
         return Plan(
             step=step,
-            requests=(*decodes.requests, *self.requests),
+            requests=requests,
             rows=_appended(decodes.rows32, [r.row for r in self.requests]),
             starts=_appended(starts, self.starts),
             counts=_appended(decodes.ones, self.counts),
@@ -134,13 +135,14 @@ class StepBuilder:
             table_writes=self.cache.drain_writes(),
             drafts=tuple(replace(draft, first=draft.first + len(starts)) for draft in self.drafts),
             states=states,
-            adapters=adapters,
+            adapters=_adapters(requests),
         )
 
 
-def _any(adapters: np.ndarray) -> np.ndarray | None:
+def _adapters(requests: Sequence[Request]) -> np.ndarray | None:
     """See `Plan.adapters`."""
-    return adapters if (adapters >= 0).any() else None
+    numbers = [request.adapter for request in requests]
+    return np.array(numbers, dtype=np.int32) if max(numbers, default=-1) >= 0 else None
 
 
 def _appended(decodes: np.ndarray, chunks: list[int] | list[bool]) -> np.ndarray:
