@@ -11,12 +11,13 @@ from tests.checkpoints import make_model
 from tests.gpu.test_models import SIZES, load
 from tests.worker.engine import Engine, prompts
 
+GRAPHS = {"enforce_eager": False, "max_num_seqs": 16, "attention_backend": "triton"}
 KINDS = {
-    "graphs": {"enforce_eager": False, "max_num_seqs": 16},
-    "eager": {},
-    "fp8": {"enforce_eager": False, "quantization": "fp8", "max_num_seqs": 16},
-    "deterministic": {"enforce_eager": False, "deterministic": True, "max_num_seqs": 16},
-    "float32": {"enforce_eager": False, "dtype": "float32", "attention_backend": "triton", "max_num_seqs": 16},
+    "graphs": GRAPHS,
+    "eager": GRAPHS | {"enforce_eager": True},
+    "fp8": GRAPHS | {"quantization": "fp8"},
+    "deterministic": GRAPHS | {"deterministic": True},
+    "float32": GRAPHS | {"dtype": "float32"},
 }
 CHOSEN = Sampling(max_tokens=16, temperature=0.0, logprobs=1, ignore_eos=True)
 
@@ -102,6 +103,6 @@ def test_deterministic_results_do_not_depend_on_the_batch(made):
 
 def test_memory_is_measured_with_adapters(made):
     """Where the pool has what is left."""
-    runner = with_adapters(made, enforce_eager=False, max_total_tokens=0, gpu_memory_utilization=0.3)
+    runner = with_adapters(made, **GRAPHS, max_total_tokens=0, gpu_memory_utilization=0.3)
     assert runner.num_pages > 1000 and runner._model.has_adapters
     runner.close()

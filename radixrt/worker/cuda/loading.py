@@ -67,7 +67,8 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
         step = step_bytes(config, loaded, model, flashinfer, full, group)
         rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of penalized tokens; logits of graphs
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
-        reserved = step + rows + (GRAPH_BYTES + rows + kept if graphs else 0)
+        kinds = 2 if model.has_adapters else 1  # of decode graphs
+        reserved = step + rows + (kinds * GRAPH_BYTES + rows + kept if graphs else 0)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     states = make_states(config, loaded, reserved, group)
     tokens = tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)

@@ -1,11 +1,11 @@
-"""LoRA adapters, out[T, N] += factor * B(A x) with the A and B of each row's adapter, by two kernels:
+"""LoRA adapters, out[T, N] += factor * B(A x) with the A and B of each row's adapter.
 
-    shrink   inner[splits, T, P * rank] = x[T, K] A', each split over a part of K
-    expand   out[T, N] += factor * (sum of splits) B'
+    once a forward pass   sort rows by adapter; list tiles of up to ROWS rows of one adapter
+    shrink                inner[splits, T, P * rank] = x[T, K] A', each split over a part of K
+    expand                out[T, N] += factor * (sum of splits) B'
 
-Both take rows sorted by adapter (`Rows.order`), so that most tiles of rows have only one; a tile multiplies by the
-matrices of each adapter that it has, and keeps the rows that have this one. Rows without an adapter are neither
-multiplied nor written. So the kernels depend only on the numbers of the adapters on the device, and can be captured.
+Rows without an adapter are in no tile: they are neither multiplied nor written. The number of programs depends on the
+number of rows alone, and those for which there is no tile end at once, so that all of this can be captured.
 """
 
 from __future__ import annotations
@@ -32,140 +32,200 @@ class Tile:
     stages: int
 
 
-FEW = Tile(16, 64, 128, 4, 4), Tile(16, 128, 64, 4, 2)
+FEW = Tile(16, 32, 256, 4, 3), Tile(16, 128, 64, 4, 2)
 """(shrink, expand) for few rows."""
-MANY = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 3)
+MANY = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 2)
 FEW_ROWS = 512
 """The most rows that are computed with FEW."""
 PROGRAMS = 132
-"""K is split so that there are at least about this many programs: the multiprocessors of an H100."""
-MOST_SPLITS = 8
+"""Shrink has about this many programs at least, if K can be split so: the multiprocessors of an H100."""
+MOST_SPLITS = 16
 EXACT_SPLITS = 4
 """Splits if results must not depend on the batch."""
-NO_ADAPTER = tl.constexpr(1 << 30)
-"""A number larger than those of all adapters."""
+EXPANDING = 8 * PROGRAMS
+"""Expand has about this many programs at most, each for several tiles of columns."""
+FIELDS = 3
+"""Of a tile of rows: its adapter, its first place in the order, the end of its places."""
+
+
+# ---------------------------------------------------------------- which rows belong together
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tiles of rows, each of one adapter."""
+
+    order: torch.Tensor
+    """int64[T]: rows sorted by adapter."""
+    tiles: torch.Tensor
+    """int32[most, FIELDS]; in those after the last one the adapter is -1."""
 
 
 @triton.jit
-def _adapters(adapters_ptr, order_ptr, rows, ROWS: tl.constexpr, tile):
-    """(positions in the order, rows, their adapters or -1) of a tile."""
-    m = tile * ROWS + tl.arange(0, ROWS)
-    real = m < rows
-    row = tl.load(order_ptr + m, mask=real, other=0)
-    return m, row, tl.load(adapters_ptr + row, mask=real, other=-1)
+def _list_kernel(
+    sorted_ptr, tiles_ptr, rows, adapters, most, ROWS: tl.constexpr, ADAPTERS: tl.constexpr, BLOCK: tl.constexpr,
+    FIELDS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    adapter = tl.arange(0, ADAPTERS)
+    low, high = tl.zeros([ADAPTERS], tl.int32), tl.zeros([ADAPTERS], tl.int32) + rows
+    low_end, high_end = low, high
+    size = rows
+    while size > 0:  # binary search for the first row of each adapter, and for the first one after it
+        middle = (low + high) // 2
+        before = tl.load(sorted_ptr + middle, mask=low < high, other=1 << 30) < adapter
+        low, high = tl.where(before, middle + 1, low), tl.where(before, high, tl.maximum(low, middle))
+        middle = (low_end + high_end) // 2
+        before = tl.load(sorted_ptr + middle, mask=low_end < high_end, other=1 << 30) <= adapter
+        low_end = tl.where(before, middle + 1, low_end)
+        high_end = tl.where(before, high_end, tl.maximum(low_end, middle))
+        size = size // 2
+    count = tl.where(adapter < adapters, (low_end - low + ROWS - 1) // ROWS, 0)
+    after = tl.cumsum(count, 0)
+    for number in range(tl.max(count, axis=0)):
+        tile = tiles_ptr + (after - count + number) * FIELDS
+        mask = number < count
+        first = low + number * ROWS
+        tl.store(tile, adapter, mask=mask)
+        tl.store(tile + 1, first, mask=mask)
+        tl.store(tile + 2, tl.minimum(first + ROWS, low_end), mask=mask)
+    for begin in range(tl.max(after, axis=0), most, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        tl.store(tiles_ptr + place * FIELDS, -1, mask=place < most)
+
+
+def work(rows: Rows, adapters: int, tile_rows: int) -> Work:
+    """The tiles of up to `tile_rows` rows; there are matrices of so many `adapters`. Made once a forward pass."""
+    known = rows.kept.get(tile_rows)
+    if known is None:
+        assert rows.adapters is not None
+        count = len(rows.adapters)
+        found, order = rows.adapters.sort(stable=True)
+        most = min(count, count // tile_rows + min(adapters, count))
+        tiles = torch.empty((most, FIELDS), dtype=torch.int32, device=found.device)
+        launch(
+            _list_kernel, (1, 1, 1), None, found, tiles, count, adapters, most, tile_rows,
+            triton.next_power_of_2(adapters), 256, FIELDS, num_warps=4,
+        )  # fmt: skip
+        known = rows.kept[tile_rows] = Work(order, tiles)
+    return known
+
+
+# ---------------------------------------------------------------- products
 
 
 @triton.jit
-def _after(adapters, last):
-    """The smallest of `adapters` that is larger than `last`; NO_ADAPTER if there is none."""
-    return tl.min(tl.where(adapters > last, adapters, NO_ADAPTER), axis=0)
+def _tile(tiles_ptr, number, FIELDS: tl.constexpr):
+    """(adapter, first place in the order, end)."""
+    at = tiles_ptr + number * FIELDS
+    return tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def _rows(order_ptr, first, end, ROWS: tl.constexpr):
+    """(places in the order, whether these belong to the tile, rows)."""
+    m = first + tl.arange(0, ROWS)
+    real = m < end
+    return m, real, tl.load(order_ptr + m, mask=real, other=0)
 
 
 @triton.jit(do_not_specialize=["rows", "part"])
 def _shrink_kernel(
-    x_ptr, a_ptr, adapters_ptr, order_ptr, inner_ptr, rows, depth, columns, x_stride, part,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, a_ptr, tiles_ptr, order_ptr, inner_ptr, rows, depth, columns, x_stride, part,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
     wait(EARLY)
-    m, row, adapters = _adapters(adapters_ptr, order_ptr, rows, ROWS, tl.program_id(1))
-    has = adapters >= 0
-    k = tl.arange(0, DEPTH)
-    x_at = x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    begin, end = split * part, tl.minimum(depth, (split + 1) * part)
-    found = tl.zeros([ROWS, COLUMNS], tl.float32)
-    adapter = _after(adapters, -1)
-    while adapter < NO_ADAPTER:
-        a_at = a_ptr + (adapter.to(tl.int64) * columns + n % columns)[:, None] * depth + k[None, :]
+    adapter, first, last = _tile(tiles_ptr, tl.program_id(1), FIELDS)
+    if adapter >= 0:
+        m, real, row = _rows(order_ptr, first, last, ROWS)
+        k = tl.arange(0, DEPTH)
+        x_at = x_ptr + row[:, None] * x_stride + k[None, :]
+        a_at = a_ptr + (adapter * columns + n % columns)[:, None] * depth + k[None, :]
+        begin, end = split * part, tl.minimum(depth, (split + 1) * part)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
         for at in range(begin, end, DEPTH):
             inside = (at + k < end)[None, :]
-            x = tl.load(x_at + at, mask=has[:, None] & inside, other=0.0)
+            x = tl.load(x_at + at, mask=real[:, None] & inside, other=0.0)
             a = tl.load(a_at + at, mask=inside, other=0.0)
             acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
-        found = tl.where((adapters == adapter)[:, None], acc, found)
-        adapter = _after(adapters, adapter)
-    out = inner_ptr + (split * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
-    tl.store(out, found, mask=has[:, None] & (n < columns)[None, :])
+        out = inner_ptr + (split * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
+        tl.store(out, acc, mask=real[:, None] & (n < columns)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _expand_kernel(
-    inner_ptr, b_ptr, adapters_ptr, order_ptr, tiles_ptr, out_ptr, factor, rows, rank, ranks, columns, out_stride,
+    inner_ptr, b_ptr, tiles_ptr, order_ptr, spans_ptr, out_ptr, factor, rows, rank, ranks, columns, out_stride,
     splits,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles_ptr + 3 * tl.program_id(0)
-    place, first, stop = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
-    n = first + tl.arange(0, COLUMNS)
-    inside = n < stop
+    span = spans_ptr + 3 * tl.program_id(0)
+    place, begin, stop = tl.load(span), tl.load(span + 1), tl.load(span + 2)
     wait(EARLY)
-    m, row, adapters = _adapters(adapters_ptr, order_ptr, rows, ROWS, tl.program_id(1))
-    has = adapters >= 0
-    r = tl.arange(0, DEPTH)
-    inner_at = inner_ptr + m.to(tl.int64)[:, None] * ranks + place * rank + r[None, :]
-    found = tl.zeros([ROWS, COLUMNS], tl.float32)
-    adapter = _after(adapters, -1)
-    while adapter < NO_ADAPTER:
-        b_at = b_ptr + (adapter.to(tl.int64) * columns + n)[:, None] * rank + r[None, :]
-        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for at in range(0, rank, DEPTH):
-            b = tl.load(b_at + at, mask=inside[:, None], other=0.0)
-            inner = tl.zeros([ROWS, DEPTH], tl.float32)
-            for split in range(splits):
-                inner += tl.load(inner_at + split * rows * ranks + at, mask=has[:, None], other=0.0)
-            acc = tl.dot(inner.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
-        found = tl.where((adapters == adapter)[:, None], acc, found)
-        adapter = _after(adapters, adapter)
-    out = out_ptr + row.to(tl.int64)[:, None] * out_stride + n[None, :]
-    mask = has[:, None] & inside[None, :]
-    before = tl.load(out, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out, (before + factor * found).to(out_ptr.dtype.element_ty), mask=mask)
+    adapter, first, last = _tile(tiles_ptr, tl.program_id(1), FIELDS)
+    if adapter >= 0:
+        m, real, row = _rows(order_ptr, first, last, ROWS)
+        r = tl.arange(0, DEPTH)
+        inner_at = inner_ptr + m.to(tl.int64)[:, None] * ranks + place * rank + r[None, :]
+        for column in range(begin, stop, COLUMNS):
+            n = column + tl.arange(0, COLUMNS)
+            inside = n < stop
+            b_at = b_ptr + (adapter * columns + n)[:, None] * rank + r[None, :]
+            acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for at in range(0, rank, DEPTH):
+                b = tl.load(b_at + at, mask=inside[:, None], other=0.0)
+                inner = tl.zeros([ROWS, DEPTH], tl.float32)
+                for split in range(splits):
+                    inner += tl.load(inner_at + split * rows * ranks + at, mask=real[:, None], other=0.0)
+                acc = tl.dot(inner.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
+            out = out_ptr + row[:, None] * out_stride + n[None, :]
+            mask = real[:, None] & inside[None, :]
+            before = tl.load(out, mask=mask, other=0.0).to(tl.float32)
+            tl.store(out, (before + factor * acc).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def lora(x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: float, batch_invariant: bool) -> None:
     """See `layers.Ops.lora`. The columns of x and `out` must be next to each other in memory."""
-    count, depth = x.shape
+    count, _ = x.shape
     if not count:
         return
     assert x.stride(1) == out.stride(1) == 1
     down, up = FEW if batch_invariant or count <= FEW_ROWS else MANY
-    splits = EXACT_SPLITS if batch_invariant else best_splits(count, stack, down)
-    expand(shrink(x, stack, rows, down, splits), stack, rows, out, factor, up)
+    found = work(rows, len(stack.a), down.rows)
+    splits = EXACT_SPLITS if batch_invariant else best_splits(len(found.tiles), stack, down)
+    expand(shrink(x, stack, found, down, splits), stack, found, out, factor, up)
 
 
-def best_splits(count: int, stack: Stack, tile: Tile) -> int:
-    """Parts of K for so many rows."""
+def best_splits(tiles: int, stack: Stack, tile: Tile) -> int:
+    """Parts of K for so many tiles of rows."""
     _, ranks, depth = stack.a.shape
-    programs = triton.cdiv(count, tile.rows) * triton.cdiv(ranks, tile.columns)
-    return max(1, min(MOST_SPLITS, PROGRAMS // programs, depth // tile.depth))
+    return max(1, min(MOST_SPLITS, PROGRAMS // (tiles * triton.cdiv(ranks, tile.columns)), depth // tile.depth))
 
 
-def shrink(x: torch.Tensor, stack: Stack, rows: Rows, tile: Tile, splits: int) -> torch.Tensor:
-    """float32[splits, T, P * rank]: parts of A x, by place in `rows.order`; undefined for rows without an adapter."""
+def shrink(x: torch.Tensor, stack: Stack, found: Work, tile: Tile, splits: int) -> torch.Tensor:
+    """float32[splits, T, P * rank]: parts of A x, by place in the order; undefined for rows without an adapter."""
     (count, depth), ranks = x.shape, stack.a.shape[1]
     columns = min(tile.columns, triton.next_power_of_2(ranks))
     part = triton.cdiv(triton.cdiv(depth, splits), tile.depth) * tile.depth
     inner = torch.empty((splits, count, ranks), dtype=torch.float32, device=x.device)
     launch(
-        _shrink_kernel, (triton.cdiv(ranks, columns), triton.cdiv(count, tile.rows), splits), None,
-        x, stack.a, rows.adapters, rows.order, inner, count, depth, ranks, x.stride(0), part,
-        tile.rows, columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        _shrink_kernel, (triton.cdiv(ranks, columns), len(found.tiles), splits), None,
+        x, stack.a, found.tiles, found.order, inner, count, depth, ranks, x.stride(0), part,
+        tile.rows, columns, tile.depth, FIELDS, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return inner
 
 
-def expand(
-    inner: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: float, tile: Tile
-) -> None:  # fmt: skip
+def expand(inner: torch.Tensor, stack: Stack, found: Work, out: torch.Tensor, factor: float, tile: Tile) -> None:
     """Add factor * B of what `shrink` returned to out[T, N]."""
     (splits, count, ranks), (_, columns, rank) = inner.shape, stack.b.shape
-    tiles = _column_tiles(stack.sizes, tile.columns, out.device)
+    together = max(1, len(found.tiles) * triton.cdiv(columns, tile.columns) // EXPANDING)
+    spans = _spans(stack.sizes, tile.columns * together, out.device)
     launch(
-        _expand_kernel, (len(tiles), triton.cdiv(count, tile.rows), 1), None,
-        inner, stack.b, rows.adapters, rows.order, tiles, out, factor, count, rank, ranks, columns, out.stride(0),
-        splits, tile.rows, tile.columns, _largest_divisor(rank, tile.depth), num_warps=tile.warps,
+        _expand_kernel, (len(spans), len(found.tiles), 1), None,
+        inner, stack.b, found.tiles, found.order, spans, out, factor, count, rank, ranks, columns, out.stride(0),
+        splits, tile.rows, tile.columns, _largest_divisor(rank, tile.depth), FIELDS, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
 
@@ -176,10 +236,11 @@ def _largest_divisor(rank: int, most: int) -> int:
 
 
 @functools.cache
-def _column_tiles(sizes: tuple[int, ...], columns: int, device: torch.device) -> torch.Tensor:
-    """int32[tiles, 3]: (projection, first column, end of the projection's columns) of each tile of the result."""
+def _spans(sizes: tuple[int, ...], width: int, device: torch.device) -> torch.Tensor:
+    """int32[spans, 3]: (projection, first column, end) of parts of the result of at most `width` columns."""
     found, begin = [], 0
     for place, size in enumerate(sizes):
-        found += [(place, first, begin + size) for first in range(begin, begin + size, columns)]
-        begin += size
+        end = begin + size
+        found += [(place, first, min(first + width, end)) for first in range(begin, end, width)]
+        begin = end
     return torch.tensor(found, dtype=torch.int32, device=device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -50,24 +50,17 @@ class Rows:
 
     def __init__(self) -> None:
         self.adapters: torch.Tensor | None = None
-        self._order: torch.Tensor | None = None
+        self.kept: dict[int, Any] = {}
+        """What kernels have derived from them."""
 
     def use(self, adapters: torch.Tensor | None) -> None:
         """Set the adapters of the next forward pass."""
-        self.adapters, self._order = adapters, None
+        self.adapters, self.kept = adapters, {}
 
     def select(self, wanted: torch.Tensor) -> None:
         """Go on with the rows at int64 `wanted`."""
         if self.adapters is not None:
             self.use(self.adapters[wanted])
-
-    @property
-    def order(self) -> torch.Tensor:
-        """int64[T]: the rows sorted by adapter, those without one first."""
-        assert self.adapters is not None
-        if self._order is None:
-            self._order = self.adapters.argsort(stable=True)
-        return self._order
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +90,12 @@ class LoraLinear:
         """Add the result times a factor to residual[T, out], in place."""
         self.base.add(x, residual, factor)
         self._add(x, residual, factor)
+
+    def gated_linear(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """As `Linear.gated_linear`; None if a row has an adapter, whose part comes before the gate."""
+        if self.rows.adapters is not None or not isinstance(self.base, Linear):
+            return None
+        return self.base.gated_linear(x, activation)
 
     def _add(self, x: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
         if self.rows.adapters is not None:

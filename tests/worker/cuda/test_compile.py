@@ -116,13 +116,15 @@ for t in invariant.TILES if every else invariant.TILES[:1]:
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BIAS": True, "WHOLE": True, "GROUP": 8}
     room = 164_000 if t.rows > 64 else 100_000
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
+listed = {"ROWS": 16, "ADAPTERS": 8, "BLOCK": 256, "FIELDS": lora.FIELDS}
+build(lora._list_kernel, ["*i32", "*i32"], dict.fromkeys(("rows", "adapters", "most"), i), listed)
 for down, up in (lora.FEW, lora.MANY) if every else (lora.FEW,):
     numbers = dict.fromkeys(("rows", "depth", "columns", "x_stride", "part"), i)
-    tile = {"ROWS": down.rows, "COLUMNS": down.columns, "DEPTH": down.depth}
+    tile = {"ROWS": down.rows, "COLUMNS": down.columns, "DEPTH": down.depth, "FIELDS": lora.FIELDS}
     pointers = ["*bf16", "*bf16", "*i32", "*i64", "*fp32"]
     build(lora._shrink_kernel, pointers, numbers, tile, down.warps, down.stages)
     numbers = dict.fromkeys(("rows", "rank", "ranks", "columns", "out_stride", "splits"), i) | {"factor": f}
-    tile = {"ROWS": up.rows, "COLUMNS": up.columns, "DEPTH": up.depth}
+    tile = {"ROWS": up.rows, "COLUMNS": up.columns, "DEPTH": up.depth, "FIELDS": lora.FIELDS}
     pointers = ["*fp32", "*bf16", "*i32", "*i64", "*i32", "*bf16"]
     build(lora._expand_kernel, pointers, numbers, tile, up.warps, up.stages)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}

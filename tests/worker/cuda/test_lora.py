@@ -87,11 +87,31 @@ def test_exact_results_do_not_depend_on_the_batch(device, steady_products):
 
 
 @pytest.mark.parametrize(
-    ("count", "depth", "splits"), [(1, 4096, lora.MOST_SPLITS), (1, 400, 3), (1, 50, 1), (8192, 4096, 1)]
+    ("tiles", "depth", "splits"), [(1, 4096, lora.MOST_SPLITS), (1, 800, 3), (1, 50, 1), (512, 4096, 1)]
 )
-def test_nothing_is_split_beyond_its_blocks(count, depth, splits):
+def test_nothing_is_split_beyond_its_blocks(tiles, depth, splits):
     stack = Stack(torch.empty(1, 48, depth), torch.empty(1, 40, 16), (20, 10, 10))
-    assert lora.best_splits(count, stack, lora.FEW[0]) == splits
+    assert lora.best_splits(tiles, stack, lora.FEW[0]) == splits
+
+
+@pytest.mark.parametrize(("count", "adapters"), [(1, 1), (3, 8), (40, 1), (70, 5), (300, 3), (64, 40)])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0], ids="{} with adapters".format)
+def test_tiles_have_each_row_with_an_adapter_once(device, count, adapters, share):
+    torch.manual_seed(count)
+    numbers = torch.randint(0, adapters, (count,), dtype=torch.int32)
+    numbers[torch.rand(count) >= share] = -1
+    rows = Rows()
+    rows.use(numbers.to(device))
+    found = lora.work(rows, adapters, 16)
+    order, seen = found.order.tolist(), []
+    tiles = [tile for tile in found.tiles.tolist() if tile[0] >= 0]
+    assert all(tile[0] < 0 for tile in found.tiles.tolist()[len(tiles) :])
+    for adapter, first, end in tiles:
+        assert 0 < end - first <= 16
+        assert {int(numbers[row]) for row in order[first:end]} == {adapter}
+        seen += order[first:end]
+    assert sorted(seen) == [row for row in range(count) if numbers[row] >= 0]
+    assert lora.work(rows, adapters, 16) is found, "made once"
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
