@@ -129,7 +129,7 @@ def test_the_gpus_runner_equals_the_plain_one(family, tmp_path):
     loaded = loading.look_up(config)
     pool = loading.make_pool(loaded, 1201, 1)
     fast = CudaRunner(loading.load_model(config, loaded, ops=ops), pool, 1, rows=8, processors=4)
-    asked, sampling = prompts(6, 5, 40, vocab_size=128), Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+    asked, sampling = prompts(3, 5, 30, vocab_size=128), Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
     found = []
     for runner in (loading.make_runner(config, loaded), fast):
         engine = Engine(runner, chunk=32, rows=8, max_model_len=128)
@@ -140,4 +140,4 @@ def test_the_gpus_runner_equals_the_plain_one(family, tmp_path):
         engine.finish()
         found.append([engine.tokens(id) for id in ids])
     assert found[0] == found[1]
-    assert len(np.unique(found[0])) > 6
+    assert len(np.unique(found[0])) > 3
