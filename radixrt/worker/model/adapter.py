@@ -42,6 +42,10 @@ class Pair(NamedTuple):
     b: torch.Tensor
     scale: float
 
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
@@ -53,7 +57,7 @@ class Adapter:
     @property
     def rank(self) -> int:
         """The largest rank of a projection."""
-        return max(len(pair.a) for pair in self.pairs.values())
+        return max(pair.rank for pair in self.pairs.values())
 
 
 def read_adapters(modules: Sequence[LoraModule], max_rank: int) -> list[Adapter]:

@@ -143,21 +143,17 @@ class Adapters:
         found = [[self._find(number, both) for both in names] for number in range(len(self._adapters))]
         if not any(pair for pairs in found for pair in pairs):
             return product
+        sizes, columns = tuple(_rows_of(piece) for piece in pieces), _columns_of(pieces[0])
+        kind = {"dtype": self._dtype, "device": _device_of(product)}
+        a = torch.zeros((len(found), len(pieces) * self._rank, columns), **kind)
+        b = torch.zeros((len(found), sum(sizes), self._rank), **kind)
         for number, pairs in enumerate(found):
-            for piece, pair in zip(pieces, pairs, strict=True):
-                _check_shape(self._adapters[number].name, piece, pair)
-        sizes = tuple(_rows_of(piece) for piece in pieces)
-        columns = pieces[0].part.count if pieces[0].part and pieces[0].part.dim == 1 else pieces[0].shape[1]
-        device = _device_of(product)
-        a = torch.zeros((len(found), len(pieces) * self._rank, columns), dtype=self._dtype, device=device)
-        b = torch.zeros((len(found), sum(sizes), self._rank), dtype=self._dtype, device=device)
-        for number, pairs in enumerate(found):
-            for place, (piece, pair) in enumerate(zip(pieces, pairs, strict=True)):
+            places = zip(pieces, pairs, a[number].split(self._rank), b[number].split(sizes), strict=True)
+            for piece, pair, own_a, own_b in places:
                 if pair is not None:
-                    rank, at = len(pair.a), sum(sizes[:place])
-                    a[number, place * self._rank : place * self._rank + rank] = _own(pair.a, piece, dim=1)
-                    rows = order(piece, _own(pair.b, piece, dim=0))
-                    b[number, at : at + sizes[place], :rank] = rows.float() * pair.scale
+                    _check_shape(self._adapters[number].name, piece, pair)
+                    own_a[: pair.rank] = _own(pair.a, piece, dim=1)
+                    own_b[:, : pair.rank] = order(piece, _own(pair.b, piece, dim=0)).float() * pair.scale
         return LoraLinear(product, Stack(a, b, sizes), self.rows, self._ops, self._batch_invariant)
 
     def check_all_used(self) -> None:
@@ -187,17 +183,21 @@ def _rows_of(piece: Piece) -> int:
     return piece.rows.count if piece.rows else piece.shape[0]
 
 
+def _columns_of(piece: Piece) -> int:
+    return piece.part.count if piece.part and piece.part.dim == 1 else piece.shape[1]
+
+
 def _own(matrix: torch.Tensor, piece: Piece, dim: int) -> torch.Tensor:
     """This rank's part of A (`dim` 1) or B (`dim` 0), as it has of the base weight."""
     part = piece.part
     return matrix.narrow(part.dim, part.start, part.count) if part and part.dim == dim else matrix
 
 
-def _check_shape(name: str, piece: Piece, pair: Pair | None) -> None:
-    if pair is not None and (len(pair.b), pair.a.shape[1]) != tuple(piece.shape):
+def _check_shape(name: str, piece: Piece, pair: Pair) -> None:
+    shape = len(pair.b), pair.a.shape[1]
+    if shape != tuple(piece.shape):
         raise ValueError(
-            f"{FLAG} {name}: {piece.name} is {list(piece.shape)} in the model, in the adapter "
-            f"{[len(pair.b), pair.a.shape[1]]}"
+            f"{FLAG} {name}: {piece.name} is {list(piece.shape)} in the model, in the adapter {list(shape)}"
         )
 
 
