@@ -160,6 +160,25 @@ def test_ranks_have_their_parts(checkpoint, tmp_path, size):
             assert (logits - expected).abs().max() < 1e-4
 
 
+@pytest.mark.slow
+def test_a_worker_of_two_processes(checkpoint, tmp_path):
+    """The other rank is told which adapters a step has."""
+    folder, model = checkpoint("llama")
+    adapters = two_adapters(tmp_path, model)
+    models = {-1: model} | {number: merged(model, adapter) for number, adapter in enumerate(adapters)}
+    runner = load(folder, *adapters, max_lora_rank=32, tensor_parallel_size=2)
+    try:
+        engine, asked = Engine(runner, chunk=40), prompts(6, 20, 60)
+        sampling, numbers = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True), [n % 3 - 1 for n in range(6)]
+        pairs = list(zip(asked, numbers, strict=True))
+        ids = [engine.add(prompt, sampling, namespace=str(number), adapter=number) for prompt, number in pairs]
+        engine.finish()
+        for id, (prompt, number) in zip(ids, pairs, strict=True):
+            assert engine.tokens(id) == greedy(models[number], prompt, 8)
+    finally:
+        runner.close()
+
+
 def causal(decoder: Decoder):
     """Attention without pages, of one sequence."""
 
