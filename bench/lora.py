@@ -2,8 +2,8 @@
 
     python -m bench.lora [--ranks 16,64] [--quick]
 
-Rows: no adapters loaded; adapters loaded, and a batch without any, of one, or of all of them in turn. The kernels are
-compared with the reference first.
+Rows: no adapters loaded; adapters loaded, and a batch without any, of one, or of all of them in turn. Attention is that
+of Triton and Gluon alone. The kernels are compared with the reference first.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def measured(folder: str, config: dict[str, Any], rank: int) -> list[dict[str, A
     names = [f"a{number}" for number in range(ADAPTERS)] if rank else []
     adapters = [random_adapter(name, config, rank) for name in names]
     loading.read_lora = lambda *_: adapters
-    worker = resolve(WorkerConfig(model=folder, device="cuda", load_format="dummy", max_total_tokens=400_000))
+    settings = {"load_format": "dummy", "max_total_tokens": 400_000, "attention_backend": "triton"}
+    worker = resolve(WorkerConfig(model=folder, device="cuda", **settings))
     began = time.perf_counter()
     runner = loading.load_runner(worker)
     adapters.clear()
@@ -138,8 +139,8 @@ def main() -> None:
             rows += measured(folder, config, rank)
             torch.cuda.empty_cache()
             print(table(rows), flush=True)
-    if not args.quick:
-        save("lora", rows, device=torch.cuda.get_device_name())
+            if not args.quick:
+                save("lora", rows, device=torch.cuda.get_device_name())
 
 
 if __name__ == "__main__":

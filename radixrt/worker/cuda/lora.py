@@ -129,10 +129,11 @@ def _rows(order_ptr, first, end, ROWS: tl.constexpr):
     return m, real, tl.load(order_ptr + m, mask=real, other=0)
 
 
-@triton.jit(do_not_specialize=["rows", "part"])
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def _shrink_kernel(
-    x_ptr, a_ptr, tiles_ptr, order_ptr, inner_ptr, rows, depth, columns, x_stride, part,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, a_ptr, tiles_ptr, order_ptr, inner_ptr, rows, depth, columns, x_stride, blocks,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr, FIELDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
@@ -143,12 +144,17 @@ def _shrink_kernel(
         k = tl.arange(0, DEPTH)
         x_at = x_ptr + row[:, None] * x_stride + k[None, :]
         a_at = a_ptr + (adapter * columns + n % columns)[:, None] * depth + k[None, :]
-        begin, end = split * part, tl.minimum(depth, (split + 1) * part)
+        last_block = tl.minimum(tl.cdiv(depth, DEPTH), (split + 1) * blocks)
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for at in range(begin, end, DEPTH):
-            inside = (at + k < end)[None, :]
-            x = tl.load(x_at + at, mask=real[:, None] & inside, other=0.0)
-            a = tl.load(a_at + at, mask=inside, other=0.0)
+        for block in range(split * blocks, last_block):
+            at = block * DEPTH
+            if WHOLE:  # a mask of columns would prevent wide loads, and loads ahead
+                x = tl.load(x_at + at, mask=real[:, None], other=0.0)
+                a = tl.load(a_at + at)
+            else:
+                inside = (at + k < depth)[None, :]
+                x = tl.load(x_at + at, mask=real[:, None] & inside, other=0.0)
+                a = tl.load(a_at + at, mask=inside, other=0.0)
             acc = tl.dot(x, tl.trans(a), acc, input_precision="ieee")
         out = inner_ptr + (split * rows + m).to(tl.int64)[:, None] * columns + n[None, :]
         tl.store(out, acc, mask=real[:, None] & (n < columns)[None, :])
@@ -158,7 +164,8 @@ def _shrink_kernel(
 def _expand_kernel(
     inner_ptr, b_ptr, tiles_ptr, order_ptr, spans_ptr, out_ptr, factor, rows, rank, ranks, columns, out_stride,
     splits,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, FIELDS: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WHOLE: tl.constexpr, FIELDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     span = spans_ptr + 3 * tl.program_id(0)
     place, begin, stop = tl.load(span), tl.load(span + 1), tl.load(span + 2)
@@ -166,6 +173,8 @@ def _expand_kernel(
     adapter, first, last = _tile(tiles_ptr, tl.program_id(1), FIELDS)
     if adapter >= 0:
         m, real, row = _rows(order_ptr, first, last, ROWS)
+        if WHOLE:
+            begin = tl.multiple_of(begin, COLUMNS)
         r = tl.arange(0, DEPTH)
         inner_at = inner_ptr + m.to(tl.int64)[:, None] * ranks + place * rank + r[None, :]
         for column in range(begin, stop, COLUMNS):
@@ -174,13 +183,13 @@ def _expand_kernel(
             b_at = b_ptr + (adapter * columns + n)[:, None] * rank + r[None, :]
             acc = tl.zeros([ROWS, COLUMNS], tl.float32)
             for at in range(0, rank, DEPTH):
-                b = tl.load(b_at + at, mask=inside[:, None], other=0.0)
+                b = tl.load(b_at + at) if WHOLE else tl.load(b_at + at, mask=inside[:, None], other=0.0)
                 inner = tl.zeros([ROWS, DEPTH], tl.float32)
                 for split in range(splits):
                     inner += tl.load(inner_at + split * rows * ranks + at, mask=real[:, None], other=0.0)
                 acc = tl.dot(inner.to(b.dtype), tl.trans(b), acc, input_precision="ieee")
             out = out_ptr + row[:, None] * out_stride + n[None, :]
-            mask = real[:, None] & inside[None, :]
+            mask = real[:, None] if WHOLE else real[:, None] & inside[None, :]
             before = tl.load(out, mask=mask, other=0.0).to(tl.float32)
             tl.store(out, (before + factor * acc).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -207,12 +216,12 @@ def shrink(x: torch.Tensor, stack: Stack, found: Work, tile: Tile, splits: int) 
     """float32[splits, T, P * rank]: parts of A x, by place in the order; undefined for rows without an adapter."""
     (count, depth), ranks = x.shape, stack.a.shape[1]
     columns = min(tile.columns, triton.next_power_of_2(ranks))
-    part = triton.cdiv(triton.cdiv(depth, splits), tile.depth) * tile.depth
+    blocks = triton.cdiv(triton.cdiv(depth, tile.depth), splits)
     inner = torch.empty((splits, count, ranks), dtype=torch.float32, device=x.device)
     launch(
         _shrink_kernel, (triton.cdiv(ranks, columns), len(found.tiles), splits), None,
-        x, stack.a, found.tiles, found.order, inner, count, depth, ranks, x.stride(0), part,
-        tile.rows, columns, tile.depth, FIELDS, num_warps=tile.warps, num_stages=tile.stages,
+        x, stack.a, found.tiles, found.order, inner, count, depth, ranks, x.stride(0), blocks,
+        tile.rows, columns, tile.depth, depth % tile.depth == 0, FIELDS, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return inner
 
@@ -225,8 +234,8 @@ def expand(inner: torch.Tensor, stack: Stack, found: Work, out: torch.Tensor, fa
     launch(
         _expand_kernel, (len(spans), len(found.tiles), 1), None,
         inner, stack.b, found.tiles, found.order, spans, out, factor, count, rank, ranks, columns, out.stride(0),
-        splits, tile.rows, tile.columns, _largest_divisor(rank, tile.depth), FIELDS, num_warps=tile.warps,
-        num_stages=tile.stages,
+        splits, tile.rows, tile.columns, _largest_divisor(rank, tile.depth),
+        all(size % tile.columns == 0 for size in stack.sizes), FIELDS, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 

@@ -120,12 +120,13 @@ for t in invariant.TILES if every else invariant.TILES[:1]:
 listed = {"ROWS": 16, "ADAPTERS": 8, "BLOCK": 256, "FIELDS": lora.FIELDS}
 build(lora._list_kernel, ["*i32", "*i32"], dict.fromkeys(("rows", "adapters", "most"), i), listed)
 for down, up in (lora.FEW, lora.MANY) if every else (lora.FEW,):
-    numbers = dict.fromkeys(("rows", "depth", "columns", "x_stride", "part"), i)
-    tile = {"ROWS": down.rows, "COLUMNS": down.columns, "DEPTH": down.depth, "FIELDS": lora.FIELDS}
+    numbers = dict.fromkeys(("rows", "depth", "columns", "x_stride", "blocks"), i)
+    fixed = {"FIELDS": lora.FIELDS, "WHOLE": down is lora.FEW[0]}
+    tile = {"ROWS": down.rows, "COLUMNS": down.columns, "DEPTH": down.depth} | fixed
     pointers = ["*bf16", "*bf16", "*i32", "*i64", "*fp32"]
     build(lora._shrink_kernel, pointers, numbers, tile, down.warps, down.stages)
     numbers = dict.fromkeys(("rows", "rank", "ranks", "columns", "out_stride", "splits"), i) | {"factor": f}
-    tile = {"ROWS": up.rows, "COLUMNS": up.columns, "DEPTH": up.depth, "FIELDS": lora.FIELDS}
+    tile = {"ROWS": up.rows, "COLUMNS": up.columns, "DEPTH": up.depth} | fixed
     pointers = ["*fp32", "*bf16", "*i32", "*i64", "*i32", "*bf16"]
     build(lora._expand_kernel, pointers, numbers, tile, up.warps, up.stages)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
