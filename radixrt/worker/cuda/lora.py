@@ -61,7 +61,7 @@ class Work:
     """int32[most, FIELDS]; in those after the last one the adapter is -1."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "most"])
 def _list_kernel(
     sorted_ptr, tiles_ptr, rows, adapters, most, ROWS: tl.constexpr, ADAPTERS: tl.constexpr, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr, EARLY: tl.constexpr,
@@ -229,8 +229,9 @@ def shrink(x: torch.Tensor, stack: Stack, found: Work, tile: Tile, splits: int) 
 def expand(inner: torch.Tensor, stack: Stack, found: Work, out: torch.Tensor, factor: float, tile: Tile) -> None:
     """Add factor * B of what `shrink` returned to out[T, N]."""
     (splits, count, ranks), (_, columns, rank) = inner.shape, stack.b.shape
-    together = max(1, len(found.tiles) * triton.cdiv(columns, tile.columns) // EXPANDING)
-    spans = _spans(stack.sizes, tile.columns * together, out.device)
+    together = len(found.tiles) * triton.cdiv(columns, tile.columns) // EXPANDING
+    width = tile.columns * (1 << max(0, together.bit_length() - 1))  # powers of two, so that there are few lists
+    spans = _spans(stack.sizes, width, out.device)
     launch(
         _expand_kernel, (len(spans), len(found.tiles), 1), None,
         inner, stack.b, found.tiles, found.order, spans, out, factor, count, rank, ranks, columns, out.stride(0),

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from radixrt.lora_modules import CONFIG, FLAG, WEIGHTS, LoraModule, check_files
 from radixrt.worker.model.checkpoint import read_json
 
-SAME_IF_FALSE = {
+NOT_SERVED = {
     "use_dora": "DoRA", "modules_to_save": "modules_to_save", "lora_bias": "lora_bias",
     "fan_in_fan_out": "fan_in_fan_out", "layer_replication": "layer_replication", "use_qalora": "QA-LoRA",
     "trainable_token_indices": "trainable_token_indices", "target_parameters": "target_parameters",
@@ -85,7 +85,7 @@ def _check(config: Mapping[str, Any]) -> None:
     """Raise ValueError that names what of an adapter's configuration is not served."""
     if (kind := config.get("peft_type")) != "LORA":
         raise ValueError(f"{CONFIG} has peft_type {kind!r}; LORA is served")
-    for field, words in SAME_IF_FALSE.items():
+    for field, words in NOT_SERVED.items():
         if config.get(field):
             raise ValueError(f"{words} is not served")
     for field in ("r", "lora_alpha"):
