@@ -55,7 +55,7 @@ class Admission:
         """Make the Request with its runs, none of which is dispatched yet. Raises Refused if the message is not valid
         or does not fit."""
         tenant = self.tenant(message.api_key)
-        model, adapters = self._model(message.model), self._members.adapters()
+        model = self._model(message.model)
         if not isinstance(message.prompt, TokenPrompt):
             raise Refused("prompt", "only token ids are served here")
         serving = self._members.serving(model)
@@ -68,7 +68,7 @@ class Admission:
             f"{tenant}\n{model}\n{message.cache_salt}",
             message.origin,
             model,
-            adapter=model if model in adapters else "",
+            adapter=model if self._members.is_adapter(model) else "",
             stream=isinstance(message, Generate) and message.stream,
             scores=isinstance(message, Score),
         )
@@ -89,8 +89,8 @@ class Admission:
             raise Refused("model", "no worker serves yet", 503, self._config.worker_timeout)
         if not name:
             return min(served)
-        served |= self._members.adapters()
-        if name not in served:
+        if name not in served and not self._members.is_adapter(name):
+            served |= self._members.adapters()
             raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)
         return name
 

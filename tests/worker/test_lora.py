@@ -16,7 +16,11 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.adapter import read_adapter
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.lora import Rows, Stack, add_by_adapter
+from radixrt.worker.model.int4 import Int4, Int4Linear
+from radixrt.worker.model.layers import Product, TorchOps
+from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.lora import LoraLinear, Rows, Stack, add_by_adapter
+from radixrt.worker.model.scaled import Scaled, ScaledLinear
 from radixrt.worker.plan import Runner
 from tests.adapters import DENSE, make_adapter, merged
 from tests.worker.engine import GREEDY, Engine, prompts
@@ -211,6 +215,37 @@ def test_each_row_gets_its_adapters_part(data):
     rows.use(torch.tensor(numbers, dtype=torch.int32))
     add_by_adapter(x, stack, rows, out, 0.5, batch_invariant=False)
     torch.testing.assert_close(out, expected)
+
+
+def bases(n: int, k: int) -> list[Product]:
+    """The same shape in the model's dtype, in FP8, in INT4."""
+    ops, weight = TorchOps(), torch.randn(n, k)
+    packed = Int4.of(torch.randint(0, 16, (n, k)), torch.rand(n, k // 32), None, torch.float16)
+    return [
+        Linear(weight, torch.randn(n)),
+        ScaledLinear(Scaled.of(weight), None, torch.float32, ops),
+        Int4Linear(packed, None, False, ops),
+    ]
+
+
+@pytest.mark.parametrize("number", range(3), ids=["plain", "fp8", "int4"])
+def test_what_adapters_add_is_beside_the_base(number):
+    """Whatever its weights are in, and however its result is asked for."""
+    torch.manual_seed(number)
+    base, x, rows = bases(48, 64)[number], torch.randn(5, 64), Rows()
+    stack = Stack(torch.randn(2, 32, 64), torch.randn(2, 48, 16), (32, 16))
+    product = LoraLinear(base, stack, rows, TorchOps(), batch_invariant=False)
+    assert product.rounding is None and torch.equal(product(x), base(x)), "no row has an adapter"
+    rows.use(torch.tensor([0, -1, 1, 1, -1], dtype=torch.int32))
+    delta = torch.zeros(5, 48)
+    add_by_adapter(x, stack, rows, delta, 1.0, batch_invariant=False)
+    torch.testing.assert_close(product(x), base(x) + delta)
+    out, residual = torch.empty(5, 48), torch.ones(5, 48)
+    product.put(x, out)
+    product.add(x, residual, 0.5)
+    torch.testing.assert_close(out, base(x) + delta)
+    torch.testing.assert_close(residual, 1 + 0.5 * (base(x) + delta))
+    assert torch.equal(out[[1, 4]], base(x)[[1, 4]])
 
 
 def test_results_do_not_depend_on_the_batch(checkpoint, tmp_path):
