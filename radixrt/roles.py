@@ -17,6 +17,7 @@ import msgspec
 from radixrt import wire
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, check, flag, gpu_count
 from radixrt.garbage import settle
+from radixrt.lora_modules import lora_modules, names
 from radixrt.messages import Leave
 from radixrt.wire.addresses import check_shared
 from radixrt.wire.watch import watched
@@ -146,7 +147,8 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
 
     more = 0 if config.fake else config.tensor_parallel_size - 1
     device = f"{config.device} and {more} more" if more else config.device
-    identity = Identity(config.name, config.served_model_name, getattr(runner, "kv_dtype", ""), device)
+    kv_dtype, adapters = getattr(runner, "kv_dtype", ""), names(lora_modules(config))
+    identity = Identity(config.name, config.served_model_name, kv_dtype, device, adapters)
     limits = Limits(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=most_running(config, runner))
     return Worker(
         runner,
@@ -183,9 +185,6 @@ def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
     if config.speculative_num_draft_tokens < 1:
         raise ValueError(f"speculative_num_draft_tokens: {config.speculative_num_draft_tokens}, at least 1")
     if config.speculative_algorithm != "ngram":
-        return None
-    if runner.num_states:
-        log.warning("tokens are not drafted: recurrent states cannot be taken back to before a wrong one")
         return None
     among = MOST_SPARSE if runner.sparse else sys.maxsize
     return Drafter(config.speculative_num_draft_tokens, overlaps=runner.overlaps, among=among)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,13 +20,14 @@ class Decodes:
     """The decodes of a step, as the arrays of a Plan. All but `positions` and `last` stay the same until the batch
     changes. Plans share the arrays, so they are never written to."""
 
-    __slots__ = ("last", "ones", "positions", "requests", "rows", "rows32", "_states", "all_true")
+    __slots__ = ("adapters", "last", "ones", "positions", "requests", "rows", "rows32", "_states", "all_true")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = tuple(requests)
         self.rows = np.array([r.row for r in requests], dtype=np.int64)
         self.rows32 = self.rows.astype(np.int32)
         self._states: np.ndarray | None = None
+        self.adapters = _adapters(requests)
         self.ones = np.ones(len(requests), dtype=np.int32)
         self.all_true = np.ones(len(requests), dtype=bool)
         self.positions = np.array([r.computed for r in requests], dtype=np.int64)
@@ -62,6 +64,9 @@ class StepBuilder:
         self.wants: list[int] = []
         self.samples: list[bool] = []
         self.starts: list[int] = []
+        self.states: list[int] = []
+        """Slots of recurrent states (`StateWork.slots`), and `StateWork.runs`, if the model has any."""
+        self.runs: list[int] = []
         self.drafts: list[Draft] = []
         """Their entries come before those of chunks."""
         self.scored = 0
@@ -74,9 +79,9 @@ class StepBuilder:
             return request.behind
         return min(request.behind, max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored)
 
-    def add_draft(self, request: Request, ids: list[int]) -> None:
+    def add_draft(self, request: Request, ids: list[int], states: list[int]) -> None:
         """Plan the last token of a request and the drafted `ids` after it. Their pages must be reserved; they are not
-        published to the tree."""
+        published to the tree. `states`: slots for the recurrent states after each of `ids`, if the model has any."""
         count, start = 1 + len(ids), request.computed
         self.drafts.append(Draft(request, ids, len(self.requests)))
         self.requests += [request] * count
@@ -86,6 +91,8 @@ class StepBuilder:
         self.wants += [1] * count
         self.samples += [True] * count
         self.starts += range(start, start + count)
+        self.states += [request.state, *states]
+        self.runs += [count, *[0] * len(ids)]
 
     def add(self, request: Request, count: int) -> None:
         """Plan the next `count` tokens of a request, and publish them to the tree. Their pages must be reserved."""
@@ -108,19 +115,24 @@ class StepBuilder:
         self.scored += max(0, scored)
         self.samples.append(samples)
         self.starts.append(start)
+        self.states.append(request.state)
+        self.runs.append(1)
 
     def build(self, step: int, decodes: Decodes) -> Plan:
         """The decodes and what was collected, as one Plan."""
         slots, starts = self.cache.slots(decodes.rows, decodes.positions), decodes.positions.astype(np.int32)
         states = None
         if self.cache.states is not None:
-            states = self.cache.state_work(_appended(decodes.states, [r.state for r in self.requests]))
+            runs = _appended(decodes.ones, self.runs) if self.drafts else ()
+            states = self.cache.state_work(_appended(decodes.states, self.states), runs)
         if not self.requests:
             return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
-                        decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states)  # fmt: skip
+                        decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states,
+                        adapters=decodes.adapters)  # fmt: skip
+        requests = (*decodes.requests, *self.requests)
         return Plan(
             step=step,
-            requests=(*decodes.requests, *self.requests),
+            requests=requests,
             rows=_appended(decodes.rows32, [r.row for r in self.requests]),
             starts=_appended(starts, self.starts),
             counts=_appended(decodes.ones, self.counts),
@@ -131,7 +143,14 @@ class StepBuilder:
             table_writes=self.cache.drain_writes(),
             drafts=tuple(replace(draft, first=draft.first + len(starts)) for draft in self.drafts),
             states=states,
+            adapters=_adapters(requests),
         )
+
+
+def _adapters(requests: Sequence[Request]) -> np.ndarray | None:
+    """See `Plan.adapters`."""
+    numbers = [request.adapter for request in requests]
+    return np.array(numbers, dtype=np.int32) if max(numbers, default=-1) >= 0 else None
 
 
 def _appended(decodes: np.ndarray, chunks: list[int] | list[bool]) -> np.ndarray:

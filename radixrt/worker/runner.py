@@ -114,6 +114,8 @@ class TorchRunner(ModelRunner):
         """Compute a step. Returns float32[plan.wants.sum(), vocab], the logits of the wanted positions in order."""
         if plan.states is not None:
             self.states.copy(plan.states.restores)
+        adapters = plan.token_adapters
+        self._model.use_adapters(None if adapters is None else torch.from_numpy(adapters).to(self._device))
         logits = self._model.forward(
             torch.from_numpy(plan.tokens).to(self._device, torch.int64),
             torch.from_numpy(ranges(plan.starts, plan.counts)).to(self._device),
@@ -127,8 +129,11 @@ class TorchRunner(ModelRunner):
 
     def _recurrence(self, plan: Plan) -> Recurrence:
         parts = plan.states.parts(plan.counts)
-        arrays = (torch.from_numpy(x).to(self._device) for x in (parts.sources, parts.targets, parts.bounds))
-        return Recurrence(self.states.layer, *arrays)
+        sources, targets, bounds = (
+            torch.from_numpy(x).to(self._device) for x in (parts.sources, parts.targets, parts.bounds)
+        )
+        in_place = np.array_equal(parts.sources, parts.targets)
+        return Recurrence(self.states.layer, sources, bounds, None if in_place else targets)
 
 
 def wanted(plan: Plan) -> np.ndarray:

@@ -21,7 +21,8 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda import dequantizing, int4, packed_experts, routing, sampler, scaled, sinks, sparse, variants
+from radixrt.worker.cuda import dequantizing, int4, lora, packed_experts, routing, sampler, scaled, sinks, sparse
+from radixrt.worker.cuda import variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -42,7 +43,7 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
         waits_first(built, reads=kernel in READS_FIRST)
 
 
-READS_FIRST = kernels._norm_kernel, delta._decode_kernel, mamba._state_decode_kernel
+READS_FIRST = kernels._norm_kernel, delta._decode_kernel, mamba._state_decode_kernel, lora._expand_kernel
 
 
 def waits_first(built, reads=False):  # before what is ahead has ended nothing is written, nor read, but a weight
@@ -116,6 +117,18 @@ for t in invariant.TILES if every else invariant.TILES[:1]:
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BIAS": True, "WHOLE": True, "GROUP": 8}
     room = 164_000 if t.rows > 64 else 100_000
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
+listed = {"ROWS": 16, "ADAPTERS": 8, "BLOCK": 256, "FIELDS": lora.FIELDS}
+build(lora._list_kernel, ["*i32", "*i32"], dict.fromkeys(("rows", "adapters", "most"), i), listed)
+for down, up in (lora.FEW, lora.MANY) if every else (lora.FEW,):
+    numbers = dict.fromkeys(("rows", "depth", "columns", "x_stride", "blocks"), i)
+    fixed = {"FIELDS": lora.FIELDS, "WHOLE": down is lora.FEW[0]}
+    tile = {"ROWS": down.rows, "COLUMNS": down.columns, "DEPTH": down.depth} | fixed
+    pointers = ["*bf16", "*bf16", "*i32", "*i64", "*fp32"]
+    build(lora._shrink_kernel, pointers, numbers, tile, down.warps, down.stages)
+    numbers = dict.fromkeys(("rows", "rank", "ranks", "columns", "out_stride", "splits"), i) | {"factor": f}
+    tile = {"ROWS": up.rows, "COLUMNS": up.columns, "DEPTH": up.depth} | fixed
+    pointers = ["*fp32", "*bf16", "*i32", "*i64", "*i32", "*bf16"]
+    build(lora._expand_kernel, pointers, numbers, tile, up.warps, up.stages)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
 names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "LEAST"
 kinds = (True, True, 32, 8, 4, 2.5, 0.0), (False, False, 128, 1, 1, 1.0, 0.0), (False, True, 128, 1, 1, 1.0, 0.1)
@@ -150,14 +163,14 @@ heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
 numbers |= {"eps": f, "scale": f, "rows": i}
 for block in (1024, 128):
-    pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
+    pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*i32", "*bf16", "*bf16"]
     build(convolutions._conv_kernel, pointers, numbers, {"K": 4, "BLOCK": block, "BIAS": block < 1024, "SILU": True})
-pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*fp32", "*bf16"]
+pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*i32", "*fp32", "*bf16"]
 build(delta._decode_kernel, pointers, numbers, heads | {"FACTOR": 1.0}, delta.DECODE_WARPS)
 pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
 fields = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 for each, odd in ((False, {}), (True, {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16})):
-    constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
+    constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128, "RUNS": each}
     build(delta._tokens_kernel, pointers, numbers, heads | constants | odd, 1)
 constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True, "ROWS": 16}
 build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants)
@@ -196,11 +209,11 @@ sequences = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FI
 shapes = [(128, 8, 64, 128), (24, 1, 128, 256)] if every else [(24, 1, 128, 256)]
 for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in shapes]:
     state, gated = heads["STATE"], {"GATED": heads["GROUPS"] == 1}
-    pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*fp32", "*bf16"]
+    pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*i32", "*fp32", "*bf16"]
     rows = {"ROWS": mamba.DECODE_ELEMENTS // state}
     build(mamba._state_decode_kernel, pointers, numbers, heads | gated | rows, mamba.DECODE_WARPS)
-    pointers.insert(6, "*i32")
-    build(mamba._state_tokens_kernel, pointers, numbers, heads | gated | sequences | {"ROWS": mamba.ROWS}, 1)
+    constants = heads | gated | sequences | {"ROWS": mamba.ROWS, "RUNS": bool(gated["GATED"])}
+    build(mamba._state_tokens_kernel, pointers, numbers, constants, 1)
     pointers = ["*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*fp32"]
     constants = {"HEADS": heads["HEADS"], "BLOCK": mamba_chunks.HEADS_AT_ONCE}
     build(mamba_chunks._steps_kernel, pointers, numbers, constants | fields)
