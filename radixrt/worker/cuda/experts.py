@@ -324,8 +324,6 @@ def _normalized(experts: Experts) -> bool:
 
 def no_kernels(moe: ExpertsSpec) -> str:
     """The reason why there are no kernels for a mixture of experts; "" if there are."""
-    if moe.routing.jitter is not None:
-        return "experts selected by SparseMixer have no kernels"
     if moe.routing.scales_inputs and moe.top_k > 1:
         return "several experts of a token with scaled inputs have no kernels"
     return ""
