@@ -196,6 +196,19 @@ def mean_squares(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tens
 
 
 @triton.jit
+def pairs(i, HALF: tl.constexpr, TURNED: tl.constexpr):
+    """The elements of pair `i` of a head of 2 HALF: elements that are rotated together, followed by pairs of the halves
+    of the rest."""
+    if TURNED < HALF:
+        one = tl.where(i < TURNED, i, i + TURNED)
+        other = one + tl.where(i < TURNED, TURNED, HALF - TURNED)
+    else:
+        one = i
+        other = i + HALF
+    return one, other
+
+
+@triton.jit
 def _append_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, means_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, eps, k_scale, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -205,13 +218,7 @@ def _append_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
-    # Pair i of a head: elements that are rotated together, followed by pairs of the halves of the rest.
-    if TURNED < HALF:
-        one = tl.where(i < TURNED, i, i + TURNED)
-        other = one + tl.where(i < TURNED, TURNED, HALF - TURNED)
-    else:
-        one = i
-        other = i + HALF
+    one, other = pairs(i, HALF, TURNED)
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     inside = (head < ALL) & (i < HALF)
     is_q = head < HEADS

@@ -19,8 +19,10 @@ from radixrt.worker.cuda.sinks import add_sinks
 from radixrt.worker.cuda.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.mixed_pool import MixedKVPool
 from radixrt.worker.model.layers import Heads, TorchOps
 from radixrt.worker.model.scaled import Rounding
+from radixrt.worker.model.spec import LayerSpec
 from radixrt.worker.sample import Draws
 from tests.worker.pages import make_plan
 
@@ -303,33 +305,34 @@ WAYS = (False, None, False), (True, None, False), (False, 0.5, False), (False, N
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "window", "heads", "kv_heads", "dim", "page_size"),
+    ("kv_dtype", "window", "heads", "kv_heads", "dims", "page_size"),
     [
-        ("float32", None, 8, 2, 16, 1),
-        pytest.param("float32", 25, 14, 2, 24, 4, marks=pytest.mark.slow),
-        ("bfloat16", None, 8, 2, 16, 1),
-        ("fp8_e4m3", None, 4, 4, 32, 16),
-        ("fp8_e4m3", 25, 8, 2, 16, 1),
-        pytest.param("fp8_e5m2", None, 16, 1, 16, 1, marks=pytest.mark.slow),
+        ("float32", None, 8, 2, (16, 16), 1),
+        pytest.param("float32", 25, 14, 2, (24, 12), 4, marks=pytest.mark.slow),
+        ("bfloat16", None, 8, 2, (16, 16), 1),
+        ("fp8_e4m3", None, 4, 4, (24, 32), 16),
+        ("fp8_e4m3", 25, 8, 2, (16, 16), 1),
+        pytest.param("fp8_e5m2", None, 16, 1, (16, 16), 1, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(("with_sinks", "cap", "chunked"), WAYS)
-def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, cap, chunked, device):
-    """Chunks and decodes, with many parts and with one, with sinks, with capped scores, windows that are chunks;
-    relative to the norm, both read the same pages."""
+def test_attend(heads, kv_heads, dims, page_size, window, kv_dtype, with_sinks, cap, chunked, device):
+    """Chunks and decodes, with many parts and with one, with sinks, with capped scores, windows that are chunks,
+    values of another size than keys; relative to the norm, both read the same pages."""
     if device.type == "cpu" and kv_dtype == "bfloat16":
         pytest.skip("Triton's interpreter does not multiply bfloat16")
     plan, table = make_plan(np.random.default_rng(0), page_size, SEQUENCES)
-    pool = KVPool(1, (int(table.max()) + 1) * page_size, kv_heads, dim, DTYPES[kv_dtype], device)
-    everything = torch.arange(pool.slots, device=device)
-    pool.write(0, everything, *torch.randn(2, pool.slots, kv_heads, dim, device=device))
-    q = torch.randn(len(plan.tokens), heads, dim, device=device)
+    layer, slots = LayerSpec(kv_heads, *dims, 1), (int(table.max()) + 1) * page_size
+    pool = MixedKVPool([layer], (0,), slots, DTYPES[kv_dtype], device)
+    k, v = (torch.randn(slots, kv_heads, dim, device=device) for dim in dims)
+    pool.write(0, torch.arange(slots, device=device), k, v)
+    q = torch.randn(len(plan.tokens), heads, dims[0], device=device)
     sinks = torch.randn(heads, device=device).mul(2) if with_sinks else None
     reference = TorchAttention(pool, page_size, (window,), sinks=(sinks,), cap=cap, chunked=chunked)
     reference.bind(table)
     expected = reference.begin(plan, device).over_pages(0, q)
 
-    shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks, cap=cap or 0.0, chunked=chunked)
+    shape = Shape(heads, kv_heads, dims[0], page_size, sinks=with_sinks, cap=cap or 0.0, chunked=chunked, v_dim=dims[1])
     keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
     on_device = torch.from_numpy(table).to(device)
     for variant, chosen, programs in (
@@ -348,7 +351,7 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, c
         items, _ = make_items(tiles, cut)
         merges = make_merges([items.items])
         work = tuple(x if x is None else torch.from_numpy(x).to(device) for x in (items.items, items.starts))
-        out = torch.full((len(mine) + 2, heads, dim), torch.nan, device=device)
+        out = torch.full((len(mine) + 2, heads, dims[1]), torch.nan, device=device)
         scratch = Scratch.make(merges.partials, shape, device)
         attend.attend(
             torch.cat((q[:2], q[mine])), keys, values, on_device, work, out, scratch, shape, variant,
