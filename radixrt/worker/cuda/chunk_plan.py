@@ -105,17 +105,17 @@ class FullOrAbsorbed:
 class ChunkPlanner:
     """Plans the attention of each step's chunks. `variant` and `cut` are those of the kernel over pages. `flashinfer`,
     if given, computes the chunks for which it is faster, and `full`, if given, long chunks of latent attention.
-    `shares`: whether prefixes that chunks share are read once. `windows` are by layer with attention, and `ends` is
-    whether the model's last layer is one of these; `plain` is that of PagedStep."""
+    `shares`: whether prefixes that chunks share are read once. `windows` are by layer; `plain` is that of PagedStep.
+    `last`: if the last of these layers is the model's last one, its place among all that have attention."""
 
     def __init__(
         self, shape: Shape, itemsize: int, windows: tuple[int | None, ...], variant: Variant, cut: Tiling, chip: Chip,
         flashinfer: FlashInfer | None, shares: bool, plain: tuple[Variant, Tiling] | None = None,
-        full: FullHeads | None = None, ends: bool = True,
+        full: FullHeads | None = None, last: int | None = None,
     ) -> None:  # fmt: skip
         self._shape = shape
         self._itemsize = itemsize
-        self._last_layer = (len(windows) - 1, windows[-1]) if ends else None
+        self._last_layer = None if last is None else (last, windows[-1])
         self._windows = set(windows)
         self._variant = variant
         self._cut = cut

@@ -20,8 +20,9 @@ from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decodes import Cuts, DecodeWork, Lists, Room
 from radixrt.worker.cuda.delta_step import DeltaStep
+from radixrt.worker.cuda.layer_kinds import LayerKinds, MixedAttention, Works
 from radixrt.worker.cuda.staging import PackedArray, Packer
-from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
+from radixrt.worker.cuda.step import DecodeLists, StepAttention
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.decoder import Decoder
@@ -45,7 +46,8 @@ class Inputs:
     writes: PackedArray
     states: PackedArray | None
     """Slots of recurrent states, if the model has any."""
-    lists: dict[int | None, Lists]
+    lists: list[dict[int | None, Lists]]
+    """By kind of layers, and by window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,31 +67,31 @@ class DecodeGraphs:
     logits."""
 
     def __init__(
-        self, model: Decoder, pages: Callable[[int], Pages], compiled: Kernels, cuts: Cuts, windows: set[int | None],
-        last_tokens: LastTokens, table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool,
-        states: StatePool | None, by_tokens: bool,
+        self, model: Decoder, pages: Callable[[int], Pages], kinds: LayerKinds, last_tokens: LastTokens,
+        table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool, states: StatePool | None, by_tokens: bool,
     ) -> None:  # fmt: skip
         """`table` is the page table, whose last row is for padding. `packer` is used only while capturing. `shown`:
         whether to show a progress bar."""
         most = max(sizes)
         self._model = model
         self._pages = pages
-        self._compiled = compiled
-        self._cuts = cuts
-        self._windows = windows
+        self._kinds = kinds
         self._last_tokens = last_tokens
         self._table = table
         self._states = states
         self._by_tokens = by_tokens
         self._sizes = sizes
-        room = Room.of(most, cuts)
-        # Graphs hold only its address, so it must be kept alive here.
-        self._scratch = Scratch.make(room.few + room.entries, compiled.shape, model.device)
+        rooms = [Room.of(most, kind.cuts) for kind in kinds.all]
+        # Graphs hold only their addresses, so they must be kept alive here.
+        self._scratch = [
+            Scratch.make(room.few + room.entries, kind.shape, model.device)
+            for room, kind in zip(rooms, kinds.all, strict=True)
+        ]
         logits = torch.empty((most, model.own_width), dtype=torch.float32, device=model.device)
         pool = torch.cuda.graph_pool_handle()
-        kinds = (False, True) if cuts.cost else (False,)
+        ways = (False, True) if any(kind.cuts.cost for kind in kinds.all) else (False,)
         # The largest first: the others reuse its memory.
-        wanted = [(size, shared) for size in sorted(sizes, reverse=True) for shared in kinds]
+        wanted = [(size, shared) for size in sorted(sizes, reverse=True) for shared in ways]
         self._graphs = {
             (size, shared): self._capture(size, shared, logits[:size], pool, packer)
             for size, shared in tqdm(wanted, desc="capturing graphs", unit="graph", disable=not shown)
@@ -102,7 +104,7 @@ class DecodeGraphs:
         needed = max(len(plan.tokens), plan.table_writes.shape[1])
         return next((size for size in self._sizes if size >= needed), 0)
 
-    def packed(self, packer: Packer, plan: Plan, size: int, works: dict[int | None, DecodeWork]) -> Graph:
+    def packed(self, packer: Packer, plan: Plan, size: int, works: list[Works]) -> Graph:
         """Pack a step's integers, and return its graph. The caller may pack sampling parameters after them."""
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes,
                    plan.states and plan.states.slots)  # fmt: skip
@@ -114,14 +116,16 @@ class DecodeGraphs:
         self._graphs.clear()
 
     def _pack(
-        self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
-        positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
-        states: np.ndarray | None,
+        self, packer: Packer, works: list[Works], size: int, tokens: np.ndarray, positions: np.ndarray,
+        slots: np.ndarray, rows: np.ndarray, writes: np.ndarray, states: np.ndarray | None,
     ) -> Inputs:  # fmt: skip
         """Pack the integers at the offsets where the graph of this size, with or without sharing, reads them."""
         row = len(self._table) - 1
         padding = np.array([[row], [0], [0]], dtype=np.int32).repeat(size - writes.shape[1], axis=1)
-        cuts = self._cuts if _shared(works) else Cuts(self._cuts.few, self._cuts.many, None)
+        cuts = [kind.cuts for kind in self._kinds.all]
+        if not _shared(works):
+            cuts = [Cuts(cut.few, cut.many, None) for cut in cuts]
+        rooms = [Room.of(size, cut) for cut in cuts]
         return Inputs(
             size,
             packer.add(tokens, size),
@@ -130,13 +134,19 @@ class DecodeGraphs:
             packer.add(rows, size, fill=row),
             packer.add(np.concatenate([writes, padding], axis=1)),
             None if states is None else packer.add(states, size),
-            {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
+            [
+                {window: Lists.pack(packer, work, room, size) for window, work in each.items()}
+                for each, room in zip(works, rooms, strict=True)
+            ],
         )
 
     def _capture(self, size: int, shared: bool, logits: torch.Tensor, pool: object, packer: Packer) -> Graph:
         packer.clear()
         none = np.zeros(0, dtype=np.int32)
-        works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}
+        works = [
+            {window: _nothing(kind.cuts, shared and window is None) for window in kind.windows}
+            for kind in self._kinds.all
+        ]
         inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32),
                             None if self._states is None else none)  # fmt: skip
         room = packer.used + (DRAW_INTEGERS + COPY_INTEGERS) * size + 1024
@@ -157,18 +167,24 @@ class DecodeGraphs:
         rows = inputs.rows.of(integers)
         kernels.scatter(inputs.writes.of(integers), self._table)
         tokens = self._last_tokens.resolve(inputs.tokens.of(integers), rows)
-        lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
-        attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, self._scratch, [])
+        attention = self._attention(inputs, integers)
         mix = None
         if self._states is not None and inputs.states is not None:
             mix = DeltaStep(self._states, inputs.states.of(integers), by_tokens=self._by_tokens)
         x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention, mix)
-        self._model.finish(x, residual, out=logits)
+        self._model.finish(x, residual, out=logits, tokens=tokens)
         return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows)
 
+    def _attention(self, inputs: Inputs, integers: torch.Tensor) -> StepAttention | MixedAttention:
+        slots, steps = inputs.slots.of(integers), []
+        for kind, found, scratch in zip(self._kinds.all, inputs.lists, self._scratch, strict=True):
+            lists = {window: DecodeLists.of(packed, integers) for window, packed in found.items()}
+            steps.append(StepAttention(self._pages, slots, kind.compiled, lists, scratch, []))
+        return self._kinds.attention(steps)
 
-def _shared(works: dict[int | None, DecodeWork]) -> bool:
-    return any(work.shared for work in works.values())
+
+def _shared(works: list[Works]) -> bool:
+    return any(work.shared for each in works for work in each.values())
 
 
 def _nothing(cuts: Cuts, shared: bool) -> DecodeWork:

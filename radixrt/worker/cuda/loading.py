@@ -114,7 +114,10 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     chunked = spec.chunked and any(spec.windows)
     if chunked and config.attention_backend == "flashinfer":
         raise ValueError("attention_backend: FlashInfer is not used for attention in chunks")
-    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or spec.latent is not None or chunked:
+    if spec.layers and config.attention_backend == "flashinfer":
+        raise ValueError("attention_backend: FlashInfer is not used for layers with different heads")
+    others = spec.latent is not None or chunked or bool(spec.layers)
+    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or others:
         return None
     shape = Shape.of(spec, config.page_size)
     hopper = torch.cuda.get_device_capability(loaded.device)[0] == 9

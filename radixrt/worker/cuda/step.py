@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from radixrt.worker.cuda import attend, kernels, latent
+from radixrt.worker.cuda import attend, kernels, latent, mixed_append
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import ChunkStep, LastLayer, Pages
 from radixrt.worker.cuda.decodes import Lists
@@ -16,6 +16,7 @@ from radixrt.worker.cuda.segments import SharedKeys
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers import Heads, Projected
+from radixrt.worker.model.mixed_heads import MixedHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class StepAttention:
         if isinstance(heads, LatentHeads):
             return self._of_latents(layer, heads)
         q = append(self._pages(layer), heads, self._slots)
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], self._compiled.shape.value_dim))
         self.over_pages(layer, q, out)
         return out
 
@@ -155,10 +156,12 @@ def append(
     pages: Pages, heads: Projected, slots: torch.Tensor, out: torch.Tensor | None = None,
     full: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Write a layer's K and V to their pages. Returns its rotated queries, in `out` if given. For `full` see
-    `latent.append`."""
+    """Write a layer's K and V to their pages, if it has any of its own. Returns its rotated queries, in `out` if given.
+    For `full` see `latent.append`."""
     if isinstance(heads, LatentHeads):
         return latent.append(pages, heads, slots, out, full)
+    if isinstance(heads, MixedHeads):
+        return mixed_append.append(heads, slots, pages.keys, pages.values, pages.scales, out)
     assert isinstance(heads, Heads)
     return kernels.append(
         heads.qkv, heads.cos, heads.sin, slots, pages.keys, pages.values, heads.num_heads, heads.norms, heads.eps,

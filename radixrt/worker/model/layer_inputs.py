@@ -33,7 +33,7 @@ class LayerInputs:
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, first: int = 0) -> torch.Tensor:
         """[T, layers, size], of the layers from `first` on, for int tokens[T] and their embeddings [T, hidden]."""
         begin, product = first * self.size, self.projection
-        factor = embedded.new_tensor(self.size**0.5)
+        factor = float(torch.tensor(self.size**0.5, dtype=embedded.dtype))  # not on a GPU, whose graphs cannot have it
         own = (F.embedding(tokens, self.embedding)[:, begin:] * factor).unflatten(1, (-1, self.size))
         part = Linear(product.weight[begin:], None, product.batch_invariant)
         made = part(embedded) * embedded.shape[1] ** -0.5

@@ -105,8 +105,11 @@ class Ops(Protocol):
         """The product of x[T, K] and a weight [N, K] in INT4 transposed, plus bias[N]: a new tensor, or written to
         out[T, N], or added to it with `add`. `batch_invariant`: see `linear.Linear`."""
 
-    def experts(self, experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add the output of a mixture of experts for x[T, hidden] to residual[T, hidden], in place."""
+    def experts(
+        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor, for_router: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Add the output of a mixture of experts for x[T, hidden] to residual[T, hidden], in place. `for_router`: the
+        router's input, if that is not x."""
 
     def mean_squares(self, qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
         """float32[T, 2]: for each token of qkv[T, heads + 2 kv_heads, D], the mean of the squares of all elements of q,
@@ -172,8 +175,10 @@ class TorchOps:
         return made if out is None else out.add_(made) if add else out.copy_(made)
 
     @staticmethod
-    def experts(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
-        experts.one_by_one(x, residual, TorchOps())
+    def experts(
+        experts: Experts, x: torch.Tensor, residual: torch.Tensor, for_router: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        experts.one_by_one(x, residual, TorchOps(), for_router)
 
     @staticmethod
     def mean_squares(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:

@@ -122,9 +122,10 @@ for t in invariant.TILES if every else invariant.TILES[:1]:
     room = 164_000 if t.rows > 64 else 100_000
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
-names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "LEAST"
-kinds = (True, True, 32, 8, 4, 2.5, 0.0), (False, False, 128, 1, 1, 1.0, 0.0), (False, True, 128, 1, 1, 1.0, 0.1)
-for ways in kinds if every else kinds[:1]:
+names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "LEAST", "JITTER"
+kinds = (True, True, 32, 8, 4, 2.5, 0.0, -1.0), (False, False, 128, 1, 1, 1.0, 0.0, 0.01)
+kinds += ((False, True, 128, 1, 1, 1.0, 0.1, -1.0),)
+for ways in kinds if every else kinds[1:2]:
     constants = routed | dict(zip(names, ways, strict=True))
     build(routing._route_kernel, ["*fp32", "*fp32", "*bf16", "*i32"], {"count": i}, constants, 1)
 numbers = {"entries": i, "count": i}
