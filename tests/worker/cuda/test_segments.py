@@ -134,10 +134,10 @@ def test_the_last_layer_is_for_wanted_tokens_alone(monkeypatch):
         wants=np.array([1, 1, 0]),
     )  # fmt: skip
     planner = ChunkPlanner(
-        shape(1), 1, (None, 8), Variant(64, 64, 4, 2), Tiling(16, 64, 128, 8), Chip(4, 12), None, False
+        shape(1), 1, (None, 8), Variant(64, 64, 4, 2), Tiling(16, 64, 128, 8), Chip(4, 12), None, False, last=5
     )
     steps, last = planner.plan(plan, 1, Packer(CPU), late := Packer(CPU), 0)
-    assert len(steps) == 1 and last is not None and last.layer == 1
+    assert len(steps) == 1 and last is not None and last.layer == 5
     assert len(taken) == 1 and not late.used, "the last layer is planned when it is launched"
     (step,) = last.steps()
     step.sent.assert_called_once()
