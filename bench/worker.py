@@ -34,25 +34,27 @@ from bench.shapes import SHAPES
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
 from radixrt.worker.compiling import Compiling
+from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.grammar import Grammars
-from radixrt.worker.loading import load_runner, look_up
+from radixrt.worker.loading import load_runner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.model.blocks import NoMlp, NoOutput
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.experts_beside import ExpertsBeside
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.latent import Latent
 from radixrt.worker.model.layers import Layer, Product
 from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.mlp import Mixture, UngatedMlp, UngatedShared
 from radixrt.worker.model.scaled import ScaledLinear
-from radixrt.worker.model.sharding import Shard
 from radixrt.worker.plan import Runner
 from radixrt.worker.request import Request
 from radixrt.worker.sample import TorchSampler
 from radixrt.worker.scheduler import Limits
 
 STEPS = 48
+SPARSE = Mixture, ExpertsBeside
 
 
 class NullLink:
@@ -100,7 +102,11 @@ def dense(layer: Layer) -> list[Product]:
         products += layer.beside.products
     if not isinstance(layer.output, NoOutput):
         products.append(layer.output.product)
-    if isinstance(mlp, Mixture):
+    if layer.end is not None and layer.end.gate is not None:
+        products += [layer.end.gate, layer.end.back]
+    if isinstance(mlp, ExpertsBeside):
+        products += [mlp.experts.router, mlp.mlp.gate_up, mlp.mlp.down]
+    elif isinstance(mlp, Mixture):
         products.append(mlp.experts.router)
         shared = mlp.shared
         if shared is not None:
@@ -119,7 +125,7 @@ def experts_bytes(model: Decoder, batch: int) -> float:
     """Expected bytes of the experts that `batch` tokens choose in all layers, with random routing."""
     total = 0.0
     for layer in model._layers:
-        if isinstance(layer.mlp, Mixture):
+        if isinstance(layer.mlp, SPARSE):
             experts = layer.mlp.experts
             share = 1 - (1 - experts.top_k / len(experts.down)) ** batch
             total += share * (experts.gate_up.nbytes + experts.down.nbytes)
@@ -226,13 +232,16 @@ class Bench:
         return tokens
 
 
-def keys_read(model: Decoder, context: float) -> float:
-    """Keys that a decode reads per layer with attention, averaged over these, as some may have sliding windows."""
-    windows = model.spec.attention_windows
-    return sum(context if window is None else min(context, window) for window in windows) / len(windows)
+def read_bytes(model: Decoder, context: float, itemsize: int) -> float:
+    """Bytes of K and V that a decode reads in all layers with attention: some may have sliding windows, some read those
+    of another layer."""
+    spec = model.spec
+    windows, places = spec.attention_windows, range(len(spec.attention_layers))
+    keys = [context if window is None else min(context, window) for window in windows]
+    return itemsize * sum(keys[place] * Shape.of(spec, 1, place).key_elements for place in places)
 
 
-def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[dict[str, Any]]:
+def decode_rows(bench: Bench, limits: dict[str, float], itemsize: int) -> list[dict[str, Any]]:
     rows = []
     for batch, context in ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096)):
         for _ in range(batch):
@@ -250,7 +259,7 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[d
         model = bench.worker.runner._model
         gemm = gemm_ms(bench.worker.runner, batch) + scaled_ms(model, batch, limits)
         gemm += experts_bytes(model, batch) / limits["copy_gbs"] / 1e6
-        kv_ms = batch * keys_read(model, context + STEPS) * kv_bytes / limits["copy_gbs"] / 1e6
+        kv_ms = batch * read_bytes(model, context + STEPS, itemsize) / limits["copy_gbs"] / 1e6
         if delta := model.spec.recurrent:
             kv_ms += batch * 2 * delta.state_bytes(model.dtype.itemsize) / limits["copy_gbs"] / 1e6
         rows.append(
@@ -292,25 +301,26 @@ def idle_share(run: Callable[[], object], times: int = 1) -> float:
     return 1 - busy / (last - spans[0][0])
 
 
-def attention_flops(model: Decoder, pairs: float, cached: int) -> float:
-    """FLOPs of attention for `pairs` of a query and a key, summed over layers. For latent attention, those of the
-    cheaper form: absorbed, or with full heads, whose keys and values must be computed also for `cached` tokens."""
+def attention_flops(model: Decoder, pairs: list[float], cached: int) -> float:
+    """FLOPs of attention for `pairs` of a query and a key, by layer. For latent attention, those of the cheaper form:
+    absorbed, or with full heads, whose keys and values must be computed also for `cached` tokens."""
     spec = model.spec
-    absorbed = 2 * pairs * spec.num_heads * (spec.head_dim + spec.value_dim)
+    shapes = [Shape.of(spec, 1, place) for place in range(len(pairs))]
+    absorbed = sum(2 * n * one.heads * (one.head_dim + one.value_dim) for n, one in zip(pairs, shapes, strict=True))
     if spec.latent is None:
         return absorbed
     width = spec.latent.nope_dim + spec.latent.rope_dim + spec.latent.value_dim
     out = sum(2 * x.weight.numel() for layer in model._layers for x in of_heads(layer))
-    return min(absorbed, 2 * pairs * spec.num_heads * width + out * cached)
+    return min(absorbed, 2 * sum(pairs) * spec.num_heads * width + out * cached)
 
 
-def prefill_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[dict[str, Any]]:
+def prefill_rows(bench: Bench, limits: dict[str, float], itemsize: int) -> list[dict[str, Any]]:
     model = bench.worker.runner._model
     spec, per_token = model.spec, 0.0
     for layer in model._layers:
         per_token += sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
         per_token += sum(2 * x.weight.numel() for x in of_heads(layer))
-        if isinstance(layer.mlp, Mixture):
+        if isinstance(layer.mlp, SPARSE):
             experts = layer.mlp.experts
             size = (1 if experts.is_fp8 else 2) * (experts.gate_up.numel() + experts.down.numel())
             per_token += size * experts.top_k / len(experts.down)
@@ -329,12 +339,10 @@ def prefill_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[
             bench.finish()
             times.append(time.perf_counter() - began)
         at = np.arange(cached, cached + new) + 1.0
-        pairs = sum(
-            float(at.sum() if window is None else at.clip(max=window).sum()) for window in spec.attention_windows
-        )
+        pairs = [float(at.sum() if window is None else at.clip(max=window).sum()) for window in spec.attention_windows]
         parts = (
             (per_token * new, weight_bytes(model, new)),
-            (attention_flops(model, pairs, cached), keys_read(model, cached) * kv_bytes),
+            (attention_flops(model, pairs, cached), read_bytes(model, cached, itemsize)),
         )
         bench.add(np.concatenate([prefix, bench.ids(new)]), 1)
         idle = idle_share(bench.finish)
@@ -517,7 +525,6 @@ def main() -> None:
         worker = resolve(WorkerConfig(model=model, device="cuda", load_format="dummy", **settings))
         began = time.perf_counter()
         runner = load_runner(worker)
-        spec = look_up(worker, Shard(0, args.tensor_parallel_size)).spec
         itemsize = runner.pool.dtype.itemsize
         bench = Bench(runner, worker.max_num_seqs, worker.max_num_batched_tokens, 32768)
         start = time.perf_counter() - began
@@ -529,8 +536,8 @@ def main() -> None:
         elif args.drafts:
             rows = draft_rows(bench)
         else:
-            rows = decode_rows(bench, limits, spec.kv_elements * itemsize)
-            rows += prefill_rows(bench, limits, spec.kv_elements * itemsize)
+            rows = decode_rows(bench, limits, itemsize)
+            rows += prefill_rows(bench, limits, itemsize)
             if not args.quick:
                 rows.append(plain_row(bench))
         runner.close()
