@@ -120,7 +120,7 @@ class Decoder:
         """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
         the residual stream [T, hidden]. If the last layer has none, the input of its MLP is in place of the output."""
         residual = self._embed(tokens)
-        inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, residual)
+        inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, residual, self._ops)
         rotations = self._positions.rotations(positions, residual.dtype)
         query_factors = self._positions.query_factors(positions, residual.dtype)
         x = self._layers[0].attention_norm(residual, self._ops)
@@ -167,7 +167,7 @@ class Decoder:
             x = self._layers[-1].attention_norm(residual, self._ops) if isinstance(x, Rounded) else x[wanted]
         last, inputs = len(self._layers) - 1, None
         if self._layer_inputs is not None:
-            inputs = self._layer_inputs(tokens, self._embed(tokens), first=last)[:, 0]
+            inputs = self._layer_inputs(tokens, self._embed(tokens), self._ops, first=last)[:, 0]
         logits = self._logits(self._after_attention(last, x, residual, inputs), out)
         if self._head_bias is not None:
             logits.add_(self._head_bias)

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.layers import Norm, Ops
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.norms import HeadNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +26,17 @@ class LayerInputs:
     """[vocab, layers * size]."""
     projection: Linear
     """Of hidden states, to [layers * size]."""
-    norm: HeadNorm
+    norm: Norm
     size: int
 
-    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, ops: Ops, first: int = 0) -> torch.Tensor:
         """[T, layers, size], of the layers from `first` on, for int tokens[T] and their embeddings [T, hidden]."""
         begin, product = first * self.size, self.projection
         factor = float(torch.tensor(self.size**0.5, dtype=embedded.dtype))  # not on a GPU, whose graphs cannot have it
         own = (F.embedding(tokens, self.embedding)[:, begin:] * factor).unflatten(1, (-1, self.size))
         part = Linear(product.weight[begin:], None, product.batch_invariant)
         made = part(embedded) * embedded.shape[1] ** -0.5
-        return (self.norm(made.unflatten(1, (-1, self.size))) + own) * math.sqrt(0.5)
+        return (self.norm(made.view(-1, self.size), ops).view_as(own) + own) * math.sqrt(0.5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from radixrt.worker.model.layer_inputs import LayerEnd, LayerInputs
-from radixrt.worker.model.layers import Projections
+from radixrt.worker.model.layers import Norm, Projections
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.mixed_heads import Mixed, MixedNorms
 from radixrt.worker.model.mlp import UNGATED
@@ -77,7 +77,7 @@ class HeadsReader(TensorReader):
         width = spec.num_layers * spec.layer_inputs
         projection = Linear(self.matrix(name, width, spec.hidden_size), None, self._batch_invariant)
         weight = self._norm_weight("per_layer_projection_norm", spec.layer_inputs)
-        norm = HeadNorm(weight, None, spec.norm_eps, centered=False)
+        norm = Norm(weight, spec.norm_eps, None)
         embedding = self.matrix("embed_tokens_per_layer", spec.vocab_size, width)
         return LayerInputs(embedding, projection, norm, spec.layer_inputs)
 
