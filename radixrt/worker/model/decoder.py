@@ -199,8 +199,7 @@ class Decoder:
         if layer.end is None:
             return layer.mlp.add(x, residual, norm, self._ops)
         layer.mlp.add(x, residual, NoNorm(), self._ops)
-        layer.end.apply(residual, inputs, self._ops)
-        return norm(residual, self._ops)
+        return layer.end.apply(residual, inputs, norm, self._ops)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits, float32[S, vocab], from those of each rank (`finish`)."""

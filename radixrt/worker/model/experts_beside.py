@@ -48,5 +48,5 @@ class ExpertsBeside:
         if self.group is not None:
             self.group.add(AFTER_MLP, part, both, NoNorm(), ops)
         of_mlp, of_experts = both.split(tokens)
-        residual.add_(self.after(self.after_mlp(of_mlp, ops) + self.after_experts(of_experts, ops), ops))
-        return norm(residual, ops)
+        both = self.after_mlp(of_mlp, ops) + self.after_experts(of_experts, ops)
+        return ops.add_normed(both, self.after, residual, norm)

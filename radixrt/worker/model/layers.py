@@ -61,8 +61,22 @@ class Ops(Protocol):
         """RMSNorm of x[T, H], or LayerNorm if `centered`, maybe with a bias [H]. The weight [H] and the bias have the
         dtype of x, or float32 (see `NormsSpec.float32_weight`)."""
 
-    def gate(self, x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
-        """act(gate) * up, or another function of both (see `_ACTIVATIONS`): [T, I], of x[T, 2 I], gate first."""
+    def add_normed(
+        self,
+        x: torch.Tensor,
+        after: Norm,
+        residual: torch.Tensor,
+        norm: Norm | NoNorm,
+        scalar: torch.Tensor | None = None,
+    ) -> torch.Tensor | Rounded:
+        """Add the norm `after` of x[T, H] to residual[T, H], and then multiply that by scalar[1], if given, both in
+        place. Returns the `norm` of the new residual."""
+
+    def gate(
+        self, x: torch.Tensor, activation: str, rounding: Rounding | None = None, up: torch.Tensor | None = None
+    ) -> torch.Tensor | Rounded:
+        """act(gate) * up, or another function of both (see `_ACTIVATIONS`): [T, I], of x[T, 2 I], gate first, or of the
+        gate x[T, I] and up[T, I], whose rows may be apart."""
 
     def squared_relu(self, x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
         """relu(x[T, I])^2 (arXiv 2109.08668), in place unless it is quantized."""
@@ -132,8 +146,23 @@ class TorchOps:
         return out if rounding is None else rounded(out, rounding)
 
     @staticmethod
-    def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
-        gate, up = x.chunk(2, dim=-1)
+    def add_normed(
+        x: torch.Tensor,
+        after: Norm,
+        residual: torch.Tensor,
+        norm: Norm | NoNorm,
+        scalar: torch.Tensor | None = None,
+    ) -> torch.Tensor | Rounded:
+        residual.add_(after(x, TorchOps()))
+        if scalar is not None:
+            residual.mul_(scalar)
+        return norm(residual, TorchOps())
+
+    @staticmethod
+    def gate(
+        x: torch.Tensor, activation: str, rounding: Rounding | None = None, up: torch.Tensor | None = None
+    ) -> torch.Tensor | Rounded:
+        gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
         out = _ACTIVATIONS[activation](gate, up)
         return out if rounding is None else rounded(out, rounding)
 
@@ -367,7 +396,9 @@ class Output:
     ) -> torch.Tensor | Rounded:
         """Add the result to residual[T, hidden], in place. Returns the `norm` of the new residual."""
         if self.after is not None:
-            residual.add_(self._normalized(x, residual, self.after, ops))
+            if self.group is None:
+                return ops.add_normed(self.product(x), self.after, residual, norm)
+            residual.add_(self._normalized(x, residual, self.after, self.group, ops))
             return norm(residual, ops)
         if self.group is None:
             self.product.add(x, residual, self.factor)
@@ -378,13 +409,13 @@ class Output:
             part *= self.factor
         return self.group.add(self.turn, part, residual, norm, ops)
 
-    def _normalized(self, x: torch.Tensor | Rounded, residual: torch.Tensor, after: Norm, ops: Ops) -> torch.Tensor:
+    def _normalized(
+        self, x: torch.Tensor | Rounded, residual: torch.Tensor, after: Norm, group: Group, ops: Ops
+    ) -> torch.Tensor:
         """The result [T, hidden], summed over ranks and normalized by `after`."""
-        if self.group is None:
-            return after(self.product(x), ops)
-        part = self.group.buffer(self.turn, residual)
+        part = group.buffer(self.turn, residual)
         self.product.put(x, part)
-        return self.group.add(self.turn, part, torch.zeros_like(residual), after, ops)
+        return group.add(self.turn, part, torch.zeros_like(residual), after, ops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from radixrt.worker.model.layer_inputs import LayerEnd, LayerInputs
 from radixrt.worker.model.layers import Norm, Projections
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.mixed_heads import Mixed, MixedNorms
-from radixrt.worker.model.mlp import UNGATED
 from radixrt.worker.model.norms import HeadNorm, HeadNorms
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.spec import HeadNormsSpec
@@ -88,6 +87,7 @@ class HeadsReader(TensorReader):
             return LayerEnd(scalar)
         shapes = {"per_layer_input_gate": (size, spec.hidden_size), "per_layer_projection": (spec.hidden_size, size)}
         gate, back = (
-            Linear(self.matrix(at + name, *shape), None, self._batch_invariant) for name, shape in shapes.items()
+            Linear(self.matrix(at + name, *shape), None, self._batch_invariant, self._ops)
+            for name, shape in shapes.items()
         )
-        return LayerEnd(scalar, gate, back, self.norm(at + "post_per_layer_input_norm"), UNGATED[spec.activation])
+        return LayerEnd(scalar, gate, back, self.norm(at + "post_per_layer_input_norm"), spec.activation)

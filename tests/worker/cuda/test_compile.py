@@ -21,7 +21,8 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda import int4, mixed_append, packed_experts, routing, sampler, scaled, sinks, sparse, variants
+from radixrt.worker.cuda import int4, mixed_append, packed_experts, residuals, routing, sampler, scaled, sinks, sparse
+from radixrt.worker.cuda import variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -42,7 +43,7 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
         waits_first(built, reads=kernel in READS_FIRST)
 
 
-READS_FIRST = kernels._norm_kernel, delta._decode_kernel, mamba._state_decode_kernel
+READS_FIRST = kernels._norm_kernel, residuals._add_normed_kernel, delta._decode_kernel, mamba._state_decode_kernel
 
 
 def waits_first(built, reads=False):  # before what is ahead has ended nothing is written, nor read, but a weight
@@ -63,7 +64,12 @@ for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
         build(kernels._norm_kernel, ["*bf16", "*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, normed, 8)
     if every or group == 4096:
         build(kernels._squared_relu_kernel, ["*bf16", out, "*fp32"], row, rounded, 8)
-        build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1 if group else 3}, 8)
+        strides = row | {"x_stride": i, "up_stride": i}
+        gated = rounded | {"ACTIVATION": 1 if group else 3}
+        build(kernels._gate_kernel, ["*bf16", "*bf16", out, "*fp32"], strides, gated, 8)
+        both, eps = rounded | {"SCALED": True, "NORM": True}, {"after_eps": f, "eps": f}
+        pointers = ["*bf16", "*fp32", "*bf16", "*bf16", "*fp32", out, "*fp32"]
+        build(residuals._add_normed_kernel, pointers, row | eps, both, 8)
 for group in (4096, 128):
     constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}
     build(rounding._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)

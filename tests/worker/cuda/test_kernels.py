@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from radixrt.messages import Sampling
 from radixrt.worker import sample
 from radixrt.worker.attention import TorchAttention
-from radixrt.worker.cuda import attend, drawing, invariant, kernels, variants
+from radixrt.worker.cuda import attend, drawing, invariant, kernels, residuals, variants
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.cuda.sinks import add_sinks
@@ -20,8 +20,8 @@ from radixrt.worker.cuda.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.mixed_pool import MixedKVPool
-from radixrt.worker.model.layers import Heads, TorchOps
-from radixrt.worker.model.scaled import Rounding
+from radixrt.worker.model.layers import Heads, NoNorm, Norm, TorchOps
+from radixrt.worker.model.scaled import Rounded, Rounding
 from radixrt.worker.model.spec import LayerSpec
 from radixrt.worker.sample import Draws
 from tests.worker.pages import make_plan
@@ -94,8 +94,38 @@ def test_gate(activation, device):
     }[activation]
     assert error(kernels.gate(x, activation), expected) < 1e-6
     assert TorchOps.gate(x, activation).sub(expected).abs().max() < 1e-4
+    apart = torch.cat((up, up, up), 1).unflatten(1, (3, -1))[:, 1]
+    for ops in (TorchOps, kernels):
+        assert error(ops.gate(gate.contiguous(), activation, up=apart), expected) < 1e-6
     x[1, 3], x[2, 303] = torch.nan, torch.nan
     assert kernels.gate(x, activation).isnan().nonzero().tolist() == [[1, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("rounding", [None, *Rounding])
+@pytest.mark.parametrize("followed", [False, True])
+def test_add_normed(followed, rounding, scaled, device):
+    """As the operations one by one, to the last bit but where sums are in another order."""
+    after = Norm(1 + torch.rand(300, device=device), 1e-5, None)
+    norm = Norm(1 + torch.rand(300, device=device), 1e-6, rounding) if followed else NoNorm()
+    x, residual = (torch.randn(7, 300, device=device) for _ in range(2))
+    scalar = torch.tensor([0.7], device=device) if scaled else None
+    expected = residual.clone()
+    results = (
+        TorchOps.add_normed(x, after, expected, norm, scalar),
+        residuals.add_normed(x, after, residual, norm, scalar),
+    )
+    assert error(residual, expected) < 1e-6
+    wanted, found = (result.dequantized() if isinstance(result, Rounded) else result for result in results)
+    assert error(found, wanted) < (0.1 if isinstance(results[0], Rounded) else 1e-6)
+    assert followed or results[1] is residual
+
+
+def test_add_normed_of_layer_norms(device):
+    after = Norm(torch.ones(30, device=device), 1e-5, None, centered=True)
+    x, residual = torch.randn(2, 30, device=device), torch.zeros(2, 30, device=device)
+    found = residuals.add_normed(x, after, residual, NoNorm())
+    assert error(found, F.layer_norm(x, (30,))) < 1e-6 and found is residual
 
 
 def test_squared_relu(device):
