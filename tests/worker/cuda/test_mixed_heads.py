@@ -46,9 +46,9 @@ def make_heads(name: str, normed: bool, dtype: torch.dtype, device: torch.device
     ("dtype", "kv_dtype", "normed", "bar"),
     [
         ("float32", "float32", True, 1e-6),
-        ("bfloat16", "bfloat16", True, 1.2e-2),
+        pytest.param("bfloat16", "bfloat16", True, 1.2e-2, marks=pytest.mark.slow),
         ("bfloat16", "fp8_e4m3", True, 0.1),
-        ("float32", "fp8_e5m2", False, 0.15),
+        pytest.param("float32", "fp8_e5m2", False, 0.15, marks=pytest.mark.slow),
     ],
 )
 def test_append(name, dtype, kv_dtype, normed, bar, device):

@@ -121,7 +121,7 @@ def test_graphs_and_what_is_launched_between_them(family, device, tmp_path, monk
     assert found._captured[4].x.shape == (4, {"nemotron_h": 64, "bamba": 128, "falcon_h1": 64 + 64}[family])
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "mimo_v2_flash"])
+@pytest.mark.parametrize("family", ["gemma4_text", pytest.param("mimo_v2_flash", marks=pytest.mark.slow)])
 def test_layers_with_different_heads_use_the_same_buffers(family, device, tmp_path, monkeypatch):
     """As large as the largest heads need."""
     make_model(tmp_path, family)

@@ -95,7 +95,7 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         pytest.param("cohere", marks=pytest.mark.slow),
         pytest.param("phi", marks=pytest.mark.slow),
         pytest.param("phimoe", marks=pytest.mark.slow),
-        "gemma4_text",
+        pytest.param("gemma4_text", marks=pytest.mark.slow),
         pytest.param("gemma4_text+moe", marks=pytest.mark.slow),
         pytest.param("mimo_v2_flash", marks=pytest.mark.slow),
     ],
@@ -174,6 +174,21 @@ def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch
     _, exact = runners(tmp_path, exact=True)
     kind = exact._kinds.all[0]
     assert not (kind.compiled.many.specialised or kind.chunks._variant.specialised or kind.chunks._plain)
+
+
+@pytest.mark.parametrize("window", [16, pytest.param(4096, marks=pytest.mark.slow)])
+def test_layers_of_two_kinds(window, tmp_path):
+    """With windows in one of them, and with none; the last layer reads K and V of another one."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    sizes = {"num_hidden_layers": 3, "layer_types": kinds, "num_kv_shared_layers": 1, "sliding_window": window}
+    make_model(tmp_path, "gemma4_text", **SIZES | sizes | {"vocab_size_per_layer_input": 128})
+    plain, fast = runners(tmp_path)
+    found = [(kind.shape.head_dim, kind.windows) for kind in fast._kinds.all]
+    assert found == [(16, {window if window == 16 else None}), (32, {None})]
+    trunk, greedy = prompts(1, 20, 20, vocab_size=128)[0], Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
+    asked = [trunk + tail for tail in prompts(3, 1, 5, vocab_size=128, seed=1)]
+    tokens = [Engine(runner, chunk=23, rows=8, max_model_len=64).generate(asked, greedy) for runner in (plain, fast)]
+    assert tokens[1] == tokens[0] and fast.read_keys < fast.plain_keys
 
 
 PENALIZED = {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
