@@ -21,8 +21,8 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda import int4, mixed_append, packed_experts, residuals, routing, sampler, scaled, sinks, sparse
-from radixrt.worker.cuda import variants
+from radixrt.worker.cuda import dequantizing, int4, mixed_append, packed_experts, residuals, routing, sampler, scaled
+from radixrt.worker.cuda import sinks, sparse, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -259,7 +259,7 @@ for t, kind, half in [*few, *more] if every else few[-1:]:
     if t is int4.FEW:
         which |= {"COLUMNS": 64, "WORDS": 32, "MIDDLE": 8, "BITS": True}
         numbers = dict.fromkeys(("first_row", "count", "columns", "depth"), i)
-        build(int4._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
+        build(dequantizing._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
 """
 
 SPECIALISED = """
