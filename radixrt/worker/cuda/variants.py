@@ -135,16 +135,16 @@ def chunk_variant(shape: Shape, itemsize: int) -> Variant:
 
 
 def wide_variant(rows: int, shape: Shape, itemsize: int) -> Variant:
-    """For heads of more than WIDE elements, in tiles of `rows` rows: the most keys, up to 32 or 64, that the chip has
-    shared memory for, beside the queries."""
-    warps, most = (4, 32) if rows == 16 else (8, 64)
-    queries = rows * triton.next_power_of_2(shape.head_dim) * max(2, itemsize)
-    key = (triton.next_power_of_2(shape.head_dim) + triton.next_power_of_2(shape.value_dim)) * itemsize
-    tiles = [(most, 2), (most // 2, 2), (16, 2), (16, 1)]
-    return next(
-        (Variant(rows, keys, warps, stages) for keys, stages in tiles if queries + keys * stages * key <= room()),
-        Variant(rows, 16, warps, 1),
-    )
+    """For heads of more than WIDE elements, in tiles of up to `rows` rows: the most rows, and then the most keys, that
+    the chip has shared memory for."""
+    dims = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.value_dim)
+    query, key = dims[0] * max(2, itemsize), sum(dims) * itemsize
+    most, least = 32 if rows == 16 else 64, max(16, triton.next_power_of_2(shape.group))
+    while True:
+        for keys, stages in ((most, 2), (most // 2, 2), (16, 2), (16, 1)):
+            if rows * query + keys * stages * key <= room() or (rows, keys, stages) == (least, 16, 1):
+                return Variant(rows, keys, 4 if rows == 16 else 8, stages)
+        rows //= 2
 
 
 def latent_variant(rows: int, itemsize: int) -> Variant:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixrt.worker.cuda import mixed_append
+from radixrt.worker.cuda import mixed_append, variants
+from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.kv import DTYPES
 from radixrt.worker.mixed_pool import MixedKVPool
 from radixrt.worker.model.mixed_heads import MixedHeads, MixedNorms
@@ -69,3 +70,14 @@ def test_append(name, dtype, kv_dtype, normed, bar, device):
             assert not x.any()
         else:
             assert error(x[slots], expected) < bar and not x[rest].any()
+
+
+@pytest.mark.parametrize("room", [232_448, 166_912, 101_376])
+@pytest.mark.parametrize(("itemsize", "group"), [(1, 8), (2, 8), (2, 32), (4, 8)])
+def test_tiles_of_large_heads_fit_in_shared_memory(room, itemsize, group, monkeypatch):
+    monkeypatch.setattr(variants, "room", lambda: room)
+    shape = Shape(2 * group, 2, 512, 1, v_dim=256)
+    for choose in (variants.decode_variant, variants.shared_variant, variants.chunk_variant):
+        tile = choose(shape, itemsize)
+        shared = tile.rows * 512 * max(2, itemsize) + tile.stages * tile.keys * (512 + 256) * itemsize
+        assert shared <= room and tile.rows >= max(16, group) and tile.keys >= 16
