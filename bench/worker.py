@@ -241,25 +241,26 @@ def read_bytes(model: Decoder, context: float, itemsize: int) -> float:
     return itemsize * sum(keys[place] * Shape.of(spec, 1, place).key_elements for place in places)
 
 
-def decode_rows(bench: Bench, limits: dict[str, float], itemsize: int) -> list[dict[str, Any]]:
-    rows = []
-    for batch, context in ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096)):
+def decode_rows(bench: Bench, limits: dict[str, float], itemsize: int, few: bool) -> list[dict[str, Any]]:
+    rows, steps = [], 8 if few else STEPS
+    cases = (1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096)
+    for batch, context in cases[:3] if few else cases:
         for _ in range(batch):
-            bench.add(bench.ids(context), 2 * STEPS + 16)
+            bench.add(bench.ids(context), 2 * steps + 16)
         bench.settle()
         for _ in range(8):
             bench.step()
         torch.cuda.synchronize()
         began = time.perf_counter()
-        tokens = sum(bench.step() for _ in range(STEPS))
+        tokens = sum(bench.step() for _ in range(steps))
         seconds = time.perf_counter() - began
-        idle = idle_share(bench.step, 20) if batch in (1, 64, 256) else None
+        idle = idle_share(bench.step, 20) if batch in (1, 64, 256) and not few else None
         bench.finish()
-        step_ms = seconds / STEPS * 1e3
+        step_ms = seconds / steps * 1e3
         model = bench.worker.runner._model
         gemm = gemm_ms(bench.worker.runner, batch) + scaled_ms(model, batch, limits)
         gemm += experts_bytes(model, batch) / limits["copy_gbs"] / 1e6
-        kv_ms = batch * read_bytes(model, context + STEPS, itemsize) / limits["copy_gbs"] / 1e6
+        kv_ms = batch * read_bytes(model, context + steps, itemsize) / limits["copy_gbs"] / 1e6
         if delta := model.spec.recurrent:
             kv_ms += batch * 2 * delta.state_bytes(model.dtype.itemsize) / limits["copy_gbs"] / 1e6
         rows.append(
@@ -314,7 +315,7 @@ def attention_flops(model: Decoder, pairs: list[float], cached: int) -> float:
     return min(absorbed, 2 * sum(pairs) * spec.num_heads * width + out * cached)
 
 
-def prefill_rows(bench: Bench, limits: dict[str, float], itemsize: int) -> list[dict[str, Any]]:
+def prefill_rows(bench: Bench, limits: dict[str, float], itemsize: int, few: bool) -> list[dict[str, Any]]:
     model = bench.worker.runner._model
     spec, per_token = model.spec, 0.0
     for layer in model._layers:
@@ -325,7 +326,8 @@ def prefill_rows(bench: Bench, limits: dict[str, float], itemsize: int) -> list[
             size = (1 if experts.is_fp8 else 2) * (experts.gate_up.numel() + experts.down.numel())
             per_token += size * experts.top_k / len(experts.down)
     rows = []
-    for cached, new in ((0, 1024), (0, 8192), (0, 16384), (16384, 128), (8192, 600)):
+    cases = (0, 1024), (0, 8192), (0, 16384), (16384, 128), (8192, 600)
+    for cached, new in cases[:2] if few else cases:
         times = []
         for _ in range(4):
             prefix = bench.ids(cached)
@@ -345,7 +347,7 @@ def prefill_rows(bench: Bench, limits: dict[str, float], itemsize: int) -> list[
             (attention_flops(model, pairs, cached), read_bytes(model, cached, itemsize)),
         )
         bench.add(np.concatenate([prefix, bench.ids(new)]), 1)
-        idle = idle_share(bench.finish)
+        idle = None if few else idle_share(bench.finish)
         ms = float(np.median(times[1:])) * 1e3
         limit = sum(max(flops / limits["tflops"] / 1e9, size / limits["copy_gbs"] / 1e6) for flops, size in parts)
         row = {"what": f"prefill {new} on {cached}", "ms": ms, "limit_ms": limit, "ratio": ms / limit, "gpu_idle": idle}
@@ -491,7 +493,7 @@ def main() -> None:
         "--shape", default="llama-8b", choices=SHAPES, help="each but the default has a result file of its own"
     )
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--attention-backend", default="auto", help="torch has a result file of its own")
     parser.add_argument(
         "--max-mamba-cache-size", type=int, default=0, help="recurrent states: those of 256 decodes are two thirds"
     )
@@ -506,6 +508,7 @@ def main() -> None:
     parser.add_argument("--grammars", action="store_true", help="the cost of grammars; has a result file of its own")
     parser.add_argument("--sampling", action="store_true", help="the cost of sampling and penalties; likewise")
     parser.add_argument("--drafts", action="store_true", help="cost and gain of drafted tokens; likewise")
+    parser.add_argument("--few", action="store_true", help="few rows and steps, for what is slow")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     args = parser.parse_args()
     limits = ceilings()
@@ -536,15 +539,16 @@ def main() -> None:
         elif args.drafts:
             rows = draft_rows(bench)
         else:
-            rows = decode_rows(bench, limits, itemsize)
-            rows += prefill_rows(bench, limits, itemsize)
-            if not args.quick:
+            rows = decode_rows(bench, limits, itemsize, args.few)
+            rows += prefill_rows(bench, limits, itemsize, args.few)
+            if not (args.quick or args.few):
                 rows.append(plain_row(bench))
         runner.close()
     print(table(rows))
     if not args.quick and not args.model:
         kinds = {"deterministic": args.deterministic, "grammars": args.grammars, "sampling": args.sampling}
         kinds["drafts"] = args.drafts
+        kinds["torch"] = args.attention_backend == "torch"
         kinds[args.quantization] = args.quantization != "auto"
         kinds[f"tp{args.tensor_parallel_size}"] = args.tensor_parallel_size > 1
         kinds[args.shape.replace("-", "_")] = args.shape != "llama-8b"
