@@ -70,11 +70,12 @@ class LayerKind:
             Trunks(chip, flashinfer.tokens) if shares and flashinfer and special is None else None,
         )
         self.decodes = DecodePlanner(self.windows, self.cuts)
-        last = spec.ends_with_attention and not spec.index and places[-1] == len(spec.attention_layers) - 1
         self.chunks = ChunkPlanner(
             shape, itemsize, windows, chunk, chunk_cut, chip, flashinfer, shares, plain, full,
-            places[-1] if last else None,
+            _last_layers(spec, places),
         )  # fmt: skip
+        self.last_packers = Packer(dtypes[2]), Packer(dtypes[2])
+        """Of even and odd steps."""
 
     @property
     def shape(self) -> Shape:
@@ -85,13 +86,23 @@ class LayerKind:
         return self.decodes.plan(plan.requests[:count], plan.rows[:count], plan.starts[:count], room)
 
 
+def _last_layers(spec: ModelSpec, places: Sequence[int]) -> tuple[int, set[int | None]] | None:
+    """Those of the layers at `places` that may be computed for few tokens (see `ChunkPlanner`): those after
+    `ModelSpec.writers`, or the model's last layer; None if there are none."""
+    if spec.index or not spec.ends_with_attention:
+        return None
+    first = min(spec.writers, spec.num_layers - 1)
+    last = [place for place in places if spec.attention_layers[place] >= first]
+    return (last[0], {spec.attention_windows[place] for place in last}) if last else None
+
+
 class PlannedStep:
     """A step's attention in the layers of a kind, planned and packed."""
 
     def __init__(
-        self, kind: LayerKind, plan: Plan, decodes: int, works: Works, packer: Packer, last_packer: Packer, parity: int
+        self, kind: LayerKind, plan: Plan, decodes: int, works: Works, packer: Packer, parity: int, narrow: bool
     ) -> None:
-        """`works` is the work of the first `decodes` requests; chunks follow. For `last_packer` and `parity` see
+        """`works` is the work of the first `decodes` requests; chunks follow. For `parity` and `narrow` see
         `ChunkPlanner.plan`."""
         chunks = kind.chunks
         self._kind = kind
@@ -99,7 +110,7 @@ class PlannedStep:
         self._lists = {window: Lists.pack(packer, work) for window, work in works.items()}
         self._trunks = {window: chunks.trunks(work, plan, packer, parity) for window, work in works.items()}
         long = chunks.by_full_heads(plan, decodes)
-        self._chunks, self._last = chunks.plan(plan, decodes, packer, last_packer, parity, long)
+        self._chunks, self._last = chunks.plan(plan, decodes, packer, kind.last_packers[parity], parity, long, narrow)
         self._full, self._absorbed = chunks.plan_full(plan, decodes, long, packer) if long.any() else (None, 0)
 
     def sent(self, pages: Callable[[int], Pages], slots: torch.Tensor, integers: torch.Tensor) -> StepAttention:

@@ -19,6 +19,7 @@ import torch
 from radixrt import garbage
 from radixrt.worker.cuda import attend, kernels, variants
 from radixrt.worker.cuda.answers import Answer, LastTokens, Launched, PackedDraws, make_result
+from radixrt.worker.cuda.chunk_plan import few_wanted
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decode_graphs import DecodeGraphs, graph_sizes
 from radixrt.worker.cuda.decodes import DecodePlanner, Room
@@ -101,7 +102,7 @@ class CudaRunner(ModelRunner):
         self._sparse = self._make_sparse(page_size, exact) if spec.index else None
         if spec.index:
             graph_batch = graph_tokens = 0  # which queries attend to all tokens, graphs cannot decide
-        self._packers, self._last_layer_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
+        self._packers = Packer(self._device), Packer(self._device)
         self._deferred: DeferredStep | None = None
         self._answers = (Answer(self._device), Answer(self._device))
         self._sampler = CudaSampler(rows, spec.vocab_size, self._device, thresholds)
@@ -265,9 +266,9 @@ class CudaRunner(ModelRunner):
         dense, singles = (plan, decodes) if sparse is None else (sparse.dense_plan, _leading_decodes(sparse.dense_plan))
         if works is None:
             works = self._plan_decodes(dense, singles, 0) if singles else [{} for _ in self._kinds.all]
-        last_packer = self._last_layer_packers[parity]
+        narrow = pieces is None and self._narrows(plan, decodes)
         planned = [
-            PlannedStep(kind, dense, singles, each, packer, last_packer, parity)
+            PlannedStep(kind, dense, singles, each, packer, parity, narrow)
             for kind, each in zip(self._kinds.all, works, strict=True)
         ]
         copies = delta = mix = None
@@ -300,14 +301,17 @@ class CudaRunner(ModelRunner):
             if sparse is not None:
                 sparse.sent(sent)
             attention = SparseAttention(self._pages, self.pool.index, slots, attention, sparse)
+        at: torch.Tensor | None = logit_at.of(sent).long()
         if pieces:
             resolved, x, residual = pieces.go_on(padded, attention, mix)
         else:
             resolved = self._last_tokens.resolve(tokens, rows_there[:decodes])
-            x, residual = self._model.attend_all(resolved, positions_there, attention, mix)
+            x, residual = self._model.attend_all(resolved, positions_there, attention, mix, at if narrow else None)
         if copies:
             copies.save(self.states, sent)
-        logits = self._model.finish(x, residual, logit_at.of(sent).long(), tokens=resolved)
+        if narrow and len(at):
+            resolved, at = resolved[at], None
+        logits = self._model.finish(x, residual, at, tokens=resolved)
         picked = self._last_tokens.pick_greedy(
             logits, self._model.own_ids, sampled_rows.of(sent), sampled.of(sent).long()
         )
@@ -315,6 +319,12 @@ class CudaRunner(ModelRunner):
         if drawing:
             self._draw(logits, drawing, sent, picked[len(logits) :])
         return Launched(logits, picked, len(logits))
+
+    def _narrows(self, plan: Plan, decodes: int) -> bool:
+        """Whether layers after `ModelSpec.writers` are computed only for tokens whose logits are wanted."""
+        spec, wants = self._model.spec, plan.wants[decodes:]
+        fits = spec.writers < spec.num_layers and len(wants) > 0 and bool((plan.wants[:decodes] == 1).all())
+        return fits and few_wanted(plan.counts[decodes:], wants)
 
     # ------------------------------------------------------------ from logits to tokens
 

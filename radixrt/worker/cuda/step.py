@@ -9,7 +9,7 @@ import torch
 
 from radixrt.worker.cuda import attend, kernels, latent, mixed_append
 from radixrt.worker.cuda.attend import Scratch
-from radixrt.worker.cuda.chunks import ChunkStep, LastLayer, Pages
+from radixrt.worker.cuda.chunks import ChunkStep, LastLayers, Pages
 from radixrt.worker.cuda.decodes import Lists
 from radixrt.worker.cuda.full_chunks import FullStep
 from radixrt.worker.cuda.segments import SharedKeys
@@ -52,7 +52,7 @@ class DecodeLists:
 
 class StepAttention:
     """The attention of a step's tokens, decodes first, then chunks (see `plan.Plan`). `decodes` is by window, and empty
-    without decodes. `last`, if given, has the chunks of the last layer, where only tokens whose logits are wanted are
+    without decodes. `last`, if given, has the chunks of the last layers, where only tokens whose logits are wanted are
     needed. `full` has the chunks that full heads compute; the first `absorbed` tokens are computed in the absorbed
     form, and all others by full heads."""
 
@@ -64,7 +64,7 @@ class StepAttention:
         decodes: dict[int | None, DecodeLists],
         scratch: Scratch | None,
         chunks: list[ChunkStep],
-        last: LastLayer | None = None,
+        last: LastLayers | None = None,
         full: FullStep | None = None,
         absorbed: int = 0,
     ) -> None:
@@ -120,7 +120,7 @@ class StepAttention:
         return None if self._is_last(layer) else self._full
 
     def _is_last(self, layer: int) -> bool:
-        return self._last is not None and self._last.layer == layer
+        return self._last is not None and layer >= self._last.first
 
     def over_pages(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         """Write the attention of rotated q[T, heads, D] to `out`, when K and V of the step are written to their

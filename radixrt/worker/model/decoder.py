@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,28 +116,52 @@ class Decoder:
         return self.gather(self.finish(x, residual, wanted, tokens=tokens))
 
     def attend_all(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, mix: Mix | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        mix: Mix | None = None,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
         """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
-        the residual stream [T, hidden]. If the last layer has none, the input of its MLP is in place of the output."""
+        the residual stream [T, hidden]. If the last layer has none, the input of its MLP is in place of the output.
+
+        With int64 wanted[S], the layers after `ModelSpec.writers`, of which there must be some, are computed only for
+        these tokens, and so is what is returned."""
         residual = self._embed(tokens)
         inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, residual, self._ops)
-        rotations = self._positions.rotations(positions, residual.dtype)
-        query_factors = self._positions.query_factors(positions, residual.dtype)
+        context = _Context(
+            self._positions.rotations(positions, residual.dtype),
+            self._positions.query_factors(positions, residual.dtype),
+            inputs,
+        )
         x = self._layers[0].attention_norm(residual, self._ops)
         for number, layer in enumerate(self._layers):
-            if isinstance(layer.heads, RECURRENT):
-                x = mix(self._numbers[number], layer.heads, x)
-            elif not isinstance(layer.heads, NoMixer):
-                cos, sin = rotations[self._positions.kinds[number]]
-                heads = layer.heads.project(x, cos, sin, self._ops)
-                if query_factors is not None and self._positions.scales[number]:
-                    heads.scale_queries(query_factors)
-                attended = attend(self._numbers[number], heads)
-                x = attended if layer.beside is None else self._joined(number, attended, x, mix)
+            if wanted is not None and number == self.spec.writers:
+                residual, context = residual[wanted], context.of(wanted)
+                if not len(wanted):
+                    return residual, residual
+                x = layer.attention_norm(residual, self._ops)
+            x = self._attended(number, x, context, attend, mix)
             if number < len(self._layers) - 1:
-                x = self._after_attention(number, x, residual, None if inputs is None else inputs[:, number])
+                x = self._after_attention(number, x, residual, context.inputs_of(number))
         return x, residual
+
+    def _attended(
+        self, number: int, x: torch.Tensor | Rounded, context: _Context, attend: Attend, mix: Mix | None
+    ) -> torch.Tensor | Rounded:
+        """The output of attention, or of what is in its place, in layer `number` with the normalized input x."""
+        layer = self._layers[number]
+        if isinstance(layer.heads, RECURRENT):
+            return mix(self._numbers[number], layer.heads, x)
+        if isinstance(layer.heads, NoMixer):
+            return x
+        cos, sin = context.rotations[self._positions.kinds[number]]
+        heads = layer.heads.project(x, cos, sin, self._ops)
+        if context.query_factors is not None and self._positions.scales[number]:
+            heads.scale_queries(context.query_factors)
+        attended = attend(self._numbers[number], heads)
+        return attended if layer.beside is None else self._joined(number, attended, x, mix)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded = F.embedding(tokens, self._embedding)
@@ -229,6 +254,27 @@ def _kind(layer: Layer) -> str:
     if isinstance(layer.heads, NoMixer):
         return "none"
     return "recurrent" if isinstance(layer.heads, RECURRENT) else "attention"
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What layers need to know of a step's tokens, beside the residual stream."""
+
+    rotations: list[tuple[torch.Tensor, torch.Tensor]]
+    """See `_Positions.rotations`."""
+    query_factors: torch.Tensor | None
+    """See `_Positions.query_factors`."""
+    inputs: torch.Tensor | None
+    """[T, layers, size], if layers have inputs (see `layer_inputs`)."""
+
+    def of(self, wanted: torch.Tensor) -> _Context:
+        """That of the tokens at the indices `wanted`."""
+        factors, inputs = (None if x is None else x[wanted] for x in (self.query_factors, self.inputs))
+        return _Context([(cos[wanted], sin[wanted]) for cos, sin in self.rotations], factors, inputs)
+
+    def inputs_of(self, number: int) -> torch.Tensor | None:
+        """The inputs of a layer."""
+        return None if self.inputs is None else self.inputs[:, number]
 
 
 class _Positions:

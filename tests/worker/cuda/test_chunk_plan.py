@@ -152,7 +152,16 @@ def test_each_chunk_of_a_latent_goes_one_way():
     workspace = FullHeads(spec, 1, torch.float32, torch.device("meta"), 9000, VARIANT, 8)
     shape = Shape.of(spec, 1)
     planner = ChunkPlanner(
-        shape, 2, (None, None), VARIANT, tiling(VARIANT, shape, 264), Chip(16, 132), None, True, full=workspace, last=1
+        shape,
+        2,
+        (None, None),
+        VARIANT,
+        tiling(VARIANT, shape, 264),
+        Chip(16, 132),
+        None,
+        True,
+        full=workspace,
+        last=(1, {None}),
     )
     rows = [(7, 1), (0, 512), (40, 9), (0, 1024), (8100, 1024), (100, 512)]
     starts, counts = (np.array(x, np.int32) for x in zip(*rows, strict=True))

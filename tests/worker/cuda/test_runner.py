@@ -185,10 +185,19 @@ def test_layers_of_two_kinds(window, tmp_path):
     plain, fast = runners(tmp_path)
     found = [(kind.shape.head_dim, kind.windows) for kind in fast._kinds.all]
     assert found == [(16, {window if window == 16 else None}), (32, {None})]
+    sizes, inner = set(), fast._model._after_attention
+
+    def noted(number, x, *rest):
+        sizes.add((number, len(x)))
+        return inner(number, x, *rest)
+
+    fast._model._after_attention = noted
     trunk, greedy = prompts(1, 20, 20, vocab_size=128)[0], Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
     asked = [trunk + tail for tail in prompts(3, 1, 5, vocab_size=128, seed=1)]
     tokens = [Engine(runner, chunk=23, rows=8, max_model_len=64).generate(asked, greedy) for runner in (plain, fast)]
     assert tokens[1] == tokens[0] and fast.read_keys < fast.plain_keys
+    most = [max(size for number, size in sizes if number == layer) for layer in range(3)]
+    assert most[0] == most[1] == 23 and 0 < most[2] < 4, "it is computed for few tokens"
 
 
 PENALIZED = {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
