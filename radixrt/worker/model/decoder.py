@@ -129,22 +129,44 @@ class Decoder:
         With int64 wanted[S], the layers after `ModelSpec.writers`, of which there must be some, are computed only for
         these tokens, and so is what is returned."""
         residual = self._embed(tokens)
-        inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, residual, self._ops)
-        context = _Context(
-            self._positions.rotations(positions, residual.dtype),
-            self._positions.query_factors(positions, residual.dtype),
-            inputs,
-        )
+        context = self._context(tokens, positions, residual)
         x = self._layers[0].attention_norm(residual, self._ops)
-        for number, layer in enumerate(self._layers):
-            if wanted is not None and number == self.spec.writers:
-                residual, context = residual[wanted], context.of(wanted)
-                if not len(wanted):
-                    return residual, residual
-                x = layer.attention_norm(residual, self._ops)
+        if wanted is None:
+            return self._through(range(len(self._layers)), x, residual, context, attend, mix)
+        self._through(range(self.spec.writers), x, residual, context, attend, mix)
+        return self.attend_last(tokens[wanted], positions[wanted], residual[wanted], attend)
+
+    def attend_last(
+        self, tokens: torch.Tensor, positions: torch.Tensor, residual: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
+        """The rest of `attend_all` after `ModelSpec.writers` layers, for int tokens[S] at int positions[S], and their
+        residual stream, [S, hidden]."""
+        if not len(tokens):
+            return residual, residual
+        first = self.spec.writers
+        context = self._context(tokens, positions, self._embed(tokens))
+        x = self._layers[first].attention_norm(residual, self._ops)
+        return self._through(range(first, len(self._layers)), x, residual, context, attend, None)
+
+    def _context(self, tokens: torch.Tensor, positions: torch.Tensor, embedded: torch.Tensor) -> _Context:
+        """Of int tokens[T] at int positions[T] with embeddings [T, hidden]."""
+        return _Context(
+            self._positions.rotations(positions, embedded.dtype),
+            self._positions.query_factors(positions, embedded.dtype),
+            None if self._layer_inputs is None else self._layer_inputs(tokens, embedded, self._ops),
+        )
+
+    def _through(
+        self, numbers: range, x: torch.Tensor | Rounded, residual: torch.Tensor, context: _Context, attend: Attend,
+        mix: Mix | None,
+    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:  # fmt: skip
+        """Run the layers of these numbers, from the normalized input x of the first one, but of the model's last layer
+        only attention. Returns (the last result, the residual stream, which is changed in place)."""
+        for number in numbers:
             x = self._attended(number, x, context, attend, mix)
             if number < len(self._layers) - 1:
-                x = self._after_attention(number, x, residual, context.inputs_of(number))
+                inputs = None if context.inputs is None else context.inputs[:, number]
+                x = self._after_attention(number, x, residual, inputs)
         return x, residual
 
     def _attended(
@@ -266,15 +288,6 @@ class _Context:
     """See `_Positions.query_factors`."""
     inputs: torch.Tensor | None
     """[T, layers, size], if layers have inputs (see `layer_inputs`)."""
-
-    def of(self, wanted: torch.Tensor) -> _Context:
-        """That of the tokens at the indices `wanted`."""
-        factors, inputs = (None if x is None else x[wanted] for x in (self.query_factors, self.inputs))
-        return _Context([(cos[wanted], sin[wanted]) for cos, sin in self.rotations], factors, inputs)
-
-    def inputs_of(self, number: int) -> torch.Tensor | None:
-        """The inputs of a layer."""
-        return None if self.inputs is None else self.inputs[:, number]
 
 
 class _Positions:
