@@ -315,17 +315,24 @@ def attention_flops(model: Decoder, pairs: list[float], cached: int) -> float:
     return min(absorbed, 2 * sum(pairs) * spec.num_heads * width + out * cached)
 
 
-def prefill_rows(bench: Bench, limits: dict[str, float], itemsize: int, few: bool) -> list[dict[str, Any]]:
-    model = bench.worker.runner._model
-    spec, per_token = model.spec, 0.0
-    for layer in model._layers:
-        per_token += sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
-        per_token += sum(2 * x.weight.numel() for x in of_heads(layer))
+def product_flops(model: Decoder, tokens: int) -> float:
+    """FLOPs of the products of a prompt of so many tokens, those of FP8 at half their number. Layers that only read
+    K and V of others are needed for one token."""
+    total = 0.0
+    for number, layer in enumerate(model._layers):
+        each = sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
+        each += sum(2 * x.weight.numel() for x in of_heads(layer))
         if isinstance(layer.mlp, SPARSE):
             experts = layer.mlp.experts
             size = (1 if experts.is_fp8 else 2) * (experts.gate_up.numel() + experts.down.numel())
-            per_token += size * experts.top_k / len(experts.down)
-    rows = []
+            each += size * experts.top_k / len(experts.down)
+        total += each * (tokens if number < model.spec.writers else 1)
+    return total
+
+
+def prefill_rows(bench: Bench, limits: dict[str, float], itemsize: int, few: bool) -> list[dict[str, Any]]:
+    model = bench.worker.runner._model
+    spec, rows = model.spec, []
     cases = (0, 1024), (0, 8192), (0, 16384), (16384, 128), (8192, 600)
     for cached, new in cases[:2] if few else cases:
         times = []
@@ -341,9 +348,11 @@ def prefill_rows(bench: Bench, limits: dict[str, float], itemsize: int, few: boo
             bench.finish()
             times.append(time.perf_counter() - began)
         at = np.arange(cached, cached + new) + 1.0
-        pairs = [float(at.sum() if window is None else at.clip(max=window).sum()) for window in spec.attention_windows]
+        seen = [at if window is None else at.clip(max=window) for window in spec.attention_windows]
+        numbers = zip(spec.attention_layers, seen, strict=True)
+        pairs = [float(keys.sum() if number < spec.writers else keys[-1]) for number, keys in numbers]
         parts = (
-            (per_token * new, weight_bytes(model, new)),
+            (product_flops(model, new), weight_bytes(model, new)),
             (attention_flops(model, pairs, cached), read_bytes(model, cached, itemsize)),
         )
         bench.add(np.concatenate([prefix, bench.ids(new)]), 1)
