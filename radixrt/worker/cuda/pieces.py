@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import zip_longest
 
 import torch
 
@@ -172,13 +172,12 @@ class Pieces:
         self._captured[size].graphs[0].replay()
 
     def go_on(
-        self, size: int, attention: StepAttention, mix: DeltaStep | None = None, most: int | None = None
+        self, size: int, attention: StepAttention, mix: DeltaStep | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | Rounded, torch.Tensor]:
         """Launch the attentions and the other graphs, after `begin`. Returns the tokens, int32[size], and what
-        `Decoder.attend_all` does. With `most`, launch only so many attentions, and graphs up to the one after them; of
-        what is returned, the output of attention then has no meaning."""
+        `Decoder.attend_all` does."""
         captured = self._captured[size]
-        for graph, launch in islice(zip_longest(captured.graphs[1:], self._between), most):
+        for graph, launch in zip_longest(captured.graphs[1:], self._between):
             launch(size, attention, mix)
             if graph is not None:
                 graph.replay()

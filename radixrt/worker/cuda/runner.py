@@ -43,11 +43,6 @@ from radixrt.worker.sharing import Path
 log = logging.getLogger("radixrt.cuda")
 
 
-NARROWED = 256
-"""The fewest tokens of a step with piecewise graphs whose last layers are launched without them, for few tokens: of
-fewer tokens, the host would take longer than the device."""
-
-
 @dataclass(slots=True)
 class DeferredStep:
     """A launched step whose tokens are sampled only when the host knows the tokens before them (`Request.serial`)."""
@@ -271,7 +266,7 @@ class CudaRunner(ModelRunner):
         dense, singles = (plan, decodes) if sparse is None else (sparse.dense_plan, _leading_decodes(sparse.dense_plan))
         if works is None:
             works = self._plan_decodes(dense, singles, 0) if singles else [{} for _ in self._kinds.all]
-        narrow = (pieces is None or count >= NARROWED) and self._narrows(plan, decodes)
+        narrow = pieces is None and self._narrows(plan, decodes)
         planned = [
             PlannedStep(kind, dense, singles, each, packer, parity, narrow)
             for kind, each in zip(self._kinds.all, works, strict=True)
@@ -308,10 +303,7 @@ class CudaRunner(ModelRunner):
             attention = SparseAttention(self._pages, self.pool.index, slots, attention, sparse)
         at = logit_at.of(sent).long()
         if pieces:
-            writers = self._model.spec.writers if narrow else None
-            resolved, x, residual = pieces.go_on(padded, attention, mix, writers)
-            if narrow:
-                x, residual = self._model.attend_last(resolved[at], positions_there[at], residual[at], attention)
+            resolved, x, residual = pieces.go_on(padded, attention, mix)
         else:
             resolved = self._last_tokens.resolve(tokens, rows_there[:decodes])
             x, residual = self._model.attend_all(resolved, positions_there, attention, mix, at if narrow else None)

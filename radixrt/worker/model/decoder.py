@@ -134,9 +134,9 @@ class Decoder:
         if wanted is None:
             return self._through(range(len(self._layers)), x, residual, context, attend, mix)
         self._through(range(self.spec.writers), x, residual, context, attend, mix)
-        return self.attend_last(tokens[wanted], positions[wanted], residual[wanted], attend)
+        return self._attend_last(tokens[wanted], positions[wanted], residual[wanted], attend)
 
-    def attend_last(
+    def _attend_last(
         self, tokens: torch.Tensor, positions: torch.Tensor, residual: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
         """The rest of `attend_all` after `ModelSpec.writers` layers, for int tokens[S] at int positions[S], and their

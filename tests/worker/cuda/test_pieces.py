@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -81,7 +80,6 @@ class Recorded:
     """In place of a CUDA graph."""
 
     open: Recorded | None = None
-    replayed: ClassVar[list[Recorded]] = []
 
     def __init__(self) -> None:
         self.is_captured = False
@@ -93,9 +91,6 @@ class Recorded:
     def capture_end(self) -> None:
         assert Recorded.open is self and not self.is_captured
         Recorded.open, self.is_captured = None, True
-
-    def replay(self) -> None:
-        Recorded.replayed.append(self)
 
 
 def captured(folder, device, monkeypatch) -> tuple[Pieces, ModelSpec]:
@@ -124,21 +119,6 @@ def test_graphs_and_what_is_launched_between_them(family, device, tmp_path, monk
     cuts = len(spec.attention_layers) + len(spec.recurrent.layers)
     assert (len(found._between), len(graphs)) == (cuts, cuts + (family != "bamba"))
     assert found._captured[4].x.shape == (4, {"nemotron_h": 64, "bamba": 128, "falcon_h1": 64 + 64}[family])
-
-
-def test_the_last_layers_may_be_left_out(device, tmp_path, monkeypatch):
-    """Those that only read K and V of others."""
-    make_model(tmp_path, "gemma4_text")
-    found, spec = captured(tmp_path, device, monkeypatch)
-    assert (spec.writers, spec.num_layers) == (2, 4)
-    graphs, launched = found._captured[4].graphs, []
-    found._between = [lambda *_, number=number: launched.append(number) for number in range(4)]
-    for most, expected in ((2, 2), (None, 4)):
-        launched.clear()
-        Recorded.replayed.clear()
-        tokens, _, residual = found.go_on(4, None, None, most)
-        assert launched == list(range(expected)) and Recorded.replayed == graphs[1 : expected + 1]
-        assert len(tokens) == len(residual) == 4
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", pytest.param("mimo_v2_flash", marks=pytest.mark.slow)])
