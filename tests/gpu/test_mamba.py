@@ -10,6 +10,7 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.loading import load_runner
+from tests.gpu.test_models import soften
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import GEMMA_4_MOE, make_model
 from tests.worker.test_models import greedy, wanted
@@ -26,6 +27,8 @@ KERNELS |= {"nemotron_h": {"ssm_state_size": 16}, "falcon_h1": {"mamba_d_state":
 def test_tokens_are_those_of_transformers(tmp_path, family, by_torch, caplog):
     """In float32: one by one, then in one batch, in chunks and from snapshots; graphs and all."""
     reference = make_model(tmp_path, family.partition("+")[0], **({} if by_torch else KERNELS[family]))
+    if family.startswith("gemma4"):  # Triton multiplies float32 as TF32, which large scores would show
+        soften(reference, tmp_path, 8)
     asked = prompts(6, 5, 150)
     answers = [greedy(reference, prompt, 24) for prompt in asked]
     config = WorkerConfig(
