@@ -91,19 +91,18 @@ def made(request, tmp_path_factory):
     name = request.param.partition("+")[0]
     made = make_model(folder, name, **SIZES | OF_FAMILY.get(request.param, {}))
     if name == "gemma4_text":
-        soften(made, folder, 64)
+        soften(made, folder)
     settings = {"attn_implementation": "eager"} if name == "gemma2" else {}  # others leave out its soft caps
     model = type(made).from_pretrained(folder, dtype=torch.bfloat16, **settings)  # rotary frequencies stay float32
     return folder, model.to("cuda").eval()
 
 
-def soften(model, folder, factor: float) -> None:
-    """Divide scores by a factor where there is no softmax scale, so that they are small as those of the published model
-    are (see OF_FAMILY)."""
+def soften(model, folder) -> None:
+    """Make scores small where there is no softmax scale, as those of the published model are (see OF_FAMILY)."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("k_norm.weight"):
-                parameter.div_(factor)
+                parameter.div_(64)
     model.save_pretrained(folder)
 
 
