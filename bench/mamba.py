@@ -28,7 +28,7 @@ from bench.common import save, table
 from bench.delta import CACHE, DECODES, DEVICE, PROMPTS, drawn
 from bench.worker import ceilings
 from radixrt.worker.cuda import convolutions, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs, cut
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.mamba import MambaInputs
 from radixrt.worker.cuda.mamba_chunks import Tiles
@@ -76,7 +76,7 @@ class Case(delta.Case):
             )
             for _ in range(layers)
         ]
-        self.there = torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE)
+        self.there = Runs.of_ones(torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE))
         none = np.zeros((2, 0), dtype=np.int32)
         parts = StateWork(self.slots, none, none).parts(np.array(counts))
         lists = (cut(parts, size) for size in (TOKENS, tokens))
@@ -125,7 +125,7 @@ class Case(delta.Case):
         """Milliseconds that torch takes, its synchronisations and all."""
         states, best = self.layers[0], []
         slots, bounds = (torch.from_numpy(x).to(DEVICE) for x in (self.slots, self.bounds))
-        recurrence = Recurrence(lambda _: (states.conv, states.rule), slots, slots, bounds)
+        recurrence = Recurrence(lambda _: (states.conv, states.rule), slots, bounds)
         for _ in range(4):
             torch.cuda.synchronize()
             began = time.perf_counter()

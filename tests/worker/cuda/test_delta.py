@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, delta_step
-from radixrt.worker.cuda.cutting import Cut, cut
+from radixrt.worker.cuda.cutting import Cut, Runs, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
@@ -102,10 +103,10 @@ class Case:
         spec, x = self.spec, self.inputs.x
         return x.new_empty(x.shape), x.new_empty((len(x), spec.value_heads, spec.value_dim))
 
-    def decode(self, slots: torch.Tensor, states: LayerStates) -> torch.Tensor:
+    def decode(self, runs: Runs, states: LayerStates) -> torch.Tensor:
         x, out = self.empty()
-        convolutions.conv_step(self.inputs.x, self.net, states.conv, slots, x)
-        delta.decode(x, self.inputs, self.net, states, slots, out)
+        convolutions.conv_step(self.inputs.x, self.net, states.conv, runs, x)
+        delta.decode(x, self.inputs, self.net, states, runs, out)
         return out
 
     def by_chunks(self, *sequences: list, states: LayerStates) -> torch.Tensor:
@@ -154,7 +155,7 @@ def test_one_token_each(device):
         case = Case(spec, len(slots), device)
         found, expected = case.states(), case.states()
         there = torch.tensor(slots, dtype=torch.int32, device=device)
-        out = case.decode(there, found)
+        out = case.decode(Runs.of_ones(there), found)
         real = case.expected(slots, list(range(len(slots) + 1)), expected)
         rows = there > 0
         assert_alike((out[rows], found), (real[rows], expected), limit(device))
@@ -275,12 +276,56 @@ def test_decodes_beside_chunks(by_tokens, device, monkeypatch):
         found.rule.copy_(expected.rule)
         slots, bounds = [3, 1, 6, 2], [0, 1, 2, 3, 15]
         lists = Cut(*(case.sent(x) for x in cut(parts_of(slots, bounds).after(3))))
-        step = delta_step.DeltaStep(pool, torch.tensor(slots[:3], device=device), lists, by_tokens)
+        first = Runs.of_ones(torch.tensor(slots[:3], dtype=torch.int32, device=device))
+        step = delta_step.DeltaStep(pool, first, lists, by_tokens)
         _, out = case.empty()
         step.put(1, case.net, (out, out), out)
         real = case.expected(slots, bounds, expected)
         for rows in (slice(3), slice(3, 15)):
             assert_alike((out[rows], found), (real[rows], expected), limit(device))
+
+
+DRAFTED = [3, 1, 4, 5, 0, 6, 2], [1, 3, 0, 0, 1, 2, 0]
+"""Slots and lengths of runs: a decode, two drafted tokens after one, padding, and one drafted token after one."""
+
+
+def assert_drafts_are_exact(case: Case, by_tokens: bool, put: Callable[[delta_step.DeltaStep, slice], torch.Tensor]):
+    """Results of drafted tokens and the states after them have the bits of those of tokens one by one. `put`: the
+    results of a step for some of a case's tokens. Of a draft, the first token's state is where the one before it was.
+    """
+    device = case.net.conv.device
+    there, pools = replace(case.spec, layers=frozenset({0, 1})), []
+    for _ in range(2):
+        pools.append(StatePool(there, SLOTS, case.net.conv.dtype, device))
+        for states, start in zip(pools[-1].layer(1), (case.states().conv, case.states().rule), strict=True):
+            states.copy_(start)
+    runs = Runs(*(torch.tensor(x, dtype=torch.int32, device=device) for x in DRAFTED))
+    out = put(delta_step.DeltaStep(pools[0], runs, None, by_tokens), slice(0, len(DRAFTED[0])))
+    live = 0
+    for at, (slot, length) in enumerate(zip(*DRAFTED, strict=True)):
+        live = slot if length else live
+        one = Runs.of_ones(torch.tensor([live], dtype=torch.int32, device=device))
+        found = put(delta_step.DeltaStep(pools[1], one, None, by_tokens), slice(at, at + 1))
+        assert torch.equal(found, out[at : at + 1])
+        for drafted, alone in zip(pools[0].layer(1), pools[1].layer(1), strict=True):
+            if slot:
+                assert torch.equal(drafted[slot], alone[live])
+    assert torch.equal(pools[0].layer(1)[1][0], case.states().rule[0]), "padding is not stored"
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_drafted_tokens(by_tokens, device, monkeypatch):
+    for spec in some(device):
+        case = Case(spec, len(DRAFTED[0]), device)
+
+        def put(step: delta_step.DeltaStep, rows: slice, case: Case = case) -> torch.Tensor:
+            part = case.part(rows)
+            monkeypatch.setattr(DeltaInputs, "of", lambda *_: part.inputs)
+            _, out = part.empty()
+            step.put(1, case.net, (out, out), out)
+            return out
+
+        assert_drafts_are_exact(case, by_tokens, put)
 
 
 def test_copies_of_states(device):
