@@ -22,7 +22,7 @@ import torch
 from bench.attention import graph_ms
 from bench.common import save, table
 from bench.worker import ceilings
-from radixrt.worker.cuda import attend, sparse, variants
+from radixrt.worker.cuda import attend, index_scores, variants
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.sparse import Sparse
 from radixrt.worker.cuda.staging import Packer
@@ -75,7 +75,7 @@ class Case:
         variant = variants.decode_variant(shape, 1)
         tiling = attend.best_tiling(variant, shape, self.keys.dtype, torch.bfloat16, DEVICE, causal=True)
         packer = Packer(DEVICE)
-        step = Sparse(TOP_K, 1, shape, variant, tiling, False).step(self.plan(), packer)
+        step = Sparse(TOP_K, 1, shape, variant, tiling).step(self.plan(), packer)
         assert step is not None
         step.sent(packer.send())
         self.step = step
@@ -90,16 +90,14 @@ class Case:
         none = np.zeros(0, dtype=np.int32)
         return Plan(1, tuple(rows), rows, starts, counts, none, none, rows, rows > 0, none)
 
-    def scores(self) -> list[torch.Tensor]:
+    def scores(self) -> None:
         """Those of all queries, as many at once as `select` computes."""
-        return [self._scores(queries) for queries in self.queries.split(self.at_once)]
-
-    @property
-    def at_once(self) -> int:
-        return max(1, sparse.MOST_SCORES // self.step._columns)
-
-    def _scores(self, queries: torch.Tensor) -> torch.Tensor:
-        return sparse.index_scores(self.q, self.weights, self.index_keys, self.table, queries, self.step._columns, 1)
+        step = self.step
+        for (begin, end, _), tiles in zip(step._rounds, step._tiles, strict=True):
+            out = self.q.new_empty((end - begin, step._columns), dtype=torch.float32)
+            index_scores.index_scores(
+                self.q, self.weights, self.index_keys, self.table, self.queries, tiles, out, 1, begin
+            )
 
     def select(self) -> None:
         index: Any = SimpleNamespace(queries=lambda: (self.q, self.weights))

@@ -8,8 +8,8 @@ reads and writes, over the copy bandwidth; the time of all matrix products of th
 the experts that the batch chooses, with random routing, over the bandwidth; and for products in FP8 (--quantization
 fp8) their weights' bytes over the bandwidth, or their FLOPs over twice the rate of bfloat16. The limit of a prefill row
 is that of its products plus that of attention, each by FLOPs or by bytes (of weights and chosen experts; of cached
-pages), whichever takes longer. Bandwidth and rate are measured in the same run. GPU idle is the share of time in which
-no kernel ran, by a trace of all kernels.
+pages), whichever takes longer; with an indexer, also that of its scores. Bandwidth and rate are measured in the same
+run. GPU idle is the share of time in which no kernel ran, by a trace of all kernels.
 """
 
 from __future__ import annotations
@@ -228,8 +228,14 @@ class Bench:
 
 def keys_read(model: Decoder, context: float) -> float:
     """Keys that a decode reads per layer with attention, averaged over these, as some may have sliding windows."""
-    windows = model.spec.attention_windows
+    windows = attended(model)
     return sum(context if window is None else min(context, window) for window in windows) / len(windows)
+
+
+def attended(model: Decoder) -> list[int | None]:
+    """The most tokens that a query attends to in each layer with attention, None if to all."""
+    index = model.spec.index
+    return [index.top_k if index and window is None else window for window in model.spec.attention_windows]
 
 
 def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[dict[str, Any]]:
@@ -253,6 +259,7 @@ def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[d
         kv_ms = batch * keys_read(model, context + STEPS) * kv_bytes / limits["copy_gbs"] / 1e6
         if delta := model.spec.recurrent:
             kv_ms += batch * 2 * delta.state_bytes(model.dtype.itemsize) / limits["copy_gbs"] / 1e6
+        kv_ms += batch * context * index_bytes(model) / limits["copy_gbs"] / 1e6
         rows.append(
             {
                 "what": f"decode {batch} x {context}",
@@ -304,9 +311,22 @@ def attention_flops(model: Decoder, pairs: float, cached: int) -> float:
     return min(absorbed, 2 * pairs * spec.num_heads * width + out * cached)
 
 
+def index_bytes(model: Decoder) -> int:
+    """Bytes that the index keys of a token take, in all layers."""
+    return model.spec.index_elements * model.dtype.itemsize
+
+
+def index_flops(model: Decoder, positions: np.ndarray) -> float:
+    """FLOPs of the index scores of queries with so many tokens each, in all layers."""
+    index = model.spec.index
+    if index is None:
+        return 0.0
+    return 2.0 * len(index.layers) * index.heads * index.dim * float(positions[positions > index.top_k].sum())
+
+
 def prefill_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[dict[str, Any]]:
     model = bench.worker.runner._model
-    spec, per_token = model.spec, 0.0
+    per_token = 0.0
     for layer in model._layers:
         per_token += sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
         per_token += sum(2 * x.weight.numel() for x in of_heads(layer))
@@ -329,12 +349,11 @@ def prefill_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[
             bench.finish()
             times.append(time.perf_counter() - began)
         at = np.arange(cached, cached + new) + 1.0
-        pairs = sum(
-            float(at.sum() if window is None else at.clip(max=window).sum()) for window in spec.attention_windows
-        )
+        pairs = sum(float(at.sum() if window is None else at.clip(max=window).sum()) for window in attended(model))
         parts = (
             (per_token * new, weight_bytes(model, new)),
             (attention_flops(model, pairs, cached), keys_read(model, cached) * kv_bytes),
+            (index_flops(model, at), cached * index_bytes(model)),
         )
         bench.add(np.concatenate([prefix, bench.ids(new)]), 1)
         idle = idle_share(bench.finish)
