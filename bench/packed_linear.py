@@ -22,7 +22,7 @@ import triton
 from bench.common import save, table
 from bench.products import SHAPES, drawn, graph_us
 from bench.worker import ceilings
-from radixrt.worker.cuda import int4, ops
+from radixrt.worker.cuda import dequantizing, int4, ops
 from radixrt.worker.cuda.products import Tile, processors
 from radixrt.worker.model.int4 import WIDTH, Int4, Int4Linear
 from radixrt.worker.model.linear import Linear
@@ -135,19 +135,20 @@ def print_swept(
     if len(x) <= 64:
         run = by_tile(*best[0][1:])
         print(f"    {us(x, packed[:1] * len(packed), run, 7):.2f} the same weight again", flush=True)
-        print_with("AHEAD", AHEAD, lambda: us(x, packed, run, 7))
+        print_with(int4, "AHEAD", AHEAD, lambda: us(x, packed, run, 7))
     if len(x) >= 64:
-        check(x, packed[0], int4.by_torch)
-        print_with("CHUNK", (int4.CHUNK, *CHUNKS), lambda: us(x, packed[:4], int4.by_torch, 7))
+        check(x, packed[0], dequantizing.by_torch)
+        chunks = dequantizing.CHUNK, *CHUNKS
+        print_with(dequantizing, "CHUNK", chunks, lambda: us(x, packed[:4], dequantizing.by_torch, 7))
 
 
-def print_with(name: str, values: tuple[int, ...], time_us: Callable[[], float]) -> None:
-    """The time with other values of a constant of `int4`."""
-    before = getattr(int4, name)
+def print_with(module: ModuleType, name: str, values: tuple[int, ...], time_us: Callable[[], float]) -> None:
+    """The time with other values of a module's constant."""
+    before = getattr(module, name)
     for value in values:
-        setattr(int4, name, value)
+        setattr(module, name, value)
         print(f"    {time_us():.2f} {name} {value}", flush=True)
-    setattr(int4, name, before)
+    setattr(module, name, before)
 
 
 def plain(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -172,7 +173,7 @@ def measure(x: torch.Tensor, wide: list[torch.Tensor], packed: list[Int4], limit
         row |= {"hopper_us": us(x, packed, lambda *a: kernel.multiply(*a, *plan), 15)}
     if (found := int4.plan_for(len(x), *packed[0].shape, x.device)) is not None:
         row |= {"tile_us": us(x, packed, by_tile(*found), 15)}
-    row |= {"dequantized_us": us(x, packed, int4.by_torch, 9)} if len(x) >= 64 else {}
+    row |= {"dequantized_us": us(x, packed, dequantizing.by_torch, 9)} if len(x) >= 64 else {}
     row |= {
         f"{name}_limit_us": max(nbytes / limits["copy_gbs"] / 1e3, flops)
         for name, nbytes in (("bf16", wide[0].nbytes), ("int4", packed[0].nbytes))

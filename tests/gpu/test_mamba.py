@@ -4,6 +4,7 @@ SparseMixer have no kernels."""
 from __future__ import annotations
 
 import pytest
+import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.loading import load_runner
@@ -31,9 +32,25 @@ def test_tokens_are_those_of_transformers(tmp_path, family, by_torch, caplog):
     )  # fmt: skip
     runner = load_runner(resolve(config))
     assert (REASONS[family] in caplog.text) == by_torch
-    assert [Engine(runner, rows=8).generate([prompt], wanted(answers))[0] for prompt in asked] == answers
+    clear = [until_tie(reference, prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
+    assert sum(map(len, clear)) > 72
+    found = [Engine(runner, rows=8).generate([prompt], wanted(answers))[0] for prompt in asked]
+    assert cut(found, clear) == clear
     engine = Engine(runner, chunk=64, rows=8)
-    assert engine.generate(asked, wanted(answers)) == answers
+    assert cut(engine.generate(asked, wanted(answers)), clear) == clear
     turns = [[*prompt, *answer] for prompt, answer in zip(asked, answers, strict=True)]
-    expected = [greedy(reference, turn, 24) for turn in turns]
-    assert engine.generate(turns, wanted(answers)) == expected
+    expected = [until_tie(reference, turn, greedy(reference, turn, 24)) for turn in turns]
+    assert cut(engine.generate(turns, wanted(answers)), expected) == expected
+
+
+def until_tie(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> list[int]:
+    """The tokens before the first whose logit leads by less than sums of float32 in another order may move it."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+    best = logits.topk(2, -1).values
+    ties = (best[:, 0] - best[:, 1] < 5e-4).nonzero().flatten().tolist()
+    return answer[: ties[0]] if ties else answer
+
+
+def cut(found: list[list[int]], expected: list[list[int]]) -> list[list[int]]:
+    return [tokens[: len(known)] for tokens, known in zip(found, expected, strict=True)]

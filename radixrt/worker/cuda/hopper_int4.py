@@ -33,8 +33,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from radixrt.worker.cuda import launching
+from radixrt.worker.cuda.expanding import LESS, LESS16, expansion, load_facts, operands
 from radixrt.worker.cuda.hopper_experts import place
-from radixrt.worker.cuda.int4 import LESS, LESS16, _expand, _operands, drawn, load_facts
+from radixrt.worker.cuda.int4 import drawn
 from radixrt.worker.cuda.launching import KernelCache
 from radixrt.worker.cuda.products import processors
 from radixrt.worker.cuda.warpgroups import agrees, copy, copy_back
@@ -48,10 +49,10 @@ DEPTH, GROUP = 64, 16
 MULTIPLY_REGISTERS, FEED_REGISTERS = 240, 24
 
 PAIRS16: gl.constexpr = gl.constexpr(
-    tuple(_expand(0x3C00, 0x6400, "f16x2", s, n).value for s in ("0x5410", "0x7632") for n in ((0, 1), (2, 3)))
+    tuple(expansion(0x3C00, 0x6400, "f16x2", s, n).value for s in ("0x5410", "0x7632") for n in ((0, 1), (2, 3)))
 )
 PAIRS: gl.constexpr = gl.constexpr(
-    tuple(_expand(0x3F80, 0x4300, "bf16x2", s, n).value for s in ("0x5410", "0x7632") for n in ((0, 1), (2, 3)))
+    tuple(expansion(0x3F80, 0x4300, "bf16x2", s, n).value for s in ("0x5410", "0x7632") for n in ((0, 1), (2, 3)))
 )
 SETTLE: gl.constexpr = gl.constexpr(
     "{.reg .pred p; .reg .b32 x; mov.b32 x, $0;"
@@ -124,8 +125,8 @@ def _expanded(
 ):  # fmt: skip
     """The weights of words w[64, 32] of the columns 64 * part and following: [64, 64]."""
     less: gl.constexpr = LESS16 if dtype == gl.float16 else LESS
-    s0, z0 = _operands(facts, 2 * part, GROUPS, ZEROS, MIDDLE, less)
-    s1, z1 = _operands(facts, 2 * part + 1, GROUPS, ZEROS, MIDDLE, less)
+    s0, z0 = operands(facts, 2 * part, GROUPS, ZEROS, MIDDLE, less)
+    s1, z1 = operands(facts, 2 * part + 1, GROUPS, ZEROS, MIDDLE, less)
     values = [w, s0, z0, s1, z1]
     if dtype == gl.float16:
         one, other = gl.inline_asm_elementwise(

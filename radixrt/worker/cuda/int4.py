@@ -1,7 +1,6 @@
 """Matrix products with a weight in INT4 (`model.int4`): out[T, N] = x[T, K] times weight[N, K] transposed.
 
-The weight is the left operand, which tensor cores can take from registers. Each of the 8 values of a word belongs to
-another slice of WORDS columns, so a thread expands its own words, without data of other threads (see `packed_experts`).
+The weight is the left operand, which tensor cores can take from registers: words are expanded there (`expanding`).
 
 With few rows the time is that of reading the weight. Where there are few programs, K is divided among several; the last
 of them to end adds their sums, always in the same order:
@@ -9,15 +8,14 @@ of them to end adds their sums, always in the same order:
     weight[64 rows, K]     program 0 | program 1 | program 2 | program 3
                                sums, by way of memory   --> + --> out
 
-With many rows, the weight is dequantized by a kernel of its own, a few rows of it at a time, and torch multiplies. In
-between, there is another kernel for Hopper (`hopper_int4`).
+With many rows, the weight is dequantized first (`dequantizing`). In between, there is another kernel for Hopper
+(`hopper_int4`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.dequantizing import by_torch
+from radixrt.worker.cuda.expanding import by_instructions, expanded, load_facts
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.products import ALIGNED, Tile, _ask, of_hopper, processors
@@ -55,142 +55,8 @@ MOST_TILES = 1 << 12
 """The most tiles of a product whose K is divided."""
 AHEAD = 4
 """Blocks of a weight that are prefetched."""
-CHUNK = 1 << 24
-"""The most weights that are dequantized at a time: they stay in the L2 cache until they are multiplied."""
-CHUNK_ROWS = 256
-"""A multiple of this many rows: torch's products are slow if theirs are not aligned."""
 ALIKE = 1e-2
 """The largest relative error at which the kernels are used (see `there`)."""
-
-
-def _expand(one: int, magic: int, kind: str, select: str, numbers: Sequence[int] = range(4)) -> tl.constexpr:
-    """PTX that expands these of the four values in a half of two words of w, each to a pair of (q - zero) * scale: with
-    an exponent above it, q is the number magic + q, exactly, and so is its difference to magic + zero. Operands: the
-    pairs, the words, and for each value its scale and -(magic + zero), of both words."""
-    count = len(numbers)
-    lines = ["{", ".reg .b32 half, q, one, nothing;"]
-    lines += [
-        f"mov.b32 one, 0x{one:04X}{one:04X};",
-        "mov.b32 nothing, 0x80008000;",
-        f"prmt.b32 half, ${count}, ${count + 1}, {select};",
-    ]
-    for place, number in enumerate(numbers):
-        if number:
-            lines.append(f"shr.b32 q, half, {4 * number};")
-        lines.append(f"lop3.b32 q, {'q' if number else 'half'}, 0x000F000F, 0x{magic:04X}{magic:04X}, 0xEA;")
-        lines.append(f"fma.rn.{kind} q, q, one, ${count + 4 + 4 * place};")
-        lines.append(f"fma.rn.{kind} ${place}, q, ${count + 2 + 4 * place}, nothing;")
-    return tl.constexpr("\n".join([*lines, "}"]))
-
-
-LESS16: tl.constexpr = tl.constexpr(0xE400E400 - (1 << 32))
-LESS: tl.constexpr = tl.constexpr(0xC300C300 - (1 << 32))
-"""-1024 in float16 and -128 in bfloat16, twice, to whose lowest bits a zero is added."""
-LOW16, HIGH16 = (_expand(0x3C00, 0x6400, "f16x2", select) for select in ("0x5410", "0x7632"))
-LOW, HIGH = (_expand(0x3F80, 0x4300, "bf16x2", select) for select in ("0x5410", "0x7632"))
-REGISTERS: tl.constexpr = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 18))
-
-
-@triton.jit
-def load_facts(facts_at, stride, GROUPS: tl.constexpr, ZEROS: tl.constexpr):
-    """The words of a row's facts, `stride` apart: four with scales and two with zeros; in place of those that there are
-    not, others."""
-    f0 = tl.load(facts_at)
-    f1, f2, f3, f4, f5 = f0, f0, f0, f0, f0
-    if GROUPS >= 4:
-        f1 = tl.load(facts_at + stride)
-    if GROUPS == 8:
-        f2 = tl.load(facts_at + stride * 2)
-        f3 = tl.load(facts_at + stride * 3)
-    if ZEROS:
-        f4 = tl.load(facts_at + stride * (GROUPS // 2))
-        if GROUPS == 8:
-            f5 = tl.load(facts_at + stride * (GROUPS // 2 + 1))
-    return f0, f1, f2, f3, f4, f5
-
-
-@triton.jit
-def _scale(facts, number: tl.constexpr, GROUPS: tl.constexpr):
-    """The bits of the scale of the values at place `number` of the words."""
-    group: tl.constexpr = number * GROUPS // 8
-    return tl.expand_dims((facts[group // 2] >> (16 * (group % 2))) & 0xFFFF, -1)
-
-
-@triton.jit
-def _zero(facts, number: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr):
-    """Their zero."""
-    group: tl.constexpr = number * GROUPS // 8
-    if ZEROS:
-        return tl.expand_dims((facts[4 + group // 4] >> (8 * (group % 4))) & 0xFF, -1)
-    else:
-        return tl.expand_dims(facts[0] * 0 + MIDDLE, -1)
-
-
-@triton.jit
-def _operands(
-    facts, number: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr, LESS: tl.constexpr
-):  # fmt: skip
-    """The scale of the values at place `number`, and -(magic + zero), both twice in a word."""
-    s, z = _scale(facts, number, GROUPS), _zero(facts, number, GROUPS, ZEROS, MIDDLE)
-    return s | (s << 16), z | (z << 16) | LESS
-
-
-@triton.jit
-def _value(
-    w, facts, number: tl.constexpr, dtype: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr,
-    MIDDLE: tl.constexpr,
-):  # fmt: skip
-    """The values at place `number` of the words: as by `_expand`, in plain arithmetic."""
-    scale, zero = _scale(facts, number, GROUPS), _zero(facts, number, GROUPS, ZEROS, MIDDLE)
-    q = ((w >> (4 * number)) & 15) - zero
-    if dtype == tl.float16:
-        factor = scale.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        factor = (scale << 16).to(tl.float32, bitcast=True)
-    return (q.to(tl.float32) * factor).to(dtype)
-
-
-@triton.jit
-def expanded(
-    w, facts, dtype: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr, MIDDLE: tl.constexpr
-):  # fmt: skip
-    """The weights of words w[N, WORDS], with `load_facts` [N]: 8 slices [N, WORDS], of the block's first WORDS columns,
-    the next ones, ..."""
-    if BITS:
-        less: tl.constexpr = LESS16 if dtype == tl.float16 else LESS
-        s0, z0 = _operands(facts, 0, GROUPS, ZEROS, MIDDLE, less)
-        s1, z1 = _operands(facts, 1, GROUPS, ZEROS, MIDDLE, less)
-        s2, z2 = _operands(facts, 2, GROUPS, ZEROS, MIDDLE, less)
-        s3, z3 = _operands(facts, 3, GROUPS, ZEROS, MIDDLE, less)
-        s4, z4 = _operands(facts, 4, GROUPS, ZEROS, MIDDLE, less)
-        s5, z5 = _operands(facts, 5, GROUPS, ZEROS, MIDDLE, less)
-        s6, z6 = _operands(facts, 6, GROUPS, ZEROS, MIDDLE, less)
-        s7, z7 = _operands(facts, 7, GROUPS, ZEROS, MIDDLE, less)
-        if dtype == tl.float16:
-            w0, w1, w2, w3 = tl.inline_asm_elementwise(
-                LOW16, REGISTERS, [w, s0, z0, s1, z1, s2, z2, s3, z3], dtype=(tl.float16,) * 4, is_pure=True, pack=2
-            )
-            w4, w5, w6, w7 = tl.inline_asm_elementwise(
-                HIGH16, REGISTERS, [w, s4, z4, s5, z5, s6, z6, s7, z7], dtype=(tl.float16,) * 4, is_pure=True, pack=2
-            )
-        else:
-            w0, w1, w2, w3 = tl.inline_asm_elementwise(
-                LOW, REGISTERS, [w, s0, z0, s1, z1, s2, z2, s3, z3], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
-            )
-            w4, w5, w6, w7 = tl.inline_asm_elementwise(
-                HIGH, REGISTERS, [w, s4, z4, s5, z5, s6, z6, s7, z7], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2
-            )
-        return w0, w1, w2, w3, w4, w5, w6, w7
-    else:
-        w0 = _value(w, facts, 0, dtype, GROUPS, ZEROS, MIDDLE)
-        w1 = _value(w, facts, 1, dtype, GROUPS, ZEROS, MIDDLE)
-        w2 = _value(w, facts, 2, dtype, GROUPS, ZEROS, MIDDLE)
-        w3 = _value(w, facts, 3, dtype, GROUPS, ZEROS, MIDDLE)
-        w4 = _value(w, facts, 4, dtype, GROUPS, ZEROS, MIDDLE)
-        w5 = _value(w, facts, 5, dtype, GROUPS, ZEROS, MIDDLE)
-        w6 = _value(w, facts, 6, dtype, GROUPS, ZEROS, MIDDLE)
-        w7 = _value(w, facts, 7, dtype, GROUPS, ZEROS, MIDDLE)
-        return w0, w1, w2, w3, w4, w5, w6, w7
 
 
 @triton.jit
@@ -285,44 +151,11 @@ def _product_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["first_row", "count"])
-def _dequantize_kernel(
-    values_ptr, facts_ptr, out_ptr, first_row, count, columns, depth,
-    GROUPS: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr, WORDS: tl.constexpr,
-    FACTS: tl.constexpr, MIDDLE: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    wait(EARLY)
-    block = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    i = tl.arange(0, WORDS)
-    real = row < count
-    at = first_row + tl.where(real, row, 0)
-    w = tl.load(values_ptr + (block * columns + at)[:, None] * WORDS + i[None, :])
-    facts = load_facts(facts_ptr + block * columns * FACTS + at, columns, GROUPS, ZEROS)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
-    k = block * WORDS * 8 + i
-    to = out_ptr + row.to(tl.int64)[:, None] * depth + k[None, :]
-    tl.store(to, w0, mask=real[:, None] & (k < depth)[None, :])
-    tl.store(to + WORDS, w1, mask=real[:, None] & (k + WORDS < depth)[None, :])
-    tl.store(to + WORDS * 2, w2, mask=real[:, None] & (k + WORDS * 2 < depth)[None, :])
-    tl.store(to + WORDS * 3, w3, mask=real[:, None] & (k + WORDS * 3 < depth)[None, :])
-    tl.store(to + WORDS * 4, w4, mask=real[:, None] & (k + WORDS * 4 < depth)[None, :])
-    tl.store(to + WORDS * 5, w5, mask=real[:, None] & (k + WORDS * 5 < depth)[None, :])
-    tl.store(to + WORDS * 6, w6, mask=real[:, None] & (k + WORDS * 6 < depth)[None, :])
-    tl.store(to + WORDS * 7, w7, mask=real[:, None] & (k + WORDS * 7 < depth)[None, :])
-
-
 # ---------------------------------------------------------------- launches
 
 
 _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 """As that of `products`."""
-
-
-def by_instructions() -> bool:
-    """Whether words are expanded by `_expand`."""
-    return not triton.knobs.runtime.interpret
 
 
 @functools.cache
@@ -365,37 +198,6 @@ def multiply(
         *pointers, rows, columns, depth, blocks, *kinds,
         num_warps=tile.warps, num_stages=fitting_stages(tile, WORDS, 1, room()),
     )  # fmt: skip
-
-
-def dequantize(weight: Int4, out: torch.Tensor, first: int = 0) -> None:
-    """Write the rows of the weight from `first` on to out[count, K]."""
-    columns = 64
-    kinds = weight.groups, weight.has_zeros, by_instructions(), columns, WORDS, weight.facts.shape[1], MIDDLE
-    cache = None
-    if all(pointer.data_ptr() % ALIGNED == 0 for pointer in (weight.values, weight.facts, out)):
-        cache = _kernel_caches.setdefault((out.device, out.dtype, weight.rows, weight.columns, *kinds), {})
-    launch(
-        _dequantize_kernel, (triton.cdiv(len(out), columns), weight.values.shape[0], 1), cache,
-        weight.values, weight.facts, out, first, len(out), weight.rows, weight.columns, *kinds, num_warps=4,
-    )  # fmt: skip
-
-
-def by_torch(
-    x: torch.Tensor, weight: Int4, out: torch.Tensor, *, bias: torch.Tensor | None = None, add: bool = False
-) -> None:  # fmt: skip
-    """As `multiply`: at most CHUNK weights are dequantized at a time."""
-    parts = triton.cdiv(weight.numel(), CHUNK)
-    each = triton.cdiv(triton.cdiv(weight.rows, parts), CHUNK_ROWS) * CHUNK_ROWS
-    part = torch.empty((min(each, weight.rows), weight.columns), dtype=weight.dtype, device=x.device)
-    for first in range(0, weight.rows, each):
-        some, to = part[: weight.rows - first], out[:, first : first + each]
-        dequantize(weight, some, first)
-        if add:
-            to.addmm_(x, some.t())
-        else:
-            torch.mm(x, some.t(), out=to)
-    if bias is not None:
-        out.add_(bias)
 
 
 # ---------------------------------------------------------------- where they are used

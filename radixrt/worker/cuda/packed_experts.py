@@ -21,7 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.int4 import by_instructions, expanded, fitting_stages, load_facts
+from radixrt.worker.cuda.expanding import by_instructions, expanded, load_facts
+from radixrt.worker.cuda.int4 import fitting_stages
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait

@@ -21,8 +21,8 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda import index_scores, int4, packed_experts, routing, sampler, scaled, selection, sinks
-from radixrt.worker.cuda import variants
+from radixrt.worker.cuda import dequantizing, index_scores, int4, packed_experts, routing, sampler, scaled
+from radixrt.worker.cuda import selection, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -252,7 +252,7 @@ for t, kind, half in [*few, *more] if every else few[-1:]:
     if t is int4.FEW:
         which |= {"COLUMNS": 64, "WORDS": 32, "MIDDLE": 8, "BITS": True}
         numbers = dict.fromkeys(("first_row", "count", "columns", "depth"), i)
-        build(int4._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
+        build(dequantizing._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
 """
 
 SPECIALISED = """
