@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, launching
-from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import Tiles
 from radixrt.worker.cuda.delta_step import is_whole
@@ -83,7 +83,7 @@ class Case:
         self.there = torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE)
         none = np.zeros((2, 0), dtype=np.int32)
         parts = StateWork(self.slots, none, none).parts(np.array(counts))
-        self.lists = Cut(*(torch.from_numpy(x).to(DEVICE) for x in cut(parts)))
+        self.lists = Cut.of(parts, DEVICE)
 
     def decode(self, states: LayerStates, warps: int = delta.DECODE_WARPS) -> torch.Tensor:
         convolutions.conv_step(self.inputs.x, self.net, states.conv, self.there, self.x)
@@ -96,7 +96,7 @@ class Case:
         return self.out
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists, self.x)
         delta.by_tokens(self.x, self.inputs, self.net, states, self.lists, self.out)
         return self.out
 

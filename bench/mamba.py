@@ -28,7 +28,7 @@ from bench.common import save, table
 from bench.delta import CACHE, DECODES, DEVICE, PROMPTS, drawn
 from bench.worker import ceilings
 from radixrt.worker.cuda import convolutions, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
+from radixrt.worker.cuda.cutting import Cut
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.mamba import MambaInputs
 from radixrt.worker.cuda.mamba_chunks import Tiles
@@ -55,7 +55,7 @@ SHAPES = {
 class Case(delta.Case):
     """Layers that take turns, and the inputs of a step."""
 
-    def __init__(self, spec: MambaSpec, counts: list[int], tokens: int = TOKENS) -> None:
+    def __init__(self, spec: MambaSpec, counts: list[int], tokens: int = mamba_chunks.TOKENS) -> None:
         self.spec, self.counts, self.tokens = spec, counts, tokens
         total, heads, wide = sum(counts), spec.heads, torch.float32
         self.net = Mamba(
@@ -79,8 +79,7 @@ class Case(delta.Case):
         self.there = torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE)
         none = np.zeros((2, 0), dtype=np.int32)
         parts = StateWork(self.slots, none, none).parts(np.array(counts))
-        lists = (cut(parts, size) for size in (TOKENS, tokens))
-        self.conv_lists, self.lists = (Cut(*(torch.from_numpy(x).to(DEVICE) for x in both)) for both in lists)
+        self.lists = Cut.of(parts, DEVICE, tokens)
 
     def decode(
         self, states: LayerStates, elements: int = mamba.DECODE_ELEMENTS, warps: int = mamba.DECODE_WARPS
@@ -91,17 +90,17 @@ class Case(delta.Case):
         mamba.finish(self.inputs, self.net, self.out)
         return self.out
 
-    def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.conv_lists.chunks, self.x)
-        mamba_chunks.by_chunks(
-            self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles, tokens=self.tokens
-        )
+    def by_chunks(
+        self, states: LayerStates, tiles: Tiles | None = None, tile: convolutions.Tile | None = None
+    ) -> torch.Tensor:
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists, self.x, tile=tile)
+        mamba_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
         mamba.finish(self.inputs, self.net, self.out)
         return self.out
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.conv_lists.chunks, self.x)
-        mamba.by_tokens(self.x, self.inputs, self.net, states, self.conv_lists, self.out)
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists, self.x)
+        mamba.by_tokens(self.x, self.inputs, self.net, states, self.lists, self.out)
         mamba.finish(self.inputs, self.net, self.out)
         return self.out
 
@@ -140,9 +139,9 @@ class Case(delta.Case):
         row = 2 * (spec.channels + 2 * spec.values + spec.heads)
         flops = 0
         if max(self.counts) > 1:
-            square, across = TOKENS * TOKENS, 2 * TOKENS * spec.head_dim * spec.state
-            within = square * (spec.head_dim * spec.heads + spec.state * spec.groups)
-            flops = 2 * len(self.conv_lists.chunks) * (within + across * spec.heads)
+            across, half = 2 * spec.head_dim * spec.state, 64  # FLOPs are fewest with chunks of 64
+            within = half * (spec.head_dim * spec.heads + spec.state * spec.groups)
+            flops = 2 * tokens * (within + across * spec.heads)
         moved = 2 * state * len(self.counts) + row * tokens
         return max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
 
@@ -162,12 +161,14 @@ def swept(spec: MambaSpec, counts: list[int]) -> None:
         candidates = [plain, *(replace(plain, stages=n) for n in (2, 4)), replace(plain, columns=32)]
         candidates += [replace(plain, columns=128), replace(plain, columns=128, warps=8)]
         candidates += [replace(plain, together=n) for n in (1, 2, 8)]
-        candidates += [replace(plain, mixed_warps=8), replace(plain, mixed_stages=1), replace(plain, mixed_stages=3)]
-        long = Case(spec, counts, 128)
-        for tiles in candidates:
-            ways[f"64 tokens, {tiles}"] = case, lambda s, t=tiles: case.by_chunks(s, t)
-        for tiles in (plain, replace(plain, mixed_warps=8), replace(plain, mixed_warps=8, warps=8, columns=128)):
-            ways[f"128 tokens, {tiles}"] = long, lambda s, t=tiles: long.by_chunks(s, t)
+        candidates += [replace(plain, part=128, mixed_warps=8), replace(plain, mixed_warps=8)]
+        candidates += [replace(plain, mixed_stages=1), replace(plain, mixed_stages=3)]
+        cases = {tokens: Case(spec, counts, tokens) for tokens in (64, 128)}
+        for (tokens, of), tiles in itertools.product(cases.items(), candidates):
+            ways[f"{tokens} tokens, {tiles}"] = of, lambda s, c=of, t=tiles: c.by_chunks(s, t)
+        for size in itertools.product((4, 16, 32, 64), (256, 512), (2, 4), (1, 2, 3)):
+            tile = convolutions.Tile(*size)
+            ways[str(tile)] = case, lambda s, t=tile: case.by_chunks(s, tile=t)
     for name, (of, way) in ways.items():
         try:
             print(f"    {of.name}: {of.ms(way):.4f} {name}", flush=True)

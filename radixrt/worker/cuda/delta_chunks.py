@@ -322,8 +322,8 @@ def convolved(
     net: DeltaNet, x: torch.Tensor, states: LayerStates, lists: Cut, cache: KernelCache | None = None
 ) -> torch.Tensor:
     """q, k and v of the chunks in `lists`, from what a layer projects, x[T, channels]: [chunks, TOKENS, channels]."""
-    out = x.new_empty((len(lists.chunks), TOKENS, x.shape[1]))
-    conv_chunks(x, net, states.conv, lists.chunks, out, cache, whole=True)
+    out = x.new_empty((len(lists.chunks), lists.tokens, x.shape[1]))
+    conv_chunks(x, net, states.conv, lists, out, cache, whole=True)
     return out
 
 

@@ -96,6 +96,11 @@ def result_shape(spec: Spec) -> tuple[int, ...]:
     return (spec.channels,) if isinstance(spec, ShortConvSpec) else (spec.value_heads, spec.value_dim)
 
 
+def chunk_tokens(spec: Spec) -> int:
+    """The most tokens of a chunk."""
+    return mamba_chunks.TOKENS if isinstance(spec, MambaSpec) else TOKENS
+
+
 def chunk_bytes(spec: Spec, itemsize: int) -> int:
     """Bytes that kernels for chunks hold of each chunk, for a model's dtype of `itemsize` bytes."""
     if isinstance(spec, ShortConvSpec):
@@ -200,7 +205,7 @@ class DeltaStep:
             self._decode(net, inputs, states, self._decodes, out[:first])
         if self._lists is not None and self._by_tokens:
             x = torch.empty(inputs.x.shape, dtype=out.dtype, device=out.device)
-            convolutions.conv_chunks(inputs.x, net, states.conv, self._lists.chunks, x, many)
+            convolutions.conv_chunks(inputs.x, net, states.conv, self._lists, x, many)
             delta.by_tokens(x, inputs, net, states, self._lists, out, many, first)
         elif self._lists is not None:
             x = delta_chunks.convolved(net, inputs.x, states, self._lists, many)
@@ -238,7 +243,7 @@ class DeltaStep:
         if self._decodes is not None:
             convolutions.conv_step(x, net, states.conv, self._decodes, out, few)
         if self._lists is not None:
-            convolutions.conv_chunks(x, net, states.conv, self._lists.chunks, out, many)
+            convolutions.conv_chunks(x, net, states.conv, self._lists, out, many)
         return out
 
 
@@ -249,20 +254,22 @@ class PackedDelta:
     decodes: PackedArray | None
     lists: tuple[PackedArray, PackedArray] | None
     by_tokens: bool
+    tokens: int
+    """The most tokens of a chunk."""
 
     @classmethod
-    def pack(cls, packer: Packer, plan: Plan, decodes: int, exact: bool) -> PackedDelta:
+    def pack(cls, packer: Packer, plan: Plan, decodes: int, exact: bool, tokens: int) -> PackedDelta:
         """The first `decodes` requests of the plan have one token each. `exact`: results must not depend on how
-        sequences are cut into steps."""
+        sequences are cut into steps. Chunks have up to `tokens` tokens."""
         assert plan.states is not None
         slots, first = plan.states.slots, 0 if exact else decodes
         lists = None
         if first < len(slots):
-            chunks, sequences = cut(plan.states.parts(plan.counts).after(first))
+            chunks, sequences = cut(plan.states.parts(plan.counts).after(first), tokens)
             lists = packer.add(chunks), packer.add(sequences)
-        return cls(packer.add(slots[:first]) if first else None, lists, exact)
+        return cls(packer.add(slots[:first]) if first else None, lists, exact, tokens)
 
     def step(self, pool: StatePool, sent: torch.Tensor) -> DeltaStep:
         decodes = None if self.decodes is None else self.decodes.of(sent)
-        lists = None if self.lists is None else Cut(*(x.of(sent) for x in self.lists))
+        lists = None if self.lists is None else Cut(*(x.of(sent) for x in self.lists), self.tokens)
         return DeltaStep(pool, decodes, lists, self.by_tokens)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, TOKENS, Cut
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.delta_chunks import TYPES
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from radixrt.worker.model.mamba_mixer import Mamba
     from radixrt.worker.model.mamba_spec import MambaSpec
 
+TOKENS = 128
+"""The most tokens of a chunk."""
 HEADS_AT_ONCE = 16
 """Heads of a program of `_steps_kernel`."""
 ELEMENTS = 16_384
@@ -122,43 +124,53 @@ def _states_kernel(
 def _mixed_kernel(
     x_ptr, z_ptr, skip_ptr, before_ptr, steps_ptr, sums_ptr, chunks_ptr, out_ptr, z_stride, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    GATED: tl.constexpr, TOKENS: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
+    GATED: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr,
+    STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
-    PARTS: tl.constexpr = DIM // ROWS
-    first = tl.program_id(0) // PARTS * TOGETHER
+    ACROSS: tl.constexpr = DIM // ROWS
+    start = tl.program_id(0) % (TOKENS // PART) * PART
+    block = tl.program_id(0) // (TOKENS // PART)
+    first = block // ACROSS * TOGETHER
     number = tl.program_id(1).to(tl.int64)
     chunk = chunks_ptr + tl.program_id(1) * FIELDS
-    i = tl.arange(0, TOKENS)
-    token = tl.load(chunk).to(tl.int64) + i
-    inside = (i < tl.load(chunk + 1))[:, None]
-    p = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
+    begin, count = tl.load(chunk).to(tl.int64), tl.load(chunk + 1)
+    if start >= count:
+        return
+    i = start + tl.arange(0, PART)
+    j = tl.arange(0, TOKENS)
+    own = (i < count)[:, None]
+    inside = (j < count)[:, None]
+    p = block % ACROSS * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, STATE)
     VALUES: tl.constexpr = HEADS * DIM
-    row = x_ptr + token[:, None] * (VALUES + 2 * GROUPS * STATE)
-    b_at = row + VALUES + first // (HEADS // GROUPS) * STATE + n[None, :]
-    b = tl.load(b_at, mask=inside, other=0.0)
-    c = tl.load(b_at + GROUPS * STATE, mask=inside, other=0.0)
+    WIDTH: tl.constexpr = VALUES + 2 * GROUPS * STATE
+    row = x_ptr + (begin + j)[:, None] * WIDTH
+    own_row = x_ptr + (begin + i)[:, None] * WIDTH
+    column = VALUES + first // (HEADS // GROUPS) * STATE + n
+    b = tl.load(row + column[None, :], mask=inside, other=0.0)
+    c = tl.load(own_row + (GROUPS * STATE + column)[None, :], mask=own, other=0.0)
     alike = _dot(c, tl.trans(b), HALF)
-    lower = i[:, None] >= i[None, :]
+    lower = i[:, None] >= j[None, :]
     dtype = out_ptr.dtype.element_ty
     for k in tl.range(0, TOGETHER, num_stages=STAGES):
         head = first + k
         tile = number * HEADS + head
-        step = tl.load(steps_ptr + tile * TOKENS + i)
-        sums = tl.load(sums_ptr + tile * TOKENS + i)
+        step = tl.load(steps_ptr + tile * TOKENS + j)
+        sums = tl.load(sums_ptr + tile * TOKENS + j)
+        own_sums = tl.load(sums_ptr + tile * TOKENS + i)
         x = tl.load(row + head * DIM + p[None, :], mask=inside, other=0.0)
+        own_x = tl.load(own_row + head * DIM + p[None, :], mask=own, other=0.0)
         before = tl.load(before_ptr + tile * (DIM * STATE) + p[:, None] * STATE + n[None, :])
-        between = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf")))
-        y = _dot(c, tl.trans(before), HALF) * tl.exp(sums)[:, None]
+        between = tl.exp(tl.where(lower, own_sums[:, None] - sums[None, :], float("-inf")))
+        y = _dot(c, tl.trans(before), HALF) * tl.exp(own_sums)[:, None]
         y += _dot(alike * between * step[None, :], x, HALF)
-        y += tl.load(skip_ptr + head) * x.to(tl.float32)
+        y += tl.load(skip_ptr + head) * own_x.to(tl.float32)
         if GATED:
-            z_at = z_ptr + token[:, None] * z_stride + head * DIM + p[None, :]
-            y = gate_alone(y, tl.load(z_at, mask=inside, other=0.0).to(tl.float32), dtype)
-        to = out_ptr + token[:, None] * VALUES + head * DIM + p[None, :]
-        tl.store(to, y.to(dtype), mask=inside)
+            z_at = z_ptr + (begin + i)[:, None] * z_stride + head * DIM + p[None, :]
+            y = gate_alone(y, tl.load(z_at, mask=own, other=0.0).to(tl.float32), dtype)
+        to = out_ptr + (begin + i)[:, None] * VALUES + head * DIM + p[None, :]
+        tl.store(to, y.to(dtype), mask=own)
 
 
 # ---------------------------------------------------------------- a layer
@@ -174,6 +186,8 @@ class Tiles:
     stages: int = 3
     together: int = 4
     """The most heads of a chunk that a program computes one after the other, if chunks are many."""
+    part: int = 64
+    """Tokens of a chunk whose results a program computes."""
     mixed_warps: int = 4
     mixed_stages: int = 2
 
@@ -192,10 +206,10 @@ def together(spec: MambaSpec, chunks: int, most: int) -> int:
 
 def by_chunks(
     x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, lists: Cut, out: torch.Tensor,
-    cache: KernelCache | None = None, tiles: Tiles | None = None, tokens: int = TOKENS,
+    cache: KernelCache | None = None, tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
-    """What `mamba.by_tokens` does, for the tokens of the chunks in `lists`, of up to `tokens` tokens each."""
-    spec, tiles = net.spec, tiles or best_tiles()
+    """What `mamba.by_tokens` does, for the tokens of the chunks in `lists`."""
+    spec, tiles, tokens = net.spec, tiles or best_tiles(), lists.tokens
     number, heads = len(lists.chunks), spec.heads
     before = x.new_empty((number, heads, spec.head_dim, spec.state))
     steps, sums = torch.empty((2, number, heads, tokens), dtype=torch.float32, device=x.device)
@@ -214,8 +228,9 @@ def by_chunks(
         columns, tokens, SEQUENCE_FIELDS, CHUNK_FIELDS, half, tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
     each, rows = together(spec, number, tiles.together), min(spec.head_dim, max(1, ELEMENTS // spec.state))
+    part = min(tiles.part, tokens)
     launch(
-        _mixed_kernel, (heads // each * (spec.head_dim // rows), number, 1), cache,
+        _mixed_kernel, (tokens // part * (heads // each) * (spec.head_dim // rows), number, 1), cache,
         x, inputs.z, net.skip, before, steps, sums, lists.chunks, out, inputs.z.stride(0), *sizes, rows, each,
-        net.norm is None, tokens, CHUNK_FIELDS, half, tiles.mixed_stages, num_warps=tiles.mixed_warps,
+        net.norm is None, tokens, part, CHUNK_FIELDS, half, tiles.mixed_stages, num_warps=tiles.mixed_warps,
     )  # fmt: skip

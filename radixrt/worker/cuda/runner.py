@@ -24,7 +24,7 @@ from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decode_graphs import DecodeGraphs, graph_sizes
 from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks, sharing_cost
-from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens
+from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens, chunk_tokens
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.invariant import same_bits
 from radixrt.worker.cuda.pieces import Pieces, sizes_up_to
@@ -298,7 +298,7 @@ class CudaRunner(ModelRunner):
         copies = delta = mix = None
         if plan.states:
             copies = PackedCopies.pack(packer, plan.states)
-            delta = PackedDelta.pack(packer, plan, decodes, self._by_tokens)
+            delta = PackedDelta.pack(packer, plan, decodes, self._by_tokens, chunk_tokens(self._model.spec.recurrent))
         logit_at = packer.add(wanted(plan).astype(np.int32))
         chosen = np.flatnonzero(plan.samples)
         sampled_at = np.cumsum(plan.wants)[chosen] - 1

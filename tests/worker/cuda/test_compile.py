@@ -170,11 +170,11 @@ build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size"
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 delta_chunks.room = lambda: room
 t = delta_chunks.best_tiles()
-constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "FIELDS": cutting.CHUNK_FIELDS, "BIAS": True, "SILU": False}
-constants |= {"WHOLE": True}
+constants = {"K": 4, "FIELDS": cutting.CHUNK_FIELDS, "BIAS": True, "SILU": False, "TOKENS": cutting.TOKENS}
 pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
-build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"TOKENS": cutting.TOKENS}, 2)
-build(convolutions._conv_part_kernel, pointers, numbers, constants | {"ROWS": convolutions.ROWS})
+for t in (convolutions.SOME, convolutions.MANY):
+    tile = {"PART": t.part, "BLOCK": t.channels, "WHOLE": True, "STAGES": t.stages}
+    build(convolutions._conv_chunk_kernel, pointers, numbers, constants | tile, t.warps)
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32"]
 chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16, "FACTORS": delta_chunks.FACTORS}
 constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
@@ -196,7 +196,7 @@ numbers = dict.fromkeys(("z_stride", "steps_stride", "raw_stride", "state_stride
 numbers |= dict.fromkeys(("low", "high", "eps"), f)
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 mamba_chunks.room = lambda: room
-t, fields = mamba_chunks.best_tiles(), {"TOKENS": cutting.TOKENS, "FIELDS": cutting.CHUNK_FIELDS}
+t, fields = mamba_chunks.best_tiles(), {"TOKENS": mamba_chunks.TOKENS, "FIELDS": cutting.CHUNK_FIELDS}
 sequences = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 shapes = [(128, 8, 64, 128), (24, 1, 128, 256)] if every else [(24, 1, 128, 256)]
 for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in shapes]:
@@ -217,7 +217,7 @@ for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in
     constants = {"ROWS": mamba_chunks.ELEMENTS // state, "HALF": tl.bfloat16, "STAGES": t.mixed_stages}
     constants |= {"ROWS": min(heads["DIM"], constants["ROWS"])} | heads | fields | gated
     for together in (1, t.together):
-        which = constants | {"TOGETHER": together}
+        which = constants | {"TOGETHER": together, "PART": t.part}
         build(mamba_chunks._mixed_kernel, pointers, numbers, which, t.mixed_warps, room=room)
 for first in (False, True):
     constants = {"GROUPS": 1, "SIZE": 3072, "BLOCK": 4096, "NORM_FIRST": first}

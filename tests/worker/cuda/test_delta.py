@@ -116,13 +116,13 @@ class Case:
 
     def by_tokens(self, *sequences: list, states: LayerStates) -> torch.Tensor:
         lists, (x, out) = self.lists(*sequences), self.empty()
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, lists.chunks, x)
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, lists, x)
         delta.by_tokens(x, self.inputs, self.net, states, lists, out)
         return out
 
     def lists(self, *sequences: list) -> Cut:
         """For what `parts_of` takes."""
-        return Cut(*(self.sent(x) for x in cut(parts_of(*sequences))))
+        return Cut.of(parts_of(*sequences), self.inputs.x.device)
 
     def part(self, tokens: slice) -> Case:
         """The same layer with some of the tokens."""
@@ -167,7 +167,7 @@ FEW_TOKENS = [0, 1, 3, 9, 19, 32]
 """In place of BOUNDS where each token takes long in the interpreter."""
 
 
-WAYS = [("by_chunks", 32), ("by_tokens", 0), pytest.param("by_chunks", 0, marks=pytest.mark.slow)]
+WAYS = [("by_chunks", 2048), ("by_tokens", 0), pytest.param("by_chunks", 0, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("way", "few"), WAYS)
@@ -274,7 +274,7 @@ def test_decodes_beside_chunks(by_tokens, device, monkeypatch):
         found.conv.copy_(expected.conv)
         found.rule.copy_(expected.rule)
         slots, bounds = [3, 1, 6, 2], [0, 1, 2, 3, 15]
-        lists = Cut(*(case.sent(x) for x in cut(parts_of(slots, bounds).after(3))))
+        lists = Cut.of(parts_of(slots, bounds).after(3), device)
         step = delta_step.DeltaStep(pool, torch.tensor(slots[:3], device=device), lists, by_tokens)
         _, out = case.empty()
         step.put(1, case.net, (out, out), out)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.cuda import convolutions, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
+from radixrt.worker.cuda.cutting import Cut
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.delta_step import DeltaStep
 from radixrt.worker.cuda.mamba import MambaInputs
@@ -94,18 +94,18 @@ class Case:
         mamba.finish(self.inputs, self.net, out)
         return out
 
-    def by_chunks(self, *sequences: list, states: LayerStates, tokens: int = TOKENS) -> torch.Tensor:
-        return self.by(partial(mamba_chunks.by_chunks, tokens=tokens), *sequences, states=states, tokens=tokens)
+    def by_chunks(self, *sequences: list, states: LayerStates, tokens: int = mamba_chunks.TOKENS) -> torch.Tensor:
+        return self.by(mamba_chunks.by_chunks, *sequences, states=states, tokens=tokens)
 
     def by_tokens(self, *sequences: list, states: LayerStates) -> torch.Tensor:
         return self.by(mamba.by_tokens, *sequences, states=states)
 
-    def by(self, way: Callable[..., None], *sequences: list, states: LayerStates, tokens: int = TOKENS) -> torch.Tensor:
+    def by(
+        self, way: Callable[..., None], *sequences: list, states: LayerStates, tokens: int = mamba_chunks.TOKENS
+    ) -> torch.Tensor:
         """By one of the two ways, for what `parts_of` takes."""
-        parts = parts_of(*sequences)
-        of_conv, lists = (Cut(*(self.sent(x) for x in cut(parts, size))) for size in (TOKENS, tokens))
-        x, out = self.empty()
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, of_conv.chunks, x)
+        lists, (x, out) = Cut.of(parts_of(*sequences), self.projected.device, tokens), self.empty()
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, lists, x)
         way(x, self.inputs, self.net, states, lists, out)
         mamba.finish(self.inputs, self.net, out)
         return out
@@ -160,7 +160,7 @@ def test_chunks_of_another_length(device):
     for spec in specs(device):
         case, bounds = Case(spec, 150, device), [0, 130, 150]
         found, expected = case.states(), case.states()
-        out = case.by_chunks([1, 2], bounds, states=found, tokens=128)
+        out = case.by_chunks([1, 2], bounds, states=found, tokens=64)
         assert_alike((out, found), (case.expected([1, 2], bounds, expected), expected), limit(device))
 
 
@@ -221,7 +221,7 @@ def test_decays_that_underflow_leave_no_trace(device):
         found, expected = case.states(), case.states()
         out = case.by_chunks([1, 2], [0, 70, 100], states=found)
         real = case.expected([1, 2], [0, 70, 100], expected)
-        assert_alike((out, found), (real, expected), 4 * limit(device))
+        assert_alike((out, found), (real, expected), 6 * limit(device))  # sums of logarithms of decays are large
 
 
 def test_small_time_steps_are_exact(device):
@@ -271,7 +271,7 @@ def test_a_step_of_a_layer(device):
             pool.rules.copy_(case._states[1])
         parts = parts_of([2, 5, 1, 6], [0, 1, 2, 72, 80], [(1, 30, 4)])
         first = torch.tensor([2, 5], dtype=torch.int32, device=device)
-        lists, every = (Cut(*(case.sent(x) for x in cut(some))) for some in (parts.after(2), parts))
+        lists, every = (Cut.of(some, device) for some in (parts.after(2), parts))
         steps = [DeltaStep(pools[0], first, lists), DeltaStep(pools[1], None, every, by_tokens=True)]
         net = replace(case.net, projection=lambda x: x)
         there = (torch.from_numpy(x).to(device) for x in (parts.sources, parts.targets, parts.bounds))
@@ -282,7 +282,7 @@ def test_a_step_of_a_layer(device):
             assert_alike((out, found), (real, expected), 1.5 * limit(device))
             assert torch.equal(pool.rules[:, 0], pools[2].rules[:, 0])
         ones, part = DeltaStep(pools[0], first, by_tokens=True), case.projected[:2]
-        two = Cut(*(case.sent(x) for x in cut(parts_of([2, 5], [0, 1, 2]))))
+        two = Cut.of(parts_of([2, 5], [0, 1, 2]), device)
         assert torch.equal(ones(0, net, part), DeltaStep(pools[1], None, two, by_tokens=True)(0, net, part))
 
 
