@@ -149,7 +149,7 @@ for half, page in (("*bf16", 1), ("*fp32", 16))[: 2 if every else 1]:
     constants |= {"TOGETHER": at.TOGETHER, "QUERY_FIELDS": 3, "TILE_FIELDS": 2, "STAGES": at.STAGES}
     pointers = [half, "*fp32", half, *["*i32"] * 3, "*fp32"]
     build(at._index_scores_kernel, pointers, numbers, constants, at.WARPS, room=230_000)
-    constants = {"COUNT": 2048, "PAGE": page, "WIDTH": 4096, "FIELDS": 3, "STAGES": selection.STAGES}
+    constants = {"COUNT": 2048, "PAGE": page, "WIDTH": 4096, "FIELDS": 3}
     build(selection._select_kernel, ["*i32"] * 5, numbers, constants, selection.WARPS, room=120_000)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
