@@ -12,7 +12,6 @@ takes for the same (`model/mamba_mixer.py`). With --sweep, all tiles are timed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable
@@ -24,9 +23,7 @@ import torch
 from torch.nn import functional as F
 
 from bench import delta
-from bench.common import save, table
-from bench.delta import CACHE, DECODES, DEVICE, PROMPTS, drawn
-from bench.worker import ceilings
+from bench.delta import CACHE, DEVICE, drawn
 from radixrt.worker.cuda import convolutions, mamba, mamba_chunks
 from radixrt.worker.cuda.cutting import Cut
 from radixrt.worker.cuda.delta import LayerStates
@@ -176,38 +173,16 @@ def swept(spec: MambaSpec, counts: list[int]) -> None:
             print(f"    {of.name}: {type(error).__name__} {name}", flush=True)
 
 
-def measure(case: Case, limits: dict[str, float], by_torch: bool) -> dict[str, Any]:
-    """A row of the table."""
-    row: dict[str, Any] = {"step": case.name, "ms": case.ms(case.way), "limit_ms": case.limit_ms(limits)}
-    row["of_limit"] = row["ms"] / row["limit_ms"]
-    row["by_tokens_ms"] = case.ms(case.by_tokens)
-    if by_torch:
-        row["torch_ms"] = case.torch_ms()
-    return row | case.errors(case.way)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--all", action="store_true", help="all shapes, and not the first one alone")
+    parser = delta.arguments(__doc__)
     parser.add_argument("--torch", action="store_true", help="also what torch takes")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    limits = ceilings()
-    print(limits, flush=True)
-    rows: list[dict[str, Any]] = []
-    names = list(SHAPES) if args.all else list(SHAPES)[:1]
-    for name, counts in itertools.product(names, (*([1] * n for n in DECODES), *PROMPTS)):
-        if args.sweep:
-            swept(SHAPES[name], counts)
-            continue
-        case = Case(SHAPES[name], counts)
-        rows.append({"shape": name} | measure(case, limits, args.torch) | {"kernels_ms": case.parts()})
-        print(rows[-1], flush=True)
-        save("mamba", rows, device=torch.cuda.get_device_name(), **limits)
-        del case
-        torch.cuda.empty_cache()
-    print(table([{name: value for name, value in row.items() if name != "kernels_ms"} for row in rows]))
+
+    def measure(case: Case, limits: dict[str, float]) -> dict[str, Any]:
+        row = delta.measure(case, limits)
+        return row | {"torch_ms": case.torch_ms()} if args.torch else row
+
+    delta.run("mamba", SHAPES, args, Case, measure, swept)
 
 
 if __name__ == "__main__":

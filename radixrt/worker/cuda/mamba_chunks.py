@@ -22,7 +22,7 @@ import triton.language as tl
 
 from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut
 from radixrt.worker.cuda.delta import LayerStates
-from radixrt.worker.cuda.delta_chunks import TYPES
+from radixrt.worker.cuda.delta_chunks import TYPES, dot
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.mamba import MambaInputs, gate_alone, time_step
 from radixrt.worker.cuda.variants import room
@@ -39,11 +39,6 @@ ELEMENTS = 16_384
 """The most elements of a state that a program of `_mixed_kernel` holds."""
 MANY = 2048
 """From so many pairs of a chunk and a head on, a program computes several heads of a chunk."""
-
-
-@triton.jit
-def _dot(a, b, HALF: tl.constexpr):
-    return tl.dot(a.to(HALF), b.to(HALF), input_precision="ieee")
 
 
 @triton.jit
@@ -110,7 +105,7 @@ def _states_kernel(
         b = tl.load(row + b_column[None, :], mask=inside, other=0.0)
         last = tl.min(sums, 0)  # decays are at most 1
         x = x.to(tl.float32) * (step * tl.exp(last - sums))[:, None]
-        state = state * tl.exp(last) + _dot(tl.trans(x), b, HALF)
+        state = state * tl.exp(last) + dot(tl.trans(x), b, HALF)
         if passed > 0:
             tl.store(state_at + passed * state_stride, state)
     if slot > 0:
@@ -150,7 +145,7 @@ def _mixed_kernel(
     column = VALUES + first // (HEADS // GROUPS) * STATE + n
     b = tl.load(row + column[None, :], mask=inside, other=0.0)
     c = tl.load(own_row + (GROUPS * STATE + column)[None, :], mask=own, other=0.0)
-    alike = _dot(c, tl.trans(b), HALF)
+    alike = dot(c, tl.trans(b), HALF)
     lower = i[:, None] >= j[None, :]
     dtype = out_ptr.dtype.element_ty
     for k in tl.range(0, TOGETHER, num_stages=STAGES):
@@ -163,8 +158,8 @@ def _mixed_kernel(
         own_x = tl.load(own_row + head * DIM + p[None, :], mask=own, other=0.0)
         before = tl.load(before_ptr + tile * (DIM * STATE) + p[:, None] * STATE + n[None, :])
         between = tl.exp(tl.where(lower, own_sums[:, None] - sums[None, :], float("-inf")))
-        y = _dot(c, tl.trans(before), HALF) * tl.exp(own_sums)[:, None]
-        y += _dot(alike * between * step[None, :], x, HALF)
+        y = dot(c, tl.trans(before), HALF) * tl.exp(own_sums)[:, None]
+        y += dot(alike * between * step[None, :], x, HALF)
         y += tl.load(skip_ptr + head) * own_x.to(tl.float32)
         if GATED:
             z_at = z_ptr + (begin + i)[:, None] * z_stride + head * DIM + p[None, :]

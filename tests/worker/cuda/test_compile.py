@@ -144,13 +144,16 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
 for half, page in (("*bf16", 1), ("*fp32", 16))[: 2 if every else 1]:
-    at, numbers = index_scores, {"first": i, "stride": i, "columns": i}
+    at, choose, numbers = index_scores, selection._choose_kernel, {"first": i, "stride": i, "columns": i}
     constants = {"HEADS": 64, "DIM": 128, "PAGE": page, "ROWS": 64, "WIDTH": 128, "KEYS": at.KEYS, "FINITE": 3e38}
     constants |= {"TOGETHER": at.TOGETHER, "QUERY_FIELDS": 3, "TILE_FIELDS": 2, "STAGES": at.STAGES}
     pointers = [half, "*fp32", half, *["*i32"] * 3, "*fp32"]
     build(at._index_scores_kernel, pointers, numbers, constants, at.WARPS, room=230_000)
-    constants = {"COUNT": 2048, "PAGE": page, "WIDTH": 4096, "FIELDS": 3}
-    build(selection._select_kernel, ["*i32"] * 5, numbers, constants, selection.WARPS, room=120_000)
+    for parts in (1, 16) if every else (16,):
+        constants = {"COUNT": 2048, "WIDTH": 4096, "PARTS": parts, "FIELDS": 3}
+        for kernel, more in ((selection._peaks_kernel, {}), (selection._keep_kernel, {}), (choose, {"PAGE": page})):
+            count = sum(name.endswith("_ptr") for name in kernel.arg_names)
+            build(kernel, ["*i32"] * count, numbers, constants | more, selection.WARPS)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
 numbers |= {"eps": f, "scale": f, "rows": i}
@@ -172,9 +175,9 @@ delta_chunks.room = lambda: room
 t = delta_chunks.best_tiles()
 constants = {"K": 4, "FIELDS": cutting.CHUNK_FIELDS, "BIAS": True, "SILU": False, "TOKENS": cutting.TOKENS}
 pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
-for t in (convolutions.SOME, convolutions.MANY):
-    tile = {"PART": t.part, "BLOCK": t.channels, "WHOLE": True, "STAGES": t.stages}
-    build(convolutions._conv_chunk_kernel, pointers, numbers, constants | tile, t.warps)
+for conv in (convolutions.SOME, convolutions.MANY):
+    tile = {"PART": conv.part, "BLOCK": conv.channels, "WHOLE": True, "STAGES": conv.stages}
+    build(convolutions._conv_chunk_kernel, pointers, numbers, constants | tile, conv.warps)
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32"]
 chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16, "FACTORS": delta_chunks.FACTORS}
 constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}

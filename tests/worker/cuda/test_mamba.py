@@ -24,7 +24,8 @@ from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.mamba import gated, state_space
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
-from tests.worker.cuda.test_delta import BOUNDS, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
+from tests.worker.cuda import recurrent
+from tests.worker.cuda.recurrent import BOUNDS, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
 
 NONE: frozenset[int] = frozenset()
 SMALL = MambaSpec(NONE, 4, 8, 2, 16, 4, conv_bias=True, bias=False, out_bias=False)
@@ -128,32 +129,18 @@ class Case:
 
 @pytest.mark.parametrize("elements", [mamba.DECODE_ELEMENTS, 64])
 def test_one_token_each(elements, device):
-    """Of some sequences; two rows are padding, whose slot 0 is not written. Heads are computed whole and in parts."""
+    """Heads are computed whole and in parts."""
     for spec in specs(device):
-        slots = [3, 0, 1, 6, 0, 2]
-        case = Case(spec, len(slots), device)
-        found, expected = case.states(), case.states()
-        there = torch.tensor(slots, dtype=torch.int32, device=device)
-        out = case.decode(there, found, elements)
-        real = case.expected(slots, list(range(len(slots) + 1)), expected)
-        rows = there > 0
-        assert_alike((out[rows], found), (real[rows], expected), limit(device))
-        assert torch.equal(found.rule[0], case.states().rule[0])
-        assert torch.equal(found.conv[0], case.states().conv[0])
+        recurrent.check_one_token_each(Case(spec, 6, device), device, elements=elements)
 
 
 @pytest.mark.parametrize(("way", "many"), [("by_chunks", 1), ("by_chunks", 1 << 30), ("by_tokens", 1)])
 def test_many_tokens(way, many, device, monkeypatch):
-    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay. Heads one by one and together."""
+    """Of sequences of 1, 2, 64, 65 and 130 tokens. Heads one by one and together."""
     monkeypatch.setattr(mamba_chunks, "MANY", many)
     bounds = FEW_TOKENS if way == "by_tokens" and device.type == "cpu" else BOUNDS
     for spec in specs(device):
-        case, slots = Case(spec, bounds[-1], device), [3, 1, 5, 6, 2]
-        found, expected = case.states(), case.states()
-        out = getattr(case, way)(slots, bounds, states=found)
-        real = case.expected(slots, bounds, expected)
-        assert_alike((out, found), (real, expected), limit(device))
-        assert torch.equal(found.rule[4], case.states().rule[4])
+        recurrent.check_many_tokens(Case(spec, bounds[-1], device), way, bounds, device)
 
 
 def test_chunks_of_another_length(device):
@@ -165,13 +152,7 @@ def test_chunks_of_another_length(device):
 
 
 def test_padding_is_not_stored(device):
-    """Whatever has slot 0 leaves it as it is."""
-    for way in ("by_chunks", "by_tokens"):
-        case = Case(specs(device)[0], 40, device)
-        states = case.states()
-        getattr(case, way)([0, 2], [0, 30, 40], states=states)
-        assert torch.equal(states.rule[0], case.states().rule[0])
-        assert torch.equal(states.conv[0], case.states().conv[0])
+    recurrent.check_padding_is_not_stored(Case(specs(device)[0], 40, device))
 
 
 @pytest.mark.usefixtures("steady_products")
@@ -181,35 +162,18 @@ def test_padding_is_not_stored(device):
 )
 def test_results_do_not_depend_on_what_else_is_in_the_step(way, first, end, all_, device):
     for spec in some(device):
-        case = Case(spec, all_, device)
-        together = case.states()
-        out = getattr(case, way)([1, 2, 3], [0, first, end, all_], states=together)
-        alone, states = case.part(slice(first, end)), case.states()
-        assert torch.equal(getattr(alone, way)([2], [0, end - first], states=states), out[first:end])
-        assert torch.equal(states.rule[2], together.rule[2]) and torch.equal(states.conv[2], together.conv[2])
+        recurrent.check_alone_as_in_company(Case(spec, all_, device), way, first, end, all_)
 
 
 @pytest.mark.slow
 def test_token_by_token_it_does_not_matter_where_steps_end(device):
-    """To the last bit: warm is cold, and a decode is what a prompt would have been."""
     for spec in specs(device):
-        case = Case(spec, 20, device)
-        whole, parted = case.states(), case.states()
-        out = case.by_tokens([4], [0, 20], states=whole)
-        cuts = (0, 1), (1, 2), (2, 11), (11, 20)
-        parts = [case.part(slice(a, b)).by_tokens([4], [0, b - a], states=parted) for a, b in cuts]
-        assert torch.equal(torch.cat(parts), out)
-        assert torch.equal(whole.rule, parted.rule) and torch.equal(whole.conv, parted.conv)
+        recurrent.check_tokens_do_not_depend_on_steps(Case(spec, 20, device))
 
 
 def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
     for spec in some(device):
-        case = Case(spec, 200, device)
-        whole, parted = case.states(), case.states()
-        out = case.by_chunks([4], [0, 200], states=whole)
-        cuts = (0, 5), (5, 100), (100, 200)
-        parts = [case.part(slice(a, b)).by_chunks([4], [0, b - a], states=parted) for a, b in cuts]
-        assert_alike((torch.cat(parts), parted), (out, whole), limit(device))
+        recurrent.check_chunks_in_several_steps(Case(spec, 200, device), device)
 
 
 def test_decays_that_underflow_leave_no_trace(device):
@@ -244,20 +208,9 @@ def test_small_time_steps_are_exact(device):
 @pytest.mark.usefixtures("steady_products")
 @pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
 def test_states_are_stored_within_a_step(way, device):
-    """They are those of a step that ends there; and what follows is the same, to the last bit."""
-    first, second, end = (4, 9, 14) if device.type == "cpu" and way == "by_tokens" else (70, 140, 150)
+    stops = recurrent.stops(way, device)
     for spec in some(device):
-        case = Case(spec, end + 5, device)
-        within, alone = case.states(), case.states()
-        run = getattr(case, way)
-        out = run([3, 1], [0, 5, end + 5], [(1, first, 5), (1, second, 6)], states=within)
-        for slot, begin, stop in ((5, 0, first), (6, first, second), (0, second, end)):
-            part = case.part(slice(5 + begin, 5 + stop))
-            assert torch.equal(getattr(part, way)([1], [0, stop - begin], states=alone), out[5 + begin : 5 + stop])
-            where = slot or 1
-            assert torch.equal(within.rule[where], alone.rule[1]) and torch.equal(within.conv[where], alone.conv[1])
-        for slot in (0, 2, 4):
-            assert torch.equal(within.rule[slot], case.states().rule[slot])
+        recurrent.check_states_within_a_step(Case(spec, stops[2] + 5, device), way, stops)
 
 
 def test_a_step_of_a_layer(device):

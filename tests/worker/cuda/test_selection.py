@@ -30,10 +30,11 @@ def drawn(kind: str, columns: int, device) -> torch.Tensor:
     return scores.to(device)
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(("page_size", "parts"), [(1, 1), (4, 4)])
 @pytest.mark.parametrize("kind", ["random", "few values", "zeros", "equal", "huge", "last"])
-def test_slots_of_the_highest(kind, page_size, device):
+def test_slots_of_the_highest(kind, page_size, parts, device, monkeypatch):
     """Beyond a query's own tokens scores are not read, and there are more equal ones than a program holds."""
+    monkeypatch.setattr(selection, "parts_for", lambda queries: parts)
     count, columns, rng = COUNT, 1024, np.random.default_rng(0)
     scores = drawn(kind, columns, device)
     table = torch.from_numpy(rng.permutation(len(LENGTHS) * columns).astype(np.int32)).view(len(LENGTHS), -1).to(device)
@@ -60,3 +61,8 @@ def test_few_tokens_are_all_selected(device):
     selection.select(scores, queries, table, out, 1)
     none = [-1] * COUNT
     assert out.tolist() == [list(range(140, 164)), [100, *none[1:]], [*range(100, 107), *none[7:]]]
+
+
+def test_programs_of_a_query():
+    """In all about 256, a power of two for each."""
+    assert [selection.parts_for(n) for n in (1, 16, 17, 64, 128, 256, 5000)] == [16, 16, 16, 4, 2, 1, 1]
