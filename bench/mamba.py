@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from bench import delta
 from bench.delta import CACHE, DEVICE, drawn
 from radixrt.worker.cuda import convolutions, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import Cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.mamba import MambaInputs
 from radixrt.worker.cuda.mamba_chunks import Tiles
@@ -52,7 +52,7 @@ SHAPES = {
 class Case(delta.Case):
     """Layers that take turns, and the inputs of a step."""
 
-    def __init__(self, spec: MambaSpec, counts: list[int], tokens: int = mamba_chunks.TOKENS) -> None:
+    def __init__(self, spec: MambaSpec, counts: list[int], tokens: int = TOKENS) -> None:
         self.spec, self.counts, self.tokens = spec, counts, tokens
         total, heads, wide = sum(counts), spec.heads, torch.float32
         self.net = Mamba(
@@ -87,10 +87,8 @@ class Case(delta.Case):
         mamba.finish(self.inputs, self.net, self.out)
         return self.out
 
-    def by_chunks(
-        self, states: LayerStates, tiles: Tiles | None = None, tile: convolutions.Tile | None = None
-    ) -> torch.Tensor:
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists, self.x, tile=tile)
+    def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists, self.x)
         mamba_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
         mamba.finish(self.inputs, self.net, self.out)
         return self.out
@@ -156,16 +154,13 @@ def swept(spec: MambaSpec, counts: list[int]) -> None:
     else:
         plain = Tiles()
         candidates = [plain, *(replace(plain, stages=n) for n in (2, 4)), replace(plain, columns=32)]
-        candidates += [replace(plain, columns=128), replace(plain, columns=128, warps=8)]
+        candidates += [replace(plain, columns=64), replace(plain, warps=8)]
         candidates += [replace(plain, together=n) for n in (1, 2, 8)]
-        candidates += [replace(plain, part=128, mixed_warps=8), replace(plain, mixed_warps=8)]
+        candidates += [replace(plain, mixed_warps=8)]
         candidates += [replace(plain, mixed_stages=1), replace(plain, mixed_stages=3)]
         cases = {tokens: Case(spec, counts, tokens) for tokens in (64, 128)}
         for (tokens, of), tiles in itertools.product(cases.items(), candidates):
             ways[f"{tokens} tokens, {tiles}"] = of, lambda s, c=of, t=tiles: c.by_chunks(s, t)
-        for size in itertools.product((4, 16, 32, 64), (256, 512), (2, 4), (1, 2, 3)):
-            tile = convolutions.Tile(*size)
-            ways[str(tile)] = case, lambda s, t=tile: case.by_chunks(s, tile=t)
     for name, (of, way) in ways.items():
         try:
             print(f"    {of.name}: {of.ms(way):.4f} {name}", flush=True)

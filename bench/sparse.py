@@ -104,7 +104,7 @@ class Case:
         self.step.select(index, self.index_keys, self.table)
 
     def attend(self) -> None:
-        self.step.attend(0, self.pages, self.absorbed, self.out)
+        self.step.attend(self.pages, self.absorbed, self.out)
 
     def check(self) -> dict[str, float]:
         """The largest relative error of attention, and the smallest share of selected tokens that are right: of some

@@ -3,7 +3,6 @@ before linear attention and in Mamba-2 mixers; without it in layers of convoluti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +19,10 @@ if TYPE_CHECKING:
 
 STEP_CHANNELS = 1024
 """Channels of a program for one token of each sequence."""
+CHANNELS = 512
+"""Channels of a program for a chunk. It computes all tokens of a chunk, one after the other or, in steps of less than
+FEW chunks, ROWS tokens at once."""
+FEW, ROWS = 32, 4
 
 
 @triton.jit
@@ -135,19 +138,14 @@ def _weighted(w0, w1, w2, w3, bias, x0, x1, x2, x3, SILU: tl.constexpr):
 @triton.jit
 def _conv_chunk_kernel(
     x_ptr, weight_ptr, bias_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
-    FIELDS: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     chunk = chunks_ptr + tl.program_id(1) * FIELDS
-    start, size = tl.load(chunk), tl.load(chunk + 1)
+    begin, count = tl.load(chunk), tl.load(chunk + 1)
     slot = tl.load(chunk + 2).to(tl.int64)
     first, end = tl.load(chunk + 3), tl.load(chunk + 4)
-    before = tl.program_id(2) * PART
-    begin = start + before
-    count = tl.minimum(size - before, PART)
-    if not WHOLE and count <= 0:
-        return
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     w0 = _tap(weight_ptr, c, channels, 0, K)
     w1 = _tap(weight_ptr, c, channels, 1, K)
@@ -161,16 +159,15 @@ def _conv_chunk_kernel(
     row = begin.to(tl.int64)
     stop = count
     if WHOLE:
-        row = tl.program_id(1).to(tl.int64) * TOKENS + before
-        stop = PART
+        row = tl.program_id(1).to(tl.int64) * TOKENS
+        stop = TOKENS
     out_at = out_ptr + row * channels + c
     state_at = states_ptr + slot * state_stride + c * (K - 1)
-    there = tl.where(count > 0, channels, 0)
-    x0 = _earlier(x_at, state_at, 3, c, there, x_stride, begin == first, K)
-    x1 = _earlier(x_at, state_at, 2, c, there, x_stride, begin == first, K)
-    x2 = _earlier(x_at, state_at, 1, c, there, x_stride, begin == first, K)
+    x0 = _earlier(x_at, state_at, 3, c, channels, x_stride, begin == first, K)
+    x1 = _earlier(x_at, state_at, 2, c, channels, x_stride, begin == first, K)
+    x2 = _earlier(x_at, state_at, 1, c, channels, x_stride, begin == first, K)
     dtype = out_ptr.dtype.element_ty
-    for t in tl.range(0, stop, 4, num_stages=STAGES):  # four loads at once
+    for t in range(0, stop, 4):  # four loads at once
         room = stop - t
         left = count - t
         y0 = tl.load(x_at, mask=c < tl.where(left > 0, channels, 0), other=0.0).to(tl.float32)
@@ -190,35 +187,66 @@ def _conv_chunk_kernel(
         out_at += 4 * channels
     if begin == first:  # the only program that reads the old inputs writes the new ones, each thread those it read
         _keep(x_ptr, state_at, c, channels, x_stride, slot, first, end, K)
-    if before == 0:
-        _store(x_ptr, states_ptr, chunk, c, channels, x_stride, state_stride, start + size, K)
+    _store(x_ptr, states_ptr, chunk, c, channels, x_stride, state_stride, begin + count, K)
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A program computes `part` tokens of a chunk for `channels` channels, four tokens at once."""
-
-    part: int
-    channels: int
-    warps: int
-    stages: int
-
-
-FEW, SOME, MANY = 2048, Tile(4, 512, 2, 1), Tile(64, 512, 2, 1)
-"""Tokens from which on the second tile is used. bench/mamba.py --sweep times others."""
+@triton.jit
+def _conv_part_kernel(
+    x_ptr, weight_ptr, bias_ptr, chunks_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
+    BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FIELDS: tl.constexpr,
+    WHOLE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    wait(EARLY)
+    chunk = chunks_ptr + tl.program_id(1) * FIELDS
+    start, count = tl.load(chunk), tl.load(chunk + 1)
+    slot = tl.load(chunk + 2).to(tl.int64)
+    first, end = tl.load(chunk + 3), tl.load(chunk + 4)
+    begin = start + tl.program_id(2) * ROWS
+    if not WHOLE and begin >= start + count:
+        return
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = c < channels
+    t = begin + tl.arange(0, ROWS)[:, None]
+    inside = (t < start + count) & real[None, :]
+    state_at = states_ptr + slot * state_stride + c * (K - 1)
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for j in tl.static_range(K):  # each input is loaded K times, at once: the cache has it
+        at = t - (K - 1 - j)
+        x = tl.load(x_ptr + at.to(tl.int64) * x_stride + c[None, :], mask=inside & (at >= first), other=0.0)
+        x = x.to(tl.float32)
+        if (j < K - 1) & (begin == first):
+            before = inside & (at < first)
+            x += tl.load(state_at[None, :] + (K - 1 + at - first), mask=before, other=0.0).to(tl.float32)
+        acc += x * tl.load(weight_ptr + c * K + j, mask=real, other=0.0).to(tl.float32)[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + c, mask=real, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        acc = silu(acc)
+    row = t.to(tl.int64)
+    if WHOLE:
+        row += tl.program_id(1).to(tl.int64) * (ROWS * tl.num_programs(2)) - start
+        acc = tl.where(inside, acc, 0.0)
+        inside = inside | real[None, :]
+    tl.store(out_ptr + row * channels + c[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+    if begin == first:  # the only program that reads the old inputs writes the new ones
+        tl.debug_barrier()
+        _keep(x_ptr, state_at, c, channels, x_stride, slot, first, end, K)
+    if begin == start:
+        _store(x_ptr, states_ptr, chunk, c, channels, x_stride, state_stride, start + count, K)
 
 
 def conv_chunks(
     x: torch.Tensor, net: DeltaNet | ShortConv | Mamba, states: torch.Tensor, lists: Cut, out: torch.Tensor,
-    cache: KernelCache | None = None, whole: bool = False, tile: Tile | None = None,
+    cache: KernelCache | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
     """As `conv_step`, for the tokens of the chunks in `lists`. `whole`: `out` is [chunks, lists.tokens, channels], with
     zeros for tokens that a chunk lacks."""
     channels, bias, chunks, tokens = x.shape[1], _bias(net), lists.chunks, lists.tokens
-    tile = tile or (MANY if len(chunks) * tokens >= FEW else SOME)
-    launch(
-        _conv_chunk_kernel, (triton.cdiv(channels, tile.channels), len(chunks), triton.cdiv(tokens, tile.part)), cache,
-        x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0), states.stride(0),
-        net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), tokens, tile.part, tile.channels,
-        CHUNK_FIELDS, whole, tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+    given = x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0)
+    kinds = states.stride(0), net.conv.shape[1], bias is not None, not isinstance(net, ShortConv)
+    if len(chunks) < FEW:
+        grid = triton.cdiv(channels, CHANNELS), len(chunks), triton.cdiv(tokens, ROWS)
+        launch(_conv_part_kernel, grid, cache, *given, *kinds, ROWS, CHANNELS, CHUNK_FIELDS, whole, num_warps=4)
+    else:
+        grid = triton.cdiv(channels, CHANNELS), len(chunks), 1
+        launch(_conv_chunk_kernel, grid, cache, *given, *kinds, tokens, CHANNELS, CHUNK_FIELDS, whole, num_warps=2)

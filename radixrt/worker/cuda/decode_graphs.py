@@ -20,7 +20,6 @@ from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decodes import Cuts, DecodeWork, Lists, Room
 from radixrt.worker.cuda.delta_step import DeltaStep
-from radixrt.worker.cuda.sparse_decodes import SparseDecodes
 from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items
@@ -68,11 +67,10 @@ class DecodeGraphs:
     def __init__(
         self, model: Decoder, pages: Callable[[int], Pages], compiled: Kernels, cuts: Cuts, windows: set[int | None],
         last_tokens: LastTokens, table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool,
-        states: StatePool | None, by_tokens: bool, selected: SparseDecodes | None, columns: int,
+        states: StatePool | None, by_tokens: bool,
     ) -> None:  # fmt: skip
         """`table` is the page table, whose last row is for padding. `packer` is used only while capturing. `shown`:
-        whether to show a progress bar. `selected`: if tokens are selected that decodes attend to, of up to
-        `columns`."""
+        whether to show a progress bar."""
         most = max(sizes)
         self._model = model
         self._pages = pages
@@ -83,8 +81,6 @@ class DecodeGraphs:
         self._table = table
         self._states = states
         self._by_tokens = by_tokens
-        self._selected = selected
-        self._columns = columns
         self._sizes = sizes
         room = Room.of(most, cuts)
         # Graphs hold only its address, so it must be kept alive here.
@@ -162,14 +158,11 @@ class DecodeGraphs:
         kernels.scatter(inputs.writes.of(integers), self._table)
         tokens = self._last_tokens.resolve(inputs.tokens.of(integers), rows)
         lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
-        slots, positions = inputs.slots.of(integers), inputs.positions.of(integers)
-        attention = StepAttention(self._pages, slots, self._compiled, lists, self._scratch, [])
-        if self._selected is not None:
-            attention = self._selected.attention(attention, slots, rows, positions, self._columns)
+        attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, self._scratch, [])
         mix = None
         if self._states is not None and inputs.states is not None:
             mix = DeltaStep(self._states, inputs.states.of(integers), by_tokens=self._by_tokens)
-        x, residual = self._model.attend_all(tokens, positions, attention, mix)
+        x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention, mix)
         self._model.finish(x, residual, out=logits)
         return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows)
 

@@ -96,11 +96,6 @@ def result_shape(spec: Spec) -> tuple[int, ...]:
     return (spec.channels,) if isinstance(spec, ShortConvSpec) else (spec.value_heads, spec.value_dim)
 
 
-def chunk_tokens(spec: Spec) -> int:
-    """The most tokens of a chunk."""
-    return mamba_chunks.TOKENS if isinstance(spec, MambaSpec) else TOKENS
-
-
 def chunk_bytes(spec: Spec, itemsize: int) -> int:
     """Bytes that kernels for chunks hold of each chunk, for a model's dtype of `itemsize` bytes."""
     if isinstance(spec, ShortConvSpec):
@@ -254,22 +249,20 @@ class PackedDelta:
     decodes: PackedArray | None
     lists: tuple[PackedArray, PackedArray] | None
     by_tokens: bool
-    tokens: int
-    """The most tokens of a chunk."""
 
     @classmethod
-    def pack(cls, packer: Packer, plan: Plan, decodes: int, exact: bool, tokens: int) -> PackedDelta:
+    def pack(cls, packer: Packer, plan: Plan, decodes: int, exact: bool) -> PackedDelta:
         """The first `decodes` requests of the plan have one token each. `exact`: results must not depend on how
-        sequences are cut into steps. Chunks have up to `tokens` tokens."""
+        sequences are cut into steps."""
         assert plan.states is not None
         slots, first = plan.states.slots, 0 if exact else decodes
         lists = None
         if first < len(slots):
-            chunks, sequences = cut(plan.states.parts(plan.counts).after(first), tokens)
+            chunks, sequences = cut(plan.states.parts(plan.counts).after(first))
             lists = packer.add(chunks), packer.add(sequences)
-        return cls(packer.add(slots[:first]) if first else None, lists, exact, tokens)
+        return cls(packer.add(slots[:first]) if first else None, lists, exact)
 
     def step(self, pool: StatePool, sent: torch.Tensor) -> DeltaStep:
         decodes = None if self.decodes is None else self.decodes.of(sent)
-        lists = None if self.lists is None else Cut(*(x.of(sent) for x in self.lists), self.tokens)
+        lists = None if self.lists is None else Cut(*(x.of(sent) for x in self.lists))
         return DeltaStep(pool, decodes, lists, self.by_tokens)

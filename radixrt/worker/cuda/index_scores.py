@@ -43,11 +43,11 @@ def _index_scores_kernel(
     row = tl.load(query + 1).to(tl.int64)
     position = tl.load(query + 2)
     length = position + count
-    r = tl.arange(0, TOGETHER * ROWS)
-    d = tl.arange(0, WIDTH)
-    u = tl.arange(0, TOGETHER)
-    for first_key in range(tl.program_id(1) * KEYS, length, tl.num_programs(1) * KEYS):
-        key = first_key + tl.arange(0, KEYS)
+    key = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    if tl.program_id(1) * KEYS < length:
+        r = tl.arange(0, TOGETHER * ROWS)
+        d = tl.arange(0, WIDTH)
+        u = tl.arange(0, TOGETHER)
         # Lanes past the last key read it again: the keys beyond are another request's and may be NaN.
         k = _keys(keys_ptr, table_ptr + row * stride, tl.minimum(key, length - 1), d, DIM, PAGE)
         out_at = out_ptr + (begin - first).to(tl.int64) * columns + key[:, None]
@@ -80,18 +80,18 @@ def make_tiles(owners: np.ndarray, at_once: int) -> np.ndarray:
 
 def index_scores(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, queries: torch.Tensor,
-    tiles: torch.Tensor, out: torch.Tensor, page_size: int, first: int = 0, parts: int = 1 << 16,
+    tiles: torch.Tensor, out: torch.Tensor, page_size: int, first: int = 0,
 ) -> None:  # fmt: skip
     """Write the index scores of queries to float32 `out` [S, columns], from the query `first` on; those of keys after
     a query are not written, and those of keys that are not finite are HIGHEST.
 
     int32 queries[:, 3]: (index among q[T, heads, dim] and float32 weights[T, heads], row of the page table, position).
     int32 tiles[N, 2]: see `make_tiles`; the queries of a tile follow one another in q and by position. `keys`
-    [slots, dim] are a layer's pages. A tile's keys are divided among up to `parts` programs."""
+    [slots, dim] are a layer's pages."""
     _, heads, dim = q.shape
     rows, width = (max(16, triton.next_power_of_2(x)) for x in (heads, dim))
     launching.launch(
-        _index_scores_kernel, (len(tiles), min(parts, triton.cdiv(out.shape[1], KEYS)), 1), None,
+        _index_scores_kernel, (len(tiles), triton.cdiv(out.shape[1], KEYS), 1), None,
         q, weights, keys, table, queries, tiles, out, first, table.stride(0), out.shape[1], heads, dim, page_size,
         rows, width, TOGETHER, KEYS, HIGHEST, QUERY_FIELDS, TILE_FIELDS, STAGES, num_warps=WARPS,
     )  # fmt: skip

@@ -27,7 +27,6 @@ from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.sampler import Thresholds, find_thresholds
 from radixrt.worker.cuda.segments import MOST_COPIES
 from radixrt.worker.cuda.sparse import MOST_SCORES
-from radixrt.worker.cuda.sparse_decodes import columns_for
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.group import TorchGroup
 from radixrt.worker.kv import KVPool, StatePool
@@ -61,16 +60,14 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
     full = None if config.deterministic else find_full_heads(config, loaded)
     if group is not None and not group.smallest(int(full is not None)):
         full = None
-    graphs = 0 if config.enforce_eager else config.max_num_seqs
+    graphs = 0 if config.enforce_eager or loaded.spec.index else config.max_num_seqs
     tokens = config.max_total_tokens
     reserved = tokens * loaded.token_bytes
     if not tokens:
         step = step_bytes(config, loaded, model, flashinfer, full, group)
         rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of penalized tokens; logits of graphs
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
-        scores = 4 * config.max_num_seqs * columns_for(loaded.spec.max_model_len) if loaded.spec.index else 0
-        # Graphs have logits, too, and index scores twice (see `selection`).
-        reserved = step + rows + (GRAPH_BYTES + rows + kept + 2 * scores if graphs else 0)
+        reserved = step + rows + (GRAPH_BYTES + rows + kept if graphs else 0)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     states = make_states(config, loaded, reserved, group)
     tokens = tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)
@@ -103,10 +100,7 @@ def _make(
 
 
 def graph_tokens(config: WorkerConfig, loaded: Loaded, model: Decoder) -> int:
-    """The most tokens of a step that runs as piecewise CUDA graphs; 0 with an indexer, whose scores depend on
-    lengths."""
-    if loaded.spec.index:
-        return 0
+    """The most tokens of a step that runs as piecewise CUDA graphs."""
     most = GROUP_TOKENS if config.tensor_parallel_size > 1 else config.max_num_batched_tokens
     return min(most, config.max_num_batched_tokens, most_tokens(loaded.spec, model.is_fp8 or model.is_int4))
 

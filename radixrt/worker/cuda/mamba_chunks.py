@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from radixrt.worker.model.mamba_mixer import Mamba
     from radixrt.worker.model.mamba_spec import MambaSpec
 
-TOKENS = 128
-"""The most tokens of a chunk."""
 HEADS_AT_ONCE = 16
 """Heads of a program of `_steps_kernel`."""
 ELEMENTS = 16_384
 """The most elements of a state that a program of `_mixed_kernel` holds."""
+FULL, FEW_COLUMNS = 128, 64
+"""See `columns`."""
 MANY = 2048
 """From so many pairs of a chunk and a head on, a program computes several heads of a chunk."""
 
@@ -119,53 +119,43 @@ def _states_kernel(
 def _mixed_kernel(
     x_ptr, z_ptr, skip_ptr, before_ptr, steps_ptr, sums_ptr, chunks_ptr, out_ptr, z_stride, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    GATED: tl.constexpr, TOKENS: tl.constexpr, PART: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    GATED: tl.constexpr, TOKENS: tl.constexpr, FIELDS: tl.constexpr, HALF: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
-    ACROSS: tl.constexpr = DIM // ROWS
-    start = tl.program_id(0) % (TOKENS // PART) * PART
-    block = tl.program_id(0) // (TOKENS // PART)
-    first = block // ACROSS * TOGETHER
+    PARTS: tl.constexpr = DIM // ROWS
+    first = tl.program_id(0) // PARTS * TOGETHER
     number = tl.program_id(1).to(tl.int64)
     chunk = chunks_ptr + tl.program_id(1) * FIELDS
-    begin, count = tl.load(chunk).to(tl.int64), tl.load(chunk + 1)
-    if start >= count:
-        return
-    i = start + tl.arange(0, PART)
-    j = tl.arange(0, TOKENS)
-    own = (i < count)[:, None]
-    inside = (j < count)[:, None]
-    p = block % ACROSS * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, TOKENS)
+    token = tl.load(chunk).to(tl.int64) + i
+    inside = (i < tl.load(chunk + 1))[:, None]
+    p = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, STATE)
     VALUES: tl.constexpr = HEADS * DIM
-    WIDTH: tl.constexpr = VALUES + 2 * GROUPS * STATE
-    row = x_ptr + (begin + j)[:, None] * WIDTH
-    own_row = x_ptr + (begin + i)[:, None] * WIDTH
-    column = VALUES + first // (HEADS // GROUPS) * STATE + n
-    b = tl.load(row + column[None, :], mask=inside, other=0.0)
-    c = tl.load(own_row + (GROUPS * STATE + column)[None, :], mask=own, other=0.0)
+    row = x_ptr + token[:, None] * (VALUES + 2 * GROUPS * STATE)
+    b_at = row + VALUES + first // (HEADS // GROUPS) * STATE + n[None, :]
+    b = tl.load(b_at, mask=inside, other=0.0)
+    c = tl.load(b_at + GROUPS * STATE, mask=inside, other=0.0)
     alike = dot(c, tl.trans(b), HALF)
-    lower = i[:, None] >= j[None, :]
+    lower = i[:, None] >= i[None, :]
     dtype = out_ptr.dtype.element_ty
     for k in tl.range(0, TOGETHER, num_stages=STAGES):
         head = first + k
         tile = number * HEADS + head
-        step = tl.load(steps_ptr + tile * TOKENS + j)
-        sums = tl.load(sums_ptr + tile * TOKENS + j)
-        own_sums = tl.load(sums_ptr + tile * TOKENS + i)
+        step = tl.load(steps_ptr + tile * TOKENS + i)
+        sums = tl.load(sums_ptr + tile * TOKENS + i)
         x = tl.load(row + head * DIM + p[None, :], mask=inside, other=0.0)
-        own_x = tl.load(own_row + head * DIM + p[None, :], mask=own, other=0.0)
         before = tl.load(before_ptr + tile * (DIM * STATE) + p[:, None] * STATE + n[None, :])
-        between = tl.exp(tl.where(lower, own_sums[:, None] - sums[None, :], float("-inf")))
-        y = dot(c, tl.trans(before), HALF) * tl.exp(own_sums)[:, None]
+        between = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf")))
+        y = dot(c, tl.trans(before), HALF) * tl.exp(sums)[:, None]
         y += dot(alike * between * step[None, :], x, HALF)
-        y += tl.load(skip_ptr + head) * own_x.to(tl.float32)
+        y += tl.load(skip_ptr + head) * x.to(tl.float32)
         if GATED:
-            z_at = z_ptr + (begin + i)[:, None] * z_stride + head * DIM + p[None, :]
-            y = gate_alone(y, tl.load(z_at, mask=own, other=0.0).to(tl.float32), dtype)
-        to = out_ptr + (begin + i)[:, None] * VALUES + head * DIM + p[None, :]
-        tl.store(to, y.to(dtype), mask=own)
+            z_at = z_ptr + token[:, None] * z_stride + head * DIM + p[None, :]
+            y = gate_alone(y, tl.load(z_at, mask=inside, other=0.0).to(tl.float32), dtype)
+        to = out_ptr + token[:, None] * VALUES + head * DIM + p[None, :]
+        tl.store(to, y.to(dtype), mask=inside)
 
 
 # ---------------------------------------------------------------- a layer
@@ -175,14 +165,12 @@ def _mixed_kernel(
 class Tiles:
     """Parameters that the kernels are compiled with."""
 
-    columns: int = 64
-    """Columns of a state that a program takes from chunk to chunk, of 64 rows."""
+    columns: int = 128
+    """The most columns of a state that a program takes from chunk to chunk, of 64 rows."""
     warps: int = 4
     stages: int = 3
     together: int = 4
     """The most heads of a chunk that a program computes one after the other, if chunks are many."""
-    part: int = 64
-    """Tokens of a chunk whose results a program computes."""
     mixed_warps: int = 4
     mixed_stages: int = 2
 
@@ -191,6 +179,16 @@ class Tiles:
 def best_tiles() -> Tiles:
     """With fewer stages where shared memory is small. bench/mamba.py --sweep times others."""
     return Tiles() if room() > 130_000 else Tiles(stages=2, mixed_stages=1)
+
+
+def columns(spec: MambaSpec, sequences: int, most: int) -> int:
+    """Columns of a state that a program takes. If a step has one sequence, up to `most`, as long as FULL programs are
+    left: x is then read once; otherwise up to FEW_COLUMNS."""
+    blocks = spec.heads * max(1, spec.head_dim // 64)
+    size = min(most, spec.state)
+    while size > FEW_COLUMNS and (sequences > 1 or blocks * (spec.state // size) < FULL):
+        size //= 2
+    return size
 
 
 def together(spec: MambaSpec, chunks: int, most: int) -> int:
@@ -215,17 +213,16 @@ def by_chunks(
         tokens, CHUNK_FIELDS, HEADS_AT_ONCE, num_warps=4,
     )  # fmt: skip
     sizes = heads, spec.groups, spec.head_dim, spec.state
-    rows, columns = min(64, spec.head_dim), min(tiles.columns, spec.state)
-    parts = (spec.head_dim // rows) * (spec.state // columns)
+    rows, across = min(64, spec.head_dim), columns(spec, len(lists.sequences), tiles.columns)
+    parts = (spec.head_dim // rows) * (spec.state // across)
     launch(
         _states_kernel, (heads * parts, len(lists.sequences), 1), cache,
         x, steps, sums, lists.sequences, before, lists.chunks, states.rule, states.rule.stride(0), *sizes, rows,
-        columns, tokens, SEQUENCE_FIELDS, CHUNK_FIELDS, half, tiles.stages, num_warps=tiles.warps,
+        across, tokens, SEQUENCE_FIELDS, CHUNK_FIELDS, half, tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
     each, rows = together(spec, number, tiles.together), min(spec.head_dim, max(1, ELEMENTS // spec.state))
-    part = min(tiles.part, tokens)
     launch(
-        _mixed_kernel, (tokens // part * (heads // each) * (spec.head_dim // rows), number, 1), cache,
+        _mixed_kernel, (heads // each * (spec.head_dim // rows), number, 1), cache,
         x, inputs.z, net.skip, before, steps, sums, lists.chunks, out, inputs.z.stride(0), *sizes, rows, each,
-        net.norm is None, tokens, part, CHUNK_FIELDS, half, tiles.mixed_stages, num_warps=tiles.mixed_warps,
+        net.norm is None, tokens, CHUNK_FIELDS, half, tiles.mixed_stages, num_warps=tiles.mixed_warps,
     )  # fmt: skip

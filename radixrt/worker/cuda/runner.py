@@ -24,7 +24,7 @@ from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decode_graphs import DecodeGraphs, graph_sizes
 from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks, sharing_cost
-from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens, chunk_tokens
+from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.invariant import same_bits
 from radixrt.worker.cuda.pieces import Pieces, sizes_up_to
@@ -32,7 +32,6 @@ from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.sampler import CudaSampler, Thresholds
 from radixrt.worker.cuda.segments import Chip
 from radixrt.worker.cuda.sparse import Sparse, SparseAttention
-from radixrt.worker.cuda.sparse_decodes import SparseDecodes, columns_for
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.variants import Shape
@@ -138,6 +137,8 @@ class CudaRunner(ModelRunner):
             spec.ends_with_attention and not spec.index,
         )  # fmt: skip
         self._sparse = self._make_sparse(page_size, exact) if spec.index else None
+        if spec.index:
+            graph_batch = graph_tokens = 0  # which queries attend to all tokens, graphs cannot decide
         self._packers, self._last_layer_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
         self._deferred: DeferredStep | None = None
         self._answers = (Answer(self._device), Answer(self._device))
@@ -155,12 +156,6 @@ class CudaRunner(ModelRunner):
         self._last_tokens = LastTokens(rows, self._device, group)
         layers = (pool.pages(layer, page_size) for layer in range(len(spec.attention_layers)))
         self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
-        self._selected: SparseDecodes | None = None
-        """Computes steps of decodes alone, if tokens are selected that they attend to."""
-        if self._sparse is not None and not exact:
-            shape, variant = self._sparse.shape, self._sparse.variant
-            tiling = attend.best_tiling(variant, shape, *kinds, causal=False)
-            self._selected = SparseDecodes(self._sparse, tiling, self._pages, pool.index)
 
     def _make_sparse(self, page_size: int, exact: bool) -> Sparse:
         """For pages of one token, of which each query has a row of its own."""
@@ -192,16 +187,12 @@ class CudaRunner(ModelRunner):
     @property
     def plain_keys(self) -> int:
         """See `messages.Load`."""
-        return sum(planner.plain_keys for planner in self._planners)
+        return self._decodes.plain_keys
 
     @property
     def read_keys(self) -> int:
         """See `messages.Load`."""
-        return sum(planner.read_keys for planner in self._planners)
-
-    @property
-    def _planners(self) -> list[DecodePlanner]:
-        return [self._decodes] if self._selected is None else [self._decodes, self._selected.planner]
+        return self._decodes.read_keys
 
     def _pages(self, layer: int) -> Pages:
         keys, values = self._layers[layer]
@@ -217,7 +208,7 @@ class CudaRunner(ModelRunner):
         packer.clear()
         serial = self._leads and any(request.serial for request in plan.requests)
         size = self._graphs.size_for(plan) if self._graphs else 0
-        works = self._plan_graph(plan, size) if size else None
+        works = self._plan_decodes(plan, len(plan.requests), Room.of(size, self._cuts)) if size else None
         answer = self._answers[self._steps % 2]
         if works is not None and not any(len(work.trunks) for work in works.values()):
             step = self._replay(plan, packer, answer, size, works, serial)
@@ -255,12 +246,6 @@ class CudaRunner(ModelRunner):
         assert deferred.picking is not None
         return deferred.picking.read(self._wait(deferred.answer))
 
-    def _plan_graph(self, plan: Plan, size: int) -> dict[int | None, DecodeWork]:
-        """The work of a step of decodes alone, for a graph of `size` decodes."""
-        if self._selected is not None:
-            return self._selected.plan(plan, Room.of(size, self._selected.cuts))
-        return self._plan_decodes(plan, len(plan.requests), Room.of(size, self._cuts))
-
     def _plan_decodes(self, plan: Plan, count: int, room: Room | None) -> dict[int | None, DecodeWork]:
         """The work of the first `count` requests, by window."""
         return self._decodes.plan(plan.requests[:count], plan.rows[:count], plan.starts[:count], room)
@@ -273,7 +258,7 @@ class CudaRunner(ModelRunner):
         copies = PackedCopies.pack(packer, plan.states) if plan.states else None
         drawing = PackedDraws.pack(packer, plan, np.arange(count), plan.rows) if self._leads and not serial else None
         if self.on_planned:
-            self.on_planned(plan, self._decodes.looked_up if self._selected is None else {})
+            self.on_planned(plan, self._decodes.looked_up)
         answer.begin()
         sent = packer.send(graph.integers)
         if copies:
@@ -301,12 +286,9 @@ class CudaRunner(ModelRunner):
         of_tokens[3, :decodes] = rows
         inputs = packer.add(of_tokens)
         writes = packer.add(plan.table_writes)
-        selected = self._selected if decodes == count else None
-        sparse = self._sparse.step(plan, packer) if self._sparse and selected is None else None
+        sparse = self._sparse.step(plan, packer) if self._sparse else None
         dense, singles = (plan, decodes) if sparse is None else (sparse.dense_plan, _leading_decodes(sparse.dense_plan))
-        if works is None and selected is not None:
-            works = selected.plan(plan, None)
-        elif works is None:
+        if works is None:
             works = self._plan_decodes(dense, singles, None) if singles else {}
         lists = {window: Lists.pack(packer, work) for window, work in works.items()}
         trunks = {window: self._chunks.trunks(work, dense, packer, parity) for window, work in works.items()}
@@ -316,7 +298,7 @@ class CudaRunner(ModelRunner):
         copies = delta = mix = None
         if plan.states:
             copies = PackedCopies.pack(packer, plan.states)
-            delta = PackedDelta.pack(packer, plan, decodes, self._by_tokens, chunk_tokens(self._model.spec.recurrent))
+            delta = PackedDelta.pack(packer, plan, decodes, self._by_tokens)
         logit_at = packer.add(wanted(plan).astype(np.int32))
         chosen = np.flatnonzero(plan.samples)
         sampled_at = np.cumsum(plan.wants)[chosen] - 1
@@ -324,7 +306,7 @@ class CudaRunner(ModelRunner):
         sampled_rows = packer.add(plan.rows[chosen])
         drawing = PackedDraws.pack(packer, plan, sampled_at, plan.rows) if self._leads and not serial else None
         if self.on_planned:
-            paths = (self._decodes.looked_up if singles and selected is None else {}) | self._chunks.looked_up
+            paths = (self._decodes.looked_up if singles else {}) | self._chunks.looked_up
             if sparse is not None:
                 paths = {int(sparse.dense_requests[index]): path for index, path in paths.items()}
             self.on_planned(plan, paths)
@@ -345,12 +327,10 @@ class CudaRunner(ModelRunner):
         scratch = Scratch.make(partials, self._shape, self._device) if singles else None
         decode_lists = {window: DecodeLists.of(found, sent, trunks[window]) for window, found in lists.items()}
         tokens, positions_there, slots, rows_there = inputs.of(sent)
-        compiled = self._compiled if selected is None else selected.compiled
-        attention = StepAttention(self._pages, slots, compiled, decode_lists, scratch, chunks, last, full, absorbed)
-        if selected is not None:
-            columns = columns_for(int(plan.starts.max()) + 1)
-            attention = selected.attention(attention, slots, rows_there, positions_there, columns)
-        elif self._sparse is not None:
+        attention = StepAttention(
+            self._pages, slots, self._compiled, decode_lists, scratch, chunks, last, full, absorbed
+        )
+        if self._sparse is not None:
             if sparse is not None:
                 sparse.sent(sent)
             attention = SparseAttention(self._pages, self.pool.index, slots, attention, sparse)
@@ -388,12 +368,10 @@ class CudaRunner(ModelRunner):
     def _capture(self) -> None:
         before = torch.cuda.mem_get_info(self._device)[0]
         if sizes := self._graph_sizes:
-            selected = self._selected
-            compiled, cuts = (self._compiled, self._cuts) if selected is None else (selected.compiled, selected.cuts)
             self._graphs = DecodeGraphs(
-                self._model, self._pages, compiled, cuts, self._windows, self._last_tokens, self._table, sizes,
-                self._packers[0], shown=self._leads, states=self.states, by_tokens=self._by_tokens, selected=selected,
-                columns=columns_for(self._table.shape[1] * self.page_size),
+                self._model, self._pages, self._compiled, self._cuts, self._windows, self._last_tokens, self._table,
+                sizes, self._packers[0], shown=self._leads, states=self.states,
+                by_tokens=self._by_tokens,
             )  # fmt: skip
         if pieces := self._piece_sizes:
             self._pieces = Pieces(self._model, self._pages, self._last_tokens, pieces, self._chunks.has_full)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -50,21 +49,8 @@ class Sparse:
         return SparseQueries(self, plan, positions, tokens, packer) if len(tokens) else None
 
 
-class Selecting(Protocol):
-    """Queries of a step that attend to the tokens that indexers select."""
-
-    others: torch.Tensor | None
-    """Indices of the other queries of the step, int64; None if there are none."""
-
-    def select(self, index: Index, keys: torch.Tensor, table: torch.Tensor) -> None:
-        """Select the tokens that are attended to from now on, by the index keys [slots, dim] of a layer."""
-
-    def attend(self, layer: int, pages: Pages, q: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the attention of these queries among q[T, heads, D] to out[T, heads, rank]."""
-
-
 class SparseQueries:
-    """Those at positions of at least top_k: the others attend to all tokens."""
+    """The queries of a step that attend to the tokens that indexers select, not to all."""
 
     def __init__(self, sparse: Sparse, plan: Plan, positions: np.ndarray, tokens: np.ndarray, packer: Packer) -> None:
         self._sparse = sparse
@@ -98,9 +84,11 @@ class SparseQueries:
         self._tiles = [tiles.of(integers) for tiles in self._packed_tiles]
         others = self._packed_others
         self.others = None if others is None else others.of(integers).view(torch.int64)[:, 0]
+        """Indices of the other queries, int64; None if there are none."""
         self._attention.sent(integers)
 
     def select(self, index: Index, keys: torch.Tensor, table: torch.Tensor) -> None:
+        """Select the tokens that are attended to from now on, by the index keys [slots, dim] of a layer."""
         q, weights = (x.contiguous() for x in index.queries())
         slots = q.new_empty((len(self._queries), self._sparse.top_k), dtype=torch.int32)
         for (begin, end, _), tiles in zip(self._rounds, self._tiles, strict=True):
@@ -109,7 +97,8 @@ class SparseQueries:
             select(scores, self._queries, table, slots[begin:end], self._sparse.page_size, begin)
         self._slots = slots
 
-    def attend(self, layer: int, pages: Pages, q: torch.Tensor, out: torch.Tensor) -> None:
+    def attend(self, pages: Pages, q: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the attention of these queries among q[T, heads, D] to out[T, heads, rank]."""
         assert self._slots is not None, "the first layer has an indexer"
         self._attention.run(q, replace(pages, table=self._slots), out)
 
@@ -132,7 +121,7 @@ class SparseAttention:
 
     def __init__(
         self, pages: Callable[[int], Pages], index: IndexPool, slots: torch.Tensor, dense: StepAttention,
-        queries: Selecting | None,
+        queries: SparseQueries | None,
     ) -> None:  # fmt: skip
         self._pages = pages
         self._index = index
@@ -153,7 +142,7 @@ class SparseAttention:
         if queries is None:
             self._dense.over_pages(layer, q, out)
         else:
-            queries.attend(layer, pages, q, out)
+            queries.attend(pages, q, out)
             if queries.others is not None:
                 some = heads.q.new_empty((len(queries.others), *out.shape[1:]))
                 self._dense.over_pages(layer, q[queries.others], some)

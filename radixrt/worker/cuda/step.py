@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -121,12 +121,10 @@ class StepAttention:
     def _is_last(self, layer: int) -> bool:
         return self._last is not None and self._last.layer == layer
 
-    def over_pages(self, layer: int, q: torch.Tensor, out: torch.Tensor, table: torch.Tensor | None = None) -> None:
+    def over_pages(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         """Write the attention of rotated q[T, heads, D] to `out`, when K and V of the step are written to their
-        pages. `table`: in place of the page table."""
+        pages."""
         pages = self._pages(layer)
-        if table is not None:
-            pages = replace(pages, table=table)
         if self._decodes:
             self._decode(pages, self._decodes[pages.window], q, out)
         chunks = self._last.steps() if self._last and self._is_last(layer) else self._chunks

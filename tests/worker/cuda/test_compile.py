@@ -144,16 +144,13 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
 for half, page in (("*bf16", 1), ("*fp32", 16))[: 2 if every else 1]:
-    at, choose, numbers = index_scores, selection._choose_kernel, {"first": i, "stride": i, "columns": i}
+    at, numbers = index_scores, {"first": i, "stride": i, "columns": i}
     constants = {"HEADS": 64, "DIM": 128, "PAGE": page, "ROWS": 64, "WIDTH": 128, "KEYS": at.KEYS, "FINITE": 3e38}
     constants |= {"TOGETHER": at.TOGETHER, "QUERY_FIELDS": 3, "TILE_FIELDS": 2, "STAGES": at.STAGES}
     pointers = [half, "*fp32", half, *["*i32"] * 3, "*fp32"]
     build(at._index_scores_kernel, pointers, numbers, constants, at.WARPS, room=230_000)
-    for parts in (1, 16) if every else (16,):
-        constants = {"COUNT": 2048, "WIDTH": 4096, "PARTS": parts, "FIELDS": 3}
-        for kernel, more in ((selection._peaks_kernel, {}), (selection._keep_kernel, {}), (choose, {"PAGE": page})):
-            count = sum(name.endswith("_ptr") for name in kernel.arg_names)
-            build(kernel, ["*i32"] * count, numbers, constants | more, selection.WARPS)
+    constants = {"COUNT": 2048, "PAGE": page, "WIDTH": 4096, "FIELDS": 3}
+    build(selection._select_kernel, ["*i32"] * 5, numbers, constants, selection.WARPS, room=120_000)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
 numbers |= {"eps": f, "scale": f, "rows": i}
@@ -173,11 +170,11 @@ build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size"
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 delta_chunks.room = lambda: room
 t = delta_chunks.best_tiles()
-constants = {"K": 4, "FIELDS": cutting.CHUNK_FIELDS, "BIAS": True, "SILU": False, "TOKENS": cutting.TOKENS}
+constants = {"K": 4, "BLOCK": convolutions.CHANNELS, "FIELDS": cutting.CHUNK_FIELDS, "BIAS": True, "SILU": False}
+constants |= {"WHOLE": True}
 pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
-for conv in (convolutions.SOME, convolutions.MANY):
-    tile = {"PART": conv.part, "BLOCK": conv.channels, "WHOLE": True, "STAGES": conv.stages}
-    build(convolutions._conv_chunk_kernel, pointers, numbers, constants | tile, conv.warps)
+build(convolutions._conv_chunk_kernel, pointers, numbers, constants | {"TOKENS": cutting.TOKENS}, 2)
+build(convolutions._conv_part_kernel, pointers, numbers, constants | {"ROWS": convolutions.ROWS})
 pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", "*bf16", "*fp32"]
 chunks = heads | {"TOKENS": cutting.TOKENS, "HALF": tl.bfloat16, "FACTORS": delta_chunks.FACTORS}
 constants = chunks | {"FIELDS": cutting.CHUNK_FIELDS, "UNIT": tl.float16, "BLOCK": t.block, "FACTOR": 2.0}
@@ -199,7 +196,7 @@ numbers = dict.fromkeys(("z_stride", "steps_stride", "raw_stride", "state_stride
 numbers |= dict.fromkeys(("low", "high", "eps"), f)
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 mamba_chunks.room = lambda: room
-t, fields = mamba_chunks.best_tiles(), {"TOKENS": mamba_chunks.TOKENS, "FIELDS": cutting.CHUNK_FIELDS}
+t, fields = mamba_chunks.best_tiles(), {"TOKENS": cutting.TOKENS, "FIELDS": cutting.CHUNK_FIELDS}
 sequences = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 shapes = [(128, 8, 64, 128), (24, 1, 128, 256)] if every else [(24, 1, 128, 256)]
 for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in shapes]:
@@ -220,7 +217,7 @@ for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in
     constants = {"ROWS": mamba_chunks.ELEMENTS // state, "HALF": tl.bfloat16, "STAGES": t.mixed_stages}
     constants |= {"ROWS": min(heads["DIM"], constants["ROWS"])} | heads | fields | gated
     for together in (1, t.together):
-        which = constants | {"TOGETHER": together, "PART": t.part}
+        which = constants | {"TOGETHER": together}
         build(mamba_chunks._mixed_kernel, pointers, numbers, which, t.mixed_warps, room=room)
 for first in (False, True):
     constants = {"GROUPS": 1, "SIZE": 3072, "BLOCK": 4096, "NORM_FIRST": first}

@@ -127,7 +127,7 @@ def test_one_token_each(device):
         recurrent.check_one_token_each(Case(spec, 6, device), device)
 
 
-WAYS = [("by_chunks", 2048), ("by_tokens", 0), pytest.param("by_chunks", 0, marks=pytest.mark.slow)]
+WAYS = [("by_chunks", 32), ("by_tokens", 0), pytest.param("by_chunks", 0, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("way", "few"), WAYS)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.cuda import convolutions, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import Cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.delta_step import DeltaStep
 from radixrt.worker.cuda.mamba import MambaInputs
@@ -95,15 +95,13 @@ class Case:
         mamba.finish(self.inputs, self.net, out)
         return out
 
-    def by_chunks(self, *sequences: list, states: LayerStates, tokens: int = mamba_chunks.TOKENS) -> torch.Tensor:
+    def by_chunks(self, *sequences: list, states: LayerStates, tokens: int = TOKENS) -> torch.Tensor:
         return self.by(mamba_chunks.by_chunks, *sequences, states=states, tokens=tokens)
 
     def by_tokens(self, *sequences: list, states: LayerStates) -> torch.Tensor:
         return self.by(mamba.by_tokens, *sequences, states=states)
 
-    def by(
-        self, way: Callable[..., None], *sequences: list, states: LayerStates, tokens: int = mamba_chunks.TOKENS
-    ) -> torch.Tensor:
+    def by(self, way: Callable[..., None], *sequences: list, states: LayerStates, tokens: int = TOKENS) -> torch.Tensor:
         """By one of the two ways, for what `parts_of` takes."""
         lists, (x, out) = Cut.of(parts_of(*sequences), self.projected.device, tokens), self.empty()
         convolutions.conv_chunks(self.inputs.x, self.net, states.conv, lists, x)
@@ -147,7 +145,7 @@ def test_chunks_of_another_length(device):
     for spec in specs(device):
         case, bounds = Case(spec, 150, device), [0, 130, 150]
         found, expected = case.states(), case.states()
-        out = case.by_chunks([1, 2], bounds, states=found, tokens=64)
+        out = case.by_chunks([1, 2], bounds, states=found, tokens=128)
         assert_alike((out, found), (case.expected([1, 2], bounds, expected), expected), limit(device))
 
 
@@ -185,7 +183,7 @@ def test_decays_that_underflow_leave_no_trace(device):
         found, expected = case.states(), case.states()
         out = case.by_chunks([1, 2], [0, 70, 100], states=found)
         real = case.expected([1, 2], [0, 70, 100], expected)
-        assert_alike((out, found), (real, expected), 6 * limit(device))  # sums of logarithms of decays are large
+        assert_alike((out, found), (real, expected), 4 * limit(device))
 
 
 def test_small_time_steps_are_exact(device):
@@ -288,3 +286,14 @@ def test_heads_that_are_computed_together():
     assert together(replace(spec, heads=24, groups=1), 500) == 8
     assert together(replace(spec, heads=24, groups=2), 500) == 4
     assert together(replace(spec, heads=25, groups=1), 500) == 1
+
+
+def test_columns_of_a_program():
+    """All of a state's, if one sequence has enough heads for the chip."""
+    spec = replace(SMALL, heads=128, head_dim=64, state=128)
+    columns = partial(mamba_chunks.columns, most=128)
+    assert [columns(spec, n) for n in (1, 2)] == [128, 64]
+    assert columns(replace(spec, heads=64), 1) == columns(replace(spec, heads=64, state=64), 1) == 64
+    assert columns(replace(spec, heads=24, head_dim=128, state=256), 1) == 64
+    assert columns(replace(spec, heads=64, head_dim=128), 1) == 128
+    assert mamba_chunks.columns(spec, 1, 32) == 32 and columns(SMALL, 1) == 16

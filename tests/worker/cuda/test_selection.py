@@ -10,7 +10,6 @@ from radixrt.worker.cuda import selection
 from radixrt.worker.model.sparse import HIGHEST, highest
 
 LENGTHS = [25, 26, 120, 128, 129, 700, 1000]
-COUNT = 24
 
 
 def drawn(kind: str, columns: int, device) -> torch.Tensor:
@@ -30,12 +29,11 @@ def drawn(kind: str, columns: int, device) -> torch.Tensor:
     return scores.to(device)
 
 
-@pytest.mark.parametrize(("page_size", "parts"), [(1, 1), (4, 4)])
+@pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("kind", ["random", "few values", "zeros", "equal", "huge", "last"])
-def test_slots_of_the_highest(kind, page_size, parts, device, monkeypatch):
+def test_slots_of_the_highest(kind, page_size, device):
     """Beyond a query's own tokens scores are not read, and there are more equal ones than a program holds."""
-    monkeypatch.setattr(selection, "parts_for", lambda queries: parts)
-    count, columns, rng = COUNT, 1024, np.random.default_rng(0)
+    count, columns, rng = 24, 1024, np.random.default_rng(0)
     scores = drawn(kind, columns, device)
     table = torch.from_numpy(rng.permutation(len(LENGTHS) * columns).astype(np.int32)).view(len(LENGTHS), -1).to(device)
     rows = rng.permutation(len(LENGTHS))
@@ -51,18 +49,3 @@ def test_slots_of_the_highest(kind, page_size, parts, device, monkeypatch):
     out = torch.full((2, count), -1, dtype=torch.int32, device=device)
     selection.select(scores[:2], torch.from_numpy(queries).to(device), table, out, page_size)
     assert torch.equal(out, torch.stack(expected[:2]).int())
-
-
-def test_few_tokens_are_all_selected(device):
-    table = torch.arange(100, 180, dtype=torch.int32, device=device).view(2, 40)
-    queries = torch.tensor([[0, 1, COUNT - 1], [1, 0, 0], [2, 0, 6]], dtype=torch.int32, device=device)
-    scores = torch.full((3, 128), torch.nan, device=device)
-    out = torch.full((3, COUNT), -1, dtype=torch.int32, device=device)
-    selection.select(scores, queries, table, out, 1)
-    none = [-1] * COUNT
-    assert out.tolist() == [list(range(140, 164)), [100, *none[1:]], [*range(100, 107), *none[7:]]]
-
-
-def test_programs_of_a_query():
-    """In all about 256, a power of two for each."""
-    assert [selection.parts_for(n) for n in (1, 16, 17, 64, 128, 256, 5000)] == [16, 16, 16, 4, 2, 1, 1]

@@ -108,7 +108,7 @@ def test_queries_attend_to_what_is_selected(page_size, kv_dtype, heads, device, 
     pages = Pages(keys, values, torch.from_numpy(table).to(device), scales, None)
     step.select(SimpleNamespace(queries=lambda: (q, weights)), index_keys, pages.table)
     out = torch.full((len(plan.tokens), heads, rank), torch.nan, device=device)
-    step.attend(0, pages, absorbed.to(torch.float16 if "fp8" in kv_dtype else torch.float32), out)
+    step.attend(pages, absorbed.to(torch.float16 if "fp8" in kv_dtype else torch.float32), out)
 
     reference = TorchAttention(pool, page_size, (None,), 0.3)
     for token, row, position in queries_of(plan, device).tolist():
