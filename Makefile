@@ -42,7 +42,7 @@ gpu-test: MARKS ?= not slow
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
 	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider -m '$(MARKS)' tests/gpu \
-	  $(addprefix tests/worker/cuda/test_,kernels.py products.py experts.py packed_experts.py int4.py delta.py mamba.py latent.py sparse.py full_heads.py sampler.py scaled.py lora.py)
+	  $(addprefix tests/worker/cuda/test_,kernels.py products.py experts.py packed_experts.py int4.py delta.py mamba.py latent.py sparse.py selection.py full_heads.py sampler.py scaled.py lora.py)
 
 gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
@@ -60,6 +60,7 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape gemma3-12b --attention-backend triton
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3.5-9b
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape nemotron-h-8b --max-mamba-cache-size 400
+	PYTHONPATH=.gpu/site:. python3 -m bench.sparse
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b --quantization fp8
 	PYTHONPATH=.gpu/site:. python3 -m bench.experts

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, launching
-from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs, cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import Tiles
 from radixrt.worker.cuda.delta_step import is_whole
@@ -83,7 +83,7 @@ class Case:
         self.there = Runs.of_ones(torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE))
         none = np.zeros((2, 0), dtype=np.int32)
         parts = StateWork(self.slots, none, none).parts(np.array(counts))
-        self.lists = Cut(*(torch.from_numpy(x).to(DEVICE) for x in cut(parts)))
+        self.lists = Cut.of(parts, DEVICE)
 
     def decode(self, states: LayerStates, warps: int = delta.DECODE_WARPS) -> torch.Tensor:
         convolutions.conv_step(self.inputs.x, self.net, states.conv, self.there, self.x)
@@ -96,7 +96,7 @@ class Case:
         return self.out
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists.chunks, self.x)
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists, self.x)
         delta.by_tokens(self.x, self.inputs, self.net, states, self.lists, self.out)
         return self.out
 
@@ -175,8 +175,9 @@ class Case:
         return f"{len(self.counts)} x {self.counts[0]}"
 
 
-def swept(case: Case) -> None:
+def swept(spec: DeltaSpec, counts: list[int]) -> None:
     """Print the times of all tiles."""
+    case = Case(spec, counts)
     ways: dict[str, Callable[[LayerStates], torch.Tensor]] = {}
     if max(case.counts) == 1:
         ways = {f"{warps} warps": lambda s, w=warps: case.decode(s, w) for warps in (4, 8, 16)}
@@ -189,35 +190,45 @@ def swept(case: Case) -> None:
         print(f"    {case.name}: {case.ms(way):.4f} {name}", flush=True)
 
 
-def measure(case: Case, limits: dict[str, float]) -> dict[str, Any]:
+def measure(case: Any, limits: dict[str, float]) -> dict[str, Any]:
     """A row of the table."""
     row: dict[str, Any] = {"step": case.name, "ms": case.ms(case.way), "limit_ms": case.limit_ms(limits)}
     row["of_limit"] = row["ms"] / row["limit_ms"]
     row["by_tokens_ms"] = case.ms(case.by_tokens)
-    return row | case.errors(case.way)
+    return row | case.errors(case.way) | {"kernels_ms": case.parts()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(text: str | None) -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--all", action="store_true", help="all shapes, and not the first one alone")
-    args = parser.parse_args()
+    return parser
+
+
+def run(
+    benchmark: str, shapes: dict[str, Any], args: argparse.Namespace, make: Callable[[Any, list[int]], Any],
+    measure: Callable[[Any, dict[str, float]], dict[str, Any]], swept: Callable[[Any, list[int]], None],
+) -> None:  # fmt: skip
+    """Measure the cases that `make` returns, of all steps, or time all tiles; `args` are those of `arguments`."""
     torch.manual_seed(0)
     limits = ceilings()
     print(limits, flush=True)
     rows: list[dict[str, Any]] = []
-    names = list(SHAPES) if args.all else list(SHAPES)[:1]
+    names = list(shapes) if args.all else list(shapes)[:1]
     for name, counts in itertools.product(names, (*([1] * n for n in DECODES), *PROMPTS)):
         if args.sweep:
-            swept(Case(SHAPES[name], counts))
+            swept(shapes[name], counts)
             continue
-        case = Case(SHAPES[name], counts)
-        rows.append({"shape": name} | measure(case, limits) | {"kernels_ms": case.parts()})
+        rows.append({"shape": name} | measure(make(shapes[name], counts), limits))
         print(rows[-1], flush=True)
-        save("delta", rows, device=torch.cuda.get_device_name(), **limits)
-        del case
+        save(benchmark, rows, device=torch.cuda.get_device_name(), **limits)
         torch.cuda.empty_cache()
     print(table([{name: value for name, value in row.items() if name != "kernels_ms"} for row in rows]))
+
+
+def main() -> None:
+    run("delta", SHAPES, arguments(__doc__).parse_args(), Case, measure, swept)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ takes for the same (`model/mamba_mixer.py`). With --sweep, all tiles are timed.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Callable
@@ -24,11 +23,9 @@ import torch
 from torch.nn import functional as F
 
 from bench import delta
-from bench.common import save, table
-from bench.delta import CACHE, DECODES, DEVICE, PROMPTS, drawn
-from bench.worker import ceilings
+from bench.delta import CACHE, DEVICE, drawn
 from radixrt.worker.cuda import convolutions, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs, cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.mamba import MambaInputs
 from radixrt.worker.cuda.mamba_chunks import Tiles
@@ -79,8 +76,7 @@ class Case(delta.Case):
         self.there = Runs.of_ones(torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE))
         none = np.zeros((2, 0), dtype=np.int32)
         parts = StateWork(self.slots, none, none).parts(np.array(counts))
-        lists = (cut(parts, size) for size in (TOKENS, tokens))
-        self.conv_lists, self.lists = (Cut(*(torch.from_numpy(x).to(DEVICE) for x in both)) for both in lists)
+        self.lists = Cut.of(parts, DEVICE, tokens)
 
     def decode(
         self, states: LayerStates, elements: int = mamba.DECODE_ELEMENTS, warps: int = mamba.DECODE_WARPS
@@ -92,16 +88,14 @@ class Case(delta.Case):
         return self.out
 
     def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.conv_lists.chunks, self.x)
-        mamba_chunks.by_chunks(
-            self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles, tokens=self.tokens
-        )
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists, self.x)
+        mamba_chunks.by_chunks(self.x, self.inputs, self.net, states, self.lists, self.out, tiles=tiles)
         mamba.finish(self.inputs, self.net, self.out)
         return self.out
 
     def by_tokens(self, states: LayerStates) -> torch.Tensor:
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.conv_lists.chunks, self.x)
-        mamba.by_tokens(self.x, self.inputs, self.net, states, self.conv_lists, self.out)
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, self.lists, self.x)
+        mamba.by_tokens(self.x, self.inputs, self.net, states, self.lists, self.out)
         mamba.finish(self.inputs, self.net, self.out)
         return self.out
 
@@ -140,9 +134,9 @@ class Case(delta.Case):
         row = 2 * (spec.channels + 2 * spec.values + spec.heads)
         flops = 0
         if max(self.counts) > 1:
-            square, across = TOKENS * TOKENS, 2 * TOKENS * spec.head_dim * spec.state
-            within = square * (spec.head_dim * spec.heads + spec.state * spec.groups)
-            flops = 2 * len(self.conv_lists.chunks) * (within + across * spec.heads)
+            across, half = 2 * spec.head_dim * spec.state, 64  # FLOPs are fewest with chunks of 64
+            within = half * (spec.head_dim * spec.heads + spec.state * spec.groups)
+            flops = 2 * tokens * (within + across * spec.heads)
         moved = 2 * state * len(self.counts) + row * tokens
         return max(moved / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
 
@@ -160,14 +154,13 @@ def swept(spec: MambaSpec, counts: list[int]) -> None:
     else:
         plain = Tiles()
         candidates = [plain, *(replace(plain, stages=n) for n in (2, 4)), replace(plain, columns=32)]
-        candidates += [replace(plain, columns=128), replace(plain, columns=128, warps=8)]
+        candidates += [replace(plain, columns=64), replace(plain, warps=8)]
         candidates += [replace(plain, together=n) for n in (1, 2, 8)]
-        candidates += [replace(plain, mixed_warps=8), replace(plain, mixed_stages=1), replace(plain, mixed_stages=3)]
-        long = Case(spec, counts, 128)
-        for tiles in candidates:
-            ways[f"64 tokens, {tiles}"] = case, lambda s, t=tiles: case.by_chunks(s, t)
-        for tiles in (plain, replace(plain, mixed_warps=8), replace(plain, mixed_warps=8, warps=8, columns=128)):
-            ways[f"128 tokens, {tiles}"] = long, lambda s, t=tiles: long.by_chunks(s, t)
+        candidates += [replace(plain, mixed_warps=8)]
+        candidates += [replace(plain, mixed_stages=1), replace(plain, mixed_stages=3)]
+        cases = {tokens: Case(spec, counts, tokens) for tokens in (64, 128)}
+        for (tokens, of), tiles in itertools.product(cases.items(), candidates):
+            ways[f"{tokens} tokens, {tiles}"] = of, lambda s, c=of, t=tiles: c.by_chunks(s, t)
     for name, (of, way) in ways.items():
         try:
             print(f"    {of.name}: {of.ms(way):.4f} {name}", flush=True)
@@ -175,38 +168,16 @@ def swept(spec: MambaSpec, counts: list[int]) -> None:
             print(f"    {of.name}: {type(error).__name__} {name}", flush=True)
 
 
-def measure(case: Case, limits: dict[str, float], by_torch: bool) -> dict[str, Any]:
-    """A row of the table."""
-    row: dict[str, Any] = {"step": case.name, "ms": case.ms(case.way), "limit_ms": case.limit_ms(limits)}
-    row["of_limit"] = row["ms"] / row["limit_ms"]
-    row["by_tokens_ms"] = case.ms(case.by_tokens)
-    if by_torch:
-        row["torch_ms"] = case.torch_ms()
-    return row | case.errors(case.way)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--all", action="store_true", help="all shapes, and not the first one alone")
+    parser = delta.arguments(__doc__)
     parser.add_argument("--torch", action="store_true", help="also what torch takes")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    limits = ceilings()
-    print(limits, flush=True)
-    rows: list[dict[str, Any]] = []
-    names = list(SHAPES) if args.all else list(SHAPES)[:1]
-    for name, counts in itertools.product(names, (*([1] * n for n in DECODES), *PROMPTS)):
-        if args.sweep:
-            swept(SHAPES[name], counts)
-            continue
-        case = Case(SHAPES[name], counts)
-        rows.append({"shape": name} | measure(case, limits, args.torch) | {"kernels_ms": case.parts()})
-        print(rows[-1], flush=True)
-        save("mamba", rows, device=torch.cuda.get_device_name(), **limits)
-        del case
-        torch.cuda.empty_cache()
-    print(table([{name: value for name, value in row.items() if name != "kernels_ms"} for row in rows]))
+
+    def measure(case: Case, limits: dict[str, float]) -> dict[str, Any]:
+        row = delta.measure(case, limits)
+        return row | {"torch_ms": case.torch_ms()} if args.torch else row
+
+    delta.run("mamba", SHAPES, args, Case, measure, swept)
 
 
 if __name__ == "__main__":

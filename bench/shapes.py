@@ -60,7 +60,7 @@ QWEN3_30B = {
 }
 """Qwen3 30B A3B."""
 
-DEEPSEEK_V2_LITE = {
+DEEPSEEK_V2_LITE: dict[str, Any] = {
     "model_type": "deepseek_v2",
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -101,6 +101,36 @@ DEEPSEEK_V2_LITE = {
     "eos_token_id": 100001,
 }
 """DeepSeek V2 Lite, by its sizes."""
+
+DEEPSEEK_V32 = DEEPSEEK_V2_LITE | {
+    "model_type": "deepseek_v32",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "num_hidden_layers": 5,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "vocab_size": 129280,
+    "rope_scaling": DEEPSEEK_V2_LITE["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""DeepSeek V3.2: 5 of its 61 layers, of which 2 have experts, which fit on one GPU in bfloat16."""
+
 GPT_OSS_20B = {
     "model_type": "gpt_oss",
     "quantization_config": {"quant_method": "mxfp4"},
@@ -283,6 +313,7 @@ SHAPES = {
     "llama-70b": LLAMA_70B,
     "qwen3-30b": QWEN3_30B,
     "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "deepseek-v32-5-layers": DEEPSEEK_V32,
     "gpt-oss-20b": GPT_OSS_20B,
     "gemma3-12b": GEMMA3_12B,
     "gemma4-e4b": GEMMA4_E4B,

@@ -8,8 +8,8 @@ reads and writes, over the copy bandwidth; the time of all matrix products of th
 the experts that the batch chooses, with random routing, over the bandwidth; and for products in FP8 (--quantization
 fp8) their weights' bytes over the bandwidth, or their FLOPs over twice the rate of bfloat16. The limit of a prefill row
 is that of its products plus that of attention, each by FLOPs or by bytes (of weights and chosen experts; of cached
-pages), whichever takes longer. Bandwidth and rate are measured in the same run. GPU idle is the share of time in which
-no kernel ran, by a trace of all kernels.
+pages), whichever takes longer; with an indexer, also that of its scores. Bandwidth and rate are measured in the same
+run. GPU idle is the share of time in which no kernel ran, by a trace of all kernels.
 """
 
 from __future__ import annotations
@@ -240,10 +240,16 @@ class Bench:
 def read_bytes(model: Decoder, context: float, itemsize: int) -> float:
     """Bytes of K and V that a decode reads in all layers with attention: some may have sliding windows, some read those
     of another layer."""
-    spec = model.spec
-    windows, places = spec.attention_windows, range(len(spec.attention_layers))
+    spec, windows = model.spec, attended(model)
+    places = range(len(spec.attention_layers))
     keys = [context if window is None else min(context, window) for window in windows]
     return itemsize * sum(keys[place] * Shape.of(spec, 1, place).key_elements for place in places)
+
+
+def attended(model: Decoder) -> list[int | None]:
+    """The most tokens that a query attends to in each layer with attention, None if to all."""
+    index = model.spec.index
+    return [index.top_k if index and window is None else window for window in model.spec.attention_windows]
 
 
 def decode_rows(bench: Bench, limits: dict[str, float], itemsize: int, few: bool) -> list[dict[str, Any]]:
@@ -268,6 +274,7 @@ def decode_rows(bench: Bench, limits: dict[str, float], itemsize: int, few: bool
         kv_ms = batch * read_bytes(model, context + steps, itemsize) / limits["copy_gbs"] / 1e6
         if delta := model.spec.recurrent:
             kv_ms += batch * 2 * delta.state_bytes(model.dtype.itemsize) / limits["copy_gbs"] / 1e6
+        kv_ms += batch * context * index_bytes(model) / limits["copy_gbs"] / 1e6
         rows.append(
             {
                 "what": f"decode {batch} x {context}",
@@ -320,6 +327,19 @@ def attention_flops(model: Decoder, pairs: list[float], cached: int) -> float:
     return min(absorbed, 2 * sum(pairs) * spec.num_heads * width + out * cached)
 
 
+def index_bytes(model: Decoder) -> int:
+    """Bytes that the index keys of a token take, in all layers."""
+    return model.spec.index_elements * model.dtype.itemsize
+
+
+def index_flops(model: Decoder, positions: np.ndarray) -> float:
+    """FLOPs of the index scores of queries with so many tokens each, in all layers."""
+    index = model.spec.index
+    if index is None:
+        return 0.0
+    return 2.0 * len(index.layers) * index.heads * index.dim * float(positions[positions > index.top_k].sum())
+
+
 def product_flops(model: Decoder, tokens: int) -> float:
     """FLOPs of the products of a prompt of so many tokens, those of FP8 at half their number. Layers that only read
     K and V of others are needed for one token."""
@@ -353,12 +373,13 @@ def prefill_rows(bench: Bench, limits: dict[str, float], itemsize: int, few: boo
             bench.finish()
             times.append(time.perf_counter() - began)
         at = np.arange(cached, cached + new) + 1.0
-        seen = [at if window is None else at.clip(max=window) for window in spec.attention_windows]
+        seen = [at if window is None else at.clip(max=window) for window in attended(model)]
         numbers = zip(spec.attention_layers, seen, strict=True)
         pairs = [float(keys.sum() if number < spec.writers else keys[-1]) for number, keys in numbers]
         parts = (
             (product_flops(model, new), weight_bytes(model, new)),
             (attention_flops(model, pairs, cached), read_bytes(model, cached, itemsize)),
+            (index_flops(model, at), cached * index_bytes(model)),
         )
         bench.add(np.concatenate([prefix, bench.ids(new)]), 1)
         idle = None if few else idle_share(bench.finish)

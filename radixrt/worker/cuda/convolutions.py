@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.cutting import CHUNK_FIELDS, TOKENS, Runs
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, Cut, Runs
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.short_conv import ShortConv
@@ -265,17 +265,17 @@ def _conv_part_kernel(
 
 
 def conv_chunks(
-    x: torch.Tensor, net: DeltaNet | ShortConv | Mamba, states: torch.Tensor, chunks: torch.Tensor, out: torch.Tensor,
+    x: torch.Tensor, net: DeltaNet | ShortConv | Mamba, states: torch.Tensor, lists: Cut, out: torch.Tensor,
     cache: KernelCache | None = None, whole: bool = False,
 ) -> None:  # fmt: skip
-    """As `conv_step`, for the tokens of `chunks` (see `cutting`). `whole`: `out` is [chunks, TOKENS, channels], with
+    """As `conv_step`, for the tokens of the chunks in `lists`. `whole`: `out` is [chunks, lists.tokens, channels], with
     zeros for tokens that a chunk lacks."""
-    channels, bias = x.shape[1], _bias(net)
+    channels, bias, chunks, tokens = x.shape[1], _bias(net), lists.chunks, lists.tokens
     given = x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0)
     kinds = states.stride(0), net.conv.shape[1], bias is not None, not isinstance(net, ShortConv)
     if len(chunks) < FEW:
-        grid = triton.cdiv(channels, CHANNELS), len(chunks), TOKENS // ROWS
+        grid = triton.cdiv(channels, CHANNELS), len(chunks), triton.cdiv(tokens, ROWS)
         launch(_conv_part_kernel, grid, cache, *given, *kinds, ROWS, CHANNELS, CHUNK_FIELDS, whole, num_warps=4)
     else:
         grid = triton.cdiv(channels, CHANNELS), len(chunks), 1
-        launch(_conv_chunk_kernel, grid, cache, *given, *kinds, TOKENS, CHANNELS, CHUNK_FIELDS, whole, num_warps=2)
+        launch(_conv_chunk_kernel, grid, cache, *given, *kinds, tokens, CHANNELS, CHUNK_FIELDS, whole, num_warps=2)

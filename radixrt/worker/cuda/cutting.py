@@ -15,7 +15,7 @@ import torch
 from radixrt.worker.plan import Parts
 
 TOKENS = 64
-"""The most tokens of a chunk."""
+"""The most tokens of a chunk, unless another number is given."""
 CHUNK_FIELDS = 6
 """Of a chunk: its first token, tokens, slot of the state; first token and end of the sequence's tokens in this step; a
 slot that the state after the chunk is stored in as well, or 0."""
@@ -29,6 +29,12 @@ class Cut:
 
     chunks: torch.Tensor
     sequences: torch.Tensor
+    tokens: int = TOKENS
+    """The most tokens of a chunk."""
+
+    @classmethod
+    def of(cls, parts: Parts, device: torch.device, tokens: int = TOKENS) -> Cut:
+        return cls(*(torch.from_numpy(x).to(device) for x in cut(parts, tokens)), tokens)
 
     @property
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,7 +55,8 @@ def _loaded(pointers, inside, DIM: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, HALF: tl.constexpr):
+def dot(a, b, HALF: tl.constexpr):
+    """The product of matrices that are rounded to HALF, in float32."""
     return tl.dot(a.to(HALF), b.to(HALF), input_precision="ieee")
 
 
@@ -66,7 +67,7 @@ def _merged(found, a, i, j, level: tl.constexpr, HALF: tl.constexpr):
     if level == 0:
         return found - below
     else:
-        return found - _dot(_dot(found, below, HALF), found, HALF)
+        return found - dot(dot(found, below, HALF), found, HALF)
 
 
 @triton.jit
@@ -139,9 +140,9 @@ def _within_kernel(
     lower = i[:, None] >= i[None, :]
     between = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf"))) * unit[None, :]
     at = tile * (TOKENS * TOKENS) + i[:, None] * TOKENS + i[None, :]
-    scores = _dot(q, tl.trans(k), HALF) * between * q_unit[:, None]
+    scores = dot(q, tl.trans(k), HALF) * between * q_unit[:, None]
     tl.store(scores_ptr + at, scores.to(scores_ptr.dtype.element_ty))
-    alike = _dot(k, tl.trans(k), HALF) * between * (beta * unit)[:, None]
+    alike = dot(k, tl.trans(k), HALF) * between * (beta * unit)[:, None]
     inverse = _inverse(tl.where(i[:, None] > i[None, :], alike, 0.0), TOKENS, BLOCK, UNIT)
     tl.store(solved_ptr + at, (inverse * beta[None, :]).to(solved_ptr.dtype.element_ty))
 
@@ -209,8 +210,8 @@ def _within_each_kernel(
         start = tl.sum(tl.where(number == n, starts, 0.0), 0, keep_dims=True)
         before = (tl.exp(tl.where(number < n, start - sums, float("-inf"))) * k).to(HALF)
         before = tl.trans(tl.reshape(before, (TOKENS, KEY_DIM)))
-        scores = tl.where(block == n, _dot(own_q, before, HALF), scores)
-        alike = tl.where(block == n, _dot(own_k, before, HALF), alike)
+        scores = tl.where(block == n, dot(own_q, before, HALF), scores)
+        alike = tl.where(block == n, dot(own_k, before, HALF), alike)
     same = block == (i // ROWS)[None, :]
     for row in range(ROWS):
         key = _row(k, inner, row) * tl.exp(tl.where(inner >= row, sums - _row(sums, inner, row), float("-inf")))
@@ -269,21 +270,21 @@ def _across_kernel(
             of_state = tl.load(faded + TOKENS * KEY_DIM)
             of_query = tl.load(faded + 2 * TOKENS * KEY_DIM)
             left = tl.load(factors_ptr + tile * KEY_DIM + d)[None, :]
-            new = tl.trans(v).to(tl.float32) - _dot(narrow, tl.trans(of_known), HALF)
-            new = _dot(new, tl.trans(solved), HALF)
-            out = _dot(narrow, tl.trans(of_query), HALF)
-            state = state * left + _dot(new, of_state, HALF)
+            new = tl.trans(v).to(tl.float32) - dot(narrow, tl.trans(of_known), HALF)
+            new = dot(new, tl.trans(solved), HALF)
+            out = dot(narrow, tl.trans(of_query), HALF)
+            state = state * left + dot(new, of_state, HALF)
         else:
             q = _loaded(row + of_q[None, :], real, KEY_DIM, WIDE)
             k = _loaded(row + (KEYS + of_q)[None, :], real, KEY_DIM, WIDE)
             factors = factors_ptr + tile * (FACTORS * TOKENS) + i
             of_known, of_state, of_query = tl.load(factors), tl.load(factors + TOKENS), tl.load(factors + 2 * TOKENS)
             left = tl.load(factors_ptr + tile * (FACTORS * TOKENS) + 3 * TOKENS)
-            new = tl.trans(v).to(tl.float32) - _dot(narrow, tl.trans(k), HALF) * of_known[None, :]
-            new = _dot(new, tl.trans(solved), HALF)
-            out = _dot(narrow, tl.trans(q), HALF) * of_query[None, :]
-            state = state * left + _dot(new * of_state[None, :], k, HALF)
-        out += _dot(new, tl.trans(scores), HALF)
+            new = tl.trans(v).to(tl.float32) - dot(narrow, tl.trans(k), HALF) * of_known[None, :]
+            new = dot(new, tl.trans(solved), HALF)
+            out = dot(narrow, tl.trans(q), HALF) * of_query[None, :]
+            state = state * left + dot(new * of_state[None, :], k, HALF)
+        out += dot(new, tl.trans(scores), HALF)
         t = tl.load(fields).to(tl.int64) + i
         inside = i < tl.load(fields + 1)
         out_at = out_ptr + (t * VALUE_HEADS + head)[None, :] * VALUE_DIM + j[:, None]
@@ -322,8 +323,8 @@ def convolved(
     net: DeltaNet, x: torch.Tensor, states: LayerStates, lists: Cut, cache: KernelCache | None = None
 ) -> torch.Tensor:
     """q, k and v of the chunks in `lists`, from what a layer projects, x[T, channels]: [chunks, TOKENS, channels]."""
-    out = x.new_empty((len(lists.chunks), TOKENS, x.shape[1]))
-    conv_chunks(x, net, states.conv, lists.chunks, out, cache, whole=True)
+    out = x.new_empty((len(lists.chunks), lists.tokens, x.shape[1]))
+    conv_chunks(x, net, states.conv, lists, out, cache, whole=True)
     return out
 
 

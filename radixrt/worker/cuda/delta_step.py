@@ -199,7 +199,7 @@ class DeltaStep:
             self._decode(net, inputs, states, self._decodes, out[:first])
         if self._lists is not None and self._by_tokens:
             x = torch.empty(inputs.x.shape, dtype=out.dtype, device=out.device)
-            convolutions.conv_chunks(inputs.x, net, states.conv, self._lists.chunks, x, many)
+            convolutions.conv_chunks(inputs.x, net, states.conv, self._lists, x, many)
             delta.by_tokens(x, inputs, net, states, self._lists, out, many, first)
         elif self._lists is not None:
             x = delta_chunks.convolved(net, inputs.x, states, self._lists, many)
@@ -229,7 +229,7 @@ class DeltaStep:
         if self._decodes is not None:
             convolutions.conv_step(x, net, states.conv, self._decodes, out, few)
         if self._lists is not None:
-            convolutions.conv_chunks(x, net, states.conv, self._lists.chunks, out, many)
+            convolutions.conv_chunks(x, net, states.conv, self._lists, out, many)
         return out
 
 

@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, TOKENS, Cut
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut
 from radixrt.worker.cuda.delta import LayerStates
-from radixrt.worker.cuda.delta_chunks import TYPES
+from radixrt.worker.cuda.delta_chunks import TYPES, dot
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.mamba import MambaInputs, gate_alone, time_step
 from radixrt.worker.cuda.variants import room
@@ -35,13 +35,10 @@ HEADS_AT_ONCE = 16
 """Heads of a program of `_steps_kernel`."""
 ELEMENTS = 16_384
 """The most elements of a state that a program of `_mixed_kernel` holds."""
+FULL, FEW_COLUMNS = 128, 64
+"""See `columns`."""
 MANY = 2048
 """From so many pairs of a chunk and a head on, a program computes several heads of a chunk."""
-
-
-@triton.jit
-def _dot(a, b, HALF: tl.constexpr):
-    return tl.dot(a.to(HALF), b.to(HALF), input_precision="ieee")
 
 
 @triton.jit
@@ -108,7 +105,7 @@ def _states_kernel(
         b = tl.load(row + b_column[None, :], mask=inside, other=0.0)
         last = tl.min(sums, 0)  # decays are at most 1
         x = x.to(tl.float32) * (step * tl.exp(last - sums))[:, None]
-        state = state * tl.exp(last) + _dot(tl.trans(x), b, HALF)
+        state = state * tl.exp(last) + dot(tl.trans(x), b, HALF)
         if passed > 0:
             tl.store(state_at + passed * state_stride, state)
     if slot > 0:
@@ -140,7 +137,7 @@ def _mixed_kernel(
     b_at = row + VALUES + first // (HEADS // GROUPS) * STATE + n[None, :]
     b = tl.load(b_at, mask=inside, other=0.0)
     c = tl.load(b_at + GROUPS * STATE, mask=inside, other=0.0)
-    alike = _dot(c, tl.trans(b), HALF)
+    alike = dot(c, tl.trans(b), HALF)
     lower = i[:, None] >= i[None, :]
     dtype = out_ptr.dtype.element_ty
     for k in tl.range(0, TOGETHER, num_stages=STAGES):
@@ -151,8 +148,8 @@ def _mixed_kernel(
         x = tl.load(row + head * DIM + p[None, :], mask=inside, other=0.0)
         before = tl.load(before_ptr + tile * (DIM * STATE) + p[:, None] * STATE + n[None, :])
         between = tl.exp(tl.where(lower, sums[:, None] - sums[None, :], float("-inf")))
-        y = _dot(c, tl.trans(before), HALF) * tl.exp(sums)[:, None]
-        y += _dot(alike * between * step[None, :], x, HALF)
+        y = dot(c, tl.trans(before), HALF) * tl.exp(sums)[:, None]
+        y += dot(alike * between * step[None, :], x, HALF)
         y += tl.load(skip_ptr + head) * x.to(tl.float32)
         if GATED:
             z_at = z_ptr + token[:, None] * z_stride + head * DIM + p[None, :]
@@ -168,8 +165,8 @@ def _mixed_kernel(
 class Tiles:
     """Parameters that the kernels are compiled with."""
 
-    columns: int = 64
-    """Columns of a state that a program takes from chunk to chunk, of 64 rows."""
+    columns: int = 128
+    """The most columns of a state that a program takes from chunk to chunk, of 64 rows."""
     warps: int = 4
     stages: int = 3
     together: int = 4
@@ -184,6 +181,16 @@ def best_tiles() -> Tiles:
     return Tiles() if room() > 130_000 else Tiles(stages=2, mixed_stages=1)
 
 
+def columns(spec: MambaSpec, sequences: int, most: int) -> int:
+    """Columns of a state that a program takes. If a step has one sequence, up to `most`, as long as FULL programs are
+    left: x is then read once; otherwise up to FEW_COLUMNS."""
+    blocks = spec.heads * max(1, spec.head_dim // 64)
+    size = min(most, spec.state)
+    while size > FEW_COLUMNS and (sequences > 1 or blocks * (spec.state // size) < FULL):
+        size //= 2
+    return size
+
+
 def together(spec: MambaSpec, chunks: int, most: int) -> int:
     """Heads that a program computes, a power of two that divides those of a group."""
     heads = spec.heads // spec.groups
@@ -192,10 +199,10 @@ def together(spec: MambaSpec, chunks: int, most: int) -> int:
 
 def by_chunks(
     x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, lists: Cut, out: torch.Tensor,
-    cache: KernelCache | None = None, tiles: Tiles | None = None, tokens: int = TOKENS,
+    cache: KernelCache | None = None, tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
-    """What `mamba.by_tokens` does, for the tokens of the chunks in `lists`, of up to `tokens` tokens each."""
-    spec, tiles = net.spec, tiles or best_tiles()
+    """What `mamba.by_tokens` does, for the tokens of the chunks in `lists`."""
+    spec, tiles, tokens = net.spec, tiles or best_tiles(), lists.tokens
     number, heads = len(lists.chunks), spec.heads
     before = x.new_empty((number, heads, spec.head_dim, spec.state))
     steps, sums = torch.empty((2, number, heads, tokens), dtype=torch.float32, device=x.device)
@@ -206,12 +213,12 @@ def by_chunks(
         tokens, CHUNK_FIELDS, HEADS_AT_ONCE, num_warps=4,
     )  # fmt: skip
     sizes = heads, spec.groups, spec.head_dim, spec.state
-    rows, columns = min(64, spec.head_dim), min(tiles.columns, spec.state)
-    parts = (spec.head_dim // rows) * (spec.state // columns)
+    rows, across = min(64, spec.head_dim), columns(spec, len(lists.sequences), tiles.columns)
+    parts = (spec.head_dim // rows) * (spec.state // across)
     launch(
         _states_kernel, (heads * parts, len(lists.sequences), 1), cache,
         x, steps, sums, lists.sequences, before, lists.chunks, states.rule, states.rule.stride(0), *sizes, rows,
-        columns, tokens, SEQUENCE_FIELDS, CHUNK_FIELDS, half, tiles.stages, num_warps=tiles.warps,
+        across, tokens, SEQUENCE_FIELDS, CHUNK_FIELDS, half, tiles.stages, num_warps=tiles.warps,
     )  # fmt: skip
     each, rows = together(spec, number, tiles.together), min(spec.head_dim, max(1, ELEMENTS // spec.state))
     launch(

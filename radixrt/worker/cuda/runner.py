@@ -128,7 +128,7 @@ class CudaRunner(ModelRunner):
         tiling = attend.best_tiling(variant, shape, *kinds, causal=True)
         if exact:
             tiling = dataclasses.replace(tiling, fixed=top_k)
-        return Sparse(top_k, page_size, shape, variant, tiling, exact)
+        return Sparse(top_k, page_size, shape, variant, tiling)
 
     @torch.inference_mode()
     def bind(self, table: np.ndarray) -> None:

@@ -21,8 +21,8 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda import dequantizing, int4, lora, mixed_append, packed_experts, residuals, routing, sampler
-from radixrt.worker.cuda import scaled, sinks, sparse, variants
+from radixrt.worker.cuda import dequantizing, index_scores, int4, lora, mixed_append, packed_experts, residuals, routing
+from radixrt.worker.cuda import sampler, scaled, selection, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -168,9 +168,13 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
     numbers, pointers = {"columns": i, "depth": i}, ["*bf16", "*i32", "*i32", "*bf16", "*bf16", "*bf16"]
     build(experts._product_kernel, pointers, numbers, tile | which, t.warps, t.stages, 164_000)
 for half, page in (("*bf16", 1), ("*fp32", 16))[: 2 if every else 1]:
-    constants = {"HEADS": 64, "DIM": 128, "PAGE": page, "ROWS": 64, "WIDTH": 128, "KEYS": sparse.KEYS, "FINITE": 3e38}
-    pointers = [half, "*fp32", half, "*i32", "*i32", "*fp32"]
-    build(sparse._index_scores_kernel, pointers, {"stride": i, "columns": i}, constants, 8)
+    at, numbers = index_scores, {"first": i, "stride": i, "columns": i}
+    constants = {"HEADS": 64, "DIM": 128, "PAGE": page, "ROWS": 64, "WIDTH": 128, "KEYS": at.KEYS, "FINITE": 3e38}
+    constants |= {"TOGETHER": at.TOGETHER, "QUERY_FIELDS": 3, "TILE_FIELDS": 2, "STAGES": at.STAGES}
+    pointers = [half, "*fp32", half, *["*i32"] * 3, "*fp32"]
+    build(at._index_scores_kernel, pointers, numbers, constants, at.WARPS, room=230_000)
+    constants = {"COUNT": 2048, "PAGE": page, "WIDTH": 4096, "FIELDS": 3}
+    build(selection._select_kernel, ["*i32"] * 5, numbers, constants, selection.WARPS, room=120_000)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
 numbers |= {"eps": f, "scale": f, "rows": i}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -18,9 +17,9 @@ from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
-from radixrt.worker.plan import Parts, StateWork
+from tests.worker.cuda import recurrent
+from tests.worker.cuda.recurrent import BOUNDS, DRAFTED, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
 
-SLOTS = 7
 SMALL = DeltaSpec(frozenset(), 2, 4, 16, 32, 4)
 WIDE = DeltaSpec(frozenset(), 1, 3, 32, 16, 3, beta_factor=2.0)
 ODD = DeltaSpec(frozenset(), 2, 2, 12, 64, 4, beta_factor=2.0)
@@ -38,18 +37,6 @@ def specs(device: torch.device) -> list[DeltaSpec]:
 def some(device: torch.device) -> list[DeltaSpec]:
     """For tests that take long in the interpreter: without half of `specs` there."""
     return ON_GPU if device.type == "cuda" else [WIDE, EACH]
-
-
-def limit(device: torch.device) -> float:
-    """The largest relative error. On a GPU of bfloat16, elsewhere of float32."""
-    return 1e-2 if device.type == "cuda" else 1e-5
-
-
-def parts_of(slots: list[int], bounds: list[int], within: list[tuple[int, int, int]] = ()) -> Parts:
-    """Those of sequences; `within` is (slot of a sequence, tokens, slot that the state after them is stored in)."""
-    where, stored = np.array(slots, np.int32), np.array(within, np.int32).reshape(-1, 3).T
-    none = np.zeros((2, 0), np.int32)
-    return StateWork(where, none, none, stored).parts(np.diff(bounds))
 
 
 class Case:
@@ -117,13 +104,13 @@ class Case:
 
     def by_tokens(self, *sequences: list, states: LayerStates) -> torch.Tensor:
         lists, (x, out) = self.lists(*sequences), self.empty()
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, lists.chunks, x)
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, lists, x)
         delta.by_tokens(x, self.inputs, self.net, states, lists, out)
         return out
 
     def lists(self, *sequences: list) -> Cut:
         """For what `parts_of` takes."""
-        return Cut(*(self.sent(x) for x in cut(parts_of(*sequences))))
+        return Cut.of(parts_of(*sequences), self.inputs.x.device)
 
     def part(self, tokens: slice) -> Case:
         """The same layer with some of the tokens."""
@@ -135,37 +122,9 @@ class Case:
         return torch.from_numpy(x).to(self.inputs.x.device)
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-def assert_alike(
-    found: tuple[torch.Tensor, LayerStates], expected: tuple[torch.Tensor, LayerStates], most: float
-) -> None:
-    """Results and states."""
-    assert error(found[0], expected[0]) < most
-    assert torch.equal(found[1].conv[1:], expected[1].conv[1:])
-    assert error(found[1].rule[1:], expected[1].rule[1:]) < most
-
-
 def test_one_token_each(device):
-    """Of some sequences; two rows are padding, whose slot 0 is not written."""
     for spec in specs(device)[:2]:
-        slots = [3, 0, 1, 6, 0, 2]
-        case = Case(spec, len(slots), device)
-        found, expected = case.states(), case.states()
-        there = torch.tensor(slots, dtype=torch.int32, device=device)
-        out = case.decode(Runs.of_ones(there), found)
-        real = case.expected(slots, list(range(len(slots) + 1)), expected)
-        rows = there > 0
-        assert_alike((out[rows], found), (real[rows], expected), limit(device))
-        assert torch.equal(found.rule[0], case.states().rule[0])
-        assert torch.equal(found.conv[0], case.states().conv[0])
-
-
-BOUNDS = [0, 1, 3, 67, 132, 262]
-FEW_TOKENS = [0, 1, 3, 9, 19, 32]
-"""In place of BOUNDS where each token takes long in the interpreter."""
+        recurrent.check_one_token_each(Case(spec, 6, device), device)
 
 
 WAYS = [("by_chunks", 32), ("by_tokens", 0), pytest.param("by_chunks", 0, marks=pytest.mark.slow)]
@@ -173,27 +132,15 @@ WAYS = [("by_chunks", 32), ("by_tokens", 0), pytest.param("by_chunks", 0, marks=
 
 @pytest.mark.parametrize(("way", "few"), WAYS)
 def test_many_tokens(way, few, device, monkeypatch):
-    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay. With the convolution of whole chunks and
-    of parts."""
+    """Of sequences of 1, 2, 64, 65 and 130 tokens. With the convolution of whole chunks and of parts."""
     monkeypatch.setattr(convolutions, "FEW", few)
     bounds = FEW_TOKENS if way == "by_tokens" and device.type == "cpu" else BOUNDS
     for spec in specs(device):
-        case, slots = Case(spec, bounds[-1], device), [3, 1, 5, 6, 2]
-        found, expected = case.states(), case.states()
-        out = getattr(case, way)(slots, bounds, states=found)
-        real = case.expected(slots, bounds, expected)
-        assert_alike((out, found), (real, expected), limit(device))
-        assert torch.equal(found.rule[4], case.states().rule[4])
+        recurrent.check_many_tokens(Case(spec, bounds[-1], device), way, bounds, device)
 
 
 def test_padding_is_not_stored(device):
-    """Whatever has slot 0 leaves it as it is."""
-    for way in ("by_chunks", "by_tokens"):
-        case = Case(specs(device)[0], 40, device)
-        states = case.states()
-        getattr(case, way)([0, 2], [0, 30, 40], states=states)
-        assert torch.equal(states.rule[0], case.states().rule[0])
-        assert torch.equal(states.conv[0], case.states().conv[0])
+    recurrent.check_padding_is_not_stored(Case(specs(device)[0], 40, device))
 
 
 @pytest.mark.usefixtures("steady_products")
@@ -203,35 +150,18 @@ def test_padding_is_not_stored(device):
 )
 def test_results_do_not_depend_on_what_else_is_in_the_step(way, first, end, all_, device):
     for spec in some(device):
-        case = Case(spec, all_, device)
-        together = case.states()
-        out = getattr(case, way)([1, 2, 3], [0, first, end, all_], states=together)
-        alone, states = case.part(slice(first, end)), case.states()
-        assert torch.equal(getattr(alone, way)([2], [0, end - first], states=states), out[first:end])
-        assert torch.equal(states.rule[2], together.rule[2]) and torch.equal(states.conv[2], together.conv[2])
+        recurrent.check_alone_as_in_company(Case(spec, all_, device), way, first, end, all_)
 
 
 @pytest.mark.slow
 def test_token_by_token_it_does_not_matter_where_steps_end(device):
-    """To the last bit: warm is cold, and a decode is what a prompt would have been."""
     for spec in some(device):
-        case = Case(spec, 20, device)
-        whole, cut = case.states(), case.states()
-        out = case.by_tokens([4], [0, 20], states=whole)
-        cuts = (0, 1), (1, 2), (2, 11), (11, 20)
-        parts = [case.part(slice(a, b)).by_tokens([4], [0, b - a], states=cut) for a, b in cuts]
-        assert torch.equal(torch.cat(parts), out)
-        assert torch.equal(whole.rule, cut.rule) and torch.equal(whole.conv, cut.conv)
+        recurrent.check_tokens_do_not_depend_on_steps(Case(spec, 20, device))
 
 
 def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
     for spec in some(device):
-        case = Case(spec, 200, device)
-        whole, cut = case.states(), case.states()
-        out = case.by_chunks([4], [0, 200], states=whole)
-        cuts = (0, 5), (5, 100), (100, 200)
-        parts = [case.part(slice(a, b)).by_chunks([4], [0, b - a], states=cut) for a, b in cuts]
-        assert_alike((torch.cat(parts), cut), (out, whole), limit(device))
+        recurrent.check_chunks_in_several_steps(Case(spec, 200, device), device)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])
@@ -275,7 +205,7 @@ def test_decodes_beside_chunks(by_tokens, device, monkeypatch):
         found.conv.copy_(expected.conv)
         found.rule.copy_(expected.rule)
         slots, bounds = [3, 1, 6, 2], [0, 1, 2, 3, 15]
-        lists = Cut(*(case.sent(x) for x in cut(parts_of(slots, bounds).after(3))))
+        lists = Cut.of(parts_of(slots, bounds).after(3), device)
         first = Runs.of_ones(torch.tensor(slots[:3], dtype=torch.int32, device=device))
         step = delta_step.DeltaStep(pool, first, lists, by_tokens)
         _, out = case.empty()
@@ -283,34 +213,6 @@ def test_decodes_beside_chunks(by_tokens, device, monkeypatch):
         real = case.expected(slots, bounds, expected)
         for rows in (slice(3), slice(3, 15)):
             assert_alike((out[rows], found), (real[rows], expected), limit(device))
-
-
-DRAFTED = [3, 1, 4, 5, 0, 6, 2], [1, 3, 0, 0, 1, 2, 0]
-"""Slots and lengths of runs: a decode, two drafted tokens after one, padding, and one drafted token after one."""
-
-
-def assert_drafts_are_exact(case: Case, by_tokens: bool, put: Callable[[delta_step.DeltaStep, slice], torch.Tensor]):
-    """Results of drafted tokens and the states after them have the bits of those of tokens one by one. `put`: the
-    results of a step for some of a case's tokens. Of a draft, the first token's state is where the one before it was.
-    """
-    device = case.net.conv.device
-    there, pools = replace(case.spec, layers=frozenset({0, 1})), []
-    for _ in range(2):
-        pools.append(StatePool(there, SLOTS, case.net.conv.dtype, device))
-        for states, start in zip(pools[-1].layer(1), (case.states().conv, case.states().rule), strict=True):
-            states.copy_(start)
-    runs = Runs(*(torch.tensor(x, dtype=torch.int32, device=device) for x in DRAFTED))
-    out = put(delta_step.DeltaStep(pools[0], runs, None, by_tokens), slice(0, len(DRAFTED[0])))
-    live = 0
-    for at, (slot, length) in enumerate(zip(*DRAFTED, strict=True)):
-        live = slot if length else live
-        one = Runs.of_ones(torch.tensor([live], dtype=torch.int32, device=device))
-        found = put(delta_step.DeltaStep(pools[1], one, None, by_tokens), slice(at, at + 1))
-        assert torch.equal(found, out[at : at + 1])
-        for drafted, alone in zip(pools[0].layer(1), pools[1].layer(1), strict=True):
-            if slot:
-                assert torch.equal(drafted[slot], alone[live])
-    assert torch.equal(pools[0].layer(1)[1][0], case.states().rule[0]), "padding is not stored"
 
 
 @pytest.mark.parametrize("by_tokens", [False, True])
@@ -325,7 +227,7 @@ def test_drafted_tokens(by_tokens, device, monkeypatch):
             step.put(1, case.net, (out, out), out)
             return out
 
-        assert_drafts_are_exact(case, by_tokens, put)
+        recurrent.check_drafts(case, by_tokens, put)
 
 
 def test_copies_of_states(device):
@@ -393,19 +295,7 @@ def test_lists_are_cut_where_states_are_stored():
 @pytest.mark.usefixtures("steady_products")
 @pytest.mark.parametrize(("way", "few"), WAYS)
 def test_states_are_stored_within_a_step(way, few, device, monkeypatch):
-    """They are those of a step that ends there; and what follows is the same, to the last bit."""
     monkeypatch.setattr(convolutions, "FEW", few)
-    on_cpu = device.type == "cpu"
-    first, second, end = (4, 9, 14) if on_cpu and way == "by_tokens" else (70, 140, 150)
+    stops = recurrent.stops(way, device)
     for spec in some(device):
-        case = Case(spec, end + 5, device)
-        within, alone = case.states(), case.states()
-        run = getattr(case, way)
-        out = run([3, 1], [0, 5, end + 5], [(1, first, 5), (1, second, 6)], states=within)
-        for slot, begin, stop in ((5, 0, first), (6, first, second), (0, second, end)):
-            part = case.part(slice(5 + begin, 5 + stop))
-            assert torch.equal(getattr(part, way)([1], [0, stop - begin], states=alone), out[5 + begin : 5 + stop])
-            where = slot or 1
-            assert torch.equal(within.rule[where], alone.rule[1]) and torch.equal(within.conv[where], alone.conv[1])
-        for slot in (0, 2, 4):
-            assert torch.equal(within.rule[slot], case.states().rule[slot])
+        recurrent.check_states_within_a_step(Case(spec, stops[2] + 5, device), way, stops)

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.cuda import convolutions, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs, cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.delta_step import DeltaStep
 from radixrt.worker.cuda.mamba import MambaInputs
@@ -24,16 +24,8 @@ from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.mamba import gated, state_space
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
-from tests.worker.cuda.test_delta import (
-    BOUNDS,
-    DRAFTED,
-    FEW_TOKENS,
-    SLOTS,
-    assert_alike,
-    assert_drafts_are_exact,
-    limit,
-    parts_of,
-)
+from tests.worker.cuda import recurrent
+from tests.worker.cuda.recurrent import BOUNDS, DRAFTED, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
 
 NONE: frozenset[int] = frozenset()
 SMALL = MambaSpec(NONE, 4, 8, 2, 16, 4, conv_bias=True, bias=False, out_bias=False)
@@ -104,17 +96,15 @@ class Case:
         return out
 
     def by_chunks(self, *sequences: list, states: LayerStates, tokens: int = TOKENS) -> torch.Tensor:
-        return self.by(partial(mamba_chunks.by_chunks, tokens=tokens), *sequences, states=states, tokens=tokens)
+        return self.by(mamba_chunks.by_chunks, *sequences, states=states, tokens=tokens)
 
     def by_tokens(self, *sequences: list, states: LayerStates) -> torch.Tensor:
         return self.by(mamba.by_tokens, *sequences, states=states)
 
     def by(self, way: Callable[..., None], *sequences: list, states: LayerStates, tokens: int = TOKENS) -> torch.Tensor:
         """By one of the two ways, for what `parts_of` takes."""
-        parts = parts_of(*sequences)
-        of_conv, lists = (Cut(*(self.sent(x) for x in cut(parts, size))) for size in (TOKENS, tokens))
-        x, out = self.empty()
-        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, of_conv.chunks, x)
+        lists, (x, out) = Cut.of(parts_of(*sequences), self.projected.device, tokens), self.empty()
+        convolutions.conv_chunks(self.inputs.x, self.net, states.conv, lists, x)
         way(x, self.inputs, self.net, states, lists, out)
         mamba.finish(self.inputs, self.net, out)
         return out
@@ -137,32 +127,18 @@ class Case:
 
 @pytest.mark.parametrize("elements", [mamba.DECODE_ELEMENTS, 64])
 def test_one_token_each(elements, device):
-    """Of some sequences; two rows are padding, whose slot 0 is not written. Heads are computed whole and in parts."""
+    """Heads are computed whole and in parts."""
     for spec in specs(device):
-        slots = [3, 0, 1, 6, 0, 2]
-        case = Case(spec, len(slots), device)
-        found, expected = case.states(), case.states()
-        there = torch.tensor(slots, dtype=torch.int32, device=device)
-        out = case.decode(Runs.of_ones(there), found, elements)
-        real = case.expected(slots, list(range(len(slots) + 1)), expected)
-        rows = there > 0
-        assert_alike((out[rows], found), (real[rows], expected), limit(device))
-        assert torch.equal(found.rule[0], case.states().rule[0])
-        assert torch.equal(found.conv[0], case.states().conv[0])
+        recurrent.check_one_token_each(Case(spec, 6, device), device, elements=elements)
 
 
 @pytest.mark.parametrize(("way", "many"), [("by_chunks", 1), ("by_chunks", 1 << 30), ("by_tokens", 1)])
 def test_many_tokens(way, many, device, monkeypatch):
-    """Of sequences of 1, 2, 64, 65 and 130 tokens; states of other slots stay. Heads one by one and together."""
+    """Of sequences of 1, 2, 64, 65 and 130 tokens. Heads one by one and together."""
     monkeypatch.setattr(mamba_chunks, "MANY", many)
     bounds = FEW_TOKENS if way == "by_tokens" and device.type == "cpu" else BOUNDS
     for spec in specs(device):
-        case, slots = Case(spec, bounds[-1], device), [3, 1, 5, 6, 2]
-        found, expected = case.states(), case.states()
-        out = getattr(case, way)(slots, bounds, states=found)
-        real = case.expected(slots, bounds, expected)
-        assert_alike((out, found), (real, expected), limit(device))
-        assert torch.equal(found.rule[4], case.states().rule[4])
+        recurrent.check_many_tokens(Case(spec, bounds[-1], device), way, bounds, device)
 
 
 def test_chunks_of_another_length(device):
@@ -174,13 +150,7 @@ def test_chunks_of_another_length(device):
 
 
 def test_padding_is_not_stored(device):
-    """Whatever has slot 0 leaves it as it is."""
-    for way in ("by_chunks", "by_tokens"):
-        case = Case(specs(device)[0], 40, device)
-        states = case.states()
-        getattr(case, way)([0, 2], [0, 30, 40], states=states)
-        assert torch.equal(states.rule[0], case.states().rule[0])
-        assert torch.equal(states.conv[0], case.states().conv[0])
+    recurrent.check_padding_is_not_stored(Case(specs(device)[0], 40, device))
 
 
 @pytest.mark.usefixtures("steady_products")
@@ -190,35 +160,18 @@ def test_padding_is_not_stored(device):
 )
 def test_results_do_not_depend_on_what_else_is_in_the_step(way, first, end, all_, device):
     for spec in some(device):
-        case = Case(spec, all_, device)
-        together = case.states()
-        out = getattr(case, way)([1, 2, 3], [0, first, end, all_], states=together)
-        alone, states = case.part(slice(first, end)), case.states()
-        assert torch.equal(getattr(alone, way)([2], [0, end - first], states=states), out[first:end])
-        assert torch.equal(states.rule[2], together.rule[2]) and torch.equal(states.conv[2], together.conv[2])
+        recurrent.check_alone_as_in_company(Case(spec, all_, device), way, first, end, all_)
 
 
 @pytest.mark.slow
 def test_token_by_token_it_does_not_matter_where_steps_end(device):
-    """To the last bit: warm is cold, and a decode is what a prompt would have been."""
     for spec in specs(device):
-        case = Case(spec, 20, device)
-        whole, parted = case.states(), case.states()
-        out = case.by_tokens([4], [0, 20], states=whole)
-        cuts = (0, 1), (1, 2), (2, 11), (11, 20)
-        parts = [case.part(slice(a, b)).by_tokens([4], [0, b - a], states=parted) for a, b in cuts]
-        assert torch.equal(torch.cat(parts), out)
-        assert torch.equal(whole.rule, parted.rule) and torch.equal(whole.conv, parted.conv)
+        recurrent.check_tokens_do_not_depend_on_steps(Case(spec, 20, device))
 
 
 def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
     for spec in some(device):
-        case = Case(spec, 200, device)
-        whole, parted = case.states(), case.states()
-        out = case.by_chunks([4], [0, 200], states=whole)
-        cuts = (0, 5), (5, 100), (100, 200)
-        parts = [case.part(slice(a, b)).by_chunks([4], [0, b - a], states=parted) for a, b in cuts]
-        assert_alike((torch.cat(parts), parted), (out, whole), limit(device))
+        recurrent.check_chunks_in_several_steps(Case(spec, 200, device), device)
 
 
 def test_decays_that_underflow_leave_no_trace(device):
@@ -253,20 +206,9 @@ def test_small_time_steps_are_exact(device):
 @pytest.mark.usefixtures("steady_products")
 @pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
 def test_states_are_stored_within_a_step(way, device):
-    """They are those of a step that ends there; and what follows is the same, to the last bit."""
-    first, second, end = (4, 9, 14) if device.type == "cpu" and way == "by_tokens" else (70, 140, 150)
+    stops = recurrent.stops(way, device)
     for spec in some(device):
-        case = Case(spec, end + 5, device)
-        within, alone = case.states(), case.states()
-        run = getattr(case, way)
-        out = run([3, 1], [0, 5, end + 5], [(1, first, 5), (1, second, 6)], states=within)
-        for slot, begin, stop in ((5, 0, first), (6, first, second), (0, second, end)):
-            part = case.part(slice(5 + begin, 5 + stop))
-            assert torch.equal(getattr(part, way)([1], [0, stop - begin], states=alone), out[5 + begin : 5 + stop])
-            where = slot or 1
-            assert torch.equal(within.rule[where], alone.rule[1]) and torch.equal(within.conv[where], alone.conv[1])
-        for slot in (0, 2, 4):
-            assert torch.equal(within.rule[slot], case.states().rule[slot])
+        recurrent.check_states_within_a_step(Case(spec, stops[2] + 5, device), way, stops)
 
 
 def test_a_step_of_a_layer(device):
@@ -280,7 +222,7 @@ def test_a_step_of_a_layer(device):
             pool.rules.copy_(case._states[1])
         parts = parts_of([2, 5, 1, 6], [0, 1, 2, 72, 80], [(1, 30, 4)])
         first = Runs.of_ones(torch.tensor([2, 5], dtype=torch.int32, device=device))
-        lists, every = (Cut(*(case.sent(x) for x in cut(some))) for some in (parts.after(2), parts))
+        lists, every = (Cut.of(some, device) for some in (parts.after(2), parts))
         steps = [DeltaStep(pools[0], first, lists), DeltaStep(pools[1], None, every, by_tokens=True)]
         net = replace(case.net, projection=lambda x: x)
         there = (torch.from_numpy(x).to(device) for x in (parts.sources, parts.bounds, parts.targets))
@@ -291,7 +233,7 @@ def test_a_step_of_a_layer(device):
             assert_alike((out, found), (real, expected), 1.5 * limit(device))
             assert torch.equal(pool.rules[:, 0], pools[2].rules[:, 0])
         ones, part = DeltaStep(pools[0], first, by_tokens=True), case.projected[:2]
-        two = Cut(*(case.sent(x) for x in cut(parts_of([2, 5], [0, 1, 2]))))
+        two = Cut.of(parts_of([2, 5], [0, 1, 2]), device)
         assert torch.equal(ones(0, net, part), DeltaStep(pools[1], None, two, by_tokens=True)(0, net, part))
 
 
@@ -300,7 +242,7 @@ def test_drafted_tokens(by_tokens, device):
     for spec in specs(device):
         case = Case(spec, len(DRAFTED[0]), device)
         net = replace(case.net, projection=lambda x: x)
-        assert_drafts_are_exact(
+        recurrent.check_drafts(
             case, by_tokens, lambda step, rows, case=case, net=net: step(1, net, case.projected[rows])
         )
 
@@ -354,3 +296,14 @@ def test_heads_that_are_computed_together():
     assert together(replace(spec, heads=24, groups=1), 500) == 8
     assert together(replace(spec, heads=24, groups=2), 500) == 4
     assert together(replace(spec, heads=25, groups=1), 500) == 1
+
+
+def test_columns_of_a_program():
+    """All of a state's, if one sequence has enough heads for the chip."""
+    spec = replace(SMALL, heads=128, head_dim=64, state=128)
+    columns = partial(mamba_chunks.columns, most=128)
+    assert [columns(spec, n) for n in (1, 2)] == [128, 64]
+    assert columns(replace(spec, heads=64), 1) == columns(replace(spec, heads=64, state=64), 1) == 64
+    assert columns(replace(spec, heads=24, head_dim=128, state=256), 1) == 64
+    assert columns(replace(spec, heads=64, head_dim=128), 1) == 128
+    assert mamba_chunks.columns(spec, 1, 32) == 32 and columns(SMALL, 1) == 16

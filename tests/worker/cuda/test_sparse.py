@@ -13,6 +13,7 @@ import torch
 from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend, sparse, variants
 from radixrt.worker.cuda.chunks import Pages
+from radixrt.worker.cuda.index_scores import QUERIES, index_scores, make_tiles
 from radixrt.worker.cuda.sparse import Sparse
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.variants import Shape
@@ -59,19 +60,32 @@ def test_index_scores(page_size, heads, dim, device):
     plan, table, keys, q, weights = pages_and_queries(page_size, heads, dim, device)
     queries, on_device = queries_of(plan, device), torch.from_numpy(table).to(device)
     keys[slots_of(table, 3, 60, page_size, device)[55]] = torch.nan
-    found = sparse.index_scores(q, weights, keys, on_device, queries, 256, page_size)
+    tiles = make_tiles(queries[:, 1].cpu().numpy(), 11)
+    found = torch.full((len(queries), 256), torch.nan, device=device)
+    index_scores(q, weights, keys, on_device, queries, torch.from_numpy(tiles).to(device), found, page_size)
     for (token, row, position), scores in zip(queries.tolist(), found, strict=True):
         own = keys[slots_of(table, row, position + 1, page_size, device)]
         expected = plainly._scores(q[token : token + 1], weights[token : token + 1], own)[0]
         expected = expected.nan_to_num(nan=plainly.HIGHEST)
         assert torch.allclose(scores[: position + 1], expected, atol=1e-4)
-        assert (scores[position + 1 :] == -torch.inf).all()
+        assert scores[position + 1 :].isnan().all()
         assert (scores == plainly.HIGHEST).sum() == (row == 3)
 
 
-@pytest.mark.parametrize("exact", [False, True])
+def test_tiles():
+    """Of 150, 1 and 70 queries, computed 128 at a time."""
+    tiles = make_tiles(np.repeat([0, 3, 4], [150, 1, 70]), 2 * QUERIES)
+    assert tiles.tolist() == [[0, 64], [64, 64], [128, 22], [150, 1], [151, 64], [215, 6]]
+    assert make_tiles(np.zeros(10), 4).tolist() == [[0, 4], [4, 4], [8, 2]]
+    rounds = sparse._rounds(np.zeros(200), 130)
+    assert [(begin, end, tiles.tolist()) for begin, end, tiles in rounds] == [
+        (0, 128, [[0, 64], [64, 64]]),
+        (128, 200, [[128, 64], [192, 8]]),
+    ]
+
+
 @pytest.mark.parametrize(("page_size", "kv_dtype", "heads"), [(1, "float32", 4), (4, "fp8_e4m3", 20)])
-def test_queries_attend_to_what_is_selected(page_size, kv_dtype, heads, exact, device, monkeypatch):
+def test_queries_attend_to_what_is_selected(page_size, kv_dtype, heads, device, monkeypatch):
     """Scores are computed for a few queries at a time."""
     monkeypatch.setattr(sparse, "MOST_SCORES", 7 * 256)
     plan, table, index_keys, q, weights = pages_and_queries(page_size, 16, 12, device)
@@ -86,7 +100,7 @@ def test_queries_attend_to_what_is_selected(page_size, kv_dtype, heads, exact, d
     variant = variants.decode_variant(shape, pool.dtype.itemsize)
     tiling = attend.best_tiling(variant, shape, pool.dtype, torch.float32, device, causal=True)
     packer = Packer(device)
-    step = Sparse(TOP_K, page_size, shape, variant, tiling, exact).step(plan, packer)
+    step = Sparse(TOP_K, page_size, shape, variant, tiling).step(plan, packer)
     assert step is not None
     step.sent(packer.send())
     keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
@@ -99,7 +113,7 @@ def test_queries_attend_to_what_is_selected(page_size, kv_dtype, heads, exact, d
     reference = TorchAttention(pool, page_size, (None,), 0.3)
     for token, row, position in queries_of(plan, device).tolist():
         slots = slots_of(table, row, position + 1, page_size, device)
-        chosen = plainly.select(q[token, None], weights[token, None], index_keys[slots], TOP_K, exact)
+        chosen = plainly.select(q[token, None], weights[token, None], index_keys[slots], TOP_K, False)
         expected = reference.of_selected(0, absorbed[token, None], slots[chosen])
         assert error(out[token, None], expected) < (2e-2 if "fp8" in kv_dtype else 1e-2)
     others = step.others.tolist()
@@ -109,7 +123,7 @@ def test_queries_attend_to_what_is_selected(page_size, kv_dtype, heads, exact, d
 def test_which_queries_attend_to_all_tokens(device):
     shape = Shape(4, 1, 48, 1, 32, 0.3)
     variant = variants.decode_variant(shape, 4)
-    found = Sparse(TOP_K, 1, shape, variant, variants.tiling(variant, shape, 4, single=True), False)
+    found = Sparse(TOP_K, 1, shape, variant, variants.tiling(variant, shape, 4, single=True))
     assert found.step(plan_of([(3, 1), (19, 1), (0, 20)]), Packer(device)) is None
     step = found.step(plan_of(SEQUENCES), Packer(device))
     assert step.dense_requests.tolist() == [0, 1, 4, 5, 7]
@@ -126,6 +140,6 @@ def test_many_queries_need_no_partial_results(device):
     shape = Shape(4, 1, 48, 1, 32, 0.3)
     variant = variants.decode_variant(shape, 4)
     for count, partials in ((300, 1), (1, 2)):
-        found = Sparse(200, 1, shape, variant, variants.tiling(variant, shape, 4, single=True), False)
+        found = Sparse(200, 1, shape, variant, variants.tiling(variant, shape, 4, single=True))
         step = found.step(plan_of([(200, count)]), Packer(device))
         assert step._attention._partials == partials

@@ -19,6 +19,12 @@ from tests.worker.families import make_model
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
 
 
+@pytest.fixture(autouse=True)
+def _interpreter(device):
+    if device.type == "cuda":
+        pytest.skip("for the interpreter")
+
+
 def generating(count: int) -> Sampling:
     return msgspec.structs.replace(GREEDY, max_tokens=count)
 
