@@ -52,6 +52,7 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --sampling
 	PYTHONPATH=.gpu/site:. python3 -m bench.early
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --drafts
+	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3.5-9b --attention-backend triton --drafts
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape qwen3-30b
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape gpt-oss-20b --attention-backend triton
 	PYTHONPATH=.gpu/site:. python3 -m bench.worker --shape gpt-oss-20b --attention-backend triton --quantization none

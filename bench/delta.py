@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, launching
-from radixrt.worker.cuda.cutting import TOKENS, Cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import Tiles
 from radixrt.worker.cuda.delta_step import is_whole
@@ -80,7 +80,7 @@ class Case:
             )
             for _ in range(layers)
         ]
-        self.there = torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE)
+        self.there = Runs.of_ones(torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE))
         none = np.zeros((2, 0), dtype=np.int32)
         parts = StateWork(self.slots, none, none).parts(np.array(counts))
         self.lists = Cut.of(parts, DEVICE)

@@ -1,10 +1,11 @@
 """Number of steps that recorded calls of agents take with drafted tokens: the scheduler and its drafter, with a runner
 that returns the recorded answers, one call after the other, in their original order.
 
-    python -m bench.drafts [--data FOLDER] [--calls 200]
+    python -m bench.drafts [--data FOLDER] [--calls 200] [--shape qwen3.5-9b]
 
 A step without a draft adds one token, one with a draft up to several. The costs of steps on a GPU are measured by
-`python -m bench.worker --drafts`; if its file exists, `faster` is the speedup of decoding the calls one at a time.
+`python -m bench.worker --drafts [--shape ...]`; if its file exists, `faster` is the speedup of decoding the calls one
+at a time.
 Every answer must be the recorded one. The tokenizer is a published one, not that of the models that were recorded.
 
 Then tool calls of tau-bench with the schema of their tools as grammar, each after its conversation: tokens that the
@@ -96,10 +97,10 @@ def replay(found: list[tuple[list[int], list[int]]], drafter: Drafter | None) ->
     return runner
 
 
-def costs() -> dict[int, float]:
+def costs(kind: str = "") -> dict[int, float]:
     """The cost of a step of one request by its number of draft tokens, relative to a step without; empty if it was not
-    measured."""
-    path = RESULTS / "worker_drafts.json"
+    measured. `kind`: the end of the name of its file."""
+    path = RESULTS / f"worker_drafts{kind}.json"
     if not path.exists():
         return {}
     rows = json.loads(path.read_text())["rows"]
@@ -229,15 +230,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the traces and a tokenizer")
     parser.add_argument("--calls", type=int, default=200, help="of each trace")
+    parser.add_argument("--shape", default="", help="of the model whose steps were measured; Llama 8B by default")
     args = parser.parse_args()
     if not args.data.is_dir():
         print(f"no data at {args.data}")
         return
-    known = costs()
+    kind = args.shape and "_" + args.shape.replace("-", "_")
+    known = costs(kind)
     rows = [row(name, list(calls(args.data, trace, args.calls)), known) for name, trace in TRACES.items()]
     rows.append(schema_row(args.data, args.calls, known))
     print(table(rows))
-    save("drafts", rows)
+    save(f"drafts{kind}", rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from bench import delta
 from bench.delta import CACHE, DEVICE, drawn
 from radixrt.worker.cuda import convolutions, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import TOKENS, Cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.mamba import MambaInputs
 from radixrt.worker.cuda.mamba_chunks import Tiles
@@ -73,7 +73,7 @@ class Case(delta.Case):
             )
             for _ in range(layers)
         ]
-        self.there = torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE)
+        self.there = Runs.of_ones(torch.from_numpy(self.slots.astype(np.int32)).to(DEVICE))
         none = np.zeros((2, 0), dtype=np.int32)
         parts = StateWork(self.slots, none, none).parts(np.array(counts))
         self.lists = Cut.of(parts, DEVICE, tokens)
@@ -119,7 +119,7 @@ class Case(delta.Case):
         """Milliseconds that torch takes, its synchronisations and all."""
         states, best = self.layers[0], []
         slots, bounds = (torch.from_numpy(x).to(DEVICE) for x in (self.slots, self.bounds))
-        recurrence = Recurrence(lambda _: (states.conv, states.rule), slots, slots, bounds)
+        recurrence = Recurrence(lambda _: (states.conv, states.rule), slots, bounds)
         for _ in range(4):
             torch.cuda.synchronize()
             began = time.perf_counter()

@@ -85,8 +85,8 @@ class WorkerConfig:
     page_size: int = setting(1, "tokens per KV page", least=1, most=1 << 16)
     max_total_tokens: int = setting(0, "token slots in the KV pool (0: what fits in memory)", least=0, most=MOST_TOKENS)
     max_mamba_cache_size: int = setting(
-        0, "recurrent states (of linear attention, Mamba-2) of running requests and cached prefixes (0: what fits in "
-        "half of the memory for the cache)", least=0, most=1 << 20
+        0, "recurrent states (of linear attention, Mamba-2) of running requests, drafted tokens and cached prefixes "
+        "(0: what fits in half of the memory for the cache)", least=0, most=1 << 20
     )  # fmt: skip
     max_model_len: int = setting(
         0, "most tokens of prompt and output together (0: the model's limit)", least=0, most=MOST_TOKENS

@@ -184,9 +184,6 @@ def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
         raise ValueError(f"speculative_num_draft_tokens: {config.speculative_num_draft_tokens}, at least 1")
     if config.speculative_algorithm != "ngram":
         return None
-    if runner.num_states:
-        log.warning("tokens are not drafted: recurrent states cannot be taken back to before a wrong one")
-        return None
     among = MOST_SPARSE if runner.sparse else sys.maxsize
     return Drafter(config.speculative_num_draft_tokens, overlaps=runner.overlaps, among=among)
 

@@ -62,6 +62,9 @@ class StepBuilder:
         self.wants: list[int] = []
         self.samples: list[bool] = []
         self.starts: list[int] = []
+        self.states: list[int] = []
+        """Slots of recurrent states (`StateWork.slots`), and `StateWork.runs`, if the model has any."""
+        self.runs: list[int] = []
         self.drafts: list[Draft] = []
         """Their entries come before those of chunks."""
         self.scored = 0
@@ -74,9 +77,9 @@ class StepBuilder:
             return request.behind
         return min(request.behind, max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored)
 
-    def add_draft(self, request: Request, ids: list[int]) -> None:
+    def add_draft(self, request: Request, ids: list[int], states: list[int]) -> None:
         """Plan the last token of a request and the drafted `ids` after it. Their pages must be reserved; they are not
-        published to the tree."""
+        published to the tree. `states`: slots for the recurrent states after each of `ids`, if the model has any."""
         count, start = 1 + len(ids), request.computed
         self.drafts.append(Draft(request, ids, len(self.requests)))
         self.requests += [request] * count
@@ -86,6 +89,8 @@ class StepBuilder:
         self.wants += [1] * count
         self.samples += [True] * count
         self.starts += range(start, start + count)
+        self.states += [request.state, *states]
+        self.runs += [count, *[0] * len(ids)]
 
     def add(self, request: Request, count: int) -> None:
         """Plan the next `count` tokens of a request, and publish them to the tree. Their pages must be reserved."""
@@ -108,13 +113,16 @@ class StepBuilder:
         self.scored += max(0, scored)
         self.samples.append(samples)
         self.starts.append(start)
+        self.states.append(request.state)
+        self.runs.append(1)
 
     def build(self, step: int, decodes: Decodes) -> Plan:
         """The decodes and what was collected, as one Plan."""
         slots, starts = self.cache.slots(decodes.rows, decodes.positions), decodes.positions.astype(np.int32)
         states = None
         if self.cache.states is not None:
-            states = self.cache.state_work(_appended(decodes.states, [r.state for r in self.requests]))
+            runs = _appended(decodes.ones, self.runs) if self.drafts else ()
+            states = self.cache.state_work(_appended(decodes.states, self.states), runs)
         if not self.requests:
             return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
                         decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states)  # fmt: skip

@@ -309,9 +309,9 @@ class PageCache:
             begin += len(index)
         return found
 
-    def state_work(self, slots: list[int] | np.ndarray) -> StateWork:
-        """What the plan being made does with the states: those of its requests, and copies."""
-        return StateWork(np.asarray(slots, dtype=np.int32), *self.states.drain())
+    def state_work(self, slots: list[int] | np.ndarray, runs: list[int] | np.ndarray = ()) -> StateWork:
+        """What the plan being made does with the states: those of its entries, and copies. See StateWork."""
+        return StateWork(np.asarray(slots, np.int32), *self.states.drain(), np.asarray(runs, np.int32))
 
     def can_take(self, pages: int) -> bool:
         """Whether that many pages are free or can be evicted without releasing pins or kept contexts."""

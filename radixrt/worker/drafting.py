@@ -11,7 +11,7 @@ one row each, as if they were decodes of several requests, and samples at each o
 A sampled token depends only on the tokens before it, the position and the seed, so the result is the same as without
 drafts, but for the rounding of kernels. Penalties count the drafted tokens before a position. With a grammar, a draft
 ends where the grammar forces what comes next. A decode step is bound by reading the weights, so a few more rows hardly
-make it longer.
+make it longer. How drafts are planned and verified is in `speculation`.
 """
 
 from __future__ import annotations

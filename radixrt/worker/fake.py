@@ -210,10 +210,14 @@ class FakeRunner:
         states[0] = 0
         states[work.restores[1]] = states[work.restores[0]]
         assert len(set(work.slots.tolist())) == len(work.slots) and work.slots.all(), "each request has its own state"
-        for request, slot, start, found in zip(plan.requests, work.slots, plan.starts, hashes, strict=True):
+        runs = work.runs if work.runs.size else np.ones_like(work.slots)
+        previous = np.where(runs > 0, work.slots, np.roll(work.slots, 1))
+        for request, slot, source, start, found in zip(
+            plan.requests, work.slots, previous, plan.starts, hashes, strict=True
+        ):
             if not request.over:
                 before = found[start - 1] if start else np.uint64(0)
-                assert states[slot] == before, f"request {request.id} would go on from another state"
+                assert states[source] == before, f"request {request.id} would go on from another state"
             states[slot] = found[-1]
         for live, tokens, slot in work.within.T:
             index = work.slots.tolist().index(live)

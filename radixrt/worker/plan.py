@@ -23,7 +23,8 @@ the page table, which is still on the device."""
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Guessed token `ids` after the last token of a request. They are computed as 1 + len(ids) entries of the plan,
-    from index `first` on: one for the last token and one for each guess."""
+    from index `first` on: one for the last token and one for each guess. A recurrent state goes from entry to entry
+    (`StateWork.runs`)."""
 
     request: Request
     ids: list[int]
@@ -40,7 +41,8 @@ class StateWork:
 
     slots: np.ndarray
     """int32[B]: slot of each request's state, which the step reads and writes. It is the state after the first `starts`
-    tokens, and then after `counts` more."""
+    tokens, and then after `counts` more. Drafted tokens (see `runs`) have slots of their own, which are only written.
+    """
     restores: np.ndarray
     """int32[2, N]: (from, to), copied before the step. From slot 0: zeros."""
     saves: np.ndarray
@@ -48,18 +50,29 @@ class StateWork:
     within: np.ndarray = field(default_factory=lambda: np.zeros((3, 0), dtype=np.int32))
     """int32[3, M]: (live slot, tokens, to): the state of a request after so many of its tokens of this step, fewer than
     all, is stored in a slot as well."""
+    runs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """int32[B]: how many entries, from this one on, each go on from the state of the one before: of a draft with its
+    first entry, 0 with its others; 1 with all that are no drafts. Empty if there are no drafts."""
+
+    @classmethod
+    def nothing(cls) -> StateWork:
+        """That of no requests."""
+        none = np.zeros((2, 0), dtype=np.int32)
+        return cls(none[0], none, none)
 
     def parts(self, counts: np.ndarray) -> Parts:
         """The requests' tokens, of which a step computes `counts`, cut where states are stored."""
         ends = np.cumsum(counts, dtype=np.int64)
         owners, targets = np.arange(len(counts)), self.slots.astype(np.int64)
-        if not self.within.size:
+        if not self.within.size and not self.runs.size:
             return Parts(targets, targets, np.concatenate([[0], ends]), owners)
         live, tokens, to = self.within.astype(np.int64)
         by_slot = np.argsort(targets)
         index = by_slot[np.searchsorted(targets, live, sorter=by_slot)]
         cuts = (ends - counts)[index] + tokens
         order = np.argsort(np.concatenate([ends, cuts]))
+        if self.runs.size:
+            owners = np.maximum.accumulate(np.where(self.runs > 0, owners, 0))
         pairs = (owners, index), (targets, to), (ends, cuts)
         owners, targets, ends = (np.concatenate(pair)[order] for pair in pairs)
         begins = np.diff(owners, prepend=-1) > 0
@@ -78,7 +91,7 @@ class Parts:
     bounds: np.ndarray
     """[P + 1]: part p has the step's tokens bounds[p] to bounds[p + 1]."""
     owners: np.ndarray
-    """[P]: indices of the requests."""
+    """[P]: indices of the requests; of a draft, of its first entry."""
 
     def after(self, count: int) -> Parts:
         """All but the first `count` parts."""

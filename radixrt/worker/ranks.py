@@ -86,8 +86,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     table_writes: bytes
     wants_logits: bool
     paths: dict[int, list[tuple[int, int]]]
-    states: tuple[bytes, bytes, bytes, bytes] | None = None
-    """Slots, restores, saves and within of `Plan.states`."""
+    states: tuple[bytes, bytes, bytes, bytes, bytes] | None = None
+    """Slots, restores, saves, within and runs of `Plan.states`."""
 
     @classmethod
     def of(cls, plan: Plan, paths: Mapping[int, Nodes]) -> Step:
@@ -99,7 +99,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             plan.table_writes.tobytes(),
             plan.wants_logits,
             {index: list(path) for index, path in paths.items()},
-            (work := plan.states) and tuple(x.tobytes() for x in (work.slots, work.restores, work.saves, work.within)),
+            (work := plan.states)
+            and tuple(x.tobytes() for x in (work.slots, work.restores, work.saves, work.within, work.runs)),
         )
 
     def plan(self, requests: tuple[Request, ...]) -> Plan:
@@ -109,8 +110,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
         writes = _array(self.table_writes, np.int32).reshape(3, -1)
         states = None
         if self.states is not None:
-            slots, *copies, within = (_array(x, np.int32) for x in self.states)
-            states = StateWork(slots, *(x.reshape(2, -1) for x in copies), within.reshape(3, -1))
+            slots, *copies, within, runs = (_array(x, np.int32) for x in self.states)
+            states = StateWork(slots, *(x.reshape(2, -1) for x in copies), within.reshape(3, -1), runs)
         return ReceivedPlan(
             self.step, requests, *integers, _array(self.samples, np.bool_), writes, states=states,
             logits_wanted=self.wants_logits,

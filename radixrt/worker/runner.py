@@ -127,8 +127,11 @@ class TorchRunner(ModelRunner):
 
     def _recurrence(self, plan: Plan) -> Recurrence:
         parts = plan.states.parts(plan.counts)
-        arrays = (torch.from_numpy(x).to(self._device) for x in (parts.sources, parts.targets, parts.bounds))
-        return Recurrence(self.states.layer, *arrays)
+        sources, targets, bounds = (
+            torch.from_numpy(x).to(self._device) for x in (parts.sources, parts.targets, parts.bounds)
+        )
+        in_place = np.array_equal(parts.sources, parts.targets)
+        return Recurrence(self.states.layer, sources, bounds, None if in_place else targets)
 
 
 def wanted(plan: Plan) -> np.ndarray:

@@ -132,7 +132,7 @@ def _states_of_one(model: Decoder, tokens: int) -> Recurrence | None:
         return None
     pool = StatePool(model.spec.recurrent, 2, model.dtype, model.device)
     slots, bounds = (torch.tensor(x, device=model.device) for x in ([1], [0, tokens]))
-    return Recurrence(pool.layer, slots, slots, bounds)
+    return Recurrence(pool.layer, slots, bounds)
 
 
 def calibration_prompts(vocab_size: int, max_model_len: int, bos_id: object = None) -> np.ndarray:

@@ -30,11 +30,12 @@ from radixrt.worker.admission import Admission
 from radixrt.worker.branching import Branching, until_mark
 from radixrt.worker.building import Decodes, StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
-from radixrt.worker.drafting import MOST_ROWS, Drafter, should_wait
+from radixrt.worker.drafting import Drafter, should_wait
 from radixrt.worker.ending import Ending
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
+from radixrt.worker.speculation import Speculation
 from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
 
@@ -63,6 +64,7 @@ class Scheduler:
         self._branching = Branching(self.running, self._waiting, cache.page_size) if cache.states is not None else None
         self._admission = Admission(cache, self.running, self._waiting, self._counter, self._branching)
         self._ending = Ending(self._requests, cache, self.running, self._waiting, self._counter)
+        self._speculation = Speculation(cache, self.running, limits.max_num_batched_tokens)
         self._arrivals = Arrivals()
         self._clock = 0
 
@@ -126,12 +128,12 @@ class Scheduler:
             kept.expire() if self._waiting else kept.clear()
         if running.drafting and should_wait(sum(r.pending > 0 for r in running.drafting), running.generating):
             return None
-        drafts = self._draft() if running.drafting else []
+        drafts = self._speculation.plan(self.drafter) if running.drafting else []
         self._reserve_decodes()
         builder = StepBuilder(self.cache)
-        for request, ids in drafts:
+        for request, ids, states in drafts:
             if request.row >= 0:
-                builder.add_draft(request, ids)
+                builder.add_draft(request, ids, states)
         budget = self.limits.max_num_batched_tokens - len(running.decoding) - len(builder.requests)
         behind = [*running.behind]
         while budget > 0 and (request := self._admission.next(behind, self.steps)):
@@ -146,29 +148,6 @@ class Scheduler:
         self._clock += len(plan.tokens)
         self._advance(decodes, builder)
         return plan
-
-    def _draft(self) -> list[tuple[Request, list[int]]]:
-        """Draft tokens for the drafting requests whose last token is known, and reserve pages for them. Requests for
-        which there is no draft, or no pages, move back to `decoding`. Returns (request, drafted ids) of the others."""
-        running = self.running
-        requests, ready = running.generating, [r for r in running.drafting if not r.pending]
-        rows = min(MOST_ROWS, self.limits.max_num_batched_tokens) - len(running.decoding)
-        room = rows // max(len(ready), 1) - 1  # drafted tokens of each, beside its last token
-        found = []
-        for request in ready:
-            ids = self.drafter.draft(request, room, requests)
-            if ids and request.matcher is not None and not (ids := request.matcher.drafted(request, ids)):
-                self.drafter.refuse(request)
-            try:
-                if ids:
-                    self.cache.reserve(request, request.computed + 1 + len(ids))
-            except OutOfPages:
-                ids = []
-            if ids:
-                found.append((request, ids))
-            else:
-                running.decode(request)
-        return found
 
     def _advance(self, decodes: Decodes, builder: StepBuilder) -> None:
         """Count the planned tokens as computed, and the tokens sampled from them as pending."""
@@ -270,13 +249,12 @@ class Scheduler:
         for draft in plan.drafts:
             self._verify(plan, draft, result, outputs)
         self.running.set_drawn(result.tokens)
-        if self.drafter is not None and self.running.generating <= MOST_ROWS // 2:
-            self._begin_drafts(self.drafter)
+        if self.drafter is not None:
+            self._speculation.begin(self.drafter)
         return outputs
 
     def _verify(self, plan: Plan, draft: Draft, result: Result, outputs: list[Output]) -> None:
-        """Accept the longest prefix of a draft that equals the tokens the model sampled, and the sampled token after
-        it."""
+        """Accept the right tokens of a draft, and the sampled token after them."""
         request, first = draft.request, draft.first
         if first in result.failed:
             outputs += self._ending.fail_for_good(request, result.failed[first])
@@ -286,29 +264,14 @@ class Scheduler:
         if first in result.stuck:
             outputs.append(self._ending.stop_short(request, result.stuck[first]))
             return
-        accepted = 0
-        while accepted < len(draft.ids) and result.tokens[first + accepted] == draft.ids[accepted]:
-            following = first + accepted + 1
-            if draft.ids[accepted] in request.stop_ids or following in result.failed or following in result.stuck:
-                break
-            accepted += 1
-        self.drafter.learn(draft, accepted)
-        request.tokens.extend(draft.ids[:accepted])
+        accepted = self._speculation.verify(self.drafter, draft, result)
         if self._counter.several:
             self._counter.count_decoded(request.tenant, accepted)
-        if request.row >= 0:
-            request.computed += accepted
-        else:  # it was preempted meanwhile, and waits with more tokens than it had
+        if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
             self._waiting.tokens += accepted
         self._append_drawn(
             request, result.tokens[first + accepted], result.logprobs[first : first + accepted + 1], outputs
         )
-
-    def _begin_drafts(self, drafter: Drafter) -> None:
-        """Start drafting for decoding requests that have begun to repeat earlier text."""
-        requests = self.running.generating
-        if found := [r for r in self.running.decoding if drafter.begins(r, requests)]:
-            self.running.draft(found)
 
     def _append_drawn(
         self, request: Request, token: int, logprobs: list[TokenLogprob | None], outputs: list[Output]

@@ -7,6 +7,12 @@ reads of its prefix is one state of fixed size, not pages.
     snapshot  ------------------------------->  live  ---stored within the step--->  snapshot
                                                   |------ the request leaves: no copy ------>
 
+Where tokens are drafted (see `drafting`), the state after each of them is stored in a slot of its own, and the one
+after the accepted ones becomes the live one, without a copy:
+
+    slots of a draft:   live  ->  d1  ->  d2  ->  d3        d1 is accepted: its slot is the live one now,
+    tokens                  t       d1      d2     d3       and the others are free
+
 A page of the tree is in exactly one prefix, so a page names the snapshot of the prefix that ends with it. Whoever
 matches a path in the tree can go on from the deepest of its pages that has a snapshot, and has to compute the tokens
 after that again, although their KV is in pages. When a page leaves the tree, so does its snapshot. When slots are
@@ -29,6 +35,8 @@ BLOCK = 4096
 Prefix = tuple[int, int]
 """(number of tokens, their digest) of the prefix that ends with a page."""
 UNKNOWN: Prefix = (0, 0)
+DRAFT_SHARE = 4
+"""Drafts may have one of so many slots at a time: those of the least recently used snapshots if none is free."""
 Event = tuple[str, int] | tuple[str, int, int, int]
 """A `messages.Saved` or `messages.Dropped`: its tag, then its fields."""
 
@@ -54,6 +62,8 @@ class States:
         """For the plan that is made: the slot in `_last` from which each live slot goes on."""
         self._free = list(range(num_states - 1, 0, -1))
         self._live: set[int] = set()
+        self._drafted: dict[int, list[int]] = {}
+        """The slots of the states after the drafted tokens that follow each live state, in order."""
         self._pinned: Counter[int] = Counter()
         """Pages whose snapshots go only if a request needs a slot and there are no others: by how many pins."""
         self._restores: dict[int, int] = {}
@@ -82,6 +92,17 @@ class States:
     def has_room(self) -> bool:
         """Whether another request can have a live state."""
         return bool(self._free) or self._oldest(pinned_too=True) > 0
+
+    @property
+    def drafted(self) -> int:
+        """The slots that drafts have now."""
+        return sum(map(len, self._drafted.values()))
+
+    @property
+    def draftable(self) -> int:
+        """The most slots that drafts may have now in addition to those they have."""
+        there = len(self._free) + max(0, len(self._pages) - len(self._pinned))
+        return min(self.total // DRAFT_SHARE - self.drafted, there)
 
     # ------------------------------------------------------------ look-ups
 
@@ -150,10 +171,32 @@ class States:
         self._register(copy, page, prefix)
         return True
 
+    def draft(self, slot: int, count: int) -> list[int]:
+        """Slots for the states after each of `count` drafted tokens that follow a live state; fewer if there are no
+        more (see `draftable`). They stay until `accept` or `end`."""
+        slots: list[int] = []
+        most = min(count, self.draftable)
+        while len(slots) < most and (one := self._allocate()):
+            slots.append(one)
+        if slots:
+            self._drafted[slot] = slots
+        return slots
+
+    def accept(self, slot: int, count: int) -> int:
+        """The first `count` drafted tokens that follow a live state are right. Returns the slot of the state after
+        them, which is live now; the other slots are free."""
+        slots = [slot, *self._drafted.pop(slot)]
+        now = slots.pop(count)
+        self._live.remove(slot)
+        self._live.add(now)
+        self._free += slots
+        return now
+
     def end(self, slot: int, page: int = 0, prefix: Prefix = UNKNOWN) -> None:
         """A live state is not written any more. It becomes the snapshot of `page`, with which `prefix` ends, unless
-        that has one or is 0."""
+        that has one or is 0. Drafted tokens that follow it are forgotten."""
         self._live.remove(slot)
+        self._free += self._drafted.pop(slot, [])
         if self._restores.pop(slot, None) and (source := self._first_uses.pop(slot, 0)) in self._pages:
             self._last.add(source)  # the plan does not read it after all
             self._touch(source)
@@ -256,8 +299,10 @@ class States:
         """Assert that every slot is in exactly one place, `running` being those of running requests, and that every
         snapshot is of one of `tree_pages`."""
         assert sorted(running) == sorted(self._live), "each running request has a live state"
-        places = sorted([*self._free, *self._live, *self._pages])
-        assert places == list(range(1, self.total + 1)), "live + snapshots + free = total"
+        drafted = [slot for slots in self._drafted.values() for slot in slots]
+        places = sorted([*self._free, *self._live, *self._pages, *drafted])
+        assert places == list(range(1, self.total + 1)), "live + drafted + snapshots + free = total"
+        assert set(self._drafted) <= self._live and self.drafted <= self.total // DRAFT_SHARE
         pages = list(self._pages.values())
         assert np.isin(pages, tree_pages).all(), "each snapshot is of a page of the tree"
         assert self._of_page[pages].tolist() == list(self._pages), "each snapshot is found by its page"

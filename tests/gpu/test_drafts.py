@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 
 from radixrt.messages import Sampling
-from tests.checkpoints import make_model
-from tests.gpu.test_models import LATENT, SIZES, count_ties, load, noise
+from tests.gpu.test_models import LATENT, OF_FAMILY, SIZES, count_ties, load, noise
 from tests.worker.engine import Engine, prompts
+from tests.worker.families import make_model
 from tests.worker.test_drafting import Told
 
 FAMILIES = {"llama": {}, "qwen3_moe": {}, "deepseek_v2": LATENT}
+RECURRENT = ["qwen3_5_text", "nemotron_h"]
+RECURRENT += [pytest.param(x, marks=pytest.mark.slow) for x in ("kimi_linear", "olmo_hybrid", "lfm2", "falcon_h1")]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *RECURRENT])
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
-    make_model(path, request.param, **SIZES | FAMILIES[request.param])
+    make_model(path, request.param, **SIZES | (FAMILIES | OF_FAMILY)[request.param])
     return path
 
 

@@ -10,6 +10,7 @@ from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.loading import load_runner
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import make_model
+from tests.worker.test_drafting import Told
 from tests.worker.test_models import greedy, wanted
 
 MAMBA, HEADS = "Mamba-2 has no kernels for heads", "layers with different heads have no kernels"
@@ -38,6 +39,9 @@ def test_tokens_are_those_of_transformers(tmp_path, family, by_torch, caplog):
     assert cut(found, clear) == clear
     engine = Engine(runner, chunk=64, rows=8)
     assert cut(engine.generate(asked, wanted(answers)), clear) == clear
+    drafter = Told(True, [prompt + answer for prompt, answer in zip(asked, answers, strict=True)])
+    assert cut(Engine(runner, rows=8, drafter=drafter).generate(asked, wanted(answers)), clear) == clear
+    assert drafter.drafted > drafter.accepted > 20
     turns = [[*prompt, *answer] for prompt, answer in zip(asked, answers, strict=True)]
     expected = [until_tie(reference, turn, greedy(reference, turn, 24)) for turn in turns]
     assert cut(engine.generate(turns, wanted(answers)), expected) == expected

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from radixrt.worker.model.delta import gated_delta, short_conv
+from radixrt.worker.plan import StateWork
 
 
 def bounds_of(counts: list[int]) -> torch.Tensor:
@@ -110,3 +112,31 @@ def test_bfloat16_is_computed_in_float32():
     out = gated_delta(*narrow, states, torch.tensor([1]), bounds_of([90]))
     wide = gated_delta(*(x.float() for x in narrow), torch.zeros(2, 6, 8, 5), torch.tensor([1]), bounds_of([90]))
     assert out.dtype == torch.bfloat16 and torch.equal(out, wide.bfloat16())
+
+
+def test_parts_of_drafts_and_of_a_prompt_with_a_snapshot():
+    """A draft of two tokens, a decode, and a prompt of 20 tokens whose state after 10 is stored."""
+    none, integers = np.zeros((2, 0), np.int32), lambda *x: np.array(x, np.int32)
+    work = StateWork(integers(3, 7, 8, 4, 5), none, none, integers([5], [10], [2]), integers(3, 0, 0, 1, 1))
+    parts = work.parts(integers(1, 1, 1, 1, 20))
+    assert parts.sources.tolist() == [3, 3, 7, 4, 5, 2] and parts.targets.tolist() == [3, 7, 8, 4, 2, 5]
+    assert parts.bounds.tolist() == [0, 1, 2, 3, 4, 14, 24] and parts.owners.tolist() == [0, 0, 0, 3, 4, 4]
+
+
+def test_drafted_tokens_give_what_tokens_one_by_one_do():
+    """To the last bit; with a state after each. Two drafts, of 4 tokens and of 2."""
+    inputs, x, weight = delta_inputs(6, True), random(6, 6), random(6, 4, seed=1)
+    slots, to = torch.tensor([1, 1, 3, 4, 2, 2]), torch.tensor([1, 3, 4, 5, 2, 6])
+    drafted, alone = ([random(7, 6, 3, seed=2), random(7, 6, 8, 5, seed=3)] for _ in range(2))
+    ones = bounds_of([1] * 6)
+    found = (
+        short_conv(x, weight, None, drafted[0], slots, ones, to=to),
+        gated_delta(*inputs, drafted[1], slots, ones, to=to),
+    )
+    for token, (live, slot) in enumerate(zip([1, 1, 1, 1, 2, 2], to.tolist(), strict=True)):
+        rows, where, one = slice(token, token + 1), torch.tensor([live]), bounds_of([1])
+        out = short_conv(x[rows], weight, None, alone[0], where, one)
+        assert torch.equal(found[0][rows], out)
+        assert torch.equal(found[1][rows], gated_delta(*(v[rows] for v in inputs), alone[1], where, one))
+        for states, others in zip(drafted, alone, strict=True):
+            assert torch.equal(states[slot], others[live])

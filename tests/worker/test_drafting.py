@@ -57,8 +57,10 @@ class Prophet(Drafter):
         return ids
 
 
-def ways(page_size: int = 1, pages: int = 4096) -> list[FakeRunner]:
+def ways(page_size: int = 1, pages: int = 4096, states: int = 0) -> list[FakeRunner]:
+    """Steps one after the other, and overlapped. `states`: recurrent states of the model."""
     sizes = {"num_pages": pages, "page_size": page_size, "vocab_size": VOCAB, "check": True}
+    sizes["num_states"] = states and states + 1
     return [FakeRunner(**sizes, overlaps=overlaps) for overlaps in (False, True)]
 
 
@@ -188,9 +190,11 @@ def test_limits_and_stop_tokens_are_kept(most):
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_load_on_few_pages(data):
-    """Requests come, go and are sent back to wait while drafts are verified; the pages add up after every step."""
-    page_size = data.draw(st.sampled_from([1, 4]))
-    runner = ways(page_size, pages=data.draw(st.integers(60, 160)) // page_size + 2)[data.draw(st.integers(0, 1))]
+    """Requests come, go and are sent back to wait while drafts are verified; pages and recurrent states add up after
+    every step."""
+    page_size, states = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from([0, 5, 9, 16, 60]))
+    pages = data.draw(st.integers(60, 160)) // page_size + 2
+    runner = ways(page_size, pages, states)[data.draw(st.integers(0, 1))]
     drafter = Prophet(data.draw(st.integers(1, 9)), runner.overlaps, data.draw(st.sampled_from([1, 3, 1000])))
     chunk = data.draw(st.integers(8, 64))
     engine = Engine(runner, chunk=chunk, rows=data.draw(st.integers(1, 6)), drafter=drafter)
@@ -214,6 +218,33 @@ def test_any_load_on_few_pages(data):
     assert engine.scheduler.queued_tokens == 0
     assert all(tokens <= chunk for _, tokens in runner.steps)
     assert engine.cache.free_pages + engine.cache.evictable_pages == engine.cache.total_pages
+    assert not states or not engine.cache.states.live
+
+
+def test_with_recurrent_states_as_many_draft_as_have_room_for_theirs():
+    """A quarter of the states is for drafts, at least two for each request; the others generate without."""
+    for states, drafting in ((64, 8), (40, 5), (9, 1), (8, 1), (7, 0)):
+        for runner in ways(states=states):
+            engine = Engine(runner, drafter=Fixed(7), rows=12)
+            count, most = min(8, states // 2), 0
+            for prompt in prompts(count, 5, 9, vocab_size=VOCAB):
+                engine.add(prompt, Sampling(max_tokens=60, temperature=0.0, ignore_eos=True))
+            while engine.step():
+                most = max(most, len(engine.scheduler.running.drafting))
+            assert most == drafting
+            taken = max(entries for entries, tokens in runner.steps if entries == tokens) - count
+            assert taken == min(states // 4 // max(drafting, 1), 7) * drafting
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_next_turn_goes_on_from_the_state_after_what_was_accepted(wrong):
+    for runner in ways(states=60):
+        engine = Engine(runner, drafter=Prophet(7, runner.overlaps, 3) if wrong else Fixed(7))
+        prompt = prompts(1, 80, 80, vocab_size=VOCAB)[0]
+        history = prompt + engine.generate([prompt])[0]
+        id = engine.add([*history, 9, 9])
+        engine.finish()
+        assert engine.last(id).cached_tokens == len(history) - 1, "the last token was never computed"
 
 
 def test_only_what_was_accepted_is_cached():
@@ -256,9 +287,10 @@ def test_large_batches_do_without():
     assert not drafter.drafted
 
 
-def test_one_sent_back_while_its_draft_is_verified_keeps_what_was_right():
+@pytest.mark.parametrize("states", [0, 60])
+def test_one_sent_back_while_its_draft_is_verified_keeps_what_was_right(states):
     """It waits with more tokens than it had."""
-    runner = ways()[1]
+    runner = ways(states=states)[1]
     engine, asked = Engine(runner, drafter=Fixed(4)), prompts(1, 9, 9, vocab_size=VOCAB)
     id = engine.add(asked[0])
     while not engine.scheduler.running.drafting or engine.scheduler.running.drafting[0].pending:
@@ -274,7 +306,8 @@ def test_one_sent_back_while_its_draft_is_verified_keeps_what_was_right():
     assert engine.tokens(id) == Engine(ways()[1]).generate(asked)[0] and engine.scheduler.queued_tokens == 0
 
 
-def test_one_sent_back_before_its_draft_is_planned():
+@pytest.mark.parametrize("states", [0, 60])
+def test_one_sent_back_before_its_draft_is_planned(states):
     """The pages for its draft were the last; an older one needs a page in the same step."""
     asked = prompts(2, 9, 9, vocab_size=VOCAB)
     expected = Engine(ways()[0]).generate(asked)
@@ -282,7 +315,7 @@ def test_one_sent_back_before_its_draft_is_planned():
     for pages in range(75, 130):
         drafter = Fixed(7)
         drafter.begins = lambda request, _: request.id == 2
-        engine = Engine(ways(pages=pages)[0], drafter=drafter)
+        engine = Engine(ways(pages=pages, states=states)[0], drafter=drafter)
         assert engine.generate(asked) == expected
         sent_back += engine.scheduler.preemptions
     assert sent_back > 10
@@ -333,7 +366,7 @@ def test_one_that_drafts_keeps_many_others_from_nothing():
 def test_bad_logits_at_a_draft_that_is_wrong_are_nobodys(kind):
     """They fail a request only where they stand after tokens that it has."""
     for bad, fails in ((0, True), (2, True), (6, False)):
-        runner = ways()[0]
+        runner = ways(states=60)[0]
         engine = Engine(runner, drafter=Fixed(2))
         id = engine.add(prompts(1, 5, 5, vocab_size=VOCAB)[0])
         while not (plan := engine.scheduler.plan()).drafts:
@@ -342,6 +375,7 @@ def test_bad_logits_at_a_draft_that_is_wrong_are_nobodys(kind):
         result = runner.launch(plan)()
         getattr(result, kind)[plan.drafts[0].first + bad] = "why"
         found = engine.scheduler.apply(plan, result)
+        engine.cache.check()
         if bad == 2:  # what comes before is right, and said; the next step finds out
             assert found[-1].finish is None and len(found[-1].tokens) == 2
             continue
@@ -361,7 +395,7 @@ class Fixed(Drafter):
 
     def draft(self, request: Request, most: int, requests: int) -> list[int]:
         ids, last = [], request.tokens[-1]
-        for i in range(min(7, request.limit - len(request.tokens) - 1)):
+        for i in range(min(7, most, request.limit - len(request.tokens) - 1)):
             last = fake_token(last, len(request.tokens) - 1 + i, VOCAB)
             ids.append(last if i < self._right else 3)
         return ids

@@ -49,9 +49,11 @@ def test_what_is_said_is_the_same(asked, data, by_words):
     alone = Follower(by_words, fake(vocab_size=540))
     expected = [alone.say(text, sampling) for text, sampling in zip(texts, asked, strict=True)]
     finishes = [(alone.last(id).finish, alone.last(id).stop) for id in alone.outputs]
-    for overlapped, sizes in ((False, {}), (False, {"chunk": 6}), (True, {}), (True, {"rows": 2, "chunk": 9})):
+    ways = (False, {}, 0), (False, {"chunk": 6}, 60), (True, {}, 60), (True, {"rows": 2, "chunk": 9}, 0)
+    for overlapped, sizes, states in ways:
         drafter = told(overlapped, texts, expected)
-        engine = Follower(by_words, fake(250, 540, overlaps=overlapped), drafter=drafter, **sizes)
+        runner = fake(250, 540, overlaps=overlapped, num_states=states)
+        engine = Follower(by_words, runner, drafter=drafter, **sizes)
         ids = [engine.add(text, sampling) for text, sampling in zip(texts, asked, strict=True)]
         engine.finish()
         assert [engine.tokens(id) for id in ids] == expected
@@ -87,8 +89,9 @@ def test_by_a_model_too(overlapped, jumps, by_bytes, tmp_path_factory):
     assert drafter.accepted > 20 and engine.scheduler.steps < 0.8 * drawing.scheduler.steps
 
 
+@pytest.mark.parametrize("states", [0, 40])
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_random_load(overlapped, by_bytes):
+def test_random_load(overlapped, states, by_bytes):
     """Requests come, are aborted and are sent back for want of pages."""
     rng, aborted = random.Random(3 + overlapped), set()
     grammars = [None, RECORD, Grammar("regex", "(ab|cd){2}Zone [0-9]{2,6}, and so on"), Grammar("regex", "[a-d]{30}")]
@@ -100,9 +103,8 @@ def test_random_load(overlapped, by_bytes):
     alone = Follower(by_bytes, fake(), jumps=False)
     expected = [alone.say(*one) for one in asked]
     drafter = told(overlapped, [prompt for prompt, _ in asked], expected)
-    engine = Follower(
-        by_bytes, fake(pages=120, overlaps=overlapped), chunk=12, rows=5, max_model_len=100, drafter=drafter
-    )
+    runner = fake(pages=110, overlaps=overlapped, num_states=states)
+    engine = Follower(by_bytes, runner, chunk=12, rows=5, max_model_len=100, drafter=drafter)
     ids = []
     for one in asked:
         ids.append(engine.add(*one))

@@ -17,6 +17,7 @@ from radixrt.worker.kv import StatePool
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
 from tests.worker.engine import GREEDY, Engine, prompts
+from tests.worker.test_drafting import Told
 from tests.worker.test_models import all_logits, computed, greedy, load
 
 FAMILIES = ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2"]
@@ -177,11 +178,39 @@ def test_random_weights(checkpoint, family):
     assert len(engine.generate(prompts(1, 90, 90), FEW)[0]) == 12
 
 
-def test_nothing_is_drafted(checkpoint, caplog):
+@pytest.mark.parametrize("states", [0, pytest.param(12, marks=pytest.mark.slow)])
+def test_drafts_change_nothing(model, states):
+    """Of which a third is wrong: the answers, and where the next turn goes on; with 12 states, 3 of drafts."""
+    folder, answer = model
+    runner = load(folder, max_mamba_cache_size=states)
+    asked = prompts(4, 30, 90)
+    expected = [answer(prompt) for prompt in asked]
+    drafter = Told(False, [prompt + said for prompt, said in zip(asked, expected, strict=True)])
+    engine = Engine(runner, drafter=drafter)
+    assert cached(engine, *asked)[0] == expected
+    assert drafter.drafted > drafter.accepted > (4 if states else 20)
+    turns = [[*prompt, *said, 7] for prompt, said in zip(asked, expected, strict=True)]
+    assert cached(engine, *turns)[1] == [len(turn) - 2 for turn in turns], "the last token was not computed"
+    if not states:
+        found = [engine.tokens(id)[:1] for id in range(5, 9)]
+        assert found == [answer(turn)[:1] for turn in turns]
+
+
+@pytest.mark.parametrize("family", [x if x == "lfm2" else pytest.param(x, marks=pytest.mark.slow) for x in FAMILIES])
+def test_exact_results_stay_exact_with_drafts(checkpoint, family):
+    """Drawn tokens, in bfloat16."""
+    runner, asked = load(checkpoint(family)[0], dtype="bfloat16", deterministic=True), prompts(4, 30, 90)
+    sampling = Sampling(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
+    expected = Engine(runner).generate(asked, sampling)
+    drafter = Told(False, [prompt + said for prompt, said in zip(asked, expected, strict=True)])
+    assert Engine(runner, drafter=drafter).generate(asked, sampling) == expected
+    assert drafter.drafted > drafter.accepted > 30
+
+
+def test_tokens_are_drafted(checkpoint):
     folder, _ = checkpoint("qwen3_5_text")
     config = resolve(WorkerConfig(str(folder), device="cpu", speculative_algorithm="ngram"))
-    assert make_drafter(config, load(folder)) is None
-    assert "tokens are not drafted" in caplog.text
+    assert make_drafter(config, load(folder)) is not None
 
 
 QWEN = {"layer_types": ["linear_attention", "mamba", "full_attention"]}
@@ -215,7 +244,7 @@ def test_what_is_not_served_is_named(checkpoint, tmp_path, family, changes, word
 
 def test_ranks_follow_what_one_does_with_states(checkpoint):
     folder, reference = checkpoint("qwen3_5_text")
-    runner = load(folder, tensor_parallel_size=2, max_mamba_cache_size=6)
+    runner = load(folder, tensor_parallel_size=2, max_mamba_cache_size=12)
     try:
         engine = Engine(runner, chunk=64)
         trunk, *others = prompts(3, 150, 150)
@@ -224,6 +253,9 @@ def test_ranks_follow_what_one_does_with_states(checkpoint):
             found, hits = cached(engine, *asked)
             assert found == [greedy(reference, prompt, 12) for prompt in asked]
         assert sum(hits) > 300
+        drafter = Told(False, [[*prompt, *said] for prompt, said in zip(asked, found, strict=True)])
+        assert cached(Engine(runner, drafter=drafter), *asked)[0] == found
+        assert drafter.drafted > drafter.accepted > 2
     finally:
         runner.close()
 

@@ -26,9 +26,9 @@ def made(tokens: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, tor
     return inputs, (-random(HEADS, seed=4).abs(), random(HEADS, seed=5))
 
 
-def ran(inputs, constants, states, slots, counts, exact=False):
+def ran(inputs, constants, states, slots, counts, exact=False, to=None):
     (x, step, b, c), (rates, skip) = inputs, constants
-    return state_space(x, step, rates, b, c, skip, states, slots, bounds_of(counts), exact)
+    return state_space(x, step, rates, b, c, skip, states, slots, bounds_of(counts), exact, to)
 
 
 def naive(x, step, rate, b, c, skip, state):
@@ -119,3 +119,15 @@ def test_a_token_is_the_same_in_any_company():
         alone = ran([value[one] for value in inputs], constants, own, slots[one], [1])
         assert torch.equal(alone, out[one]) and torch.equal(own[slots[token]], together[slots[token]])
         assert torch.equal(gated(alone.flatten(1), gate[one], weight, GROUPS, 1e-5), normed[one])
+
+
+def test_drafted_tokens_give_what_tokens_one_by_one_do():
+    """To the last bit; with a state after each. Two drafts, of 4 tokens and of 2."""
+    inputs, constants = made(6)
+    drafted, alone = (random(7, HEADS, DIM, STATE, seed=6) for _ in range(2))
+    owners, to = [1, 1, 1, 1, 2, 2], torch.tensor([1, 3, 4, 5, 2, 6])
+    found = ran(inputs, constants, drafted, torch.tensor([1, 1, 3, 4, 2, 2]), [1] * 6, to=to)
+    for token, (owner, slot) in enumerate(zip(owners, to.tolist(), strict=True)):
+        part = [value[token : token + 1] for value in inputs]
+        assert torch.equal(ran(part, constants, alone, torch.tensor([owner]), [1]), found[token : token + 1])
+        assert torch.equal(drafted[slot], alone[owner])

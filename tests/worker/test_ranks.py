@@ -69,10 +69,10 @@ def test_a_plan_arrives_as_it_was():
 def test_what_is_done_with_states_arrives():
     one, pair = np.array([5], np.int32), np.array([[1, 2], [3, 4]], np.int32)
     within = np.array([[5], [2], [6]], np.int32)
-    plan = replace(plan_of((request(1),)), states=StateWork(one, pair, pair[:, :0], within))
+    plan = replace(plan_of((request(1),)), states=StateWork(one, pair, pair[:, :0], within, one))
     found = StandIns().plan(told(plan, {})).states
     assert [x.tolist() for x in (found.slots, found.restores, found.saves)] == [[5], [[1, 2], [3, 4]], [[], []]]
-    assert np.array_equal(found.within, within)
+    assert np.array_equal(found.within, within) and found.runs.tolist() == [5]
     assert StandIns().plan(told(plan_of((request(1),)), {})).states is None
 
 

@@ -65,7 +65,7 @@ def test_snapshots_are_used_by_restoring_taking_and_leaving() -> None:
 class Slots(RuleBasedStateMachine):
     """A device that does a plan's copies in any order, and what requests and prefixes should find there."""
 
-    @initialize(total=st.integers(1, 6))
+    @initialize(total=st.sampled_from([1, 2, 3, 4, 6, 9, 12]))
     def make(self, total: int) -> None:
         self.states = States(total + 1, 8)
         self.device = [0] * (total + 1)
@@ -76,6 +76,10 @@ class Slots(RuleBasedStateMachine):
         self.coming: dict[int, tuple[int, int]] = {}
         """The pages that are saved in this plan, the slots they are saved from, and after how many tokens; 0: after the
         step."""
+        self.drafted: dict[int, list[int]] = {}
+        """The slots of drafted tokens that follow each live slot."""
+        self.found: dict[int, list[int]] = {}
+        """The states after the tokens of the drafts that a step has computed; none computes more until `accept`."""
         self.steps = 0
 
     @precondition(lambda self: self.states.has_room)
@@ -84,10 +88,10 @@ class Slots(RuleBasedStateMachine):
         page = page if page and self.states.deepest(pages(page)) else 0
         self.live[self.states.begin(page)] = self.known[page] if page else 0
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: set(self.live) - set(self.drafted))
     @rule(data=st.data(), page=st.integers(1, 7), within=st.integers(0, 2))
     def save(self, data: st.DataObject, page: int, within: int) -> None:
-        slot = data.draw(st.sampled_from(sorted(self.live)))
+        slot = data.draw(st.sampled_from(sorted(set(self.live) - set(self.drafted))))
         if page in self.coming or self.states.deepest(pages(page)):
             return
         if self.states.save(slot, page, within):
@@ -101,9 +105,31 @@ class Slots(RuleBasedStateMachine):
         if self.device[slot] != self.live[slot]:  # not restored yet: it would be of the page that it began with
             fresh, page = False, 0
         self.states.end(slot, page)
+        self.drafted.pop(slot, None)
+        self.found.pop(slot, None)
         if fresh:
             self.known[page] = self.live[slot]
         del self.live[slot]
+
+    @precondition(lambda self: set(self.live) - set(self.drafted) - self.saved)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def draft(self, data: st.DataObject, count: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(set(self.live) - set(self.drafted) - self.saved)))
+        room, before = self.states.draftable, len(self.states)
+        found = self.states.draft(slot, count)
+        assert len(found) <= max(0, min(count, room)) and len(self.states) >= before - len(found)
+        if found:
+            self.drafted[slot] = found
+
+    @precondition(lambda self: self.found)
+    @rule(data=st.data())
+    def accept(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.found)))
+        slots, found = [slot, *self.drafted.pop(slot)], self.found.pop(slot)
+        count = data.draw(st.integers(0, len(slots) - 1))
+        assert self.states.accept(slot, count) == slots[count]
+        del self.live[slot]
+        self.live[slots[count]] = found[count]
 
     @rule(page=st.integers(1, 7))
     def drop(self, page: int) -> None:
@@ -120,7 +146,12 @@ class Slots(RuleBasedStateMachine):
         self.steps += 1
         for slot, expected in self.live.items():
             assert self.device[slot] == expected
-            self.device[slot] = self.live[slot] = self._after(slot, 0)
+            if slot not in self.found:
+                self.device[slot] = self.live[slot] = self._after(slot, 0)
+        for slot in set(self.drafted) - set(self.found):
+            self.found[slot] = [self._after(one, 0) for one in (slot, *self.drafted[slot])]
+            for one, state in zip(self.drafted[slot], self.found[slot][1:], strict=True):
+                self.device[one] = state
         for slot, tokens, target in within.T.tolist():
             assert slot in self.live
             self.device[target] = self._after(slot, tokens)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.cutting import CHUNK_FIELDS, Cut
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, Cut, Runs
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.short_conv import ShortConv
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
 
 STEP_CHANNELS = 1024
-"""Channels of a program for one token of each sequence."""
+"""Channels of a program for one token of each sequence, or for a draft."""
+STEP_REGISTERS = 128
+"""The most registers of a thread of such a program, so that four programs fit on a multiprocessor of Hopper: without
+the limit, the loop over a draft takes 142 for the same work."""
 CHANNELS = 512
 """Channels of a program for a chunk. It computes all tokens of a chunk, one after the other or, in steps of less than
 FEW chunks, ROWS tokens at once."""
@@ -31,31 +34,66 @@ def silu(x):
 
 
 @triton.jit
+def _tap(weight_ptr, c, channels, tap: tl.constexpr, K: tl.constexpr):
+    """The weights of one of the last 4 inputs, 0 if the convolution does not see it."""
+    TAP: tl.constexpr = tap - (4 - K)
+    if TAP < 0:
+        return tl.zeros(c.shape, tl.float32)
+    else:
+        return tl.load(weight_ptr + c * K + TAP, mask=c < channels, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _stored_input(at, back: tl.constexpr, inside, K: tl.constexpr):
+    """The input `back` tokens before the next one, from a state; 0 if the convolution does not see it."""
+    if back > K - 1:
+        return tl.zeros(inside.shape, at.dtype.element_ty)
+    else:
+        return tl.load(at + (K - 1 - back), mask=inside, other=0.0)
+
+
+@triton.jit
 def _conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, slots_ptr, states_ptr, out_ptr, channels, x_stride, state_stride, K: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, slots_ptr, runs_ptr, states_ptr, out_ptr, channels, x_stride, state_stride,
+    K: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     token = tl.program_id(1).to(tl.int64)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < channels
+    run = tl.load(runs_ptr + token)
+    inside = c < tl.where(run > 0, channels, 0)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    at = states_ptr + slot * state_stride + c * (K - 1)
-    kept = c < tl.where(slot > 0, channels, 0)
-    x = tl.load(x_ptr + token * x_stride + c, mask=inside, other=0.0)
-    acc = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(K - 1):
-        before = tl.load(at + j, mask=inside, other=0.0)
-        acc += before.to(tl.float32) * tl.load(weight_ptr + c * K + j, mask=inside, other=0.0).to(tl.float32)
-        if j > 0:
-            tl.store(at + j - 1, before, mask=kept)
-    tl.store(at + K - 2, x, mask=kept)
-    acc += x.to(tl.float32) * tl.load(weight_ptr + c * K + K - 1, mask=inside, other=0.0).to(tl.float32)
-    if BIAS:
-        acc += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
-    if SILU:
-        acc = silu(acc)
-    tl.store(out_ptr + token * channels + c, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    state_at = states_ptr + c * (K - 1)
+    x1 = _stored_input(state_at + slot * state_stride, 1, inside, K)
+    x2 = _stored_input(state_at + slot * state_stride, 2, inside, K)
+    x3 = _stored_input(state_at + slot * state_stride, 3, inside, K)
+    w0 = _tap(weight_ptr, c, channels, 0, K)
+    w1 = _tap(weight_ptr, c, channels, 1, K)
+    w2 = _tap(weight_ptr, c, channels, 2, K)
+    w3 = _tap(weight_ptr, c, channels, 3, K)
+    x_at = x_ptr + token * x_stride + c
+    x = tl.load(x_at, mask=inside, other=0.0)
+    for t in range(run):
+        # The next token's is loaded while this one is computed.
+        x_at += x_stride
+        more = c < tl.where(t + 1 < run, channels, 0)
+        next_x = tl.load(x_at, mask=more, other=0.0)
+        slot = tl.load(slots_ptr + token + t).to(tl.int64)
+        kept = c < tl.where(slot > 0, channels, 0)
+        acc = x3.to(tl.float32) * w0 + x2.to(tl.float32) * w1 + x1.to(tl.float32) * w2 + x.to(tl.float32) * w3
+        if BIAS:
+            acc += tl.load(bias_ptr + c, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            acc = silu(acc)
+        tl.store(out_ptr + (token + t) * channels + c, acc.to(out_ptr.dtype.element_ty), mask=inside)
+        at = state_at + slot * state_stride + K - 2
+        tl.store(at, x, mask=kept)
+        if K > 2:
+            tl.store(at - 1, x1, mask=kept)
+        if K > 3:
+            tl.store(at - 2, x2, mask=kept)
+        x1, x2, x3 = x, x1, x2
+        x = next_x
 
 
 def _bias(net: DeltaNet | ShortConv | Mamba) -> torch.Tensor | None:
@@ -64,17 +102,18 @@ def _bias(net: DeltaNet | ShortConv | Mamba) -> torch.Tensor | None:
 
 
 def conv_step(
-    x: torch.Tensor, net: DeltaNet | ShortConv | Mamba, states: torch.Tensor, slots: torch.Tensor, out: torch.Tensor,
+    x: torch.Tensor, net: DeltaNet | ShortConv | Mamba, states: torch.Tensor, runs: Runs, out: torch.Tensor,
     cache: KernelCache | None = None,
 ) -> None:  # fmt: skip
-    """Write the causal convolution of each channel of x[T, channels] to `out`, for one token of each of B sequences,
-    the first B; and SiLU, but not of a ShortConv. `states` (`LayerStates.conv`) at integer slots[B] are updated."""
+    """Write the causal convolution of each channel of x[T, channels] to `out`, for the tokens of `runs`, the first
+    ones; and SiLU, but not of a ShortConv. `states` (`LayerStates.conv`) are updated."""
     channels, bias = x.shape[1], _bias(net)
     block = min(STEP_CHANNELS, triton.next_power_of_2(channels))
     launch(
-        _conv_kernel, (triton.cdiv(channels, block), len(slots), 1), cache,
-        x, net.conv, net.conv if bias is None else bias, slots, states, out, channels, x.stride(0), states.stride(0),
-        net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), block, num_warps=4,
+        _conv_kernel, (triton.cdiv(channels, block), len(runs.slots), 1), cache,
+        x, net.conv, net.conv if bias is None else bias, runs.slots, runs.lengths, states, out, channels, x.stride(0),
+        states.stride(0), net.conv.shape[1], bias is not None, not isinstance(net, ShortConv), block, num_warps=4,
+        maxnreg=STEP_REGISTERS,
     )  # fmt: skip
 
 
@@ -102,16 +141,6 @@ def _store(x_ptr, states_ptr, chunk, c, channels, x_stride, state_stride, stop, 
         for j in tl.static_range(K - 1):
             x = tl.load(x_ptr + (stop - (K - 1 - j)).to(tl.int64) * x_stride + c, mask=c < channels)
             tl.store(states_ptr + slot * state_stride + c * (K - 1) + j, x, mask=c < channels)
-
-
-@triton.jit
-def _tap(weight_ptr, c, channels, tap: tl.constexpr, K: tl.constexpr):
-    """The weights of one of the last 4 inputs, 0 if the convolution does not see it."""
-    TAP: tl.constexpr = tap - (4 - K)
-    if TAP < 0:
-        return tl.zeros(c.shape, tl.float32)
-    else:
-        return tl.load(weight_ptr + c * K + TAP, mask=c < channels, other=0.0).to(tl.float32)
 
 
 @triton.jit

@@ -36,13 +36,31 @@ class Cut:
     def of(cls, parts: Parts, device: torch.device, tokens: int = TOKENS) -> Cut:
         return cls(*(torch.from_numpy(x).to(device) for x in cut(parts, tokens)), tokens)
 
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What kernels take."""
+        return self.chunks, self.sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The first tokens of a step on the device, of which each decode is a sequence of one, and each draft a sequence of
+    several (`StateWork.runs`), int32[B] each."""
+
+    slots: torch.Tensor
+    """Slots of the states after each token."""
+    lengths: torch.Tensor
+    """Of the sequence that begins with each token, in tokens; 0 where none does."""
+
+    @property
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What kernels take."""
+        return self.slots, self.lengths
+
     @classmethod
-    def of_ones(cls, slots: torch.Tensor) -> Cut:
-        """Of sequences of one token each, with states at integer slots[B]."""
-        at, slots = torch.arange(len(slots), dtype=torch.int32, device=slots.device), slots.int()
-        one, none = torch.ones_like(at), torch.zeros_like(at)
-        chunks = torch.stack((at, one, slots, at, at + 1, none), dim=1)
-        return cls(chunks, torch.stack((at, one, slots), dim=1))
+    def of_ones(cls, slots: torch.Tensor) -> Runs:
+        """Sequences of one token each, with states at int32 slots[B]."""
+        return cls(slots, torch.ones_like(slots))
 
 
 def cut(parts: Parts, tokens: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:

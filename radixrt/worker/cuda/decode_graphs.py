@@ -19,13 +19,13 @@ from radixrt.worker.cuda.answers import LastTokens
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decodes import Cuts, DecodeWork, Lists, Room
-from radixrt.worker.cuda.delta_step import DeltaStep
+from radixrt.worker.cuda.delta_step import DeltaStep, PackedRuns
 from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.plan import Plan
+from radixrt.worker.plan import Plan, StateWork
 
 DRAW_INTEGERS = 16
 """The most integers that the sampling parameters of a request take."""
@@ -43,7 +43,7 @@ class Inputs:
     slots: PackedArray
     rows: PackedArray
     writes: PackedArray
-    states: PackedArray | None
+    states: PackedRuns | None
     """Slots of recurrent states, if the model has any."""
     lists: dict[int | None, Lists]
 
@@ -105,7 +105,7 @@ class DecodeGraphs:
     def packed(self, packer: Packer, plan: Plan, size: int, works: dict[int | None, DecodeWork]) -> Graph:
         """Pack a step's integers, and return its graph. The caller may pack sampling parameters after them."""
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes,
-                   plan.states and plan.states.slots)  # fmt: skip
+                   plan.states)  # fmt: skip
         return self._graphs[size, _shared(works)]
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class DecodeGraphs:
     def _pack(
         self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
         positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
-        states: np.ndarray | None,
+        states: StateWork | None,
     ) -> Inputs:  # fmt: skip
         """Pack the integers at the offsets where the graph of this size, with or without sharing, reads them."""
         row = len(self._table) - 1
@@ -129,7 +129,7 @@ class DecodeGraphs:
             packer.add(slots, size),
             packer.add(rows, size, fill=row),
             packer.add(np.concatenate([writes, padding], axis=1)),
-            None if states is None else packer.add(states, size),
+            None if states is None else PackedRuns.pack(packer, states, len(tokens), size),
             {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
         )
 
@@ -138,7 +138,7 @@ class DecodeGraphs:
         none = np.zeros(0, dtype=np.int32)
         works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}
         inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32),
-                            None if self._states is None else none)  # fmt: skip
+                            None if self._states is None else StateWork.nothing())  # fmt: skip
         room = packer.used + (DRAW_INTEGERS + COPY_INTEGERS) * size + 1024
         integers = torch.zeros(room, dtype=torch.int32, device=self._model.device)
         packer.send(integers)

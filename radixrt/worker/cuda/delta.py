@@ -6,7 +6,8 @@ Per head, with the state S[Dk, Dv], q and k of norm 1 (q also divided by the roo
     S = exp(decay) S,   S = S + k (beta (v - S^T k))^T,   out = S^T q
     decay = rate softplus(a + dt_bias),   beta = factor sigmoid(b)
 
-States are read from their slots and written back. Slot 0 is that of padding: it is never written.
+States are read from their slots and written back; those of drafted tokens, which follow another, only written (see
+`cutting.Runs`). Slot 0 is that of padding: it is never written.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.convolutions import silu
-from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut, Runs
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 NORM_EPS = tl.constexpr(1e-6)
 """Added to the sum of the squares of q and of k."""
-COLUMNS = 8
-"""Columns of the state that a program of the loop over tokens holds: one warp, whose sums need no barrier."""
+COLUMNS, WARPS = 8, 1
+"""Columns of the state that a program of the loop over tokens holds, and its warps: sums of one need no barrier."""
 MANY_ROWS = 1 << 14
 """Heads of all tokens from which on a program normalizes more of them."""
 
@@ -101,37 +102,42 @@ def _updated(state, q, k, v, kept, beta, scale):
 
 @triton.jit
 def _decode_kernel(
-    x_ptr, z_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, norm_ptr, slots_ptr, states_ptr, out_ptr, eps, scale, z_stride,
-    a_stride, b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, z_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, norm_ptr, slots_ptr, runs_ptr, states_ptr, out_ptr, eps, scale,
+    z_stride, a_stride, b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
     i = tl.arange(0, KEY_DIM)
     j = tl.arange(0, VALUE_DIM)
     # Only this kernel writes states, and copies before the step: so they can be read while the kernel before runs.
+    run = tl.load(runs_ptr + token)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    at = states_ptr + slot * state_stride + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(at, cache_modifier=".cg")
+    at = states_ptr + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
+    begins = i[:, None] < tl.where(run > 0, KEY_DIM, 0)
+    state = tl.load(at + slot * state_stride, mask=begins, other=0.0, cache_modifier=".cg")
     wait(EARLY)
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    x_at = x_ptr + token * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
     of_key = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
-    q = tl.load(x_at + of_key).to(tl.float32)
-    k = tl.load(x_at + KEYS + of_key).to(tl.float32)
-    v = tl.load(x_at + 2 * KEYS + head * VALUE_DIM + j).to(tl.float32)
     dtype = x_ptr.dtype.element_ty
-    a = tl.load(a_ptr + token * a_stride + head).to(tl.float32)
-    b = tl.load(b_ptr + token * b_stride + head).to(tl.float32)
     rate, dt_bias = tl.load(rates_ptr + head), tl.load(dt_bias_ptr + head)
-    kept = tl.exp(decay_of(a, rate, dt_bias))
-    state, out = _updated(state, q, k, v, kept, FACTOR * tl.sigmoid(b), scale)
-    if slot > 0:
-        tl.store(at, state)
-    z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j).to(tl.float32)
     weight = tl.load(norm_ptr + j).to(tl.float32)
-    out = gated_norm(out, z, weight, eps, VALUE_DIM, dtype)
-    tl.store(out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j, out)
+    for _ in range(run):
+        x_at = x_ptr + token * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
+        q = tl.load(x_at + of_key).to(tl.float32)
+        k = tl.load(x_at + KEYS + of_key).to(tl.float32)
+        v = tl.load(x_at + 2 * KEYS + head * VALUE_DIM + j).to(tl.float32)
+        a = tl.load(a_ptr + token * a_stride + head).to(tl.float32)
+        b = tl.load(b_ptr + token * b_stride + head).to(tl.float32)
+        z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j).to(tl.float32)
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        kept = tl.exp(decay_of(a, rate, dt_bias))
+        state, out = _updated(state, q, k, v, kept, FACTOR * tl.sigmoid(b), scale)
+        if slot > 0:
+            tl.store(at + slot * state_stride, state)
+        out = gated_norm(out, z, weight, eps, VALUE_DIM, dtype)
+        tl.store(out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j, out)
+        token += 1
 
 
 DECODE_WARPS = 4
@@ -139,16 +145,16 @@ DECODE_WARPS = 4
 
 
 def decode(
-    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, slots: torch.Tensor, out: torch.Tensor,
+    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, runs: Runs, out: torch.Tensor,
     cache: KernelCache | None = None, warps: int = DECODE_WARPS,
 ) -> None:  # fmt: skip
-    """Write a layer's results, normalized and gated, to out[B, Hv, Dv], for one token of each of the B sequences with
-    states at integer slots[B]: the first B of `inputs` and of the convolution's results x."""
+    """Write a layer's results, normalized and gated, to out[B, Hv, Dv], for the tokens of `runs`: the first B of
+    `inputs` and of the convolution's results x. A token's result is the same bit by bit, drafted or not."""
     spec = net.spec
     launch(
-        _decode_kernel, (spec.value_heads, len(slots), 1), cache,
-        x, inputs.z, inputs.a, inputs.b, net.rates, net.dt_bias, net.norm, slots, states.rule, out, net.eps,
-        spec.key_dim**-0.5, inputs.z.stride(0), inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0),
+        _decode_kernel, (spec.value_heads, len(runs.slots), 1), cache,
+        x, inputs.z, inputs.a, inputs.b, net.rates, net.dt_bias, net.norm, runs.slots, runs.lengths, states.rule, out,
+        net.eps, spec.key_dim**-0.5, inputs.z.stride(0), inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0),
         spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, num_warps=warps,
     )  # fmt: skip
 
@@ -161,22 +167,30 @@ def _tokens_kernel(
     x_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, chunks_ptr, sequences_ptr, states_ptr, out_ptr, scale, a_stride,
     b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, EACH: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, EARLY: tl.constexpr,
+    FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, RUNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     parts: tl.constexpr = VALUE_DIM // COLUMNS
     head = tl.program_id(0) // parts
-    sequence = sequences_ptr + tl.program_id(1) * FIELDS
-    chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
-    slot = tl.load(sequence + 2).to(tl.int64)
-    begin = tl.load(chunk + 3)
-    end = tl.load(chunk + 4)
-    stop = begin + tl.load(chunk + 1)
+    if RUNS:
+        begin = tl.program_id(1)
+        end = begin + tl.load(sequences_ptr + begin)
+        chunk = chunks_ptr + begin
+        slot = tl.load(chunk).to(tl.int64)
+        stop = begin + 1
+    else:
+        sequence = sequences_ptr + tl.program_id(1) * FIELDS
+        chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
+        slot = tl.load(sequence + 2).to(tl.int64)
+        begin = tl.load(chunk + 3)
+        end = tl.load(chunk + 4)
+        stop = begin + tl.load(chunk + 1)
     i = tl.arange(0, KEYS)
     real = i < KEY_DIM
     j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
     state_at = states_ptr + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    state = tl.load(state_at + slot * state_stride, mask=real[:, None], other=0.0)
+    there = i < tl.where(end > begin, KEY_DIM, 0)
+    state = tl.load(state_at + slot * state_stride, mask=there[:, None], other=0.0)
     rate = tl.load(rates_ptr + head)
     dtype = x_ptr.dtype.element_ty
     ALL: tl.constexpr = KEY_HEADS * KEY_DIM
@@ -211,14 +225,20 @@ def _tokens_kernel(
         out_at += VALUE_HEADS * VALUE_DIM
         q, k, v, a, b = next_q, next_k, next_v, next_a, next_b
         if t + 1 == stop:
-            passed = tl.load(chunk + 5).to(tl.int64)
+            if RUNS:
+                passed = tl.load(chunk).to(tl.int64)
+                chunk += 1
+                stop += 1
+            else:
+                passed = tl.load(chunk + 5).to(tl.int64)
+                if t + 1 < end:
+                    chunk += CHUNK_FIELDS
+                    stop = tl.load(chunk) + tl.load(chunk + 1)
             if passed > 0:
                 tl.store(state_at + passed * state_stride, state, mask=real[:, None])
-            if t + 1 < end:
-                chunk += CHUNK_FIELDS
-                stop = tl.load(chunk) + tl.load(chunk + 1)
-    if slot > 0:
-        tl.store(state_at + slot * state_stride, state, mask=real[:, None])
+    if not RUNS:
+        if slot > 0:
+            tl.store(state_at + slot * state_stride, state, mask=real[:, None])
 
 
 @triton.jit
@@ -251,19 +271,21 @@ def norm_and_gate(x: torch.Tensor, z: torch.Tensor, net: DeltaNet, cache: Kernel
 
 
 def by_tokens(
-    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut, out: torch.Tensor,
+    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut | Runs, out: torch.Tensor,
     cache: KernelCache | None = None, first: int = 0,
 ) -> None:  # fmt: skip
-    """What `decode` does, for the tokens of the chunks in `lists`. A token's result is the same bit by bit, wherever
-    its sequence is cut. Results of tokens before the `first` one stay."""
+    """What `decode` does, for the tokens of the chunks or runs in `lists`. A token's result is the same bit by bit,
+    wherever its sequence is cut. Results of tokens before the `first` one stay."""
     spec = net.spec
+    chunks, sequences = lists.pair
     columns = min(COLUMNS, spec.value_dim)
     assert spec.value_dim % columns == 0, spec
     launch(
-        _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(lists.sequences), 1), cache,
-        x, inputs.a, inputs.b, net.rates, net.dt_bias, lists.chunks, lists.sequences, states.rule, out,
+        _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(sequences), 1), cache,
+        x, inputs.a, inputs.b, net.rates, net.dt_bias, chunks, sequences, states.rule, out,
         spec.key_dim**-0.5, inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0), spec.key_heads,
         spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, net.ups is not None,
-        triton.next_power_of_2(spec.key_dim), columns, SEQUENCE_FIELDS, CHUNK_FIELDS, num_warps=1, num_stages=3,
+        triton.next_power_of_2(spec.key_dim), columns, SEQUENCE_FIELDS, CHUNK_FIELDS, isinstance(lists, Runs),
+        num_warps=WARPS, num_stages=3,
     )  # fmt: skip
     norm_and_gate(out[first:], inputs.z[first:], net, cache)

@@ -7,12 +7,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import TOKENS, Cut, cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.launching import KernelCache
 from radixrt.worker.cuda.mamba import MambaInputs
@@ -158,20 +159,18 @@ class DeltaStep:
     """`model.delta_net.Mix` for a step's tokens, decodes first, then parts of sequences. Tokens after them are padding,
     whose results have no meaning.
 
-    decodes    integer [D]: slots of the states of the first D tokens
+    decodes    the first tokens: decodes and drafts
     lists      the chunks of the other sequences
     by_tokens  whether all tokens are computed one after the other, by the same kernel
     """
 
     def __init__(
-        self, pool: StatePool, decodes: torch.Tensor | None, lists: Cut | None = None, by_tokens: bool = False
+        self, pool: StatePool, decodes: Runs | None, lists: Cut | None = None, by_tokens: bool = False
     ) -> None:
         self._pool = pool
         self._decodes = decodes
         self._lists = lists
         self._by_tokens = by_tokens
-        self._ones: Cut | None = None
-        """The lists of `decodes`, once a layer needs them."""
         aligned = pool.convs[0, 0].nbytes % 16 == 0
         self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
 
@@ -196,7 +195,7 @@ class DeltaStep:
         _, many = self._caches
         first = 0
         if self._decodes is not None:
-            first = len(self._decodes)
+            first = len(self._decodes.slots)
             self._decode(net, inputs, states, self._decodes, out[:first])
         if self._lists is not None and self._by_tokens:
             x = torch.empty(inputs.x.shape, dtype=out.dtype, device=out.device)
@@ -206,27 +205,19 @@ class DeltaStep:
             x = delta_chunks.convolved(net, inputs.x, states, self._lists, many)
             delta_chunks.by_chunks(x, inputs, net, states, self._lists, out, many, first)
 
-    def _decode(
-        self, net: DeltaNet, inputs: DeltaInputs, states: LayerStates, slots: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _decode(self, net: DeltaNet, inputs: DeltaInputs, states: LayerStates, runs: Runs, out: torch.Tensor) -> None:
         few, _ = self._caches
-        x = inputs.x.new_empty((len(slots), inputs.x.shape[1]))
-        convolutions.conv_step(inputs.x, net, states.conv, slots, x, few)
-        if not self._by_tokens and net.ups is None and is_whole(net.spec):
-            delta.decode(x, inputs, net, states, slots, out, few)
-            return
-        if self._ones is None:
-            self._ones = Cut.of_ones(slots)
-        delta.by_tokens(x, inputs, net, states, self._ones, out, few)
+        x = inputs.x.new_empty((len(runs.slots), inputs.x.shape[1]))
+        convolutions.conv_step(inputs.x, net, states.conv, runs, x, few)
+        by_tokens = self._by_tokens or net.ups is not None or not is_whole(net.spec)
+        (delta.by_tokens if by_tokens else delta.decode)(x, inputs, net, states, runs, out, few)
 
     def _put_mamba(self, net: Mamba, inputs: MambaInputs, states: LayerStates, out: torch.Tensor) -> None:
         x = self._convolved(net, inputs.x, states)
         few, many = self._caches
-        if self._decodes is not None and self._by_tokens:
-            self._ones = self._ones or Cut.of_ones(self._decodes)
-            mamba.by_tokens(x, inputs, net, states, self._ones, out, few)
-        elif self._decodes is not None:
-            mamba.decode(x, inputs, net, states, self._decodes, out, few)
+        if self._decodes is not None:
+            decode = mamba.by_tokens if self._by_tokens else mamba.decode
+            decode(x, inputs, net, states, self._decodes, out, few)
         if self._lists is not None:
             by_lists = mamba.by_tokens if self._by_tokens else mamba_chunks.by_chunks
             by_lists(x, inputs, net, states, self._lists, out, many)
@@ -243,24 +234,39 @@ class DeltaStep:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedRuns:
+    """Packed Runs."""
+
+    slots: PackedArray
+    lengths: PackedArray
+
+    @classmethod
+    def pack(cls, packer: Packer, work: StateWork, count: int, room: int | None = None) -> PackedRuns:
+        """The first `count` entries of a plan; with `room`, padded to so many."""
+        lengths = work.runs[:count] if work.runs.size else np.ones(count, dtype=np.int32)
+        return cls(packer.add(work.slots[:count], room), packer.add(lengths, room, fill=1))
+
+    def of(self, sent: torch.Tensor) -> Runs:
+        return Runs(self.slots.of(sent), self.lengths.of(sent))
+
+
+@dataclass(frozen=True, slots=True)
 class PackedDelta:
     """The packed lists of a DeltaStep."""
 
-    decodes: PackedArray | None
+    decodes: PackedRuns | None
     lists: tuple[PackedArray, PackedArray] | None
     by_tokens: bool
 
     @classmethod
-    def pack(cls, packer: Packer, plan: Plan, decodes: int, exact: bool) -> PackedDelta:
-        """The first `decodes` requests of the plan have one token each. `exact`: results must not depend on how
-        sequences are cut into steps."""
+    def pack(cls, packer: Packer, plan: Plan, decodes: int, by_tokens: bool) -> PackedDelta:
+        """The first `decodes` entries of the plan have one token each. `by_tokens`: see DeltaStep."""
         assert plan.states is not None
-        slots, first = plan.states.slots, 0 if exact else decodes
         lists = None
-        if first < len(slots):
-            chunks, sequences = cut(plan.states.parts(plan.counts).after(first))
+        if decodes < len(plan.states.slots):
+            chunks, sequences = cut(plan.states.parts(plan.counts).after(decodes))
             lists = packer.add(chunks), packer.add(sequences)
-        return cls(packer.add(slots[:first]) if first else None, lists, exact)
+        return cls(PackedRuns.pack(packer, plan.states, decodes) if decodes else None, lists, by_tokens)
 
     def step(self, pool: StatePool, sent: torch.Tensor) -> DeltaStep:
         decodes = None if self.decodes is None else self.decodes.of(sent)

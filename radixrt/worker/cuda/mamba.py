@@ -5,7 +5,8 @@ Per head, with the state S[P, N], and B and C of its group:
 
     S = exp(rate dt) S + (dt x) B^T,   y = S C + skip x,   dt = softplus(step + bias), limited
 
-States are read from their slots and written back. Slot 0 is that of padding: it is never written.
+States are read from their slots and written back; those of drafted tokens, which follow another, only written (see
+`cutting.Runs`). Slot 0 is that of padding: it is never written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.convolutions import silu
-from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut, Runs
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 
@@ -27,8 +28,11 @@ if TYPE_CHECKING:
 
 DECODE_ELEMENTS, DECODE_WARPS = 8192, 4
 """The most elements of a state that a program of a decode holds, and its warps; bench/mamba.py --sweep times others."""
-ROWS = 8
-"""Rows of a state that a program of the loop over tokens holds: one warp, whose sums need no barrier."""
+DECODE_REGISTERS = 168
+"""The most registers of a thread of such a program, so that three programs fit on a multiprocessor of Hopper: without
+the limit, the loop over a draft takes 236 for the same work."""
+ROWS, WARPS = 8, 1
+"""Rows of a state that a program of the loop over tokens holds, and its warps: sums of one need no barrier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +80,9 @@ def gate_alone(y, z, dtype: tl.constexpr):
 
 @triton.jit
 def _state_decode_kernel(
-    x_ptr, z_ptr, steps_ptr, rates_ptr, bias_ptr, skip_ptr, slots_ptr, states_ptr, out_ptr, low, high, z_stride,
-    steps_stride, state_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
-    ROWS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, z_ptr, steps_ptr, rates_ptr, bias_ptr, skip_ptr, slots_ptr, runs_ptr, states_ptr, out_ptr, low, high,
+    z_stride, steps_stride, state_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
+    STATE: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = DIM // ROWS
     head = tl.program_id(0) // PARTS
@@ -86,40 +90,45 @@ def _state_decode_kernel(
     i = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, STATE)
     # Only this kernel writes states, and copies before the step: so they can be read while the kernel before runs.
+    run = tl.load(runs_ptr + token)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    at = states_ptr + slot * state_stride + head * (DIM * STATE) + i[:, None] * STATE + n[None, :]
-    state = tl.load(at, cache_modifier=".cg")
+    at = states_ptr + head * (DIM * STATE) + i[:, None] * STATE + n[None, :]
+    begins = i[:, None] < tl.where(run > 0, DIM, 0)
+    state = tl.load(at + slot * state_stride, mask=begins, other=0.0, cache_modifier=".cg")
     wait(EARLY)
     VALUES: tl.constexpr = HEADS * DIM
-    x_at = x_ptr + token * (VALUES + 2 * GROUPS * STATE)
-    b_at = x_at + VALUES + head // (HEADS // GROUPS) * STATE + n
-    x = tl.load(x_at + head * DIM + i).to(tl.float32)
-    b = tl.load(b_at).to(tl.float32)
-    c = tl.load(b_at + GROUPS * STATE).to(tl.float32)
-    raw = tl.load(steps_ptr + token * steps_stride + head).to(tl.float32)
-    step = time_step(raw, tl.load(bias_ptr + head), low, high)
-    state, y = _updated(state, x, b, c, step, tl.load(rates_ptr + head), tl.load(skip_ptr + head))
-    if slot > 0:
-        tl.store(at, state)
+    rate, bias, skip = tl.load(rates_ptr + head), tl.load(bias_ptr + head), tl.load(skip_ptr + head)
     dtype = out_ptr.dtype.element_ty
-    if GATED:
-        y = gate_alone(y, tl.load(z_ptr + token * z_stride + head * DIM + i).to(tl.float32), dtype)
-    tl.store(out_ptr + token * VALUES + head * DIM + i, y.to(dtype))
+    for _ in range(run):
+        x_at = x_ptr + token * (VALUES + 2 * GROUPS * STATE)
+        b_at = x_at + VALUES + head // (HEADS // GROUPS) * STATE + n
+        x = tl.load(x_at + head * DIM + i).to(tl.float32)
+        b = tl.load(b_at).to(tl.float32)
+        c = tl.load(b_at + GROUPS * STATE).to(tl.float32)
+        raw = tl.load(steps_ptr + token * steps_stride + head).to(tl.float32)
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        state, y = _updated(state, x, b, c, time_step(raw, bias, low, high), rate, skip)
+        if slot > 0:
+            tl.store(at + slot * state_stride, state)
+        if GATED:
+            y = gate_alone(y, tl.load(z_ptr + token * z_stride + head * DIM + i).to(tl.float32), dtype)
+        tl.store(out_ptr + token * VALUES + head * DIM + i, y.to(dtype))
+        token += 1
 
 
 def decode(
-    x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, slots: torch.Tensor, out: torch.Tensor,
+    x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, runs: Runs, out: torch.Tensor,
     cache: KernelCache | None = None, elements: int = DECODE_ELEMENTS, warps: int = DECODE_WARPS,
 ) -> None:  # fmt: skip
-    """Write a layer's results to out[T, H * P], for one token of each of the B sequences with states at integer
-    slots[B]: the first B of `inputs` and of the convolution's results x. `finish` is to follow."""
+    """Write a layer's results to out[T, H * P], for the tokens of `runs`: the first ones of `inputs` and of the
+    convolution's results x. `finish` is to follow. A token's result is the same bit by bit, drafted or not."""
     spec = net.spec
     rows = min(spec.head_dim, max(1, elements // spec.state))
     launch(
-        _state_decode_kernel, (spec.heads * spec.head_dim // rows, len(slots), 1), cache,
-        x, inputs.z, inputs.steps, net.rates, net.step_bias, net.skip, slots, states.rule, out, *spec.limits,
-        inputs.z.stride(0), inputs.steps.stride(0), states.rule.stride(0), spec.heads, spec.groups, spec.head_dim,
-        spec.state, rows, net.norm is None, num_warps=warps,
+        _state_decode_kernel, (spec.heads * spec.head_dim // rows, len(runs.slots), 1), cache,
+        x, inputs.z, inputs.steps, net.rates, net.step_bias, net.skip, runs.slots, runs.lengths, states.rule, out,
+        *spec.limits, inputs.z.stride(0), inputs.steps.stride(0), states.rule.stride(0), spec.heads, spec.groups,
+        spec.head_dim, spec.state, rows, net.norm is None, num_warps=warps, maxnreg=DECODE_REGISTERS,
     )  # fmt: skip
 
 
@@ -131,21 +140,29 @@ def _state_tokens_kernel(
     x_ptr, z_ptr, steps_ptr, rates_ptr, bias_ptr, skip_ptr, chunks_ptr, sequences_ptr, states_ptr, out_ptr, low, high,
     z_stride, steps_stride, state_stride, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
     STATE: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr, FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr,
-    EARLY: tl.constexpr,
+    RUNS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     PARTS: tl.constexpr = DIM // ROWS
     head = tl.program_id(0) // PARTS
-    sequence = sequences_ptr + tl.program_id(1) * FIELDS
-    chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
-    slot = tl.load(sequence + 2).to(tl.int64)
-    begin = tl.load(chunk + 3)
-    end = tl.load(chunk + 4)
-    stop = begin + tl.load(chunk + 1)
+    if RUNS:
+        begin = tl.program_id(1)
+        end = begin + tl.load(sequences_ptr + begin)
+        chunk = chunks_ptr + begin
+        slot = tl.load(chunk).to(tl.int64)
+        stop = begin + 1
+    else:
+        sequence = sequences_ptr + tl.program_id(1) * FIELDS
+        chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
+        slot = tl.load(sequence + 2).to(tl.int64)
+        begin = tl.load(chunk + 3)
+        end = tl.load(chunk + 4)
+        stop = begin + tl.load(chunk + 1)
     i = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, STATE)
     state_at = states_ptr + head * (DIM * STATE) + i[:, None] * STATE + n[None, :]
-    state = tl.load(state_at + slot * state_stride)
+    there = i < tl.where(end > begin, DIM, 0)
+    state = tl.load(state_at + slot * state_stride, mask=there[:, None], other=0.0)
     rate, bias, skip = tl.load(rates_ptr + head), tl.load(bias_ptr + head), tl.load(skip_ptr + head)
     dtype = out_ptr.dtype.element_ty
     VALUES: tl.constexpr = HEADS * DIM
@@ -175,29 +192,37 @@ def _state_tokens_kernel(
         out_at += VALUES
         x, b, c, raw = next_x, next_b, next_c, next_raw
         if t + 1 == stop:
-            passed = tl.load(chunk + 5).to(tl.int64)
+            if RUNS:
+                passed = tl.load(chunk).to(tl.int64)
+                chunk += 1
+                stop += 1
+            else:
+                passed = tl.load(chunk + 5).to(tl.int64)
+                if t + 1 < end:
+                    chunk += CHUNK_FIELDS
+                    stop = tl.load(chunk) + tl.load(chunk + 1)
             if passed > 0:
                 tl.store(state_at + passed * state_stride, state)
-            if t + 1 < end:
-                chunk += CHUNK_FIELDS
-                stop = tl.load(chunk) + tl.load(chunk + 1)
-    if slot > 0:
-        tl.store(state_at + slot * state_stride, state)
+    if not RUNS:
+        if slot > 0:
+            tl.store(state_at + slot * state_stride, state)
 
 
 def by_tokens(
-    x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, lists: Cut, out: torch.Tensor,
+    x: torch.Tensor, inputs: MambaInputs, net: Mamba, states: LayerStates, lists: Cut | Runs, out: torch.Tensor,
     cache: KernelCache | None = None,
 ) -> None:  # fmt: skip
-    """What `decode` does, for the tokens of the chunks in `lists`. A token's result is the same bit by bit, wherever
-    its sequence is cut."""
+    """What `decode` does, for the tokens of the chunks or runs in `lists`. A token's result is the same bit by bit,
+    wherever its sequence is cut."""
     spec = net.spec
+    chunks, sequences = lists.pair
     rows = min(ROWS, spec.head_dim)
     launch(
-        _state_tokens_kernel, (spec.heads * spec.head_dim // rows, len(lists.sequences), 1), cache,
-        x, inputs.z, inputs.steps, net.rates, net.step_bias, net.skip, lists.chunks, lists.sequences, states.rule, out,
+        _state_tokens_kernel, (spec.heads * spec.head_dim // rows, len(sequences), 1), cache,
+        x, inputs.z, inputs.steps, net.rates, net.step_bias, net.skip, chunks, sequences, states.rule, out,
         *spec.limits, inputs.z.stride(0), inputs.steps.stride(0), states.rule.stride(0), spec.heads, spec.groups,
-        spec.head_dim, spec.state, rows, net.norm is None, SEQUENCE_FIELDS, CHUNK_FIELDS, num_warps=1,
+        spec.head_dim, spec.state, rows, net.norm is None, SEQUENCE_FIELDS, CHUNK_FIELDS, isinstance(lists, Runs),
+        num_warps=WARPS,
     )  # fmt: skip
 
 

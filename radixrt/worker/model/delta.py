@@ -3,8 +3,8 @@ torch of what has kernels on a GPU.
 
 Sequences are concatenated, and `bounds` are their cumulative counts: tokens bounds[b] to bounds[b + 1] are of sequence
 b, whose state is at slots[b]. States are updated in place or, if given, written to the slots `to` instead, sequence
-after sequence. Each sequence is computed on its own, whatever else is in the step. Slot 0 is the trash slot: several
-sequences may have it, and what is there has no meaning.
+after sequence, so that one may go on from the state of another before it. Each sequence is computed on its own,
+whatever else is in the step. Slot 0 is the trash slot: several sequences may have it, and what is there has no meaning.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def short_conv(
     `states` [S, C, K - 1], of the dtype of x and any strides between slots, have the last K - 1 inputs of a sequence,
     the oldest first. Sums are in float32, in the order of the weight, and rounded once. A token's result does not
     depend, to the last bit, on how its sequence is cut into steps."""
-    parts, wide, to = [], weight.float(), slots if to is None else to
-    if len(x) == len(slots):  # one token of each sequence
+    parts, wide = [], weight.float()
+    if len(x) == len(slots) and to is None:  # one token of each sequence
         inputs = torch.cat((states[slots], x[:, :, None]), dim=2)
-        states[to] = inputs[:, :, 1:]
+        states[slots] = inputs[:, :, 1:]
         parts.append(_convolved(inputs.permute(2, 0, 1), wide)[0])
     else:
-        for slot, target, part in zip(slots.tolist(), to.tolist(), _split(x, bounds), strict=True):
+        targets = slots if to is None else to
+        for slot, target, part in zip(slots.tolist(), targets.tolist(), _split(x, bounds), strict=True):
             inputs = torch.cat((states[slot].t(), part))
             states[target] = inputs[len(part) :].t()
             parts.append(_convolved(inputs, wide))

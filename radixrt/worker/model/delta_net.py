@@ -35,10 +35,10 @@ class Recurrence:
     """The states of a linear layer, by its place among these: those of its convolution and of its delta rule."""
     slots: torch.Tensor
     """int64[B]"""
-    to: torch.Tensor
-    """int64[B]: slots that the states are written to."""
     bounds: torch.Tensor
     """int64[B + 1]"""
+    to: torch.Tensor | None = None
+    """int64[B]: slots that the states are written to, if not to those that they are read from."""
 
     def __call__(self, number: int, net: DeltaNet | ShortConv | Mamba, x: torch.Tensor | Rounded) -> torch.Tensor:
         return net.mix(x, number, self)

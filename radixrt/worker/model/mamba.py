@@ -1,7 +1,7 @@
 """Mamba-2's selective state spaces (arXiv 2405.21060) in torch.
 
 Sequences are given as in `delta`: concatenated, with cumulative counts `bounds` and states at `slots`, which are
-updated in place or written to the slots `to`, those of one token last. Each sequence is computed on its own, whatever
+updated in place or written to the slots `to`, sequence after sequence. Each sequence is computed on its own, whatever
 else is in the step.
 """
 
@@ -47,20 +47,21 @@ def state_space(
     x, b, c, decay = x.float(), b.float(), c.float(), step * rates
     inputs = x * step[..., None], b, c, decay
     out = skip[:, None] * x
-    to = slots if to is None else to
-    firsts, owners, targets = bounds[:-1], slots, to
-    if len(x) > len(slots):  # otherwise nothing is to be read from a GPU
-        counts, start = bounds.diff(), 0
-        for count, slot, target in zip(counts.tolist(), slots.tolist(), to.tolist(), strict=True):
-            if count > 1:
+    firsts, owners = bounds[:-1], slots
+    if len(x) > len(slots) or to is not None:  # otherwise nothing is to be read from a GPU
+        counts, start, targets = bounds.diff(), 0, slots if to is None else to
+        for count, slot, target in zip(counts.tolist(), slots.tolist(), targets.tolist(), strict=True):
+            if count > 1 or to is not None:
                 part = [value[start : start + count] for value in inputs]
-                found, states[target] = (_by_tokens if exact else _by_chunks)(*part, states[slot])
+                rule = _by_tokens if exact or count == 1 else _by_chunks
+                found, states[target] = rule(*part, states[slot])
                 out[start : start + count] += found
             start += count
-        firsts, owners, targets = (value[counts == 1] for value in (firsts, owners, targets))
+        alone = counts == (1 if to is None else 0)
+        firsts, owners = firsts[alone], owners[alone]
     each = max(1, len(owners)) if x.is_cuda else TOGETHER
-    for at, own, target in zip(*(value.split(each) for value in (firsts, owners, targets)), strict=True):
-        found, states[target] = _one_token(*(value[at] for value in inputs), states[own])
+    for at, own in zip(firsts.split(each), owners.split(each), strict=True):
+        found, states[own] = _one_token(*(value[at] for value in inputs), states[own])
         out[at] += found
     return out.to(kind)
 

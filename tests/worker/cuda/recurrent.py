@@ -6,18 +6,25 @@ A `Case` is a layer with some tokens. It has `states()`, the first states of eac
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from radixrt.worker.cuda.cutting import Runs
 from radixrt.worker.cuda.delta import LayerStates
+from radixrt.worker.cuda.delta_step import DeltaStep
+from radixrt.worker.kv import StatePool
 from radixrt.worker.plan import Parts, StateWork
 
 SLOTS = 7
 BOUNDS = [0, 1, 3, 67, 132, 262]
 FEW_TOKENS = [0, 1, 3, 9, 19, 32]
 """In place of BOUNDS where each token takes long in the interpreter."""
+DRAFTED = [3, 1, 4, 5, 0, 6, 2], [1, 3, 0, 0, 1, 2, 0]
+"""Slots and lengths of runs: a decode, two drafted tokens after one, padding, and one drafted token after one."""
 
 
 def limit(device: torch.device) -> float:
@@ -59,7 +66,7 @@ def check_one_token_each(case: Any, device: torch.device, **how: Any) -> None:
     slots = [3, 0, 1, 6, 0, 2]
     found, expected = case.states(), case.states()
     there = torch.tensor(slots, dtype=torch.int32, device=device)
-    out = case.decode(there, found, **how)
+    out = case.decode(Runs.of_ones(there), found, **how)
     real = case.expected(slots, list(range(len(slots) + 1)), expected)
     rows = there > 0
     assert_alike((out[rows], found), (real[rows], expected), limit(device))
@@ -126,3 +133,27 @@ def check_states_within_a_step(case: Any, way: str, stops: tuple[int, int, int])
         assert_same(within, alone, slot or 1, 1)
     for slot in (0, 2, 4):
         assert torch.equal(within.rule[slot], case.states().rule[slot])
+
+
+def check_drafts(case: Any, by_tokens: bool, put: Callable[[DeltaStep, slice], torch.Tensor]) -> None:
+    """Results of drafted tokens and the states after them have the bits of those of tokens one by one. `put`: the
+    results of a step for some of a case's tokens. Of a draft, the first token's state is where the one before it was.
+    """
+    device = case.net.conv.device
+    there, pools = replace(case.spec, layers=frozenset({0, 1})), []
+    for _ in range(2):
+        pools.append(StatePool(there, SLOTS, case.net.conv.dtype, device))
+        for states, start in zip(pools[-1].layer(1), (case.states().conv, case.states().rule), strict=True):
+            states.copy_(start)
+    runs = Runs(*(torch.tensor(x, dtype=torch.int32, device=device) for x in DRAFTED))
+    out = put(DeltaStep(pools[0], runs, None, by_tokens), slice(0, len(DRAFTED[0])))
+    live = 0
+    for at, (slot, length) in enumerate(zip(*DRAFTED, strict=True)):
+        live = slot if length else live
+        one = Runs.of_ones(torch.tensor([live], dtype=torch.int32, device=device))
+        found = put(DeltaStep(pools[1], one, None, by_tokens), slice(at, at + 1))
+        assert torch.equal(found, out[at : at + 1])
+        for drafted, alone in zip(pools[0].layer(1), pools[1].layer(1), strict=True):
+            if slot:
+                assert torch.equal(drafted[slot], alone[live])
+    assert torch.equal(pools[0].layer(1)[1][0], case.states().rule[0]), "padding is not stored"

@@ -155,14 +155,14 @@ heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
 numbers = dict.fromkeys(("channels", "x_stride", "z_stride", "a_stride", "b_stride", "state_stride"), i)
 numbers |= {"eps": f, "scale": f, "rows": i}
 for block in (1024, 128):
-    pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*bf16", "*bf16"]
+    pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*i32", "*bf16", "*bf16"]
     build(convolutions._conv_kernel, pointers, numbers, {"K": 4, "BLOCK": block, "BIAS": block < 1024, "SILU": True})
-pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*fp32", "*bf16"]
+pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*i32", "*fp32", "*bf16"]
 build(delta._decode_kernel, pointers, numbers, heads | {"FACTOR": 1.0}, delta.DECODE_WARPS)
 pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
 fields = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 for each, odd in ((False, {}), (True, {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16})):
-    constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128}
+    constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128, "RUNS": each}
     build(delta._tokens_kernel, pointers, numbers, heads | constants | odd, 1)
 constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True, "ROWS": 16}
 build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants)
@@ -201,11 +201,11 @@ sequences = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FI
 shapes = [(128, 8, 64, 128), (24, 1, 128, 256)] if every else [(24, 1, 128, 256)]
 for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in shapes]:
     state, gated = heads["STATE"], {"GATED": heads["GROUPS"] == 1}
-    pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*fp32", "*bf16"]
+    pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*i32", "*fp32", "*bf16"]
     rows = {"ROWS": mamba.DECODE_ELEMENTS // state}
     build(mamba._state_decode_kernel, pointers, numbers, heads | gated | rows, mamba.DECODE_WARPS)
-    pointers.insert(6, "*i32")
-    build(mamba._state_tokens_kernel, pointers, numbers, heads | gated | sequences | {"ROWS": mamba.ROWS}, 1)
+    constants = heads | gated | sequences | {"ROWS": mamba.ROWS, "RUNS": bool(gated["GATED"])}
+    build(mamba._state_tokens_kernel, pointers, numbers, constants, 1)
     pointers = ["*bf16", "*fp32", "*fp32", "*i32", "*fp32", "*fp32"]
     constants = {"HEADS": heads["HEADS"], "BLOCK": mamba_chunks.HEADS_AT_ONCE}
     build(mamba_chunks._steps_kernel, pointers, numbers, constants | fields)

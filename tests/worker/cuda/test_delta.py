@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from radixrt.worker.cuda import convolutions, delta, delta_chunks, delta_step
-from radixrt.worker.cuda.cutting import Cut, cut
+from radixrt.worker.cuda.cutting import Cut, Runs, cut
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from tests.worker.cuda import recurrent
-from tests.worker.cuda.recurrent import BOUNDS, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
+from tests.worker.cuda.recurrent import BOUNDS, DRAFTED, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
 
 SMALL = DeltaSpec(frozenset(), 2, 4, 16, 32, 4)
 WIDE = DeltaSpec(frozenset(), 1, 3, 32, 16, 3, beta_factor=2.0)
@@ -90,10 +90,10 @@ class Case:
         spec, x = self.spec, self.inputs.x
         return x.new_empty(x.shape), x.new_empty((len(x), spec.value_heads, spec.value_dim))
 
-    def decode(self, slots: torch.Tensor, states: LayerStates) -> torch.Tensor:
+    def decode(self, runs: Runs, states: LayerStates) -> torch.Tensor:
         x, out = self.empty()
-        convolutions.conv_step(self.inputs.x, self.net, states.conv, slots, x)
-        delta.decode(x, self.inputs, self.net, states, slots, out)
+        convolutions.conv_step(self.inputs.x, self.net, states.conv, runs, x)
+        delta.decode(x, self.inputs, self.net, states, runs, out)
         return out
 
     def by_chunks(self, *sequences: list, states: LayerStates) -> torch.Tensor:
@@ -206,12 +206,28 @@ def test_decodes_beside_chunks(by_tokens, device, monkeypatch):
         found.rule.copy_(expected.rule)
         slots, bounds = [3, 1, 6, 2], [0, 1, 2, 3, 15]
         lists = Cut.of(parts_of(slots, bounds).after(3), device)
-        step = delta_step.DeltaStep(pool, torch.tensor(slots[:3], device=device), lists, by_tokens)
+        first = Runs.of_ones(torch.tensor(slots[:3], dtype=torch.int32, device=device))
+        step = delta_step.DeltaStep(pool, first, lists, by_tokens)
         _, out = case.empty()
         step.put(1, case.net, (out, out), out)
         real = case.expected(slots, bounds, expected)
         for rows in (slice(3), slice(3, 15)):
             assert_alike((out[rows], found), (real[rows], expected), limit(device))
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_drafted_tokens(by_tokens, device, monkeypatch):
+    for spec in some(device):
+        case = Case(spec, len(DRAFTED[0]), device)
+
+        def put(step: delta_step.DeltaStep, rows: slice, case: Case = case) -> torch.Tensor:
+            part = case.part(rows)
+            monkeypatch.setattr(DeltaInputs, "of", lambda *_: part.inputs)
+            _, out = part.empty()
+            step.put(1, case.net, (out, out), out)
+            return out
+
+        recurrent.check_drafts(case, by_tokens, put)
 
 
 def test_copies_of_states(device):

@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.cuda import convolutions, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import TOKENS, Cut
+from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.delta_step import DeltaStep
 from radixrt.worker.cuda.mamba import MambaInputs
@@ -25,7 +25,7 @@ from radixrt.worker.model.mamba import gated, state_space
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
 from tests.worker.cuda import recurrent
-from tests.worker.cuda.recurrent import BOUNDS, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
+from tests.worker.cuda.recurrent import BOUNDS, DRAFTED, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
 
 NONE: frozenset[int] = frozenset()
 SMALL = MambaSpec(NONE, 4, 8, 2, 16, 4, conv_bias=True, bias=False, out_bias=False)
@@ -88,10 +88,10 @@ class Case:
         out = state_space(x, steps, net.rates, b, c, net.skip, states.rule, where, counts, exact=True)
         return gated(out.flatten(1), inputs.z, net.norm, spec.groups, net.eps, spec.norm == "before_gate")
 
-    def decode(self, slots: torch.Tensor, states: LayerStates, elements: int = mamba.DECODE_ELEMENTS) -> torch.Tensor:
+    def decode(self, runs: Runs, states: LayerStates, elements: int = mamba.DECODE_ELEMENTS) -> torch.Tensor:
         x, out = self.empty()
-        convolutions.conv_step(self.inputs.x, self.net, states.conv, slots, x)
-        mamba.decode(x, self.inputs, self.net, states, slots, out, elements=elements)
+        convolutions.conv_step(self.inputs.x, self.net, states.conv, runs, x)
+        mamba.decode(x, self.inputs, self.net, states, runs, out, elements=elements)
         mamba.finish(self.inputs, self.net, out)
         return out
 
@@ -196,7 +196,7 @@ def test_small_time_steps_are_exact(device):
     for states in (found, expected):
         states.rule.zero_()
     slots = torch.arange(1, 7, dtype=torch.int32, device=device)
-    case.decode(slots, found)
+    case.decode(Runs.of_ones(slots), found)
     case.expected(slots.tolist(), list(range(7)), expected)
     for slot in range(1, 7):
         wrong = (found.rule[slot] - expected.rule[slot]).norm() / expected.rule[slot].norm()
@@ -221,11 +221,11 @@ def test_a_step_of_a_layer(device):
             pool.convs.copy_(case._states[0])
             pool.rules.copy_(case._states[1])
         parts = parts_of([2, 5, 1, 6], [0, 1, 2, 72, 80], [(1, 30, 4)])
-        first = torch.tensor([2, 5], dtype=torch.int32, device=device)
+        first = Runs.of_ones(torch.tensor([2, 5], dtype=torch.int32, device=device))
         lists, every = (Cut.of(some, device) for some in (parts.after(2), parts))
         steps = [DeltaStep(pools[0], first, lists), DeltaStep(pools[1], None, every, by_tokens=True)]
         net = replace(case.net, projection=lambda x: x)
-        there = (torch.from_numpy(x).to(device) for x in (parts.sources, parts.targets, parts.bounds))
+        there = (torch.from_numpy(x).to(device) for x in (parts.sources, parts.bounds, parts.targets))
         real = Recurrence(pools[2].layer, *there)(1, net, case.projected)
         for step, pool in zip(steps, pools, strict=False):
             out = step(1, net, case.projected)
@@ -235,6 +235,16 @@ def test_a_step_of_a_layer(device):
         ones, part = DeltaStep(pools[0], first, by_tokens=True), case.projected[:2]
         two = Cut.of(parts_of([2, 5], [0, 1, 2]), device)
         assert torch.equal(ones(0, net, part), DeltaStep(pools[1], None, two, by_tokens=True)(0, net, part))
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+def test_drafted_tokens(by_tokens, device):
+    for spec in specs(device):
+        case = Case(spec, len(DRAFTED[0]), device)
+        net = replace(case.net, projection=lambda x: x)
+        recurrent.check_drafts(
+            case, by_tokens, lambda step, rows, case=case, net=net: step(1, net, case.projected[rows])
+        )
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1], [70, 20]])

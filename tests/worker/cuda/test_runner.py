@@ -167,12 +167,14 @@ def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch
     assert not (exact._compiled.many.specialised or exact._chunks._variant.specialised or exact._chunks._plain)
 
 
+DRAFTING = ("gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "lfm2")
+DRAFTING += ("nemotron_h", "granitemoehybrid", "qwen3_next", "bamba", "falcon_h1")
 PENALIZED = {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.3}
 
 
 @pytest.mark.parametrize(
     "folder",
-    ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in ("gpt_oss", "deepseek_v3", "deepseek_v32"))],
+    ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in DRAFTING)],
     indirect=True,
 )
 @pytest.mark.parametrize("how", [PENALIZED, pytest.param({"temperature": 1.0}, marks=pytest.mark.slow)], ids=str)
