@@ -1,11 +1,11 @@
 """A layer of experts: kept in MXFP4 or INT4, or dequantized to bfloat16, with the limits of both.
 
-    python -m bench.packed_experts [--int4] [--sweep] [--tokens N ...] [--seconds S]
+    python -m bench.packed_experts [--int4] [--sweep] [--hopper] [--tokens N ...] [--seconds S]
 
 In the shapes of gpt-oss 20b and 120b, for INT4 of Qwen3 30B A3B with groups of 128, with random weights and random
 routing; several layers in turn, in a CUDA graph. Limits: the bytes of the chosen experts over the copy bandwidth, or
 FLOPs over the rate of matrix products, both measured in the same run. The error is relative to float32. With --sweep,
-all tiles in ROWS are timed.
+all tiles in ROWS are timed; with --hopper, the kernel for Hopper with all of its tiles, and without it.
 """
 
 from __future__ import annotations
@@ -119,6 +119,21 @@ def swept(layers: list[Experts], x: torch.Tensor) -> dict[str, list[tuple[float,
     return {name: sorted(ways, key=lambda one: one[0])[:5] for name, ways in found.items()}
 
 
+def on_hopper(layers: list[Experts], x: torch.Tensor) -> dict[str, float]:
+    """Milliseconds per layer: without the kernel for Hopper, and with each of its tiles."""
+    kernel = packed_experts._hopper(x.device)
+    assert kernel is not None
+    before, found = (kernel.FEWEST, kernel.kind_for), {}
+    rows = len(x) * layers[0].top_k / len(layers[0].down)
+    for kind in (None, *(kind for kind in kernel.KINDS if rows / 4 <= kind.rows <= max(32, 4 * rows))):
+        kernel.FEWEST, kernel.kind_for = (0, lambda _, kind=kind: kind) if kind else (1e9, None)
+        wrong = error(layers[0], x)
+        assert wrong < 2e-2, (kind, wrong)
+        found[f"{kind.rows} rows" if kind else "not"] = layer_ms(ours.add, layers, x)
+    kernel.FEWEST, kernel.kind_for = before
+    return found
+
+
 # ---------------------------------------------------------------- all of it
 
 
@@ -138,6 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--int4", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--hopper", action="store_true", help="of MXFP4; has a result file of its own")
     parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin nothing more after that")
     args = parser.parse_args()
@@ -152,6 +168,8 @@ def main() -> None:
                 break
             x = torch.randn((tokens, shape[2]), dtype=torch.bfloat16, device="cuda")
             rows.append({"experts": name, "tokens": tokens} | measure(wide, packed, x, limits))
+            if args.hopper and not args.int4:
+                rows[-1] |= on_hopper(packed, x)
             print(rows[-1], flush=True)
             if args.sweep:
                 for kind, best in swept(packed, x).items():
@@ -159,7 +177,12 @@ def main() -> None:
         del wide, packed
     print(table(rows))
     if not args.sweep:
-        save(f"packed_experts{'_int4' * args.int4}", rows, device=torch.cuda.get_device_name(), **limits)
+        save(
+            f"packed_experts{'_int4' * args.int4}{'_hopper' * args.hopper}",
+            rows,
+            device=torch.cuda.get_device_name(),
+            **limits,
+        )
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ QWEN3_30B = {
 }
 """Qwen3 30B A3B."""
 
-DEEPSEEK_V2_LITE = {
+DEEPSEEK_V2_LITE: dict[str, Any] = {
     "model_type": "deepseek_v2",
     "hidden_size": 2048,
     "intermediate_size": 10944,
@@ -102,7 +102,7 @@ DEEPSEEK_V2_LITE = {
 }
 """DeepSeek V2 Lite, by its sizes."""
 
-DEEPSEEK_V32 = {
+DEEPSEEK_V32 = DEEPSEEK_V2_LITE | {
     "model_type": "deepseek_v32",
     "hidden_size": 7168,
     "intermediate_size": 18432,
@@ -115,40 +115,22 @@ DEEPSEEK_V32 = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
     "first_k_dense_replace": 3,
-    "moe_layer_freq": 1,
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "num_hidden_layers": 5,
     "num_attention_heads": 128,
     "num_key_value_heads": 128,
     "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
     "index_n_heads": 64,
     "index_head_dim": 128,
     "index_topk": 2048,
     "vocab_size": 129280,
-    "max_position_embeddings": 163840,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "rope_theta": 10000.0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 40,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    "tie_word_embeddings": False,
+    "rope_scaling": DEEPSEEK_V2_LITE["rope_scaling"] | {"mscale": 1.0, "mscale_all_dim": 1.0},
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
 """DeepSeek V3.2: 5 of its 61 layers, of which 2 have experts, which fit on one GPU in bfloat16."""
+
 GPT_OSS_20B = {
     "model_type": "gpt_oss",
     "quantization_config": {"quant_method": "mxfp4"},

@@ -186,10 +186,11 @@ def scaled_ms(model: Decoder, batch: int, limits: dict[str, float]) -> float:
 class Bench:
     """A worker whose steps are run one by one."""
 
-    def __init__(self, runner: Runner, rows: int, budget: int, max_model_len: int) -> None:
-        self.worker = Worker(
-            runner, Identity("bench", "model"), NullLink, limits=Limits(budget, rows), max_model_len=max_model_len
-        )
+    def __init__(
+        self, runner: Runner, rows: int, budget: int, max_model_len: int, adapters: tuple[str, ...] = ()
+    ) -> None:
+        identity = Identity("bench", "model", adapters=adapters)
+        self.worker = Worker(runner, identity, NullLink, limits=Limits(budget, rows), max_model_len=max_model_len)
         self.worker._link = NullLink()
         self._next = 0
         self._rng = np.random.default_rng(0)
@@ -197,13 +198,17 @@ class Bench:
     def ids(self, count: int) -> np.ndarray:
         return self._rng.integers(1000, self.worker.runner.vocab_size - 300, count, dtype=np.int32)
 
-    def add(self, ids: np.ndarray, tokens: int, grammar: Grammar | None = None, **sampling: float) -> int:
-        """Add a request that generates `tokens` tokens, greedily by default. Returns its id."""
+    def add(
+        self, ids: np.ndarray, tokens: int, grammar: Grammar | None = None, adapter: str = "", **sampling: float
+    ) -> int:
+        """Add a request that generates `tokens` tokens, greedily by default, maybe with a LoRA adapter. Returns its
+        id."""
         self._next += 1
         fields = {"temperature": 0.0, "stop_token_ids": (EOS,) if grammar else ()} | sampling
         sampling = Sampling(max_tokens=tokens, ignore_eos=True, grammar=grammar, **fields)
         prompt = array("i", ids.tobytes()).tobytes()
-        self.worker._add(Run(id=self._next, namespace="", ids=prompt, prompt_len=len(ids), sampling=sampling))
+        run = Run(id=self._next, namespace=adapter, ids=prompt, prompt_len=len(ids), sampling=sampling, adapter=adapter)
+        self.worker._add(run)
         return self._next
 
     def step(self) -> int:

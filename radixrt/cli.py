@@ -25,6 +25,7 @@ from typing import Any
 from radixrt import __version__, launch
 from radixrt.checkpoint_files import check_files, check_model
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
+from radixrt.lora_modules import check_lora_modules
 from radixrt.roles import ROLES, check_role, follow_parent, read_config, run_role
 from radixrt.wire.keys import is_private, make_secret_key, public_suffix
 
@@ -63,7 +64,8 @@ def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: set[
         elif kind is bool:
             parser.add_argument(*flags, action="store_true", **options)
         elif typing.get_origin(kind) is tuple:
-            parser.add_argument(*flags, action="append", metavar=field.name.upper(), **options)
+            several = {"action": "extend", "nargs": "+"} if field.metadata["several"] else {"action": "append"}
+            parser.add_argument(*flags, **several, metavar=field.name.upper(), **options)
         else:
             options["help"] += "" if field.default in ("", 0) else f" (default: {field.default})"
             parser.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **options)
@@ -153,6 +155,7 @@ def _serve(args: argparse.Namespace) -> int:
     _check_here(check_files if vars(args).get("fake") else check_model, args.model)
     _check_here(check_files, vars(args).get("tokenizer", ""))
     configs = {role: from_args(config, args) for role, config in ROLES.items()}
+    _check_adapters(configs["worker"])
     own = {field.name: vars(args)[field.name] for field in dataclasses.fields(StackConfig) if field.name in vars(args)}
     return launch.run_stack(StackConfig(**configs, **own))
 
@@ -164,6 +167,12 @@ def _check_here(check: Callable[[str], None], name: str) -> None:
         check(folder)
 
 
+def _check_adapters(config: WorkerConfig) -> None:
+    """Check the LoRA adapters of a worker before any process is started."""
+    if config.lora_modules:
+        check_lora_modules(resolve(config))
+
+
 def _role(args: argparse.Namespace) -> int:
     if args.config_from_stdin:
         config = read_config(args.role)
@@ -173,6 +182,7 @@ def _role(args: argparse.Namespace) -> int:
         config = from_args(ROLES[args.role], args)
         if args.role == "worker":
             _check_here(check_files if config.fake else check_model, config.model)
+            _check_adapters(config)
     check_role(config)
     run_role(args.role, resolve(config))
     return 0

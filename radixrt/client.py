@@ -264,7 +264,8 @@ class AsyncClient:
         return await self._query("health")
 
     async def models(self) -> list[dict[str, Any]]:
-        """Models that are served now: `id`, and `max_model_len` in tokens."""
+        """Models that are served now: `id`, and `max_model_len` in tokens; LoRA adapters of these, with their model as
+        `parent`."""
         return await self._query("models")
 
     async def report(self) -> dict[str, Any]:

@@ -40,11 +40,17 @@ MOST_PORT = 65_535
 
 
 def setting(
-    default: Any, help: str, *, least: float | None = None, most: float = MOST, form: Form | None = None
+    default: Any,
+    help: str,
+    *,
+    least: float | None = None,
+    most: float = MOST,
+    form: Form | None = None,
+    several: bool = False,
 ) -> Any:
     """A dataclass field with its help text for the command line, and the values that `check` allows: numbers from
-    `least` to `most`, or texts of a `form`."""
-    metadata = {"help": help, "least": least, "most": most, "form": form}
+    `least` to `most`, or texts of a `form`. `several`: the flag takes one or more values at once."""
+    metadata = {"help": help, "least": least, "most": most, "form": form, "several": several}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -105,6 +111,14 @@ class WorkerConfig:
     deterministic: bool = setting(
         False, "results are bitwise independent of the batch (slower; always so with FP8 pages on a CPU)"
     )
+    enable_lora: bool = setting(False, "serve LoRA adapters, of --lora-modules")
+    lora_modules: tuple[str, ...] = setting(
+        (),
+        'LoRA adapters in PEFT\'s format, NAME=FOLDER or {"name": NAME, "path": FOLDER}, one or more; repeatable; each '
+        "name is a model for clients; requests of all adapters and of the model run in one batch",
+        several=True,
+    )
+    max_lora_rank: int = setting(16, "largest rank of a LoRA adapter", least=1, most=1 << 10)
     attention_backend: str = setting("auto", "attention kernels: auto, flashinfer or triton (on a GPU), torch")
     tree_attention: str = setting(
         "auto", "prefixes that requests of a batch share are read from memory once: auto or on (where it pays off), off"

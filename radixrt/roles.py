@@ -17,6 +17,7 @@ import msgspec
 from radixrt import wire
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, check, flag, gpu_count
 from radixrt.garbage import settle
+from radixrt.lora_modules import lora_modules, names
 from radixrt.messages import Leave
 from radixrt.wire.addresses import check_shared
 from radixrt.wire.watch import watched
@@ -146,7 +147,8 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
 
     more = 0 if config.fake else config.tensor_parallel_size - 1
     device = f"{config.device} and {more} more" if more else config.device
-    identity = Identity(config.name, config.served_model_name, getattr(runner, "kv_dtype", ""), device)
+    kv_dtype, adapters = getattr(runner, "kv_dtype", ""), names(lora_modules(config))
+    identity = Identity(config.name, config.served_model_name, kv_dtype, device, adapters)
     limits = Limits(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=most_running(config, runner))
     return Worker(
         runner,

@@ -53,7 +53,8 @@ class About:
         raise ApiError(404, f"model {wanted!r} is not served here", "model", "model_not_found")
 
     async def _models(self, key: str) -> list[dict[str, Any]]:
-        return [model_json(model["id"], model["max_model_len"]) for model in await self._ask(key).models()]
+        models = await self._ask(key).models()
+        return [model_json(model["id"], model["max_model_len"], model.get("parent")) for model in models]
 
     async def report(self, request: Request, key: str) -> Response:
         """The report as JSON; for browsers as a page that reloads every REFRESH_SECONDS."""

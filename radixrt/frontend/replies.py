@@ -56,10 +56,12 @@ def session_json(encoded: Encoded) -> dict[str, Any]:
     return {"session": {"kept_turns": encoded.kept_turns} | {name: found for name, found in notes.items() if found}}
 
 
-def model_json(name: str, max_model_len: int) -> dict[str, Any]:
+def model_json(name: str, max_model_len: int, parent: str | None = None) -> dict[str, Any]:
     """A model with the fields of OpenAI, vLLM and Anthropic. Prompt and output share its length, so the maximum of each
-    is all of it. Its creation time is unknown, for which both APIs use the epoch."""
+    is all of it. Its creation time is unknown, for which both APIs use the epoch. `parent`: the model of a LoRA
+    adapter."""
     about = {"id": name, "object": "model", "created": 0, "owned_by": "radixrt", "max_model_len": max_model_len}
+    about |= {"root": name, "parent": parent}
     sizes = {"max_input_tokens": max_model_len, "max_tokens": max_model_len}
     return about | sizes | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 

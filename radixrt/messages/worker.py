@@ -15,7 +15,8 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
 
     `score_from=k` (k >= 1): report the log-probability of each token of `ids` from index k on, with alternatives as
     `sampling.logprobs` says. With max_tokens 0 nothing is generated. `pin` is as in Generate. Runs of one `group` (0:
-    none) are queued as if they had arrived with the first of them.
+    none) are queued as if they had arrived with the first of them. `adapter`: the LoRA adapter that computes it ("":
+    none); the namespace differs from those of others.
     """
 
     id: int
@@ -26,6 +27,7 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     score_from: int | None = None
     pin: list[tuple[int, float]] = []
     group: int = 0
+    adapter: str = ""
 
 
 class Pin(msgspec.Struct, tag="pin"):
@@ -177,6 +179,8 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     num_states: int = 0
     """Slots of recurrent states, a trash slot 0 included; 0: the model has none. If it has, a cached prefix can be
     continued only where there is a snapshot (see Saved)."""
+    adapters: list[str] = []
+    """LoRA adapters of the model that it serves, each as a model of that name."""
 
 
 class Output(msgspec.Struct, array_like=True):

@@ -57,6 +57,7 @@ def to_html(report: dict[str, Any], refresh: int = 0) -> str:
         _prompt_tokens(report["total"]),
         _rates("Tenants", report["tenants"], lambda row: row["tenant"]),
         _rates("Programs", report["programs"], program_name),
+        _rates("Models", report["models"], lambda row: row["model"]) if len(report["models"]) > 1 else "",
         _rates("Workers", report["workers"], lambda row: row["worker"] or "(none)"),
         _pages(report["workers"]),
         _volatile(report["volatile"]),

@@ -1,4 +1,4 @@
-"""Sums hits and misses by tenant, program, fork depth and worker."""
+"""Sums hits and misses by tenant, program, fork depth, model and worker."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class Place(NamedTuple):
     program: str
     depth: int
     worker: str
+    model: str = ""
+    """The model or the LoRA adapter."""
 
 
 @dataclass(slots=True)
@@ -142,6 +144,7 @@ class Report:
         bound_tokens: int,
         predicted_tokens: int,
         best_tokens: int,
+        model: str = "",
     ) -> None:
         """Record a sequence that has ended. The last id of `generated` was sampled, but its KV was not computed.
         `bound_tokens` is the return value of `arrived`. `predicted_tokens` is the hit that the index predicted for the
@@ -158,7 +161,7 @@ class Report:
             best=best_tokens,
             page_size=page_size,
         )
-        self._tallies[self._place(tenant, origin, worker)].add(
+        self._tallies[self._place(tenant, origin, worker, model)].add(
             prompt=prompt_tokens,
             hit=cached_tokens,
             generated=len(generated) // TOKEN_BYTES,
@@ -209,7 +212,7 @@ class Report:
             self._forgotten += excess
         return known
 
-    def _place(self, tenant: str, origin: Origin, worker: str) -> Place:
+    def _place(self, tenant: str, origin: Origin, worker: str, model: str) -> Place:
         programs = self._programs[tenant]
         pair = program, depth = origin.program[:MOST_NAME], max(0, min(origin.depth, MOST_DEPTH))
         if pair not in programs:
@@ -217,7 +220,7 @@ class Report:
                 programs.add(pair)
             else:
                 program = OTHER
-        return Place(tenant, program, depth, worker)
+        return Place(tenant, program, depth, worker, model)
 
     # ------------------------------------------------------------ output
 
@@ -229,6 +232,7 @@ class Report:
                        predicted_tokens, drift_tokens, misses {never_seen, elsewhere, evicted, page_rounding, logits}
             tenants    a list of the same, with `tenant`
             programs   ... with `program` ("" for none, "(other)" beyond the first 256) and `depth` (number of forks)
+            models     ... with `model`: the model, and each LoRA adapter
             workers    ... with `worker` ("" for none, "(other)" for those gone for long); if `tenant` is null, also
                        total_pages, used_pages (including evictable_pages), free_pages, and counters of
                        `messages.Load`: evicted_tokens, preemptions, steps, plain_keys, read_keys, busy_seconds,
@@ -270,6 +274,7 @@ class Report:
             "total": self.total(tallies.values()).to_json(),
             "tenants": self._group(tallies, lambda place: {"tenant": place.tenant}),
             "programs": self._group(tallies, lambda place: {"program": place.program, "depth": place.depth}),
+            "models": self._group(tallies, lambda place: {"model": place.model}),
             "workers": workers,
             "sessions": self._sessions_of(tenant),
             "pauses": self._waits_of(tenant),

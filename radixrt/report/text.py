@@ -29,8 +29,11 @@ def to_text(report: dict[str, Any]) -> str:
     for key, name in (
         ("tenants", lambda row: f"tenant {row['tenant']}"),
         ("programs", program_name),
+        ("models", lambda row: f"model {row['model']}"),
         ("workers", lambda row: f"worker {row['worker'] or '(none)'}"),
     ):
+        if key == "models" and len(report[key]) < 2:
+            continue
         shown = _largest(report[key])
         rows += [(name(row), *_figures(row)) for row in shown]
         if left := len(report[key]) - len(shown):

@@ -1,7 +1,7 @@
 """Turns a client's message into a Request: finds its tenant and model, validates it, and checks that it fits.
 
 A namespace is three lines: tenant, model, salt. The tenant comes from the API key and has no line break, so nothing
-that a caller sends can name another tenant's namespace.
+that a caller sends can name another tenant's namespace. A LoRA adapter counts as a model of its own.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Admission:
             f"{tenant}\n{model}\n{message.cache_salt}",
             message.origin,
             model,
+            adapter=model if self._members.is_adapter(model) else "",
             stream=isinstance(message, Generate) and message.stream,
             scores=isinstance(message, Score),
         )
@@ -88,7 +89,8 @@ class Admission:
             raise Refused("model", "no worker serves yet", 503, self._config.worker_timeout)
         if not name:
             return min(served)
-        if name not in served:
+        if name not in served and not self._members.is_adapter(name):
+            served |= self._members.adapters()
             raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)
         return name
 

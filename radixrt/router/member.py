@@ -64,6 +64,10 @@ class Member:
     def process(self) -> Process:
         return process(self.info)
 
+    def serves(self, model: str) -> bool:
+        """Whether it serves a model, which may be a LoRA adapter, of that name."""
+        return model == self.info.model or model in self.info.adapters
+
     def is_process(self, pid: int, life: int) -> bool:
         """Whether this worker's process has that pid and life; 0 matches any."""
         return pid in (0, self.info.pid) and life in (0, self.info.life)

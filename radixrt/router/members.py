@@ -62,14 +62,25 @@ class Members:
         return name in self._serving or name in self._lost
 
     def models(self) -> set[str]:
-        """Names of the models of all serving workers, and of lost ones that may come back."""
-        return {m.info.model for members in (self._serving, self._lost) for m in members.values()}
+        """Names of the models of all serving workers, and of lost ones that may come back, without adapters."""
+        return {m.info.model for m in self._known()}
+
+    def adapters(self) -> set[str]:
+        """Names of the LoRA adapters of these workers."""
+        return {name for m in self._known() for name in m.info.adapters}
+
+    def is_adapter(self, name: str) -> bool:
+        """Whether one of these workers has a LoRA adapter of that name."""
+        return any(name in m.info.adapters for m in self._known())
+
+    def _known(self) -> Iterator[Member]:
+        return itertools.chain(self._serving.values(), self._lost.values())
 
     def serving(self, model: str) -> Serving:
-        """The workers that serve a model now. The result must not be modified."""
+        """The workers that serve a model, or an adapter, now. The result must not be modified."""
         found = self._by_model.get(model)
         if found is None:
-            members = [member for member in self if member.info.model == model]
+            members = [member for member in self if member.serves(model)]
             vocab_size = max((m.info.vocab_size for m in members), default=0)
             found = Serving(members, vocab_size, max((m.token_limit for m in members), default=0))
             if members:  # clients may request any name: others are not cached

@@ -75,4 +75,5 @@ class Recorder:
                 bound_tokens=run.bound,
                 predicted_tokens=run.hit,
                 best_tokens=run.best_hit,
+                model=request.model,
             )

@@ -21,6 +21,7 @@ class Request:
     """A client's request. `runs` are its choices, of which `open` are not finished."""
 
     __slots__ = (
+        "adapter",
         "bounded",
         "client",
         "group",
@@ -48,6 +49,7 @@ class Request:
         *,
         stream: bool,
         scores: bool,
+        adapter: str = "",
     ) -> None:
         self.client = client
         self.id = id
@@ -55,6 +57,8 @@ class Request:
         self.namespace = namespace
         self.origin = origin
         self.model = model
+        self.adapter = adapter
+        """The model's name if it is a LoRA adapter, else ""."""
         self.stream = stream
         self.scores = scores
         self.bounded = False
@@ -183,4 +187,5 @@ class RunState:
             score_from=None if self.scored else self.score_from,
             pin=self.request.pin,
             group=self.request.group.id if self.request.group else 0,
+            adapter=self.request.adapter,
         )

@@ -43,8 +43,13 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
 
 
 def models(core: RouterCore) -> list[dict[str, Any]]:
-    """The models that workers serve now, each once."""
-    longest: dict[str, int] = {}
+    """The models that workers serve now, each once, and their LoRA adapters, whose `parent` is their model."""
+    longest: dict[tuple[str, str], int] = {}
     for member in core.members:
-        longest[member.info.model] = max(longest.get(member.info.model, 0), member.token_limit)
-    return [{"id": name, "max_model_len": longest[name]} for name in sorted(longest)]
+        model = member.info.model
+        for key in (("", model), *((model, adapter) for adapter in member.info.adapters)):
+            longest[key] = max(longest.get(key, 0), member.token_limit)
+    return [
+        {"id": name, "max_model_len": longest[parent, name]} | ({"parent": parent} if parent else {})
+        for parent, name in sorted(longest)
+    ]

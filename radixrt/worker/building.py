@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,13 +20,14 @@ class Decodes:
     """The decodes of a step, as the arrays of a Plan. All but `positions` and `last` stay the same until the batch
     changes. Plans share the arrays, so they are never written to."""
 
-    __slots__ = ("last", "ones", "positions", "requests", "rows", "rows32", "_states", "all_true")
+    __slots__ = ("adapters", "last", "ones", "positions", "requests", "rows", "rows32", "_states", "all_true")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = tuple(requests)
         self.rows = np.array([r.row for r in requests], dtype=np.int64)
         self.rows32 = self.rows.astype(np.int32)
         self._states: np.ndarray | None = None
+        self.adapters = _adapters(requests)
         self.ones = np.ones(len(requests), dtype=np.int32)
         self.all_true = np.ones(len(requests), dtype=bool)
         self.positions = np.array([r.computed for r in requests], dtype=np.int64)
@@ -125,10 +127,12 @@ class StepBuilder:
             states = self.cache.state_work(_appended(decodes.states, self.states), runs)
         if not self.requests:
             return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
-                        decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states)  # fmt: skip
+                        decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states,
+                        adapters=decodes.adapters)  # fmt: skip
+        requests = (*decodes.requests, *self.requests)
         return Plan(
             step=step,
-            requests=(*decodes.requests, *self.requests),
+            requests=requests,
             rows=_appended(decodes.rows32, [r.row for r in self.requests]),
             starts=_appended(starts, self.starts),
             counts=_appended(decodes.ones, self.counts),
@@ -139,7 +143,14 @@ class StepBuilder:
             table_writes=self.cache.drain_writes(),
             drafts=tuple(replace(draft, first=draft.first + len(starts)) for draft in self.drafts),
             states=states,
+            adapters=_adapters(requests),
         )
+
+
+def _adapters(requests: Sequence[Request]) -> np.ndarray | None:
+    """See `Plan.adapters`."""
+    numbers = [request.adapter for request in requests]
+    return np.array(numbers, dtype=np.int32) if max(numbers, default=-1) >= 0 else None
 
 
 def _appended(decodes: np.ndarray, chunks: list[int] | list[bool]) -> np.ndarray:

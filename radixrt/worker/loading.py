@@ -15,9 +15,11 @@ from torch import distributed
 
 from radixrt.checkpoint_files import check_model
 from radixrt.config import WorkerConfig
+from radixrt.lora_modules import lora_modules
 from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES
 from radixrt.worker.model import checkpoint, int4, read_spec
+from radixrt.worker.model.adapter import Adapter, read_adapters
 from radixrt.worker.model.blocks import named
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import (
@@ -275,7 +277,7 @@ def load_model(
     packed = keeps_packed(config.quantization, loaded, ops is not None)
     weights = open_weights(config, loaded, progress=not is_follower, products=products, packed=packed)
     try:
-        model = Decoder(loaded.whole, weights, exact, ops, group)
+        model = Decoder(loaded.whole, weights, exact, ops, group, read_lora(config, loaded))
         expanded = is_expanded(loaded.hf_config) and products is not Products.ALL
         wide = (
             "weights" if expanded or products is Products.NONE else "experts" if model.has_unquantized_experts else ""
@@ -301,6 +303,14 @@ def load_model(
         return model
     finally:
         weights.close()
+
+
+def read_lora(config: WorkerConfig, loaded: Loaded) -> list[Adapter]:
+    """The LoRA adapters of a worker. Raises ValueError if one of them, or any for this model, is not served."""
+    modules = lora_modules(config)
+    if modules and (loaded.whole.multipliers or loaded.whole.layer_heads):
+        raise ValueError(f"LoRA adapters are not served for models of type {loaded.hf_config.get('model_type')}")
+    return read_adapters(modules, config.max_lora_rank)
 
 
 def _drafting(loaded: Loaded) -> tuple[str, ...]:

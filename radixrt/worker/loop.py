@@ -301,7 +301,8 @@ class Worker:
         try:
             if run.id in self._compiling:
                 raise ValueError(f"id: request {run.id} exists")
-            request = from_run(run, self.max_model_len, self.runner.vocab_size, self.runner.eos_ids)
+            runner, adapters = self.runner, self.identity.adapters
+            request = from_run(run, self.max_model_len, runner.vocab_size, runner.eos_ids, adapters)
             self.cache.pins.want(run)
             if run.sampling.grammar is None:
                 self.scheduler.add(request)

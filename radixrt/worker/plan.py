@@ -129,6 +129,13 @@ class Plan:
     """A request with a draft appears in `requests` several times in a row: see Draft."""
     states: StateWork | None = None
     """None if the model has no recurrent states."""
+    adapters: np.ndarray | None = None
+    """int32[B]: number of each request's LoRA adapter, -1: none; None if no request has one."""
+
+    @property
+    def token_adapters(self) -> np.ndarray | None:
+        """int32[T]: the same by token."""
+        return None if self.adapters is None else np.repeat(self.adapters, self.counts)
 
     @property
     def wants_logits(self) -> bool:

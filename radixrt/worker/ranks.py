@@ -88,6 +88,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     paths: dict[int, list[tuple[int, int]]]
     states: tuple[bytes, bytes, bytes, bytes, bytes] | None = None
     """Slots, restores, saves, within and runs of `Plan.states`."""
+    adapters: bytes | None = None
 
     @classmethod
     def of(cls, plan: Plan, paths: Mapping[int, Nodes]) -> Step:
@@ -101,6 +102,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             {index: list(path) for index, path in paths.items()},
             (work := plan.states)
             and tuple(x.tobytes() for x in (work.slots, work.restores, work.saves, work.within, work.runs)),
+            None if plan.adapters is None else plan.adapters.tobytes(),
         )
 
     def plan(self, requests: tuple[Request, ...]) -> Plan:
@@ -112,8 +114,9 @@ class Step(msgspec.Struct, tag="step", array_like=True):
         if self.states is not None:
             slots, *copies, within, runs = (_array(x, np.int32) for x in self.states)
             states = StateWork(slots, *(x.reshape(2, -1) for x in copies), within.reshape(3, -1), runs)
+        adapters = None if self.adapters is None else _array(self.adapters, np.int32)
         return ReceivedPlan(
-            self.step, requests, *integers, _array(self.samples, np.bool_), writes, states=states,
+            self.step, requests, *integers, _array(self.samples, np.bool_), writes, states=states, adapters=adapters,
             logits_wanted=self.wants_logits,
         )  # fmt: skip
 

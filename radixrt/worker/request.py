@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -82,6 +83,7 @@ class Request:
     scores         log-probabilities of its known tokens, if it asks for them
     matcher        state of its grammar (set before it is scheduled, if it has one)
     draft_state    what its drafts are made from (set when drafts are first looked for)
+    adapter        number of its LoRA adapter, -1 if it has none
     """
 
     __slots__ = (
@@ -89,14 +91,15 @@ class Request:
         "row", "computed", "lease", "age", "hit", "cached_tokens", "reached", "scores",
         "pending", "over", "serial", "greedy", "matcher", "jumps",
         "initial_len", "reported", "discard_until", "group", "hit_version", "draft_state", "state", "marks",
-        "pinned",
+        "pinned", "adapter",
     )  # fmt: skip
 
-    def __init__(self, run: Run, limit: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, run: Run, limit: int, eos_ids: frozenset[int], adapter: int = -1) -> None:
         self.id = run.id
         self.number = next(_numbers)
         self.namespace = run.namespace
         self.tenant = tenant_of(run.namespace)
+        self.adapter = adapter
         self.tokens = array("i")
         self.tokens.frombytes(run.ids)
         self.prompt_len = run.prompt_len
@@ -187,8 +190,11 @@ class Request:
         return memoryview(self.tokens)[start:stop]
 
 
-def from_run(run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[int]) -> Request:
-    """Make a Request from a Run. Raises ValueError that names the invalid field."""
+def from_run(
+    run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[int], adapters: Sequence[str] = ()
+) -> Request:
+    """Make a Request from a Run; `adapters` are the names of the LoRA adapters that are loaded, in order. Raises
+    ValueError that names the invalid field."""
     if not run.ids or len(run.ids) % TOKEN_BYTES:
         raise ValueError("ids: expected int32 token ids, at least one")
     total = len(run.ids) // TOKEN_BYTES
@@ -200,9 +206,12 @@ def from_run(run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[i
         raise ValueError(f"ids: {total} tokens, at most {max_model_len} fit")
     if run.score_from is not None and not 1 <= run.score_from <= total:
         raise ValueError(f"score_from: {run.score_from} of {total} tokens")
+    if run.adapter and run.adapter not in adapters:
+        raise ValueError(f"adapter: {run.adapter!r} is not loaded")
+    adapter = adapters.index(run.adapter) if run.adapter else -1
     wanted = run.sampling.max_tokens
     limit = max_model_len if wanted is None else min(run.prompt_len + max(wanted, 0), max_model_len)
-    return Request(run, max(limit, total), eos_ids)
+    return Request(run, max(limit, total), eos_ids, adapter)
 
 
 def _depends_on_tokens(s: Sampling) -> bool:

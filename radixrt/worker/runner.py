@@ -114,6 +114,8 @@ class TorchRunner(ModelRunner):
         """Compute a step. Returns float32[plan.wants.sum(), vocab], the logits of the wanted positions in order."""
         if plan.states is not None:
             self.states.copy(plan.states.restores)
+        adapters = plan.token_adapters
+        self._model.use_adapters(None if adapters is None else torch.from_numpy(adapters).to(self._device))
         logits = self._model.forward(
             torch.from_numpy(plan.tokens).to(self._device, torch.int64),
             torch.from_numpy(ranges(plan.starts, plan.counts)).to(self._device),

@@ -19,12 +19,14 @@ LIFE = secrets.randbits(63)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A worker's name, its model, and its device."""
+    """A worker's name, its model with LoRA adapters, and its device."""
 
     name: str
     model: str
     kv_dtype: str = ""
     device: str = "cpu"
+    adapters: tuple[str, ...] = ()
+    """By number: the names of the model's adapters."""
 
 
 def registration(identity: Identity, runner: Runner, cache: PageCache, limits: Limits, max_model_len: int) -> Register:
@@ -42,6 +44,7 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
         life=LIFE,
         vocab_size=runner.vocab_size,
         num_states=runner.num_states,
+        adapters=list(identity.adapters),
     )
 
 

@@ -752,6 +752,18 @@ def test_only_workers_of_the_model_are_asked():
     assert only_run(core.submit(b"c", generate(2), 1.0))[0] == "w0"
 
 
+def test_only_workers_with_the_adapter_are_asked():
+    """Under its own namespace, by its name; a request without a name gets the model."""
+    core = core_with(register("w0"), register("w1", adapters=["sql"]))
+    for number in range(4):
+        name, run = only_run(core.submit(b"c", generate(number, model="sql"), 1.0))
+        assert (name, run.adapter, run.namespace) == ("w1", "sql", "default\nsql\n")
+    name, run = only_run(core.submit(b"c", generate(5), 1.0))
+    assert (name, run.adapter, run.namespace) == ("w0", "", "default\nm\n")
+    core.leave("w1", 1.0)
+    assert error(core.submit(b"c", generate(6, model="sql"), 1.0)).code == 404
+
+
 class Sink:
     def __init__(self):
         self.runs, self.loads = [], []

@@ -50,6 +50,7 @@ class Engine:
         score_from: int | None = None,
         prompt_len: int | None = None,
         namespace: str = "",
+        adapter: int = -1,
     ) -> int:
         self._next += 1
         ids, size = array("i", prompt).tobytes(), len(prompt) if prompt_len is None else prompt_len
@@ -59,7 +60,7 @@ class Engine:
         limit = min(
             size + (self.max_model_len if sampling.max_tokens is None else sampling.max_tokens), self.max_model_len
         )
-        request = Request(run, max(limit, len(prompt)), self.runner.eos_ids)
+        request = Request(run, max(limit, len(prompt)), self.runner.eos_ids, adapter)
         self.prepare(request)
         self.scheduler.add(request)
         self.outputs[run.id] = []

@@ -272,6 +272,7 @@ def test_an_aborted_request_frees_its_pages():
         (run(1, [5] * 500), "at most 399"),
         (run(1, [5, 6], score_from=0), "score_from"),
         (run(1, [5, 6], score_from=3), "score_from"),
+        (run(1, [5, 6], adapter="sql"), "adapter: 'sql' is not loaded"),
     ],
 )
 def test_a_bad_run_fails_and_others_go_on(bad, word):

@@ -76,6 +76,12 @@ def test_what_is_done_with_states_arrives():
     assert StandIns().plan(told(plan_of((request(1),)), {})).states is None
 
 
+def test_adapters_arrive():
+    plan = replace(plan_of((request(1), request(2))), adapters=np.array([-1, 3], np.int32))
+    assert StandIns().plan(told(plan, {})).adapters.tolist() == [-1, 3]
+    assert StandIns().plan(told(plan_of((request(1),)), {})).adapters is None
+
+
 def test_requests_are_known_again():
     """By what tells them apart on rank 0, which an id does not."""
     book, first, other = StandIns(), request(1), request(1)

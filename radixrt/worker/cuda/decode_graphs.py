@@ -7,6 +7,7 @@ Batches are padded to the size of a graph. Padding has a row of the page table o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,8 @@ class Inputs:
     writes: PackedArray
     states: PackedRuns | None
     """Slots of recurrent states, if the model has any."""
+    adapters: PackedArray | None
+    """See `Decoder.use_adapters`; None in graphs for batches without adapters."""
     lists: dict[int | None, Lists]
 
 
@@ -61,8 +64,8 @@ class Graph:
 
 
 class DecodeGraphs:
-    """The graphs of all sizes, with shared segments and without. All use the same buffers for partial results and for
-    logits."""
+    """The graphs of all sizes, with shared segments and without; if adapters are loaded, also for batches that use any.
+    All use the same buffers for partial results and for logits."""
 
     def __init__(
         self, model: Decoder, pages: Callable[[int], Pages], compiled: Kernels, cuts: Cuts, windows: set[int | None],
@@ -87,12 +90,12 @@ class DecodeGraphs:
         self._scratch = Scratch.make(room.few + room.entries, compiled.shape, model.device)
         logits = torch.empty((most, model.own_width), dtype=torch.float32, device=model.device)
         pool = torch.cuda.graph_pool_handle()
-        kinds = (False, True) if cuts.cost else (False,)
+        kinds = itertools.product((False, True) if cuts.cost else (False,), (False, True)[: 1 + model.has_adapters])
         # The largest first: the others reuse its memory.
-        wanted = [(size, shared) for size in sorted(sizes, reverse=True) for shared in kinds]
+        wanted = [(size, *kind) for size, kind in itertools.product(sorted(sizes, reverse=True), list(kinds))]
         self._graphs = {
-            (size, shared): self._capture(size, shared, logits[:size], pool, packer)
-            for size, shared in tqdm(wanted, desc="capturing graphs", unit="graph", disable=not shown)
+            key: self._capture(*key, logits[: key[0]], pool, packer)
+            for key in tqdm(wanted, desc="capturing graphs", unit="graph", disable=not shown)
         }
 
     def size_for(self, plan: Plan) -> int:
@@ -105,8 +108,8 @@ class DecodeGraphs:
     def packed(self, packer: Packer, plan: Plan, size: int, works: dict[int | None, DecodeWork]) -> Graph:
         """Pack a step's integers, and return its graph. The caller may pack sampling parameters after them."""
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes,
-                   plan.states)  # fmt: skip
-        return self._graphs[size, _shared(works)]
+                   plan.states, plan.adapters)  # fmt: skip
+        return self._graphs[size, _shared(works), plan.adapters is not None]
 
     def close(self) -> None:
         for captured in self._graphs.values():
@@ -116,7 +119,7 @@ class DecodeGraphs:
     def _pack(
         self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
         positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
-        states: StateWork | None,
+        states: StateWork | None, adapters: np.ndarray | None,
     ) -> Inputs:  # fmt: skip
         """Pack the integers at the offsets where the graph of this size, with or without sharing, reads them."""
         row = len(self._table) - 1
@@ -130,15 +133,19 @@ class DecodeGraphs:
             packer.add(rows, size, fill=row),
             packer.add(np.concatenate([writes, padding], axis=1)),
             None if states is None else PackedRuns.pack(packer, states, len(tokens), size),
+            None if adapters is None else packer.add(adapters, size, fill=-1),
             {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
         )
 
-    def _capture(self, size: int, shared: bool, logits: torch.Tensor, pool: object, packer: Packer) -> Graph:
+    def _capture(
+        self, size: int, shared: bool, adapted: bool, logits: torch.Tensor, pool: object, packer: Packer
+    ) -> Graph:
         packer.clear()
         none = np.zeros(0, dtype=np.int32)
         works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}
         inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32),
-                            None if self._states is None else StateWork.nothing())  # fmt: skip
+                            None if self._states is None else StateWork.nothing(),
+                            none if adapted else None)  # fmt: skip
         room = packer.used + (DRAW_INTEGERS + COPY_INTEGERS) * size + 1024
         integers = torch.zeros(room, dtype=torch.int32, device=self._model.device)
         packer.send(integers)
@@ -162,6 +169,7 @@ class DecodeGraphs:
         mix = None
         if self._states is not None and inputs.states is not None:
             mix = DeltaStep(self._states, inputs.states.of(integers), by_tokens=self._by_tokens)
+        self._model.use_adapters(None if inputs.adapters is None else inputs.adapters.of(integers))
         x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention, mix)
         self._model.finish(x, residual, out=logits)
         return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows)

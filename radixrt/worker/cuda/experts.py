@@ -357,8 +357,16 @@ def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
 
 def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, rows: float) -> None:
     """Of experts in MXFP4 or INT4, with so many rows each, on average."""
-    first, second = packed_experts.MANY if experts.batch_invariant else packed_experts.tiles_for(rows)
-    weights, order, _ = _begin(experts, logits, first.rows, x, None)
-    inner = _inner(experts, partial(packed_experts.product, tile=first), x, order)
-    made = packed_experts.product(inner, order, experts.down, second, None)
+    down, exact = experts.down, experts.batch_invariant
+    hopper = None if exact else packed_experts.hopper_kernel(x, down, down.columns, rows)
+    if hopper is not None:
+        kind = hopper.kind_for(rows)
+        weights, order, _ = _begin(experts, logits, kind.rows, x, None)
+        inner = _inner(experts, partial(hopper.product, kind=kind), spread(x, order), order, is_sorted=True)
+        made = hopper.product(inner, order, down, None, kind=kind)
+    else:
+        first, second = packed_experts.MANY if exact else packed_experts.tiles_for(rows)
+        weights, order, _ = _begin(experts, logits, first.rows, x, None)
+        inner = _inner(experts, partial(packed_experts.product, tile=first), x, order)
+        made = packed_experts.product(inner, order, down, second, None)
     combine(made, weights, order, residual, experts.down_bias)

@@ -67,7 +67,8 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
         step = step_bytes(config, loaded, model, flashinfer, full, group)
         rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of penalized tokens; logits of graphs
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
-        reserved = step + rows + (GRAPH_BYTES + rows + kept if graphs else 0)
+        kinds = 2 if model.has_adapters else 1  # of decode graphs
+        reserved = step + rows + (kinds * GRAPH_BYTES + rows + kept if graphs else 0)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     states = make_states(config, loaded, reserved, group)
     tokens = tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)
@@ -216,17 +217,18 @@ def _largest_step(
     torch.cuda.synchronize(loaded.device)
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)
+    adapter = 0 if model.has_adapters else -1
     sampling = Sampling(max_tokens=2, temperature=1.0, top_p=0.9, min_p=0.01, ignore_eos=True)
     for number in range(config.max_num_seqs - 1):
-        _ask(scheduler, number, [1 + number % (loaded.spec.vocab_size - 1)], sampling)
+        _ask(scheduler, number, [1 + number % (loaded.spec.vocab_size - 1)], sampling, adapter)
     _step(scheduler, runner)
-    _ask(scheduler, -1, np.arange(prompt) % loaded.spec.vocab_size, sampling)
+    _ask(scheduler, -1, np.arange(prompt) % loaded.spec.vocab_size, sampling, adapter)
     while scheduler.has_work:
         _step(scheduler, runner)
     # Run the other ways to compute chunks as well: their kernels are compiled at first use.
     for number, new in ((-2, 300), (-3, 20)):
         half = np.arange(prompt // 2) % loaded.spec.vocab_size
-        _ask(scheduler, number, np.concatenate([half, np.full(min(new, prompt // 2), 7)]), sampling)
+        _ask(scheduler, number, np.concatenate([half, np.full(min(new, prompt // 2), 7)]), sampling, adapter)
         while scheduler.has_work:
             _step(scheduler, runner)
     peak = torch.cuda.max_memory_allocated(loaded.device) - before
@@ -244,10 +246,10 @@ def _same_states(loaded: Loaded, slots: int) -> StatePool | None:
     return pool
 
 
-def _ask(scheduler: Scheduler, number: int, ids: object, sampling: Sampling) -> None:
+def _ask(scheduler: Scheduler, number: int, ids: object, sampling: Sampling, adapter: int) -> None:
     tokens = array("i", np.asarray(ids, dtype=np.int32).tobytes())
     run = Run(id=number, namespace="", ids=tokens.tobytes(), prompt_len=len(tokens), sampling=sampling)
-    scheduler.add(Request(run, len(tokens) + 2, frozenset()))
+    scheduler.add(Request(run, len(tokens) + 2, frozenset(), adapter))
 
 
 def _step(scheduler: Scheduler, runner: CudaRunner) -> None:

@@ -8,13 +8,15 @@ another slice of 16 columns, so a thread expands its own words, without data of 
                           values 1 * scale [N, 16]   times x[:, 16:32]
                           ...
 
-Words of both kinds have the same layout, and are expanded by other instructions.
+Words of both kinds have the same layout, and are expanded by other instructions. Experts in MXFP4 with many rows have
+another kernel on Hopper (`hopper_packed_experts`).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +28,7 @@ from radixrt.worker.cuda.int4 import fitting_stages
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import Tile
+from radixrt.worker.cuda.products import Tile, of_hopper
 from radixrt.worker.cuda.routing import TILE_FIELDS, sort
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.int4 import MIDDLE, Int4
@@ -237,7 +239,30 @@ def there(device: torch.device, int4: torch.dtype | None = None) -> bool:
     if not error < ALIKE:
         log.warning("experts in %s are expanded: their kernel has a relative error of %.1e here", name, error)
         return False
+    if int4 is None:
+        _hopper(device)  # tried out before graphs are captured
     return True
+
+
+def hopper_kernel(x: torch.Tensor, weight: PackedStack | Int4, inner: int, rows: float) -> ModuleType | None:
+    """`hopper_packed_experts`, if it is used for so many rows per expert, on average, of x[T, hidden] and of results
+    [T * chosen, inner]."""
+    if not isinstance(weight, PackedStack) or x.dtype != torch.bfloat16 or not x.is_cuda:
+        return None
+    kernel = _hopper(x.device)
+    return kernel if kernel and rows >= kernel.FEWEST and kernel.fits(x.shape[1], inner) else None
+
+
+@functools.cache
+def _hopper(device: torch.device) -> ModuleType | None:
+    """`hopper_packed_experts`; None if it cannot be used."""
+    if not of_hopper(device):
+        return None
+    try:
+        from radixrt.worker.cuda import hopper_packed_experts
+    except (ImportError, AttributeError):  # a Triton without Gluon, or with another version of it
+        return None
+    return hopper_packed_experts if hopper_packed_experts.there(device) else None
 
 
 COUNTS, CHECKED_ROWS, CHECKED_BLOCKS, BEFORE = (40, 0, 150, 1), 200, 9, 8
@@ -249,15 +274,22 @@ def _apart(
 ) -> float:
     """The relative error of products with a few random experts, in MXFP4 for x in `dtype`, or in INT4."""
     generator = torch.Generator(device).manual_seed(0)
-    stack = _some_mxfp4(generator, device) if int4 is None else _some_int4(generator, device, int4)
-    of_each = [torch.full((count, 1), e, dtype=torch.int32) for e, count in enumerate(COUNTS)]
-    chosen = torch.cat(of_each).to(device)
+    stack, chosen = drawn(generator, device, int4)
     order = sort(chosen, len(COUNTS), tile.rows)
     x = torch.randn((len(chosen), stack.columns), generator=generator, device=device).to(int4 or dtype)
     found = product(x, order, stack, tile, None).float()
     each = zip(x.float().split(COUNTS), range(len(COUNTS)), strict=True)
     exact = torch.cat([a @ stack.dequantized(number, torch.float32).T for a, number in each])
     return float((found - exact).norm() / exact.norm())
+
+
+def drawn(
+    generator: torch.Generator, device: torch.device, int4: torch.dtype | None = None
+) -> tuple[PackedStack | Int4, torch.Tensor]:
+    """A few random experts, in MXFP4 or in INT4 of a dtype, and the expert of each of some rows, int32[R, 1]."""
+    stack = _some_mxfp4(generator, device) if int4 is None else _some_int4(generator, device, int4)
+    of_each = [torch.full((count, 1), e, dtype=torch.int32) for e, count in enumerate(COUNTS)]
+    return stack, torch.cat(of_each).to(device)
 
 
 def _some_mxfp4(generator: torch.Generator, device: torch.device) -> PackedStack:

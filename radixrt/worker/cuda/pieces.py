@@ -86,6 +86,8 @@ class Inputs:
     positions: torch.Tensor
     slots: torch.Tensor
     rows: torch.Tensor
+    adapters: torch.Tensor
+    """See `Decoder.use_adapters`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class Pieces:
             self._mixed = torch.zeros((most, *result_shape(delta)), **kinds)
         self._between: list[Callable[[int, StepAttention, DeltaStep | None], None]] = []
         """By layer: launches what comes before the next graph, for a number of tokens."""
-        self._integers = torch.zeros((4, most), dtype=torch.int32, device=model.device)
+        self._integers = torch.zeros((5, most), dtype=torch.int32, device=model.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)
         self._captured = {size: self._capture(size) for size in sorted(sizes, reverse=True)}
@@ -151,8 +153,8 @@ class Pieces:
         self._captured.clear()
 
     def begin(self, inputs: torch.Tensor) -> None:
-        """Launch the first graph, up to the first attention, for int32[4, size] of tokens, positions, slots and rows,
-        padded to one of the sizes."""
+        """Launch the first graph, up to the first attention, for int32[5, size] of tokens, positions, slots, rows and
+        adapters, padded to one of the sizes."""
         size = inputs.shape[1]
         self._integers[:, :size].copy_(inputs)
         self._captured[size].graphs[0].replay()
@@ -244,5 +246,6 @@ class Pieces:
     def _through(
         self, inputs: Inputs, attend: Callable[[int, Projected], torch.Tensor], mix: Mix
     ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
+        self._model.use_adapters(inputs.adapters)
         tokens = self._last_tokens.resolve(inputs.tokens, inputs.rows)
         return self._model.attend_all(tokens, inputs.positions, attend, mix)

@@ -29,8 +29,8 @@ ALIGNED = 8
 """torch's grouped product requires rows of a multiple of this many elements, 16 bytes."""
 SORTED = (64, 512, 4096)
 """Entries that a program sorts at a time, one of these sizes."""
-AT_ONCE = 8192
-"""The fewest entries that are sorted in three launches."""
+AT_ONCE = 4096
+"""The most entries that are sorted in one launch."""
 BLOCK, BLOCKS = 64, 1024
 """With three launches: entries of a program, and blocks that are summed at a time."""
 

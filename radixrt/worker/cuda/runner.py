@@ -281,9 +281,11 @@ class CudaRunner(ModelRunner):
         pieces, padded = (self._pieces, padded) if padded else (None, count)
         rows = plan.rows[:decodes]
         positions = ranges(plan.starts, plan.counts).astype(np.int32)
-        of_tokens = np.zeros((4, padded), dtype=np.int32)
+        of_tokens = np.zeros((5, padded), dtype=np.int32)
         of_tokens[:3, :count] = plan.tokens, positions, plan.slots
         of_tokens[3, :decodes] = rows
+        of_tokens[4, count:] = -1
+        of_tokens[4, :count] = -1 if plan.adapters is None else plan.token_adapters
         inputs = packer.add(of_tokens)
         writes = packer.add(plan.table_writes)
         sparse = self._sparse.step(plan, packer) if self._sparse else None
@@ -317,6 +319,8 @@ class CudaRunner(ModelRunner):
         if copies and delta:
             copies.restore(self.states, sent)
             mix = delta.step(self.states, sent)
+        tokens, positions_there, slots, rows_there, adapters = inputs.of(sent)
+        self._model.use_adapters(None if plan.adapters is None else adapters)
         if pieces:  # the device starts while the host prepares the rest
             pieces.begin(inputs.of(sent))
         for chunk in chunks:
@@ -326,7 +330,6 @@ class CudaRunner(ModelRunner):
         partials = max((w.few.partials + w.many.partials for w in works.values()), default=0)
         scratch = Scratch.make(partials, self._shape, self._device) if singles else None
         decode_lists = {window: DecodeLists.of(found, sent, trunks[window]) for window, found in lists.items()}
-        tokens, positions_there, slots, rows_there = inputs.of(sent)
         attention = StepAttention(
             self._pages, slots, self._compiled, decode_lists, scratch, chunks, last, full, absorbed
         )

@@ -89,6 +89,13 @@ class OfBlocks(Renamed):
         self._blocks = spec.blocks
 
     def _name(self, name: str) -> str:
+        return super()._name(self._of_block(name))
+
+    def renamed(self, name: str) -> str:
+        return super().renamed(self._of_block(name))
+
+    def _of_block(self, name: str) -> str:
+        """The name of a tensor of a mixer or an MLP among the checkpoint's layers."""
         if (match := PATTERN.match(name)) is not None:
             layer, mixer, mlp, rest = match.groups()
             number = self._blocks[int(layer)][0 if mixer else 1]
@@ -96,7 +103,7 @@ class OfBlocks(Renamed):
             name = f"model.layers.{number}.{inner}{rest}"
         for own, stored in OTHERS:
             name = name.replace(own, stored)
-        return super()._name(name)
+        return name
 
 
 def named(weights: Weights, spec: ModelSpec) -> Weights:

@@ -330,10 +330,14 @@ class Renamed:
     def _name(self, name: str) -> str:
         if name in self._weights:
             return name
-        other = name
-        for part, stored in self._pairs:
-            other = other.replace(part, stored)
+        other = self.renamed(name)
         return other if other in self._weights else name
+
+    def renamed(self, name: str) -> str:
+        """The other name, whether or not there is such a tensor."""
+        for part, stored in self._pairs:
+            name = name.replace(part, stored)
+        return name
 
     def __contains__(self, name: str) -> bool:
         return self._name(name) in self._weights

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.adapter import Adapter
 from radixrt.worker.model.blocks import NoMixer
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.delta_net import DeltaNet, Mix
 from radixrt.worker.model.experts_beside import ExpertsBeside
 from radixrt.worker.model.int4 import Int4Linear
-from radixrt.worker.model.layers import Attend, Layer, NoNorm, Ops, TorchOps
+from radixrt.worker.model.layers import Attend, Layer, NoNorm, Ops, Product, TorchOps
 from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.lora import Adapters, LoraLinear
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.reading import Reader
 from radixrt.worker.model.rope import frequencies
-from radixrt.worker.model.scaled import Rounded
+from radixrt.worker.model.scaled import Rounded, ScaledLinear
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.spec import ModelSpec
@@ -33,7 +36,7 @@ class Decoder:
     """The weights of a model on one device, and the forward pass over tokens of any number of sequences.
 
     `spec` describes the whole model. In a tensor-parallel `group` this rank has a part of it, which `Decoder.spec`
-    describes."""
+    describes. LoRA `adapters` are numbered in their order."""
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class Decoder:
         batch_invariant: bool = False,
         ops: Ops | None = None,
         group: Group | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         shard = group.shard if group else Shard()
         self.spec = shard.spec(spec)
@@ -49,12 +53,16 @@ class Decoder:
         """Token ids whose logits this rank computes."""
         self._ops = ops or TorchOps()
         self._group = group
-        reader = Reader(spec, weights, batch_invariant, self._ops, group)
+        lora = Adapters(adapters, self._ops, weights.dtype, batch_invariant) if adapters else None
+        reader = Reader(spec, weights, batch_invariant, self._ops, group, lora)
         self._embedding = reader.embedding()
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
         numbers = {kind: itertools.count() for kind in ("attention", "recurrent", "none")}
         self._numbers = [next(numbers[_kind(layer)]) for layer in self._layers]
         """By layer: its place among those with attention, or among those with a recurrent state."""
+        if lora is not None:
+            lora.check_all_used()
+        self._adapters = None if lora is None else lora.rows
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
         self._layer_inputs = reader.layer_inputs() if spec.layer_inputs else None
@@ -87,12 +95,24 @@ class Decoder:
     def is_fp8(self) -> bool:
         """Whether most weights are in FP8, judged by the last layer's MLP or experts."""
         mlp = self._layers[-1].mlp
-        return mlp.experts.is_fp8 if isinstance(mlp, (Mixture, ExpertsBeside)) else mlp.rounding is not None
+        if isinstance(mlp, (Mixture, ExpertsBeside)):
+            return mlp.experts.is_fp8
+        return isinstance(_first_product(mlp), ScaledLinear)
 
     @property
     def is_int4(self) -> bool:
         """Whether most weights are in INT4, judged by the last layer's MLP; not for experts."""
-        return isinstance(getattr(self._layers[-1].mlp, "gate_up", None), Int4Linear)
+        return isinstance(_first_product(self._layers[-1].mlp), Int4Linear)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are loaded."""
+        return self._adapters is not None
+
+    def use_adapters(self, adapters: torch.Tensor | None) -> None:
+        """Set the LoRA adapter of each token of the next forward pass, int32[T], -1: none. None: no token has one."""
+        if self._adapters is not None:
+            self._adapters.use(adapters)
 
     @property
     def own_width(self) -> int:
@@ -163,6 +183,8 @@ class Decoder:
             if not len(wanted):
                 return torch.empty((0, self.own_width), device=x.device)
             residual, tokens = residual[wanted], None if tokens is None else tokens[wanted]
+            if self._adapters is not None:
+                self._adapters.select(wanted)
             # Only the input of an MLP without a mixer is quantized, to rows that products need in one piece.
             x = self._layers[-1].attention_norm(residual, self._ops) if isinstance(x, Rounded) else x[wanted]
         last, inputs = len(self._layers) - 1, None
@@ -224,6 +246,12 @@ class Decoder:
         # In float32, because bfloat16 has a significand of 8 bits: many logits would be equal.
         few = self._ops.small_linear(x, self._head.weight, None, out)
         return few if few is not None else torch.ops.aten.mm.dtype_out(x, self._head.weight.t(), torch.float32, out=out)
+
+
+def _first_product(mlp: object) -> Product | None:
+    """The first product of an MLP, without its adapters; None if it has none."""
+    product = getattr(mlp, "gate_up", getattr(mlp, "up", None))
+    return product.base if isinstance(product, LoraLinear) else product
 
 
 def _kind(layer: Layer) -> str:

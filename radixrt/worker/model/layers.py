@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.int4 import Int4, Int4Linear
 from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.lora import LoraLinear, Rows, Stack, add_by_adapter
 from radixrt.worker.model.moe import Experts, sigmoid, softplus
 from radixrt.worker.model.norms import HeadNorms, layer_norm, rms_norm
 from radixrt.worker.model.parallel import Group
@@ -105,6 +106,12 @@ class Ops(Protocol):
         """The product of x[T, K] and a weight [N, K] in INT4 transposed, plus bias[N]: a new tensor, or written to
         out[T, N], or added to it with `add`. `batch_invariant`: see `linear.Linear`."""
 
+    def lora(
+        self, x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: float, batch_invariant: bool
+    ) -> None:
+        """Add factor * B(A x) of each row's adapter to out[T, N], in place, for x[T, K]. `batch_invariant`: see
+        `linear.Linear`."""
+
     def experts(self, experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
         """Add the output of a mixture of experts for x[T, hidden] to residual[T, hidden], in place."""
 
@@ -170,6 +177,12 @@ class TorchOps:
     ) -> torch.Tensor:
         made = Linear(weight.dequantized().to(x.dtype), bias, batch_invariant)(x)
         return made if out is None else out.add_(made) if add else out.copy_(made)
+
+    @staticmethod
+    def lora(
+        x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: float, batch_invariant: bool
+    ) -> None:
+        add_by_adapter(x, stack, rows, out, factor, batch_invariant)
 
     @staticmethod
     def experts(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -247,7 +260,7 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-Product = Linear | ScaledLinear | Int4Linear
+Product = Linear | ScaledLinear | Int4Linear | LoraLinear
 
 Attend = Callable[[int, Projected], torch.Tensor]
 """Attention: (place of the layer among those with attention, its input) -> [T, heads, width of a head's value]. Stores

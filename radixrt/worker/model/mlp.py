@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.layers import NoNorm, Norm, Ops, Output, Product
 from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.lora import LoraLinear
 from radixrt.worker.model.moe import Experts, sigmoid
 from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.scaled import Rounded, Rounding
@@ -124,7 +125,7 @@ class UngatedShared:
 def _activated(mlp: Mlp | SharedMlp, x: torch.Tensor | Rounded, ops: Ops) -> torch.Tensor | Rounded:
     """The input of `down`, for normalized x[T, hidden]."""
     rounding = mlp.down.rounding
-    if rounding is None and isinstance(mlp.gate_up, Linear):
+    if rounding is None and isinstance(mlp.gate_up, Linear | LoraLinear):
         inner = mlp.gate_up.gated_linear(x, mlp.activation)
         if inner is not None:
             return inner

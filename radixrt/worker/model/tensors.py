@@ -14,6 +14,7 @@ from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
 from radixrt.worker.model.interleaved_experts import deinterleave
 from radixrt.worker.model.layers import NoNorm, Norm, Ops, Output, Product
 from radixrt.worker.model.linear import Linear, concatenate
+from radixrt.worker.model.lora import Adapters
 from radixrt.worker.model.multipliers import Multiplied
 from radixrt.worker.model.padded_heads import PaddedHeads
 from radixrt.worker.model.parallel import Group
@@ -47,7 +48,15 @@ class Piece:
 class TensorReader:
     """Reads a rank's parts of a decoder's tensors from a checkpoint."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, batch_invariant: bool, ops: Ops, group: Group | None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        batch_invariant: bool,
+        ops: Ops,
+        group: Group | None,
+        adapters: Adapters | None = None,
+    ) -> None:
         self._spec = spec
         if spec.blocks:
             self._weights = OfBlocks(weights, spec)
@@ -58,6 +67,7 @@ class TensorReader:
         self._batch_invariant = batch_invariant
         self._ops = ops
         self._group = group
+        self._adapters = adapters
         self._shard = group.shard if group else Shard()
 
     def embedding(self) -> torch.Tensor:
@@ -96,7 +106,21 @@ class TensorReader:
         return F.pad(whole, (0, width - len(ids)))
 
     def _linear(self, pieces: list[Piece], bias: bool) -> Product:
-        """Several projections of the same input as one, their rows in the order of `pieces`."""
+        """Several projections of the same input as one, their rows in the order of `pieces`, with LoRA adapters."""
+        return self._adapted(self._plain_linear(pieces, bias), pieces)
+
+    def _adapted(self, product: Product, pieces: list[Piece]) -> Product:
+        if self._adapters is None:
+            return product
+        return self._adapters.on(product, pieces, self._other_name, self._deinterleaved)
+
+    def _other_name(self, name: str) -> str:
+        """The name that transformers may have for a projection, without what stands before `layers.`."""
+        renamed = self._weights.renamed(f"model.{name}.weight").removesuffix(".weight")
+        return renamed[renamed.find("layers.") :]
+
+    def _plain_linear(self, pieces: list[Piece], bias: bool) -> Product:
+        """As `_linear`, without adapters."""
         biases = self._biases(pieces) if bias else None
         if weight := self._scaled(pieces):
             return ScaledLinear(weight, biases, self._weights.dtype, self._ops)
@@ -177,10 +201,11 @@ class TensorReader:
         return concatenate_int4(found)
 
     def _output(self, name: str, shape: tuple[int, int], bias: bool, turn: int, after: Norm | None = None) -> Output:
-        product = self._linear([Piece(name, shape, self._shard.part(1, shape[1]))], bias)
+        pieces = [Piece(name, shape, self._shard.part(1, shape[1]))]
+        product = self._plain_linear(pieces, bias)
         if self._shard.rank:  # one of the ranks adds the bias
             product = dataclasses.replace(product, bias=None)
-        return Output(product, self._group, turn, after, self._spec.residual_factor)
+        return Output(self._adapted(product, pieces), self._group, turn, after, self._spec.residual_factor)
 
     def _outputs(
         self, names: tuple[str, str], columns: tuple[int, int], biases: tuple[bool, bool], turn: int

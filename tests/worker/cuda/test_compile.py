@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda import dequantizing, index_scores, int4, packed_experts, routing, sampler, scaled
+from radixrt.worker.cuda import dequantizing, index_scores, int4, lora, packed_experts, routing, sampler, scaled
 from radixrt.worker.cuda import selection, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
@@ -43,7 +43,7 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
         waits_first(built, reads=kernel in READS_FIRST)
 
 
-READS_FIRST = kernels._norm_kernel, delta._decode_kernel, mamba._state_decode_kernel
+READS_FIRST = kernels._norm_kernel, delta._decode_kernel, mamba._state_decode_kernel, lora._expand_kernel
 
 
 def waits_first(built, reads=False):  # before what is ahead has ended nothing is written, nor read, but a weight
@@ -117,6 +117,18 @@ for t in invariant.TILES if every else invariant.TILES[:1]:
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BIAS": True, "WHOLE": True, "GROUP": 8}
     room = 164_000 if t.rows > 64 else 100_000
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
+listed = {"ROWS": 16, "ADAPTERS": 8, "BLOCK": 256, "FIELDS": lora.FIELDS}
+build(lora._list_kernel, ["*i32", "*i32"], dict.fromkeys(("rows", "adapters", "most"), i), listed)
+for down, up in (lora.FEW, lora.MANY) if every else (lora.FEW,):
+    numbers = dict.fromkeys(("rows", "depth", "columns", "x_stride", "blocks"), i)
+    fixed = {"FIELDS": lora.FIELDS, "WHOLE": down is lora.FEW[0]}
+    tile = {"ROWS": down.rows, "COLUMNS": down.columns, "DEPTH": down.depth} | fixed
+    pointers = ["*bf16", "*bf16", "*i32", "*i64", "*fp32"]
+    build(lora._shrink_kernel, pointers, numbers, tile, down.warps, down.stages)
+    numbers = dict.fromkeys(("rows", "rank", "ranks", "columns", "out_stride", "splits"), i) | {"factor": f}
+    tile = {"ROWS": up.rows, "COLUMNS": up.columns, "DEPTH": up.depth} | fixed
+    pointers = ["*fp32", "*bf16", "*i32", "*i64", "*i32", "*bf16"]
+    build(lora._expand_kernel, pointers, numbers, tile, up.warps, up.stages)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
 names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "LEAST"
 kinds = (True, True, 32, 8, 4, 2.5, 0.0), (False, False, 128, 1, 1, 1.0, 0.0), (False, True, 128, 1, 1, 1.0, 0.1)
@@ -372,12 +384,12 @@ if int(sys.argv[1]) == 90:
     build_specialised(hopper_gated._gated_specialised, types, constants)
 """
 
-HOPPER_INT4 = """
+LAUNCHED = """
 from types import SimpleNamespace
 
 from triton.runtime import driver
 
-from radixrt.worker.cuda import hopper_int4
+from radixrt.worker.cuda import launching
 
 built = []
 
@@ -386,21 +398,43 @@ def launch(kernel, grid, cache, *arguments, **options):  # as `launching.launch`
     built.append(kernel.run(*arguments, True, grid=grid, warmup=True, launch_pdl=True, **options))
 
 
-hopper_int4.launching.launch = launch
+def not_serialized():
+    for one in built:
+        assert one.metadata.shared < 232_448
+        waits_first(one)
+        # The assembler serializes products if it sees no other way, and waits for each. Here four follow each other.
+        waits = one.asm["sass"].count("WARPGROUP.DEPBAR")
+        assert one.asm["sass"].count("HGMMA") >= 4 * waits > 0, "serialized"
+        assert "STL" not in one.asm["sass"], "too many registers"
+
+
+launching.launch = launch
 methods = ("get_current_target", target), ("get_current_device", 0), ("get_current_stream", 0)
 driver.set_active(SimpleNamespace(**{name: lambda *_, value=value: value for name, value in methods}))
+"""
+
+HOPPER_INT4 = """
+from radixrt.worker.cuda import hopper_int4
+
 kind = next(kind for kind in hopper_int4.KINDS if str(kind.tokens) == sys.argv[2])
 dtype, size = (torch.float16, 32) if kind.tokens == 32 else (torch.bfloat16, 128)
 weight, x = int4.drawn(torch.device("cpu"), dtype, 200, 1152, size, True, 40)
 for splits, bias in ((1, None), (2, torch.zeros(200, dtype=dtype))):
     out = torch.empty((40, 200), dtype=dtype)
     hopper_int4.multiply(x, weight, out, kind, splits, bias=bias, add=bias is not None)
-for one in built:
-    assert one.metadata.shared < 232_448
-    waits_first(one)
-    # The assembler serializes products if it sees no other way, and waits for each. Here four follow each other.
-    assert one.asm["sass"].count("HGMMA") >= 4 * one.asm["sass"].count("WARPGROUP.DEPBAR") > 0, "serialized"
-    assert "STL" not in one.asm["sass"], "too many registers"
+not_serialized()
+"""
+
+HOPPER_PACKED = """
+from radixrt.worker.cuda import hopper_packed_experts
+
+kind = next(kind for kind in hopper_packed_experts.KINDS if str(kind.rows) == sys.argv[2])
+stack = packed_experts._some_mxfp4(torch.Generator().manual_seed(0), torch.device("cpu"))
+x, bias = torch.zeros((200, stack.columns), dtype=torch.bfloat16), torch.zeros((4, 200), dtype=torch.bfloat16)
+order = SimpleNamespace(tiles=torch.zeros((9, 3), dtype=torch.int32), tokens=torch.zeros(200, dtype=torch.int32))
+for activation in (None, "clamped_swiglu"):
+    hopper_packed_experts.product(x, order, stack, activation, bias if activation else None, kind=kind)
+not_serialized()
 """
 
 MEMORY = """
@@ -450,7 +484,12 @@ def test_all_kernels_compile(name, capability, which, tmp_path):
 @pytest.mark.parametrize("tokens", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 128, 256))])
 def test_products_in_int4_on_hopper(tokens, tmp_path):
     """Launched as they are on a GPU, they compile, to products that are not serialized."""
-    run(BEGIN + HOPPER_INT4, tmp_path, "90", str(tokens))
+    run(BEGIN + LAUNCHED + HOPPER_INT4, tmp_path, "90", str(tokens))
+
+
+@pytest.mark.parametrize("rows", [pytest.param(n, marks=pytest.mark.slow) for n in (128, 256)])
+def test_experts_in_mxfp4_on_hopper(rows, tmp_path):
+    run(BEGIN + LAUNCHED + HOPPER_PACKED, tmp_path, "90", str(rows))
 
 
 @pytest.mark.slow

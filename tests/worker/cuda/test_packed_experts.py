@@ -130,6 +130,48 @@ def test_exact_results_do_not_depend_on_the_batch(device, monkeypatch):
     assert taken == set(packed_experts.MANY)
 
 
+@pytest.mark.parametrize(
+    ("rows", "hidden", "inner", "before", "changes"),
+    [
+        (128, 192, 136, 0, {}),
+        (128, 320, 200, 24, {}),
+        (256, 192, 136, 0, {}),
+        (128, 192, 128, 0, {"gate_up_bias": None, "down_bias": None, "activation": "silu"}),
+    ],
+)
+def test_many_rows_on_hopper(rows, hidden, inner, before, changes, device, monkeypatch):
+    """By the kernel for it, with each of its tiles: experts with no rows, with a whole tile and more; sizes that tiles
+    do not divide, and columns that begin within a block; more tiles than multiprocessors."""
+    if device.type == "cpu" or not (hopper := packed_experts._hopper(device)):
+        pytest.skip("no GPU of Hopper")
+    kind = next(kind for kind in hopper.KINDS if kind.rows == rows)
+    monkeypatch.setattr(hopper, "kind_for", lambda _: kind)
+    experts = make(40, hidden, inner, before, device, **changes)
+    x = torch.randn(4000, hidden, device=device).bfloat16()
+    numbers = torch.randint(0, 39, (4000, 1), dtype=torch.int32, device=device).clamp(min=12)
+    order = routing.sort(numbers, 40, rows)
+    made = hopper.product(fused.spread(x, order), order, experts.gate_up, None, kind=kind)
+    order = routing.sort(numbers, 40, packed_experts.MOST[1].rows)
+    expected = packed_experts.product(fused.spread(x, order), order, experts.gate_up, packed_experts.MOST[1], None)
+    assert error(made, expected) < 1e-2
+    found, residual = torch.zeros(2, 4000, hidden, device=device, dtype=torch.bfloat16)
+    fused.add(experts, x, found)
+    experts.one_by_one(x, residual, TorchOps())
+    assert error(found, residual) < 2e-2
+
+
+def test_kinds_of_tiles_on_hopper():
+    hopper = pytest.importorskip("radixrt.worker.cuda.hopper_packed_experts")
+    assert {hopper.kind_for(rows).rows for rows in (64, 128)} == {128}
+    assert {hopper.kind_for(rows).rows for rows in (129, 5000)} == {256}
+    assert hopper.fits(2880, 1440) and not hopper.fits(2880, 1444)
+    for count, kind in ((32, hopper.SOME), (64, hopper.MANY)):
+        layout = hopper._stored(count, kind.rows)
+        bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]
+        assert layout.reg_bases[:3] == [[1, 0], [2, 0], [4, 0]], "16 bytes per thread"
+        assert sum(a for a, _ in bases) == count - 1 and sum(b for _, b in bases) == kind.rows - 1
+
+
 def test_tiles_that_are_left_over_are_not_computed(device):
     stack, x = stack_of(3, 64, 32, 0, device), torch.randn(3, 32, device=device)
     order = routing.sort(torch.ones(3, 1, dtype=torch.int32, device=device), 3, 16)

@@ -1,0 +1,83 @@
+"""Which LoRA adapters a worker loads: the values of `--lora-modules`, read and checked without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from radixrt.config import WorkerConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter in PEFT's format."""
+FLAG = "--lora-modules"
+
+
+class LoraModule(NamedTuple):
+    """An adapter: its name, which is a model name for clients, and its folder."""
+
+    name: str
+    path: str
+
+
+class _Json(msgspec.Struct, forbid_unknown_fields=True):
+    """The JSON form of vLLM."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+
+
+def lora_modules(config: WorkerConfig) -> tuple[LoraModule, ...]:
+    """The adapters of a worker, in the order in which they are numbered. Raises ValueError, which names the flag, for
+    values that cannot be read and names that are used twice."""
+    if config.lora_modules and not config.enable_lora:
+        raise ValueError(f"{FLAG} needs --enable-lora")
+    modules = tuple(_parse(text) for text in config.lora_modules)
+    known = {config.served_model_name}
+    for name, _ in modules:
+        if name in known:
+            raise ValueError(f"{FLAG}: there are two models of the name {name!r}")
+        known.add(name)
+    return modules
+
+
+def check_lora_modules(config: WorkerConfig) -> None:
+    """Raise ValueError if a folder on this machine lacks one of an adapter's files, or as `lora_modules`."""
+    for name, path in lora_modules(config):
+        check_files(name, Path(path))
+
+
+def check_files(name: str, folder: Path) -> None:
+    """Raise ValueError if an adapter's folder lacks one of its files."""
+    if not folder.is_dir():
+        raise ValueError(f"{FLAG} {name}: there is no folder {folder}")
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            hint = "; convert adapter_model.bin to safetensors" if (folder / "adapter_model.bin").is_file() else ""
+            raise ValueError(f"{FLAG} {name}: {folder} has no {file}{hint}")
+
+
+def _parse(text: str) -> LoraModule:
+    if text.lstrip().startswith("{"):
+        try:
+            found = msgspec.json.decode(text, type=_Json)
+        except msgspec.DecodeError as error:
+            raise ValueError(f"{FLAG} {text!r}: {error}") from error
+        name, path = found.name, found.path
+    else:
+        name, _, path = text.partition("=")
+    if not name or not path:
+        raise ValueError(f'{FLAG} {text!r}: expected NAME=PATH, or {{"name": ..., "path": ...}}')
+    if not name.isprintable():  # line breaks separate the parts of a namespace
+        raise ValueError(f"{FLAG} {text!r}: the name has characters that cannot be printed")
+    return LoraModule(name, path)
+
+
+def names(modules: Sequence[LoraModule]) -> tuple[str, ...]:
+    """The names of adapters, in order."""
+    return tuple(module.name for module in modules)

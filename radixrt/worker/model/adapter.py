@@ -1,0 +1,144 @@
+"""Reads LoRA adapters (arXiv 2106.09685) in the format of PEFT: adapter_config.json, adapter_model.safetensors.
+
+An adapter adds scale * B(A x) to projections of a model, where A is [r, in] and B is [out, r]. The scale is
+lora_alpha / r, or with rsLoRA lora_alpha / sqrt(r) (arXiv 2312.03732).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from radixrt.lora_modules import CONFIG, FLAG, WEIGHTS, LoraModule, check_files
+from radixrt.worker.model.checkpoint import read_json
+
+NOT_SERVED = {
+    "use_dora": "DoRA", "modules_to_save": "modules_to_save", "lora_bias": "lora_bias",
+    "fan_in_fan_out": "fan_in_fan_out", "layer_replication": "layer_replication", "use_qalora": "QA-LoRA",
+    "trainable_token_indices": "trainable_token_indices", "target_parameters": "target_parameters",
+    "alora_invocation_tokens": "activated LoRA", "arrow_config": "Arrow", "use_bdlora": "BD-LoRA",
+    "megatron_config": "megatron_config", "corda_config": "CorDA",
+}  # fmt: skip
+"""Settings that change what an adapter computes, and their names for users. They must be false or empty."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` with which an adapter belongs to base weights that were changed."""
+PREFIX = "base_model.model."
+TEXT_PREFIXES = "model.language_model.", "language_model.model.", "model.", "gpt_neox.", "backbone.", "transformer.", ""
+"""What stands before `layers.` in names of modules of the text model."""
+MATRICES = {".lora_A.weight": 0, ".lora_B.weight": 1}
+
+
+class Pair(NamedTuple):
+    """The matrices of one projection: A [r, in] and B [out, r] as stored, and the factor of their product."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter, on the CPU, by projections: "layers.0.self_attn.q_proj"."""
+
+    name: str
+    pairs: Mapping[str, Pair]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of a projection."""
+        return max(pair.rank for pair in self.pairs.values())
+
+
+def read_adapters(modules: Sequence[LoraModule], max_rank: int) -> list[Adapter]:
+    """Read adapters with ranks of at most `max_rank`. Raises ValueError, which names the adapter and what is wrong."""
+    return [read_adapter(module, max_rank) for module in modules]
+
+
+def read_adapter(module: LoraModule, max_rank: int) -> Adapter:
+    """See `read_adapters`."""
+    name, folder = module.name, Path(module.path)
+    check_files(name, folder)
+    try:
+        config = read_json(folder / CONFIG)
+        _check(config)
+        pairs = _pairs(config, _tensors(folder / WEIGHTS))
+    except (ValueError, TypeError, SafetensorError) as error:
+        raise ValueError(f"{FLAG} {name}: {error}") from error
+    found = Adapter(name, pairs)
+    if found.rank > max_rank:
+        raise ValueError(f"{FLAG} {name}: its rank is {found.rank}; --max-lora-rank {found.rank} serves it")
+    return found
+
+
+def _check(config: Mapping[str, Any]) -> None:
+    """Raise ValueError that names what of an adapter's configuration is not served."""
+    if (kind := config.get("peft_type")) != "LORA":
+        raise ValueError(f"{CONFIG} has peft_type {kind!r}; LORA is served")
+    for field, words in NOT_SERVED.items():
+        if config.get(field):
+            raise ValueError(f"{words} is not served")
+    for field in ("r", "lora_alpha"):
+        if not isinstance(config.get(field), (int, float)):
+            raise ValueError(f"{CONFIG} has no number {field}")
+    if (bias := config.get("bias", "none")) != "none":
+        raise ValueError(f"bias {bias!r} is not served; none is")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
+        raise ValueError(f"init_lora_weights {start!r} changes the base weights: convert the adapter to plain LoRA")
+
+
+def _tensors(path: Path) -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """(A, B) by projection. ValueError for a tensor that is none of these."""
+    found: dict[str, list[torch.Tensor | None]] = {}
+    with safe_open(path, "pt", device="cpu") as file:
+        for stored in file.keys():  # noqa: SIM118 (it is not a dict)
+            end = next((end for end in MATRICES if stored.endswith(end)), None)
+            module = None if end is None else _projection(stored.removesuffix(end))
+            if module is None:
+                raise ValueError(f"{stored} is not served: only A and B of projections in layers are")
+            found.setdefault(module, [None, None])[MATRICES[end]] = file.get_tensor(stored)
+    if not found:
+        raise ValueError(f"{path} holds no tensors")
+    return {module: (a, b) for module, (a, b) in found.items()}
+
+
+def _projection(module: str) -> str | None:
+    """ "layers.0.self_attn.q_proj" for a module of the text model; None for others."""
+    before, layers, rest = module.removeprefix(PREFIX).partition("layers.")
+    return layers + rest if layers and before in TEXT_PREFIXES else None
+
+
+def _pairs(
+    config: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Tensor | None, torch.Tensor | None]]
+) -> dict[str, Pair]:
+    found = {}
+    for module, (a, b) in tensors.items():
+        if a is None or b is None:
+            raise ValueError(f"{module} has only one of lora_A and lora_B")
+        rank = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
+        if a.dim() != 2 or b.dim() != 2 or len(a) != rank or b.shape[1] != rank:
+            raise ValueError(
+                f"{module}: lora_A is {list(a.shape)} and lora_B {list(b.shape)}, by {CONFIG} the rank is {rank}"
+            )
+        alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
+        found[module] = Pair(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return found
+
+
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """The value of the first pattern that fits a module's name, as in PEFT (`get_pattern_key`)."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default

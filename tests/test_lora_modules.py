@@ -1,0 +1,75 @@
+"""The values of --lora-modules."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from radixrt import cli
+from radixrt.config import WorkerConfig
+from radixrt.lora_modules import CONFIG, WEIGHTS, lora_modules
+
+
+def modules(*texts: str, **changes):
+    return lora_modules(
+        WorkerConfig(**{"enable_lora": True, "lora_modules": texts, "served_model_name": "m"} | changes)
+    )
+
+
+def test_both_forms():
+    assert modules("sql=/a=b", json.dumps({"name": "x y", "path": "p", "base_model_name": "m"})) == (
+        ("sql", "/a=b"), ("x y", "p"),
+    )  # fmt: skip
+    assert modules() == modules(enable_lora=False) == ()
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (("sql",), "'sql': expected NAME=PATH"),
+        (("=path",), "expected NAME=PATH"),
+        (("name=",), "expected NAME=PATH"),
+        (('{"name": "a"}',), "missing required field `path`"),
+        (('{"name": "a", "path": "p", "rank": 3}',), "unknown field `rank`"),
+        (("{",), "--lora-modules '{'"),
+        (("a\nb=p",), "cannot be printed"),
+        (("a=p", "a=q"), "two models of the name 'a'"),
+        (("m=p",), "two models of the name 'm'"),
+    ],
+)
+def test_what_cannot_be_read_is_named(texts, words):
+    with pytest.raises(ValueError, match="--lora-modules") as caught:
+        modules(*texts)
+    assert words in str(caught.value)
+
+
+def test_adapters_must_be_enabled():
+    with pytest.raises(ValueError, match="--lora-modules needs --enable-lora"):
+        modules("a=p", enable_lora=False)
+
+
+def test_the_flag_takes_several_values_and_is_repeatable():
+    flags = ["nano", "--enable-lora", "--lora-modules", "a=1", "b=2", "--lora-modules", "c=3", "--max-lora-rank", "64"]
+    found = cli.from_args(WorkerConfig, cli.build_parser().parse_args(["serve", *flags]))
+    assert (found.enable_lora, found.lora_modules, found.max_lora_rank) == (True, ("a=1", "b=2", "c=3"), 64)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (None, "there is no folder"),
+        ([], f"has no {CONFIG}"),
+        ([CONFIG], f"has no {WEIGHTS}"),
+        ([CONFIG, "adapter_model.bin"], "convert adapter_model.bin to safetensors"),
+    ],
+)
+def test_serve_looks_for_the_files_first(tmp_path, capsys, files, words):
+    folder = tmp_path / "sql"
+    if files is not None:
+        folder.mkdir()
+        for file in files:
+            (folder / file).touch()
+    assert cli.main(["serve", "nano", "--enable-lora", "--lora-modules", f"sql={folder}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("radixrt serve: --lora-modules sql: ") and words in line and str(folder) in line
