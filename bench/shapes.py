@@ -189,6 +189,52 @@ GEMMA3_12B = {
 """Gemma 3 12B, its text."""
 
 
+GEMMA4_E4B = {
+    "model_type": "gemma4_text",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_kv_shared_layers": 18,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 512,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262144,
+    "final_logit_softcapping": 30.0,
+    "vocab_size": 262144,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+"""Gemma 4 E4B, its text: the last 18 layers read K and V of earlier ones, and each layer has inputs of its own."""
+
+GEMMA4_26B = GEMMA4_E4B | {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "num_kv_shared_layers": 0,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 5,
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
+"""Gemma 4 26B A4B, its text: experts beside an MLP in every layer."""
+
+
 QWEN35_9B = {
     "model_type": "qwen3_5_text",
     "hidden_size": 4096,
@@ -270,6 +316,8 @@ SHAPES = {
     "deepseek-v32-5-layers": DEEPSEEK_V32,
     "gpt-oss-20b": GPT_OSS_20B,
     "gemma3-12b": GEMMA3_12B,
+    "gemma4-e4b": GEMMA4_E4B,
+    "gemma4-26b": GEMMA4_26B,
     "qwen3.5-9b": QWEN35_9B,
     "nemotron-h-8b": NEMOTRON_H_8B,
     "qwen2.5-0.5b": sized("qwen2", 24, 896, 4864, 14, 2, 151936, **TIED),

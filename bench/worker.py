@@ -34,25 +34,27 @@ from bench.shapes import SHAPES
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
 from radixrt.worker.compiling import Compiling
+from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.grammar import Grammars
-from radixrt.worker.loading import load_runner, look_up
+from radixrt.worker.loading import load_runner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.model.blocks import NoMlp, NoOutput
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.experts_beside import ExpertsBeside
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.latent import Latent
 from radixrt.worker.model.layers import Layer, Product
 from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.mlp import Mixture, UngatedMlp, UngatedShared
 from radixrt.worker.model.scaled import ScaledLinear
-from radixrt.worker.model.sharding import Shard
 from radixrt.worker.plan import Runner
 from radixrt.worker.request import Request
 from radixrt.worker.sample import TorchSampler
 from radixrt.worker.scheduler import Limits
 
 STEPS = 48
+SPARSE = Mixture, ExpertsBeside
 
 
 class NullLink:
@@ -100,7 +102,11 @@ def dense(layer: Layer) -> list[Product]:
         products += layer.beside.products
     if not isinstance(layer.output, NoOutput):
         products.append(layer.output.product)
-    if isinstance(mlp, Mixture):
+    if layer.end is not None and layer.end.gate is not None:
+        products += [layer.end.gate, layer.end.back]
+    if isinstance(mlp, ExpertsBeside):
+        products += [mlp.experts.router, mlp.mlp.gate_up, mlp.mlp.down]
+    elif isinstance(mlp, Mixture):
         products.append(mlp.experts.router)
         shared = mlp.shared
         if shared is not None:
@@ -119,7 +125,7 @@ def experts_bytes(model: Decoder, batch: int) -> float:
     """Expected bytes of the experts that `batch` tokens choose in all layers, with random routing."""
     total = 0.0
     for layer in model._layers:
-        if isinstance(layer.mlp, Mixture):
+        if isinstance(layer.mlp, SPARSE):
             experts = layer.mlp.experts
             share = 1 - (1 - experts.top_k / len(experts.down)) ** batch
             total += share * (experts.gate_up.nbytes + experts.down.nbytes)
@@ -231,10 +237,13 @@ class Bench:
         return tokens
 
 
-def keys_read(model: Decoder, context: float) -> float:
-    """Keys that a decode reads per layer with attention, averaged over these, as some may have sliding windows."""
-    windows = attended(model)
-    return sum(context if window is None else min(context, window) for window in windows) / len(windows)
+def read_bytes(model: Decoder, context: float, itemsize: int) -> float:
+    """Bytes of K and V that a decode reads in all layers with attention: some may have sliding windows, some read those
+    of another layer."""
+    spec, windows = model.spec, attended(model)
+    places = range(len(spec.attention_layers))
+    keys = [context if window is None else min(context, window) for window in windows]
+    return itemsize * sum(keys[place] * Shape.of(spec, 1, place).key_elements for place in places)
 
 
 def attended(model: Decoder) -> list[int | None]:
@@ -243,25 +252,26 @@ def attended(model: Decoder) -> list[int | None]:
     return [index.top_k if index and window is None else window for window in model.spec.attention_windows]
 
 
-def decode_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[dict[str, Any]]:
-    rows = []
-    for batch, context in ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096)):
+def decode_rows(bench: Bench, limits: dict[str, float], itemsize: int, few: bool) -> list[dict[str, Any]]:
+    rows, steps = [], 8 if few else STEPS
+    cases = (1, 1024), (16, 1024), (64, 1024), (256, 1024), (64, 4096)
+    for batch, context in cases[:3] if few else cases:
         for _ in range(batch):
-            bench.add(bench.ids(context), 2 * STEPS + 16)
+            bench.add(bench.ids(context), 2 * steps + 16)
         bench.settle()
         for _ in range(8):
             bench.step()
         torch.cuda.synchronize()
         began = time.perf_counter()
-        tokens = sum(bench.step() for _ in range(STEPS))
+        tokens = sum(bench.step() for _ in range(steps))
         seconds = time.perf_counter() - began
-        idle = idle_share(bench.step, 20) if batch in (1, 64, 256) else None
+        idle = idle_share(bench.step, 20) if batch in (1, 64, 256) and not few else None
         bench.finish()
-        step_ms = seconds / STEPS * 1e3
+        step_ms = seconds / steps * 1e3
         model = bench.worker.runner._model
         gemm = gemm_ms(bench.worker.runner, batch) + scaled_ms(model, batch, limits)
         gemm += experts_bytes(model, batch) / limits["copy_gbs"] / 1e6
-        kv_ms = batch * keys_read(model, context + STEPS) * kv_bytes / limits["copy_gbs"] / 1e6
+        kv_ms = batch * read_bytes(model, context + steps, itemsize) / limits["copy_gbs"] / 1e6
         if delta := model.spec.recurrent:
             kv_ms += batch * 2 * delta.state_bytes(model.dtype.itemsize) / limits["copy_gbs"] / 1e6
         kv_ms += batch * context * index_bytes(model) / limits["copy_gbs"] / 1e6
@@ -304,16 +314,17 @@ def idle_share(run: Callable[[], object], times: int = 1) -> float:
     return 1 - busy / (last - spans[0][0])
 
 
-def attention_flops(model: Decoder, pairs: float, cached: int) -> float:
-    """FLOPs of attention for `pairs` of a query and a key, summed over layers. For latent attention, those of the
-    cheaper form: absorbed, or with full heads, whose keys and values must be computed also for `cached` tokens."""
+def attention_flops(model: Decoder, pairs: list[float], cached: int) -> float:
+    """FLOPs of attention for `pairs` of a query and a key, by layer. For latent attention, those of the cheaper form:
+    absorbed, or with full heads, whose keys and values must be computed also for `cached` tokens."""
     spec = model.spec
-    absorbed = 2 * pairs * spec.num_heads * (spec.head_dim + spec.value_dim)
+    shapes = [Shape.of(spec, 1, place) for place in range(len(pairs))]
+    absorbed = sum(2 * n * one.heads * (one.head_dim + one.value_dim) for n, one in zip(pairs, shapes, strict=True))
     if spec.latent is None:
         return absorbed
     width = spec.latent.nope_dim + spec.latent.rope_dim + spec.latent.value_dim
     out = sum(2 * x.weight.numel() for layer in model._layers for x in of_heads(layer))
-    return min(absorbed, 2 * pairs * spec.num_heads * width + out * cached)
+    return min(absorbed, 2 * sum(pairs) * spec.num_heads * width + out * cached)
 
 
 def index_bytes(model: Decoder) -> int:
@@ -329,18 +340,26 @@ def index_flops(model: Decoder, positions: np.ndarray) -> float:
     return 2.0 * len(index.layers) * index.heads * index.dim * float(positions[positions > index.top_k].sum())
 
 
-def prefill_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[dict[str, Any]]:
-    model = bench.worker.runner._model
-    per_token = 0.0
-    for layer in model._layers:
-        per_token += sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
-        per_token += sum(2 * x.weight.numel() for x in of_heads(layer))
-        if isinstance(layer.mlp, Mixture):
+def product_flops(model: Decoder, tokens: int) -> float:
+    """FLOPs of the products of a prompt of so many tokens, those of FP8 at half their number. Layers that only read
+    K and V of others are needed for one token."""
+    total = 0.0
+    for number, layer in enumerate(model._layers):
+        each = sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
+        each += sum(2 * x.weight.numel() for x in of_heads(layer))
+        if isinstance(layer.mlp, SPARSE):
             experts = layer.mlp.experts
             size = (1 if experts.is_fp8 else 2) * (experts.gate_up.numel() + experts.down.numel())
-            per_token += size * experts.top_k / len(experts.down)
-    rows = []
-    for cached, new in ((0, 1024), (0, 8192), (0, 16384), (16384, 128), (8192, 600)):
+            each += size * experts.top_k / len(experts.down)
+        total += each * (tokens if number < model.spec.writers else 1)
+    return total
+
+
+def prefill_rows(bench: Bench, limits: dict[str, float], itemsize: int, few: bool) -> list[dict[str, Any]]:
+    model = bench.worker.runner._model
+    spec, rows = model.spec, []
+    cases = (0, 1024), (0, 8192), (0, 16384), (16384, 128), (8192, 600)
+    for cached, new in cases[:2] if few else cases:
         times = []
         for _ in range(4):
             prefix = bench.ids(cached)
@@ -354,14 +373,16 @@ def prefill_rows(bench: Bench, limits: dict[str, float], kv_bytes: int) -> list[
             bench.finish()
             times.append(time.perf_counter() - began)
         at = np.arange(cached, cached + new) + 1.0
-        pairs = sum(float(at.sum() if window is None else at.clip(max=window).sum()) for window in attended(model))
+        seen = [at if window is None else at.clip(max=window) for window in attended(model)]
+        numbers = zip(spec.attention_layers, seen, strict=True)
+        pairs = [float(keys.sum() if number < spec.writers else keys[-1]) for number, keys in numbers]
         parts = (
-            (per_token * new, weight_bytes(model, new)),
-            (attention_flops(model, pairs, cached), keys_read(model, cached) * kv_bytes),
+            (product_flops(model, new), weight_bytes(model, new)),
+            (attention_flops(model, pairs, cached), read_bytes(model, cached, itemsize)),
             (index_flops(model, at), cached * index_bytes(model)),
         )
         bench.add(np.concatenate([prefix, bench.ids(new)]), 1)
-        idle = idle_share(bench.finish)
+        idle = None if few else idle_share(bench.finish)
         ms = float(np.median(times[1:])) * 1e3
         limit = sum(max(flops / limits["tflops"] / 1e9, size / limits["copy_gbs"] / 1e6) for flops, size in parts)
         row = {"what": f"prefill {new} on {cached}", "ms": ms, "limit_ms": limit, "ratio": ms / limit, "gpu_idle": idle}
@@ -507,7 +528,7 @@ def main() -> None:
         "--shape", default="llama-8b", choices=SHAPES, help="each but the default has a result file of its own"
     )
     parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--attention-backend", default="auto", help="torch has a result file of its own")
     parser.add_argument(
         "--max-mamba-cache-size", type=int, default=0, help="recurrent states: those of 256 decodes are two thirds"
     )
@@ -522,6 +543,7 @@ def main() -> None:
     parser.add_argument("--grammars", action="store_true", help="the cost of grammars; has a result file of its own")
     parser.add_argument("--sampling", action="store_true", help="the cost of sampling and penalties; likewise")
     parser.add_argument("--drafts", action="store_true", help="cost and gain of drafted tokens; likewise")
+    parser.add_argument("--few", action="store_true", help="few rows and steps, for what is slow")
     parser.add_argument("--quick", action="store_true", help="a small model, to see that it runs")
     args = parser.parse_args()
     limits = ceilings()
@@ -541,7 +563,6 @@ def main() -> None:
         worker = resolve(WorkerConfig(model=model, device="cuda", load_format="dummy", **settings))
         began = time.perf_counter()
         runner = load_runner(worker)
-        spec = look_up(worker, Shard(0, args.tensor_parallel_size)).spec
         itemsize = runner.pool.dtype.itemsize
         bench = Bench(runner, worker.max_num_seqs, worker.max_num_batched_tokens, 32768)
         start = time.perf_counter() - began
@@ -553,15 +574,16 @@ def main() -> None:
         elif args.drafts:
             rows = draft_rows(bench)
         else:
-            rows = decode_rows(bench, limits, spec.kv_elements * itemsize)
-            rows += prefill_rows(bench, limits, spec.kv_elements * itemsize)
-            if not args.quick:
+            rows = decode_rows(bench, limits, itemsize, args.few)
+            rows += prefill_rows(bench, limits, itemsize, args.few)
+            if not (args.quick or args.few):
                 rows.append(plain_row(bench))
         runner.close()
     print(table(rows))
     if not args.quick and not args.model:
         kinds = {"deterministic": args.deterministic, "grammars": args.grammars, "sampling": args.sampling}
         kinds["drafts"] = args.drafts
+        kinds["torch"] = args.attention_backend == "torch"
         kinds[args.quantization] = args.quantization != "auto"
         kinds[f"tp{args.tensor_parallel_size}"] = args.tensor_parallel_size > 1
         kinds[args.shape.replace("-", "_")] = args.shape != "llama-8b"

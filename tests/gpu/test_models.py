@@ -13,7 +13,7 @@ from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.plan import Runner
 from radixrt.worker.sample import Draws, draw
 from tests.worker.engine import GREEDY, Engine, prompts
-from tests.worker.families import YARN_QUERY_SCALING, make_model
+from tests.worker.families import GEMMA_4_MOE, YARN_QUERY_SCALING, make_model
 
 SIZES = {
     "vocab_size": 4096,
@@ -39,7 +39,8 @@ OTHERS += ["llama4_text"]
 OTHERS += ["gemma", "gemma2", "gpt_neox", "nemotron", "olmo", "persimmon", "phi", "stablelm", "starcoder2"]
 OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna", "cohere2_moe", "qwen3_next", "qwen3_5_text"]
 OTHERS += ["qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe", "deepseek_v32", "glm_moe_dsa"]
-OTHERS += ["nemotron_h", "bamba", "falcon_h1"]
+OTHERS += ["nemotron_h", "bamba", "falcon_h1", "phimoe", "mimo_v2_flash", "gemma4_text", "gemma4_text+moe"]
+"""After a plus sign: another form of the family."""
 WINDOWED = ("cwm", "mellum", "afmoe", "laguna", "granite_swa", "granitemoe_swa")
 HEADS_256 = ("qwen3_next", "qwen3_5")
 WINDOWS = {"sliding_window": 128, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}
@@ -74,6 +75,12 @@ OF_FAMILY |= {"nemotron_h": NEMOTRON}
 OF_FAMILY |= {"gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 5.0} | WINDOWS}
 CHUNKS = {"attention_chunk_size": 128, "no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4}
 OF_FAMILY |= {"llama4_text": CHUNKS}
+MIXED = {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 2}
+OF_FAMILY |= {"mimo_v2_flash": MIXED | {"head_dim": 192, "v_head_dim": 128, "num_hidden_layers": 4}}
+OF_FAMILY["mimo_v2_flash"] |= {"num_attention_heads": 16, "moe_intermediate_size": 256}
+GEMMA_4 = MIXED | {"head_dim": 256, "global_head_dim": 512, "num_attention_heads": 8}
+OF_FAMILY |= {"gemma4_text": GEMMA_4 | {"hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 4096}}
+OF_FAMILY |= {"gemma4_text+moe": GEMMA_4_MOE | GEMMA_4 | {"moe_intermediate_size": 256}}
 OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1, 1, 1, 0]}}
 
 
@@ -81,10 +88,22 @@ OF_FAMILY |= {"minimax_m2": {"rotary_dim": 64}, "smollm3": {"no_rope_layers": [1
 def made(request, tmp_path_factory):
     """(folder, transformers model on the GPU in bfloat16)."""
     folder = tmp_path_factory.mktemp(request.param)
-    kind = type(make_model(folder, request.param, **SIZES | OF_FAMILY.get(request.param, {})))
-    settings = {"attn_implementation": "eager"} if request.param == "gemma2" else {}  # others leave out its soft caps
-    model = kind.from_pretrained(folder, dtype=torch.bfloat16, **settings)  # rotary frequencies stay float32
+    name = request.param.partition("+")[0]
+    made = make_model(folder, name, **SIZES | OF_FAMILY.get(request.param, {}))
+    if name == "gemma4_text":
+        soften(made, folder)
+    settings = {"attn_implementation": "eager"} if name == "gemma2" else {}  # others leave out its soft caps
+    model = type(made).from_pretrained(folder, dtype=torch.bfloat16, **settings)  # rotary frequencies stay float32
     return folder, model.to("cuda").eval()
+
+
+def soften(model, folder) -> None:
+    """Make scores small where there is no softmax scale, as those of the published model are (see OF_FAMILY)."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("k_norm.weight"):
+                parameter.div_(64)
+    model.save_pretrained(folder)
 
 
 def load(folder, **settings) -> Runner:

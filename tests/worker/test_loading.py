@@ -61,11 +61,11 @@ def test_layers_without_kernels_are_computed_by_torch(checkpoint, monkeypatch):
         ("qwen3_next", {"linear_value_head_dim": 12}, "heads of width 12"),
         ("lfm2", {}, ""),
         ("deepseek_v32", {}, ""),
-        ("gemma4_text", {}, "layers with different heads have no kernels"),
+        ("gemma4_text", {}, ""),
         ("llama4_text", {}, ""),
         ("llama4_text", {"num_experts_per_tok": 2}, "several experts of a token with scaled inputs have no kernels"),
-        ("phimoe", {}, "experts selected by SparseMixer have no kernels"),
-        ("mimo_v2_flash", {}, "layers with different heads have no kernels"),
+        ("phimoe", {}, ""),
+        ("mimo_v2_flash", {}, ""),
     ):
         found = loading._no_kernels(on_gpu(checkpoint(family, **changes)[0], monkeypatch, (9, 0)))
         assert reason in found and bool(reason) == bool(found)

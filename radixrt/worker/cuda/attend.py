@@ -25,18 +25,20 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 def _attend_item(
     item, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr, stride, scale,
-    v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNKED: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr, CAP: tl.constexpr,
-    QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, HALF_TYPE: tl.constexpr,
-    STAGES: tl.constexpr,
+    v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr,
+    CAP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     GROUP: tl.constexpr = HEADS // KV_HEADS
     m = tl.arange(0, ROWS)
     n = tl.arange(0, KEYS)
     d = tl.arange(0, WIDTH)
+    d_of_v = tl.arange(0, V_WIDTH)
     own = m // GROUP
     head = kv_head * GROUP + m % GROUP
     wide = d < DIM
+    wide_of_v = d_of_v < V_DIM
     query = tl.load(item)
     queries = tl.load(item + 1)
     row = tl.load(item + 2).to(tl.int64)
@@ -49,12 +51,13 @@ def _attend_item(
     place = query + own
     if ORDERED:
         place = tl.load(order_ptr + place, mask=real, other=0)
-    q_at = (place.to(tl.int64) * HEADS + head)[:, None] * DIM + d[None, :]
+    at_head = place.to(tl.int64) * HEADS + head
+    q_at = at_head[:, None] * DIM + d[None, :]
     q = tl.load(q_ptr + q_at, mask=real[:, None] & wide[None, :], other=0.0)
     q = (q.to(tl.float32) * scale).to(HALF_TYPE)
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     for j in tl.range(begin, end, KEYS, num_stages=STAGES):
         key = j + n
         inside = key < end
@@ -90,10 +93,11 @@ def _attend_item(
         total = total * keep + tl.sum(p, 1)
         acc = acc * keep[:, None]
         peak = higher
-        if WIDTH == DIM:
-            v = tl.load(v_ptr + at).to(HALF_TYPE)
+        v_at = ((slot * KV_HEADS + kv_head) * V_DIM)[:, None] + d_of_v[None, :]
+        if V_WIDTH == V_DIM:
+            v = tl.load(v_ptr + v_at).to(HALF_TYPE)
         else:
-            v = tl.load(v_ptr + at, mask=wide[None, :], other=0.0).to(HALF_TYPE)
+            v = tl.load(v_ptr + v_at, mask=wide_of_v[None, :], other=0.0).to(HALF_TYPE)
         acc = tl.dot(p.to(HALF_TYPE), v, acc)
     if SINKS:  # partial results leave the sink out: the merge adds it
         sink = tl.load(sinks_ptr + head) * LOG2_E
@@ -101,12 +105,13 @@ def _attend_item(
     else:
         whole = total
     out = acc * (v_scale / tl.where(whole > 0, whole, 1.0))[:, None]
-    stored = real[:, None] & wide[None, :]
+    stored = real[:, None] & wide_of_v[None, :]
     if direct != 0:
-        tl.store(out_ptr + q_at, out.to(out_ptr.dtype.element_ty), mask=stored)
+        out_at = at_head[:, None] * V_DIM + d_of_v[None, :]
+        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=stored)
     else:
         spot = (partial + own).to(tl.int64) * HEADS + head
-        tl.store(partial_ptr + spot[:, None] * DIM + d[None, :], out, mask=stored)
+        tl.store(partial_ptr + spot[:, None] * V_DIM + d_of_v[None, :], out, mask=stored)
         # NaN in the input is propagated: `total` is NaN then, and so is the result.
         lse = tl.where(total == 0, -1e30, peak + tl.log2(total))
         tl.store(lse_ptr + spot, lse, mask=real)
@@ -121,9 +126,10 @@ _called_item = triton.jit(_attend_item, noinline=True)
 def _attend_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, items_ptr, starts_ptr, order_ptr, out_ptr, partial_ptr, lse_ptr, sinks_ptr,
     stride, scale, v_scale, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr, SINKS: tl.constexpr,
-    CAP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
-    ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr, SINGLE: tl.constexpr, EARLY: tl.constexpr,
+    V_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAUSAL: tl.constexpr, ORDERED: tl.constexpr,
+    SINKS: tl.constexpr, CAP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, ITEM: tl.constexpr, HALF_TYPE: tl.constexpr, STAGES: tl.constexpr,
+    SINGLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     # The heads of an item run at the same time: they read neighbouring bytes of the same slots.
@@ -132,16 +138,16 @@ def _attend_kernel(
     if SINGLE:
         _inlined_item(
             items_ptr + program * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
-            lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CHUNKED, CAUSAL,
-            ORDERED, SINKS, CAP, QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
+            lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, V_DIM, PAGE, WINDOW, CHUNKED, CAUSAL,
+            ORDERED, SINKS, CAP, QUERIES, ROWS, KEYS, WIDTH, V_WIDTH, HALF_TYPE, STAGES,
         )  # fmt: skip
     else:
         first, last = tl.load(starts_ptr + program), tl.load(starts_ptr + program + 1)
         for number in tl.range(first, last, num_stages=1):
             _called_item(
                 items_ptr + number * ITEM, kv_head, q_ptr, k_ptr, v_ptr, table_ptr, order_ptr, out_ptr, partial_ptr,
-                lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, PAGE, WINDOW, CHUNKED, CAUSAL,
-                ORDERED, SINKS, CAP, QUERIES, ROWS, KEYS, WIDTH, HALF_TYPE, STAGES,
+                lse_ptr, sinks_ptr, stride, scale, v_scale, HEADS, KV_HEADS, DIM, V_DIM, PAGE, WINDOW, CHUNKED, CAUSAL,
+                ORDERED, SINKS, CAP, QUERIES, ROWS, KEYS, WIDTH, V_WIDTH, HALF_TYPE, STAGES,
             )  # fmt: skip
 
 
@@ -243,8 +249,8 @@ def attend(
     sinks: torch.Tensor | None = None,
     cache: KernelCache | None = None,
 ) -> Any:
-    """Compute attention of q[T, heads, D] over the slots of keys, values [slots, kv_heads, D], into out[T, heads, D] or
-    `scratch`. Latent attention reads only `keys` and writes out[T, heads, width of V].
+    """Compute attention of q[T, heads, D] over the slots of keys [slots, kv_heads, D] and values [slots, kv_heads,
+    width of V], into out[T, heads, width of V] or `scratch`. Latent attention reads only `keys`.
 
     `table` is the page table, int32[rows, pages]. With int32 `order`, queries of `items` are indices into it. `causal`:
     whether items may have keys after their first query, which have to be masked. K and V are multiplied by `scales`.
@@ -277,9 +283,10 @@ def attend(
 
         assert starts is not None and not window and not shape.cap
         return hopper.launch(grid, cache, given, (*kinds, queries), variant)
+    widths = (triton.next_power_of_2(dim) for dim in (shape.head_dim, shape.value_dim))
     return launch(
-        _attend_kernel, grid, cache, *given, window or 0, shape.chunked, *kinds, shape.cap * LOG2_E.value, queries,
-        variant.rows, variant.keys, triton.next_power_of_2(shape.head_dim), FIELDS, half_type(keys.dtype),
+        _attend_kernel, grid, cache, *given, shape.value_dim, window or 0, shape.chunked, *kinds,
+        shape.cap * LOG2_E.value, queries, variant.rows, variant.keys, *widths, FIELDS, half_type(keys.dtype),
         variant.stages, starts is None, num_warps=variant.warps,
     )  # fmt: skip
 
@@ -306,12 +313,13 @@ def best_tiling(
     if variant.specialised:
         return tiling(variant, shape, torch.cuda.get_device_properties(device).multi_processor_count)
     keys = torch.empty((1, shape.kv_heads, shape.head_dim), dtype=pages, device=device)
+    values = keys[..., : shape.value_dim].contiguous()
     q = torch.empty((1, shape.heads, shape.head_dim), dtype=dtype, device=device)
     integers = torch.zeros((1, FIELDS), dtype=torch.int32, device=device)
     scratch, nothing = Scratch.make(1, shape, device), (integers, None if causal else integers[0, :2])
     sinks = torch.zeros(shape.heads, device=device) if shape.sinks else None
     compiled = attend(
-        q, keys, keys, integers, nothing, q, scratch, shape, variant, order=integers[0], causal=causal, sinks=sinks
+        q, keys, values, integers, nothing, q, scratch, shape, variant, order=integers[0], causal=causal, sinks=sinks
     )
     chip = torch.cuda.get_device_properties(device)
     registers = variant.warps * 32 * (-(-compiled.n_regs // 8) * 8)

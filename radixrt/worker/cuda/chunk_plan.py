@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.worker.cuda.chunks import ChunkStep, LastLayer, PagedStep, Sequences
+from radixrt.worker.cuda.chunks import ChunkStep, LastLayers, PagedStep, Sequences
 from radixrt.worker.cuda.decodes import DecodeWork
 from radixrt.worker.cuda.full_chunks import FullHeads, FullStep
 from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
@@ -21,6 +21,12 @@ from radixrt.worker.sharing import Path, path_before
 LAST_LAYER = 4
 """In the last layer, attention is computed only for tokens whose logits are wanted, if the chunks have at least this
 many times as many tokens."""
+
+
+def few_wanted(counts: np.ndarray, wants: np.ndarray) -> bool:
+    """Whether logits of so few tokens of chunks are wanted that last layers are computed for these alone, for int[N]
+    tokens and wanted logits."""
+    return counts.sum() >= LAST_LAYER * wants.sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +111,18 @@ class FullOrAbsorbed:
 class ChunkPlanner:
     """Plans the attention of each step's chunks. `variant` and `cut` are those of the kernel over pages. `flashinfer`,
     if given, computes the chunks for which it is faster, and `full`, if given, long chunks of latent attention.
-    `shares`: whether prefixes that chunks share are read once. `windows` are by layer with attention, and `ends` is
-    whether the model's last layer is one of these; `plain` is that of PagedStep."""
+    `shares`: whether prefixes that chunks share are read once. `windows` are by layer; `plain` is that of PagedStep.
+    `last`: the last layers, if they need be computed only for tokens whose logits are wanted: the place of the first
+    one, among all layers that have attention, and their windows."""
 
     def __init__(
         self, shape: Shape, itemsize: int, windows: tuple[int | None, ...], variant: Variant, cut: Tiling, chip: Chip,
         flashinfer: FlashInfer | None, shares: bool, plain: tuple[Variant, Tiling] | None = None,
-        full: FullHeads | None = None, ends: bool = True,
+        full: FullHeads | None = None, last: tuple[int, set[int | None]] | None = None,
     ) -> None:  # fmt: skip
         self._shape = shape
         self._itemsize = itemsize
-        self._last_layer = (len(windows) - 1, windows[-1]) if ends else None
+        self._last = last
         self._windows = set(windows)
         self._variant = variant
         self._cut = cut
@@ -160,11 +167,12 @@ class ChunkPlanner:
 
     def plan(
         self, plan: Plan, decodes: int, packer: Packer, last_packer: Packer, parity: int,
-        done: np.ndarray | None = None,
-    ) -> tuple[list[ChunkStep], LastLayer | None]:  # fmt: skip
+        done: np.ndarray | None = None, narrow: bool = False,
+    ) -> tuple[list[ChunkStep], LastLayers | None]:  # fmt: skip
         """Plan the chunks, which follow the step's `decodes`, except those that are `done` another way. Returns (their
-        attention; that of the last layer if it differs, which will be packed by `last_packer`). At most one step of
-        each `parity` may be in flight."""
+        attention; that of the last layers if it differs, which will be packed by `last_packer`). At most one step of
+        each `parity` may be in flight. `narrow`: queries of the last layers are only those of tokens whose logits are
+        wanted; otherwise those of all tokens."""
         self.looked_up = {}
         chunks = self._sequences(plan, decodes)
         first = chunks.queries
@@ -177,13 +185,14 @@ class ChunkPlanner:
         if len(left):
             steps.append(self._over_pages(chunks.take(left), self._windows, packer))
         wants = plan.wants[decodes:]
-        if self._last_layer is None or chunks.counts.sum() < LAST_LAYER * wants.sum():
+        if self._last is None or not (narrow or few_wanted(chunks.counts, wants)):
             return steps, None
-        ends = Sequences(chunks.rows, chunks.starts + chunks.counts - wants, wants, first + chunks.counts - wants)
+        queries = decodes + np.cumsum(wants) - wants if narrow else first + chunks.counts - wants
+        ends = Sequences(chunks.rows, chunks.starts + chunks.counts - wants, wants, queries)
         ends = ends.take(np.flatnonzero(wants))
-        layer, window = self._last_layer
-        return steps, LastLayer(
-            layer, lambda p: [self._over_pages(ends, {window}, p)] if len(ends) else [], last_packer
+        place, windows = self._last
+        return steps, LastLayers(
+            place, lambda p: [self._over_pages(ends, windows, p)] if len(ends) else [], last_packer
         )
 
     def trunks(self, work: DecodeWork, plan: Plan, packer: Packer, parity: int) -> SharedKeys | None:

@@ -69,24 +69,27 @@ class ChunkStep(Protocol):
         """Write the attention of the chunks' tokens among q[T, heads, D] to out[T, heads, D]. Once per layer."""
 
 
-class LastLayer:
-    """The attention of chunks in the last `layer`, where it is computed for fewer tokens than in the others. It is
-    planned only when that layer is launched: the device is then busy with earlier layers, and does not wait."""
+class LastLayers:
+    """The attention of chunks in the last layers, from place `first` on among those with attention, where it is
+    computed for fewer tokens than in the others. It is planned only when the first of them is launched: the device is
+    then busy with earlier layers, and does not wait."""
 
-    def __init__(self, layer: int, make: Callable[[Packer], list[ChunkStep]], packer: Packer) -> None:
+    def __init__(self, first: int, make: Callable[[Packer], list[ChunkStep]], packer: Packer) -> None:
         """`packer` must not be in use by a step in flight."""
-        self.layer = layer
+        self.first = first
         self._make = make
         self._packer = packer
+        self._steps: list[ChunkStep] | None = None
 
     def steps(self) -> list[ChunkStep]:
-        """Plan and send the chunks; returns them ready to run."""
-        self._packer.clear()
-        steps = self._make(self._packer)
-        sent = self._packer.send()
-        for step in steps:
-            step.sent(sent)
-        return steps
+        """The chunks, planned and sent, ready to run."""
+        if self._steps is None:
+            self._packer.clear()
+            self._steps = self._make(self._packer)
+            sent = self._packer.send()
+            for step in self._steps:
+                step.sent(sent)
+        return self._steps
 
 
 # ---------------------------------------------------------------- over pages, in place

@@ -21,8 +21,9 @@ from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decodes import Cuts, DecodeWork, Lists, Room
 from radixrt.worker.cuda.delta_step import DeltaStep, PackedRuns
+from radixrt.worker.cuda.layer_kinds import LayerKinds, MixedAttention, Works
 from radixrt.worker.cuda.staging import PackedArray, Packer
-from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
+from radixrt.worker.cuda.step import DecodeLists, StepAttention
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model.decoder import Decoder
@@ -48,7 +49,8 @@ class Inputs:
     """Slots of recurrent states, if the model has any."""
     adapters: PackedArray | None
     """See `Decoder.use_adapters`; None in graphs for batches without adapters."""
-    lists: dict[int | None, Lists]
+    lists: list[dict[int | None, Lists]]
+    """By kind of layers, and by window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +70,32 @@ class DecodeGraphs:
     All use the same buffers for partial results and for logits."""
 
     def __init__(
-        self, model: Decoder, pages: Callable[[int], Pages], compiled: Kernels, cuts: Cuts, windows: set[int | None],
-        last_tokens: LastTokens, table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool,
-        states: StatePool | None, by_tokens: bool,
+        self, model: Decoder, pages: Callable[[int], Pages], kinds: LayerKinds, last_tokens: LastTokens,
+        table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool, states: StatePool | None, by_tokens: bool,
     ) -> None:  # fmt: skip
         """`table` is the page table, whose last row is for padding. `packer` is used only while capturing. `shown`:
         whether to show a progress bar."""
         most = max(sizes)
         self._model = model
         self._pages = pages
-        self._compiled = compiled
-        self._cuts = cuts
-        self._windows = windows
+        self._kinds = kinds
         self._last_tokens = last_tokens
         self._table = table
         self._states = states
         self._by_tokens = by_tokens
         self._sizes = sizes
-        room = Room.of(most, cuts)
-        # Graphs hold only its address, so it must be kept alive here.
-        self._scratch = Scratch.make(room.few + room.entries, compiled.shape, model.device)
+        rooms = [Room.of(most, kind.cuts) for kind in kinds.all]
+        # Graphs hold only their addresses, so they must be kept alive here.
+        self._scratch = [
+            Scratch.make(room.few + room.entries, kind.shape, model.device)
+            for room, kind in zip(rooms, kinds.all, strict=True)
+        ]
         logits = torch.empty((most, model.own_width), dtype=torch.float32, device=model.device)
         pool = torch.cuda.graph_pool_handle()
-        kinds = itertools.product((False, True) if cuts.cost else (False,), (False, True)[: 1 + model.has_adapters])
+        ways = (False, True) if any(kind.cuts.cost for kind in kinds.all) else (False,)
+        adapted = (False, True) if model.has_adapters else (False,)
         # The largest first: the others reuse its memory.
-        wanted = [(size, *kind) for size, kind in itertools.product(sorted(sizes, reverse=True), list(kinds))]
+        wanted = list(itertools.product(sorted(sizes, reverse=True), ways, adapted))
         self._graphs = {
             key: self._capture(*key, logits[: key[0]], pool, packer)
             for key in tqdm(wanted, desc="capturing graphs", unit="graph", disable=not shown)
@@ -105,7 +108,7 @@ class DecodeGraphs:
         needed = max(len(plan.tokens), plan.table_writes.shape[1])
         return next((size for size in self._sizes if size >= needed), 0)
 
-    def packed(self, packer: Packer, plan: Plan, size: int, works: dict[int | None, DecodeWork]) -> Graph:
+    def packed(self, packer: Packer, plan: Plan, size: int, works: list[Works]) -> Graph:
         """Pack a step's integers, and return its graph. The caller may pack sampling parameters after them."""
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes,
                    plan.states, plan.adapters)  # fmt: skip
@@ -117,14 +120,17 @@ class DecodeGraphs:
         self._graphs.clear()
 
     def _pack(
-        self, packer: Packer, works: dict[int | None, DecodeWork], size: int, tokens: np.ndarray,
-        positions: np.ndarray, slots: np.ndarray, rows: np.ndarray, writes: np.ndarray,
-        states: StateWork | None, adapters: np.ndarray | None,
+        self, packer: Packer, works: list[Works], size: int, tokens: np.ndarray, positions: np.ndarray,
+        slots: np.ndarray, rows: np.ndarray, writes: np.ndarray, states: StateWork | None,
+        adapters: np.ndarray | None,
     ) -> Inputs:  # fmt: skip
         """Pack the integers at the offsets where the graph of this size, with or without sharing, reads them."""
         row = len(self._table) - 1
         padding = np.array([[row], [0], [0]], dtype=np.int32).repeat(size - writes.shape[1], axis=1)
-        cuts = self._cuts if _shared(works) else Cuts(self._cuts.few, self._cuts.many, None)
+        cuts = [kind.cuts for kind in self._kinds.all]
+        if not _shared(works):
+            cuts = [Cuts(cut.few, cut.many, None) for cut in cuts]
+        rooms = [Room.of(size, cut) for cut in cuts]
         return Inputs(
             size,
             packer.add(tokens, size),
@@ -134,7 +140,10 @@ class DecodeGraphs:
             packer.add(np.concatenate([writes, padding], axis=1)),
             None if states is None else PackedRuns.pack(packer, states, len(tokens), size),
             None if adapters is None else packer.add(adapters, size, fill=-1),
-            {window: Lists.pack(packer, work, Room.of(size, cuts), size) for window, work in works.items()},
+            [
+                {window: Lists.pack(packer, work, room, size) for window, work in each.items()}
+                for each, room in zip(works, rooms, strict=True)
+            ],
         )
 
     def _capture(
@@ -142,7 +151,10 @@ class DecodeGraphs:
     ) -> Graph:
         packer.clear()
         none = np.zeros(0, dtype=np.int32)
-        works = {window: _nothing(self._cuts, shared and window is None) for window in self._windows}
+        works = [
+            {window: _nothing(kind.cuts, shared and window is None) for window in kind.windows}
+            for kind in self._kinds.all
+        ]
         inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32),
                             None if self._states is None else StateWork.nothing(),
                             none if adapted else None)  # fmt: skip
@@ -164,19 +176,25 @@ class DecodeGraphs:
         rows = inputs.rows.of(integers)
         kernels.scatter(inputs.writes.of(integers), self._table)
         tokens = self._last_tokens.resolve(inputs.tokens.of(integers), rows)
-        lists = {window: DecodeLists.of(found, integers) for window, found in inputs.lists.items()}
-        attention = StepAttention(self._pages, inputs.slots.of(integers), self._compiled, lists, self._scratch, [])
+        attention = self._attention(inputs, integers)
         mix = None
         if self._states is not None and inputs.states is not None:
             mix = DeltaStep(self._states, inputs.states.of(integers), by_tokens=self._by_tokens)
         self._model.use_adapters(None if inputs.adapters is None else inputs.adapters.of(integers))
         x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention, mix)
-        self._model.finish(x, residual, out=logits)
+        self._model.finish(x, residual, out=logits, tokens=tokens)
         return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows)
 
+    def _attention(self, inputs: Inputs, integers: torch.Tensor) -> StepAttention | MixedAttention:
+        slots, steps = inputs.slots.of(integers), []
+        for kind, found, scratch in zip(self._kinds.all, inputs.lists, self._scratch, strict=True):
+            lists = {window: DecodeLists.of(packed, integers) for window, packed in found.items()}
+            steps.append(StepAttention(self._pages, slots, kind.compiled, lists, scratch, []))
+        return self._kinds.attention(steps)
 
-def _shared(works: dict[int | None, DecodeWork]) -> bool:
-    return any(work.shared for work in works.values())
+
+def _shared(works: list[Works]) -> bool:
+    return any(work.shared for each in works for work in each.values())
 
 
 def _nothing(cuts: Cuts, shared: bool) -> DecodeWork:

@@ -244,10 +244,12 @@ def combine(
 # ---------------------------------------------------------------- all of it
 
 
-def add(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
+def add(
+    experts: Experts, x: torch.Tensor, residual: torch.Tensor, for_router: torch.Tensor | None = None
+) -> None:  # fmt: skip
     """See `Ops.experts`. With `batch_invariant` the same tile computes all products, so that the rounding of a row does
     not depend on the others."""
-    logits = experts.logits(x)
+    logits = experts.logits(x if for_router is None else for_router)
     if experts.latent is None:
         return _add(experts, logits, x, residual)
     into, back = experts.latent
@@ -286,7 +288,7 @@ def _add(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torc
         flipped = rows <= FEWEST and tile is FEW
         inner = _inner(experts, partial(_product, tile=tile, flipped=flipped), x, order)
         made = _product(inner, order, experts.down, tile, None, flipped=flipped)
-    combine(made, weights, order, residual, experts.down_bias)
+    _combine(experts, made, weights, order, residual)
 
 
 def _inner(
@@ -318,14 +320,20 @@ def _begin(
     return routing.begin(logits, experts.top_k, _normalized(experts), rows, x, rounding, kind, experts.bias)
 
 
+def _combine(
+    experts: Experts, rows: torch.Tensor, weights: torch.Tensor, order: Order, residual: torch.Tensor
+) -> None:  # fmt: skip
+    if experts.scales is not None:
+        weights = weights * experts.scales[order.experts]
+    combine(rows, weights, order, residual, experts.down_bias)
+
+
 def _normalized(experts: Experts) -> bool:
     return experts.normalized or experts.routing.scales_inputs
 
 
 def no_kernels(moe: ExpertsSpec) -> str:
     """The reason why there are no kernels for a mixture of experts; "" if there are."""
-    if moe.routing.jitter is not None:
-        return "experts selected by SparseMixer have no kernels"
     if moe.routing.scales_inputs and moe.top_k > 1:
         return "several experts of a token with scaled inputs have no kernels"
     return ""
@@ -352,7 +360,7 @@ def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
         inner = kernels.squared_relu(inner, down.rounding)
     else:
         inner = kernels.gate(inner, experts.activation, down.rounding)
-    combine(scaled_experts.product(inner, order, down, tile, x.dtype), weights, order, residual)
+    _combine(experts, scaled_experts.product(inner, order, down, tile, x.dtype), weights, order, residual)
 
 
 def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, rows: float) -> None:
@@ -369,4 +377,4 @@ def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
         weights, order, _ = _begin(experts, logits, first.rows, x, None)
         inner = _inner(experts, partial(packed_experts.product, tile=first), x, order)
         made = packed_experts.product(inner, order, down, second, None)
-    combine(made, weights, order, residual, experts.down_bias)
+    _combine(experts, made, weights, order, residual)

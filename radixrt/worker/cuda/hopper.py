@@ -263,6 +263,8 @@ def find(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.dev
     """The variant for tiles of many queries; None if this kernel does not apply, or gives wrong results here."""
     if pages.itemsize > 1 or dtype.itemsize != 2 or shape.head_dim not in DIMS or shape.group > ROWS or shape.cap:
         return None
+    if shape.value_dim != shape.head_dim:
+        return None
     return VARIANT if warpgroups.agrees(lambda: _apart(shape, pages, dtype, device), device) else None
 
 

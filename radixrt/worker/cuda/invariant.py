@@ -172,8 +172,11 @@ def same_bits(
     lengths = np.array([1, 63, 64, 65, 700, 1000])
     generator = torch.Generator(device).manual_seed(0)
     held = -(-int(lengths.max()) // shape.page_size)
-    size = (held * shape.page_size, shape.kv_heads, shape.head_dim)
-    keys, values = (torch.randn(size, generator=generator, device=device).to(pages) for _ in range(2))
+    size = held * shape.page_size, shape.kv_heads
+    keys, values = (
+        torch.randn((*size, dim), generator=generator, device=device).to(pages)
+        for dim in (shape.head_dim, shape.value_dim)
+    )
     table = torch.arange(held, dtype=torch.int32, device=device)[None]
     q = torch.randn((len(lengths), shape.heads, shape.head_dim), generator=generator, device=device).to(dtype)
     places, ones = np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64)

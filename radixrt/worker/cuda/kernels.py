@@ -99,15 +99,15 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride"])
 def _gate_kernel(
-    x_ptr, out_ptr, scales_ptr, size, stride, ACTIVATION: tl.constexpr, GROUP: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    x_ptr, up_ptr, out_ptr, scales_ptr, size, x_stride, up_stride, stride, ACTIVATION: tl.constexpr,
+    GROUP: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < size
-    gate = tl.load(x_ptr + row * 2 * size + i, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(x_ptr + row * 2 * size + size + i, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(x_ptr + row * x_stride + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + i, mask=inside, other=0.0).to(tl.float32)
     out = gated(gate, up, ACTIVATION).to(x_ptr.dtype.element_ty)
     if GROUP > 0:
         store_rounded(out.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
@@ -115,9 +115,13 @@ def _gate_kernel(
         tl.store(out_ptr + row * size + i, out, mask=inside)
 
 
-def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
-    """act(first half) * second half of x[T, 2 I]: [T, I]; with a `rounding`, quantized to FP8."""
-    rows, size = x.shape[0], x.shape[1] // 2
+def gate(
+    x: torch.Tensor, activation: str, rounding: Rounding | None = None, up: torch.Tensor | None = None
+) -> torch.Tensor | Rounded:  # fmt: skip
+    """act(first half) * second half of x[T, 2 I], or act(x) * up of x[T, I] and up[T, I]: [T, I]; with a `rounding`,
+    quantized to FP8."""
+    x, up = x.chunk(2, dim=1) if up is None else (x, up)
+    rows, size = x.shape
     if rounding is None:
         group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
         found, values, scales, stride = (values := x.new_empty((rows, size))), values, values, 0
@@ -126,8 +130,9 @@ def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> 
         found = room(rows, size, rounding, x.device)
         values, scales, stride = found.values, found.scales, found.scales.stride(1)
     launch(
-        _gate_kernel, (rows, triton.cdiv(size, block)), None, x, values, scales, size, stride, ACTIVATIONS[activation],
-        group, LIMIT, block, num_warps=warps,
+        _gate_kernel, (rows, triton.cdiv(size, block)), None,
+        x, up, values, scales, size, x.stride(0), up.stride(0), stride, ACTIVATIONS[activation], group, LIMIT, block,
+        num_warps=warps,
     )  # fmt: skip
     return found
 
@@ -196,6 +201,19 @@ def mean_squares(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tens
 
 
 @triton.jit
+def pairs(i, HALF: tl.constexpr, TURNED: tl.constexpr):
+    """The elements of pair `i` of a head of 2 HALF: elements that are rotated together, followed by pairs of the halves
+    of the rest."""
+    if TURNED < HALF:
+        one = tl.where(i < TURNED, i, i + TURNED)
+        other = one + tl.where(i < TURNED, TURNED, HALF - TURNED)
+    else:
+        one = i
+        other = i + HALF
+    return one, other
+
+
+@triton.jit
 def _append_kernel(
     qkv_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, means_ptr, slots_ptr, q_ptr, k_ptr, v_ptr, eps, k_scale, v_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -205,13 +223,7 @@ def _append_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     i = tl.arange(0, BLOCK)[None, :]
-    # Pair i of a head: elements that are rotated together, followed by pairs of the halves of the rest.
-    if TURNED < HALF:
-        one = tl.where(i < TURNED, i, i + TURNED)
-        other = one + tl.where(i < TURNED, TURNED, HALF - TURNED)
-    else:
-        one = i
-        other = i + HALF
+    one, other = pairs(i, HALF, TURNED)
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     inside = (head < ALL) & (i < HALF)
     is_q = head < HEADS

@@ -115,7 +115,10 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     chunked = spec.chunked and any(spec.windows)
     if chunked and config.attention_backend == "flashinfer":
         raise ValueError("attention_backend: FlashInfer is not used for attention in chunks")
-    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or spec.latent is not None or chunked:
+    if spec.layers and config.attention_backend == "flashinfer":
+        raise ValueError("attention_backend: FlashInfer is not used for layers with different heads")
+    others = spec.latent is not None or chunked or bool(spec.layers)
+    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or others:
         return None
     shape = Shape.of(spec, config.page_size)
     hopper = torch.cuda.get_device_capability(loaded.device)[0] == 9
@@ -183,12 +186,16 @@ def step_bytes(
     group: TorchGroup | None,
 ) -> int:  # fmt: skip
     """Bytes that the largest step needs beside weights and pages: those of a measured step, plus what that step does
-    not have: copies of chunks under shared prefixes, partial results of a chunk after a long context, the logits of
-    scored prompts with their softmax, and the short chunks of recurrent layers at the ends and marks of prompts."""
+    not have: MLPs of layers that it computes for few tokens, copies of chunks under shared prefixes, partial results of
+    a chunk after a long context, the logits of scored prompts with their softmax, and the short chunks of recurrent
+    layers at the ends and marks of prompts."""
     spec = loaded.spec
     copies = (1 + MOST_COPIES) * config.max_num_batched_tokens * spec.num_heads * spec.head_dim * loaded.dtype.itemsize
     other = (2 * copies if flashinfer else 0) + (HELD_BYTES if config.deterministic else 0)
     other += 3 * MOST_SCORED * spec.vocab_size * 4
+    if spec.writers < spec.num_layers:
+        inner = max(own.intermediate_size for own in spec.layers[spec.writers :])
+        other += 3 * inner * config.max_num_batched_tokens * loaded.dtype.itemsize
     if spec.recurrent is not None and not config.deterministic:
         other += 2 * config.max_num_seqs * chunk_bytes(spec.recurrent, loaded.dtype.itemsize)
     if spec.index is not None:  # scores, and what torch.topk needs beside them; selected slots

@@ -5,9 +5,11 @@ from radixrt.worker.cuda.int4 import int4_linear
 from radixrt.worker.cuda.kernels import gate, mean_squares, norm, squared_relu
 from radixrt.worker.cuda.lora import lora
 from radixrt.worker.cuda.products import gated_linear, small_linear
+from radixrt.worker.cuda.residuals import add_normed
 from radixrt.worker.cuda.scaled import scaled
 
 __all__ = [
-    "experts", "gate", "gated_linear", "int4_linear", "lora", "mean_squares", "norm", "scaled", "small_linear",
+    "add_normed", "experts", "gate", "gated_linear", "int4_linear", "lora", "mean_squares", "norm", "scaled",
+    "small_linear",
     "squared_relu",
 ]  # fmt: skip

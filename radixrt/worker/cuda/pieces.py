@@ -41,6 +41,8 @@ SIZES = (
 """Numbers of tokens that graphs are captured for; a step is padded to the next one."""
 LEAST = 512
 """Graphs are captured at least up to this many tokens."""
+INPUTS_COPIES = 8
+"""Tensors of the size of all layers' inputs, of 16 bits, that computing these takes in the memory pool of graphs."""
 PRODUCTS = 150 << 30
 """Multiplications per layer from which on a step takes an H200 longer than its host (bench/results/pieces.json)."""
 
@@ -63,11 +65,20 @@ def kept_bytes(spec: ModelSpec, tokens: int, itemsize: int) -> int:
     streams and what comes with them (`ending`), queries, results of attention (with latent attention also heads' values
     and full queries)."""
     sizes = sizes_up_to(tokens)
-    heads = spec.head_dim + spec.value_dim
+    heads = sum(widest_heads(spec))
     if latent := spec.latent:
         heads += latent.value_dim + latent.nope_dim + latent.rope_dim
     linear = sum(projected_widths(spec.recurrent)) + math.prod(result_shape(spec.recurrent)) if spec.recurrent else 0
-    return itemsize * (sum(sizes) * (spec.hidden_size + ending(spec)) + tokens * (spec.num_heads * heads + linear))
+    inputs = INPUTS_COPIES * spec.num_layers * spec.layer_inputs
+    each = spec.num_heads * heads + linear + inputs
+    return itemsize * (sum(sizes) * (spec.hidden_size + ending(spec)) + tokens * each)
+
+
+def widest_heads(spec: ModelSpec) -> tuple[int, int]:
+    """The most elements of a layer's head of q, and of its result."""
+    if not spec.layers:
+        return spec.head_dim, spec.value_dim
+    return max(own.head_dim for own in spec.layers), max(own.value_dim for own in spec.layers)
 
 
 def ending(spec: ModelSpec) -> int:
@@ -93,10 +104,12 @@ class Inputs:
 @dataclass(frozen=True, slots=True)
 class Captured:
     """The graphs of one size, and what `Decoder.attend_all` returns: the last attention's output, which the host
-    launches (or what a last graph makes of it), and the residual stream that the graphs write."""
+    launches (or what a last graph makes of it), and the residual stream that the graphs write. `tokens` int32[size] are
+    those of the inputs, with tokens of the step before in place of FROM_DEVICE."""
 
     inputs: Inputs
     graphs: list[torch.cuda.CUDAGraph]
+    tokens: torch.Tensor
     x: torch.Tensor | Rounded
     residual: torch.Tensor
 
@@ -120,8 +133,9 @@ class Pieces:
         self._last_tokens = last_tokens
         place = (most, spec.num_heads)
         dtype = multiplied(pages(0).keys.dtype) if spec.latent else model.dtype
-        self._q = torch.empty((*place, spec.head_dim), dtype=dtype, device=model.device)
-        self._out = torch.zeros((*place, spec.value_dim), dtype=model.dtype, device=model.device)
+        of_q, of_out = widest_heads(spec)
+        self._q = torch.empty((*place, of_q), dtype=dtype, device=model.device)
+        self._out = torch.zeros((*place, of_out), dtype=model.dtype, device=model.device)
         self._values, self._full = self._out, None
         self._ups: dict[int, UpProjections] = {}
         """With latent attention, by layer. Sums of latents then go to `_out`, and `_values` is a buffer of its own."""
@@ -161,17 +175,30 @@ class Pieces:
 
     def go_on(
         self, size: int, attention: StepAttention, mix: DeltaStep | None = None
-    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
-        """Launch the attentions and the other graphs, after `begin`; returns what `Decoder.attend_all` does."""
+    ) -> tuple[torch.Tensor, torch.Tensor | Rounded, torch.Tensor]:
+        """Launch the attentions and the other graphs, after `begin`. Returns the tokens, int32[size], and what
+        `Decoder.attend_all` does."""
         captured = self._captured[size]
         for graph, launch in zip_longest(captured.graphs[1:], self._between):
             launch(size, attention, mix)
             if graph is not None:
                 graph.replay()
-        return captured.x, captured.residual
+        return captured.tokens, captured.x, captured.residual
+
+    def _heads(self, layer: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The buffers of queries, [size, heads, D], and results, [size, heads, width of V], of a layer."""
+        spec = self._model.spec
+        if not spec.layers:
+            return self._q[:size], self._out[:size]
+        own, count = spec.layers[spec.attention_layers[layer]], size * spec.num_heads
+        q, out = (
+            x.flatten()[: count * dim].view(size, -1, dim)
+            for x, dim in ((self._q, own.head_dim), (self._out, own.value_dim))
+        )
+        return q, out
 
     def _attend(self, layer: int, size: int, attention: StepAttention) -> None:
-        q, out = self._q[:size], self._out[:size]
+        q, out = self._heads(layer, size)
         if ups := self._ups.get(layer):
             full = None if self._full is None else self._full[:size]
             attention.over_latents(layer, (q, full), ups, out, self._values[:size])
@@ -211,11 +238,11 @@ class Pieces:
 
         with torch.cuda.stream(self._stream):
             self._begin(graphs)
-            x, residual = self._through(inputs, attend, mix)
+            tokens, x, residual = self._through(inputs, attend, mix)
             if ending(spec):
                 graphs[-1].capture_end()
         torch.cuda.synchronize()
-        return Captured(inputs, graphs, x, residual)
+        return Captured(inputs, graphs, tokens, x, residual)
 
     def _begin(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
         graphs.append(torch.cuda.CUDAGraph())
@@ -228,10 +255,12 @@ class Pieces:
 
         def attend(layer: int, heads: Projected) -> torch.Tensor:
             full = None if self._full is None else self._full[:size]
-            append(self._pages(layer), heads, inputs.slots, self._q[:size], full)
+            q, out = self._heads(layer, size)
+            append(self._pages(layer), heads, inputs.slots, q, full)
             if isinstance(heads, LatentHeads):
                 self._ups[layer] = heads.ups
-            return self._values[:size]
+                return self._values[:size]
+            return out
 
         return attend
 
@@ -245,7 +274,7 @@ class Pieces:
 
     def _through(
         self, inputs: Inputs, attend: Callable[[int, Projected], torch.Tensor], mix: Mix
-    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | Rounded, torch.Tensor]:
         self._model.use_adapters(inputs.adapters)
         tokens = self._last_tokens.resolve(inputs.tokens, inputs.rows)
-        return self._model.attend_all(tokens, inputs.positions, attend, mix)
+        return tokens, *self._model.attend_all(tokens, inputs.positions, attend, mix)

@@ -55,10 +55,18 @@ def _of_best_groups(choice, e, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: t
 
 
 @triton.jit
+def _mixed_share(logits, left, best, JITTER: tl.constexpr):
+    """The weight of expert `best`, the likeliest of those that are left, by SparseMixer (see `moe.sparse_mixer`)."""
+    peak = tl.max(left, 0)
+    far = (peak - logits) / tl.maximum(tl.abs(logits), peak) > 2 * JITTER
+    return 1 / tl.sum(tl.where(far, 0.0, tl.exp(left - peak)), 0)
+
+
+@triton.jit
 def _route(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, JITTER: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of one token, and store their weights and numbers; returns the numbers."""
     e = tl.arange(0, BLOCK)
@@ -81,7 +89,9 @@ def _route(
     experts = tl.zeros([SLOTS], tl.int32)
     for i in tl.static_range(CHOSEN):
         best = tl.argmax(left, 0)
-        if BIASED or SIGMOID:
+        if JITTER >= 0:
+            share = _mixed_share(logits, left, best, JITTER)
+        elif BIASED or SIGMOID:
             share = tl.sum(tl.where(e == best, scores, 0.0), 0)
         else:
             share = tl.exp(tl.max(left, 0) - peak) / total
@@ -103,23 +113,25 @@ def _route(
 def _route_kernel(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, JITTER: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     _route(
         logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID,
-        BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST,
+        BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST, JITTER,
     )  # fmt: skip
 
 
 PLAIN = Routing()
 
 
-def _ways(routing: Routing, count: int) -> tuple[bool, bool, int, int, int, float, float]:
-    """The compile-time parameters of `_route` for `count` experts."""
+def _ways(routing: Routing, count: int) -> tuple[bool, bool, int, int, int, float, float, float]:
+    """The compile-time parameters of `_route` for `count` experts. A jitter below 0: there is none."""
     groups = count // routing.groups, routing.groups, routing.kept_groups
-    return routing.sigmoid, routing.has_bias, *groups, routing.factor, routing.min_weight_sum
+    jitter = -1.0 if routing.jitter is None else routing.jitter
+    return routing.sigmoid, routing.has_bias, *groups, routing.factor, routing.min_weight_sum, jitter
 
 
 def route(
@@ -296,15 +308,15 @@ def _begin_kernel(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, places_ptr, tokens_ptr, tiles_ptr, x_ptr, values_ptr, scales_ptr,
     count, size, stride, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    FACTOR: tl.constexpr, LEAST: tl.constexpr, FIELDS: tl.constexpr, SINGLE: tl.constexpr, LIMIT: tl.constexpr,
-    GROUP: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
+    FACTOR: tl.constexpr, LEAST: tl.constexpr, JITTER: tl.constexpr, FIELDS: tl.constexpr, SINGLE: tl.constexpr,
+    LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         experts = _route(
             logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID,
-            BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST,
+            BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST, JITTER,
         )  # fmt: skip
         if SINGLE:
             slot = tl.arange(0, SLOTS)

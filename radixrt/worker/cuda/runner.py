@@ -19,22 +19,18 @@ import torch
 from radixrt import garbage
 from radixrt.worker.cuda import attend, kernels, variants
 from radixrt.worker.cuda.answers import Answer, LastTokens, Launched, PackedDraws, make_result
-from radixrt.worker.cuda.attend import Scratch
-from radixrt.worker.cuda.chunk_plan import ChunkPlanner
+from radixrt.worker.cuda.chunk_plan import few_wanted
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decode_graphs import DecodeGraphs, graph_sizes
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks, sharing_cost
+from radixrt.worker.cuda.decodes import DecodePlanner, Room
 from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens
 from radixrt.worker.cuda.full_chunks import FullHeads
-from radixrt.worker.cuda.invariant import same_bits
+from radixrt.worker.cuda.layer_kinds import LayerKinds, PlannedStep, Works
 from radixrt.worker.cuda.pieces import Pieces, sizes_up_to
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.sampler import CudaSampler, Thresholds
-from radixrt.worker.cuda.segments import Chip
 from radixrt.worker.cuda.sparse import Sparse, SparseAttention
 from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
-from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.kv import KVPool, StatePool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.parallel import Group
@@ -42,11 +38,9 @@ from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.runner import ModelRunner, ranges, wanted
 from radixrt.worker.sample import to_device
+from radixrt.worker.sharing import Path
 
 log = logging.getLogger("radixrt.cuda")
-
-EXACT_PART = 1024
-"""Keys of a part of a tile (`Tiling.fixed`) where results must not depend on the batch."""
 
 
 @dataclass(slots=True)
@@ -101,45 +95,14 @@ class CudaRunner(ModelRunner):
         super().__init__(model, pool, page_size, eos_ids, states)
         spec = model.spec
         self._rows = rows
-        self._windows: set[int | None] = set(spec.attention_windows)
         self._sinks = model.sinks
-        self._shape = shape = Shape.of(spec, page_size)
-        itemsize = pool.dtype.itemsize
-        few, many = variants.decode_variant(shape, itemsize), variants.shared_variant(shape, itemsize)
-        chunk = variants.chunk_variant(shape, itemsize)
-        kinds = pool.dtype, model.dtype, self._device
-        special = None if exact else variants.find_specialised(shape, *kinds)
-        plain = None
-        if special is not None:
-            many = special
-            if self._windows == {None}:
-                chunk = special
-            elif None in self._windows:  # the special kernel has no windows
-                plain = special, attend.best_tiling(special, shape, *kinds, causal=True)
-        chunk_cut = attend.best_tiling(chunk, shape, *kinds, causal=True)
-        if exact:
-            few = few if same_bits(few, chunk, shape, pool.dtype, model.dtype, self._device) else chunk
-            chunk_cut = dataclasses.replace(chunk_cut, fixed=EXACT_PART)
-            tree_attention, flashinfer, full = False, None, None
-        self._compiled = Kernels(shape, few, many, exact)
+        dtypes = pool.dtype, model.dtype, self._device
+        self._kinds = LayerKinds(spec, page_size, dtypes, processors, flashinfer, full, tree_attention, exact)
         self._by_tokens = exact or (spec.recurrent is not None and by_tokens(spec.recurrent, model.dtype, self._device))
-        chip = Chip(shape.heads, processors)
-        shares = tree_attention and None in self._windows
-        self._cuts = Cuts(
-            chunk_cut if exact else attend.best_tiling(few, shape, *kinds, causal=False),
-            attend.best_tiling(many, shape, *kinds, causal=False),
-            sharing_cost(shape, itemsize, many) if shares else None,
-            Trunks(chip, flashinfer.tokens) if shares and flashinfer and special is None else None,
-        )
-        self._decodes = DecodePlanner(self._windows, self._cuts)
-        self._chunks = ChunkPlanner(
-            shape, itemsize, spec.attention_windows, chunk, chunk_cut, chip, flashinfer, shares, plain, full,
-            spec.ends_with_attention and not spec.index,
-        )  # fmt: skip
         self._sparse = self._make_sparse(page_size, exact) if spec.index else None
         if spec.index:
             graph_batch = graph_tokens = 0  # which queries attend to all tokens, graphs cannot decide
-        self._packers, self._last_layer_packers = ((Packer(self._device), Packer(self._device)) for _ in range(2))
+        self._packers = Packer(self._device), Packer(self._device)
         self._deferred: DeferredStep | None = None
         self._answers = (Answer(self._device), Answer(self._device))
         self._sampler = CudaSampler(rows, spec.vocab_size, self._device, thresholds)
@@ -160,7 +123,7 @@ class CudaRunner(ModelRunner):
     def _make_sparse(self, page_size: int, exact: bool) -> Sparse:
         """For pages of one token, of which each query has a row of its own."""
         top_k, kinds = self._model.spec.index.top_k, (self.pool.dtype, self._model.dtype, self._device)
-        shape = dataclasses.replace(self._shape, page_size=1)
+        shape = dataclasses.replace(self._kinds.all[0].shape, page_size=1)
         variant = variants.decode_variant(shape, self.pool.dtype.itemsize)
         tiling = attend.best_tiling(variant, shape, *kinds, causal=True)
         if exact:
@@ -187,12 +150,25 @@ class CudaRunner(ModelRunner):
     @property
     def plain_keys(self) -> int:
         """See `messages.Load`."""
-        return self._decodes.plain_keys
+        return self._counted.plain_keys
 
     @property
     def read_keys(self) -> int:
         """See `messages.Load`."""
-        return self._decodes.read_keys
+        return self._counted.read_keys
+
+    @property
+    def _counted(self) -> DecodePlanner:
+        """The planner of the first kind with layers without a window, if there is one."""
+        kinds = self._kinds.all
+        return next((kind for kind in kinds if None in kind.windows), kinds[0]).decodes
+
+    def _looked_up(self, decodes: bool, chunks: bool) -> dict[int, Path]:
+        """The tree paths that were looked up for this step's decodes and chunks, by index of the request."""
+        found: dict[int, Path] = {}
+        for kind in self._kinds.all:
+            found |= (kind.decodes.looked_up if decodes else {}) | (kind.chunks.looked_up if chunks else {})
+        return found
 
     def _pages(self, layer: int) -> Pages:
         keys, values = self._layers[layer]
@@ -208,9 +184,9 @@ class CudaRunner(ModelRunner):
         packer.clear()
         serial = self._leads and any(request.serial for request in plan.requests)
         size = self._graphs.size_for(plan) if self._graphs else 0
-        works = self._plan_decodes(plan, len(plan.requests), Room.of(size, self._cuts)) if size else None
+        works = self._plan_decodes(plan, len(plan.requests), size) if size else None
         answer = self._answers[self._steps % 2]
-        if works is not None and not any(len(work.trunks) for work in works.values()):
+        if works is not None and not any(len(work.trunks) for each in works for work in each.values()):
             step = self._replay(plan, packer, answer, size, works, serial)
         else:
             step = self._run(plan, packer, answer, serial, works)
@@ -246,19 +222,19 @@ class CudaRunner(ModelRunner):
         assert deferred.picking is not None
         return deferred.picking.read(self._wait(deferred.answer))
 
-    def _plan_decodes(self, plan: Plan, count: int, room: Room | None) -> dict[int | None, DecodeWork]:
-        """The work of the first `count` requests, by window."""
-        return self._decodes.plan(plan.requests[:count], plan.rows[:count], plan.starts[:count], room)
+    def _plan_decodes(self, plan: Plan, count: int, size: int) -> list[Works]:
+        """The work of the first `count` requests, by kind of layers, which fits the graph of a `size`, if not 0."""
+        return [kind.plan_decodes(plan, count, Room.of(size, kind.cuts) if size else None) for kind in self._kinds.all]
 
     def _replay(
-        self, plan: Plan, packer: Packer, answer: Answer, size: int, works: dict[int | None, DecodeWork], serial: bool
+        self, plan: Plan, packer: Packer, answer: Answer, size: int, works: list[Works], serial: bool
     ) -> Launched:
         count = len(plan.requests)
         graph = self._graphs.packed(packer, plan, size, works)
         copies = PackedCopies.pack(packer, plan.states) if plan.states else None
         drawing = PackedDraws.pack(packer, plan, np.arange(count), plan.rows) if self._leads and not serial else None
         if self.on_planned:
-            self.on_planned(plan, self._decodes.looked_up)
+            self.on_planned(plan, self._looked_up(True, False))
         answer.begin()
         sent = packer.send(graph.integers)
         if copies:
@@ -273,7 +249,7 @@ class CudaRunner(ModelRunner):
 
     def _run(
         self, plan: Plan, packer: Packer, answer: Answer, serial: bool,
-        works: dict[int | None, DecodeWork] | None = None,
+        works: list[Works] | None = None,
     ) -> Launched:  # fmt: skip
         parity = self._steps % 2
         decodes, count = _leading_decodes(plan), len(plan.tokens)
@@ -291,12 +267,12 @@ class CudaRunner(ModelRunner):
         sparse = self._sparse.step(plan, packer) if self._sparse else None
         dense, singles = (plan, decodes) if sparse is None else (sparse.dense_plan, _leading_decodes(sparse.dense_plan))
         if works is None:
-            works = self._plan_decodes(dense, singles, None) if singles else {}
-        lists = {window: Lists.pack(packer, work) for window, work in works.items()}
-        trunks = {window: self._chunks.trunks(work, dense, packer, parity) for window, work in works.items()}
-        long = self._chunks.by_full_heads(dense, singles)
-        chunks, last = self._chunks.plan(dense, singles, packer, self._last_layer_packers[parity], parity, long)
-        full, absorbed = self._chunks.plan_full(dense, singles, long, packer) if long.any() else (None, 0)
+            works = self._plan_decodes(dense, singles, 0) if singles else [{} for _ in self._kinds.all]
+        narrow = pieces is None and self._narrows(plan, decodes)
+        planned = [
+            PlannedStep(kind, dense, singles, each, packer, parity, narrow)
+            for kind, each in zip(self._kinds.all, works, strict=True)
+        ]
         copies = delta = mix = None
         if plan.states:
             copies = PackedCopies.pack(packer, plan.states)
@@ -308,7 +284,7 @@ class CudaRunner(ModelRunner):
         sampled_rows = packer.add(plan.rows[chosen])
         drawing = PackedDraws.pack(packer, plan, sampled_at, plan.rows) if self._leads and not serial else None
         if self.on_planned:
-            paths = (self._decodes.looked_up if singles else {}) | self._chunks.looked_up
+            paths = self._looked_up(singles > 0, True)
             if sparse is not None:
                 paths = {int(sparse.dense_requests[index]): path for index, path in paths.items()}
             self.on_planned(plan, paths)
@@ -323,28 +299,23 @@ class CudaRunner(ModelRunner):
         self._model.use_adapters(None if plan.adapters is None else adapters)
         if pieces:  # the device starts while the host prepares the rest
             pieces.begin(inputs.of(sent))
-        for chunk in chunks:
-            chunk.sent(sent)
-        if full:
-            full.sent(sent)
-        partials = max((w.few.partials + w.many.partials for w in works.values()), default=0)
-        scratch = Scratch.make(partials, self._shape, self._device) if singles else None
-        decode_lists = {window: DecodeLists.of(found, sent, trunks[window]) for window, found in lists.items()}
-        attention = StepAttention(
-            self._pages, slots, self._compiled, decode_lists, scratch, chunks, last, full, absorbed
-        )
+        attention = self._kinds.attention([step.sent(self._pages, slots, sent) for step in planned])
         if self._sparse is not None:
             if sparse is not None:
                 sparse.sent(sent)
             attention = SparseAttention(self._pages, self.pool.index, slots, attention, sparse)
+        at = logit_at.of(sent).long()
         if pieces:
-            x, residual = pieces.go_on(padded, attention, mix)
+            resolved, x, residual = pieces.go_on(padded, attention, mix)
         else:
             resolved = self._last_tokens.resolve(tokens, rows_there[:decodes])
-            x, residual = self._model.attend_all(resolved, positions_there, attention, mix)
+            x, residual = self._model.attend_all(resolved, positions_there, attention, mix, at if narrow else None)
         if copies:
             copies.save(self.states, sent)
-        logits = self._model.finish(x, residual, logit_at.of(sent).long())
+        if narrow and len(at):
+            logits = self._model.finish(x, residual, tokens=resolved[at])
+        else:
+            logits = self._model.finish(x, residual, at, tokens=resolved)
         picked = self._last_tokens.pick_greedy(
             logits, self._model.own_ids, sampled_rows.of(sent), sampled.of(sent).long()
         )
@@ -352,6 +323,12 @@ class CudaRunner(ModelRunner):
         if drawing:
             self._draw(logits, drawing, sent, picked[len(logits) :])
         return Launched(logits, picked, len(logits))
+
+    def _narrows(self, plan: Plan, decodes: int) -> bool:
+        """Whether layers after `ModelSpec.writers` are computed only for tokens whose logits are wanted."""
+        spec, wants = self._model.spec, plan.wants[decodes:]
+        fits = spec.writers < spec.num_layers and len(wants) > 0 and bool((plan.wants[:decodes] == 1).all())
+        return fits and few_wanted(plan.counts[decodes:], wants)
 
     # ------------------------------------------------------------ from logits to tokens
 
@@ -372,12 +349,12 @@ class CudaRunner(ModelRunner):
         before = torch.cuda.mem_get_info(self._device)[0]
         if sizes := self._graph_sizes:
             self._graphs = DecodeGraphs(
-                self._model, self._pages, self._compiled, self._cuts, self._windows, self._last_tokens, self._table,
-                sizes, self._packers[0], shown=self._leads, states=self.states,
-                by_tokens=self._by_tokens,
+                self._model, self._pages, self._kinds, self._last_tokens, self._table, sizes, self._packers[0],
+                shown=self._leads, states=self.states, by_tokens=self._by_tokens,
             )  # fmt: skip
         if pieces := self._piece_sizes:
-            self._pieces = Pieces(self._model, self._pages, self._last_tokens, pieces, self._chunks.has_full)
+            has_full = self._kinds.all[0].chunks.has_full
+            self._pieces = Pieces(self._model, self._pages, self._last_tokens, pieces, has_full)
         used = before - torch.cuda.mem_get_info(self._device)[0]
         log.info("graphs for up to %d decodes, and for steps of up to %d tokens, in %.2f GB", max(sizes, default=0),
                  max(pieces, default=0), used / 1e9)  # fmt: skip

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from radixrt.worker.cuda import attend, kernels, latent
+from radixrt.worker.cuda import attend, kernels, latent, mixed_append
 from radixrt.worker.cuda.attend import Scratch
-from radixrt.worker.cuda.chunks import ChunkStep, LastLayer, Pages
+from radixrt.worker.cuda.chunks import ChunkStep, LastLayers, Pages
 from radixrt.worker.cuda.decodes import Lists
 from radixrt.worker.cuda.full_chunks import FullStep
 from radixrt.worker.cuda.segments import SharedKeys
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers import Heads, Projected
+from radixrt.worker.model.mixed_heads import MixedHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class DecodeLists:
 
 class StepAttention:
     """The attention of a step's tokens, decodes first, then chunks (see `plan.Plan`). `decodes` is by window, and empty
-    without decodes. `last`, if given, has the chunks of the last layer, where only tokens whose logits are wanted are
+    without decodes. `last`, if given, has the chunks of the last layers, where only tokens whose logits are wanted are
     needed. `full` has the chunks that full heads compute; the first `absorbed` tokens are computed in the absorbed
     form, and all others by full heads."""
 
@@ -63,7 +64,7 @@ class StepAttention:
         decodes: dict[int | None, DecodeLists],
         scratch: Scratch | None,
         chunks: list[ChunkStep],
-        last: LastLayer | None = None,
+        last: LastLayers | None = None,
         full: FullStep | None = None,
         absorbed: int = 0,
     ) -> None:
@@ -82,7 +83,7 @@ class StepAttention:
         if isinstance(heads, LatentHeads):
             return self._of_latents(layer, heads)
         q = append(self._pages(layer), heads, self._slots)
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], self._compiled.shape.value_dim))
         self.over_pages(layer, q, out)
         return out
 
@@ -119,7 +120,7 @@ class StepAttention:
         return None if self._is_last(layer) else self._full
 
     def _is_last(self, layer: int) -> bool:
-        return self._last is not None and self._last.layer == layer
+        return self._last is not None and layer >= self._last.first
 
     def over_pages(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
         """Write the attention of rotated q[T, heads, D] to `out`, when K and V of the step are written to their
@@ -155,10 +156,12 @@ def append(
     pages: Pages, heads: Projected, slots: torch.Tensor, out: torch.Tensor | None = None,
     full: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Write a layer's K and V to their pages. Returns its rotated queries, in `out` if given. For `full` see
-    `latent.append`."""
+    """Write a layer's K and V to their pages, if it has any of its own. Returns its rotated queries, in `out` if given.
+    For `full` see `latent.append`."""
     if isinstance(heads, LatentHeads):
         return latent.append(pages, heads, slots, out, full)
+    if isinstance(heads, MixedHeads):
+        return mixed_append.append(heads, slots, pages.keys, pages.values, pages.scales, out)
     assert isinstance(heads, Heads)
     return kernels.append(
         heads.qkv, heads.cos, heads.sin, slots, pages.keys, pages.values, heads.num_heads, heads.norms, heads.eps,

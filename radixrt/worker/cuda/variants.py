@@ -15,6 +15,8 @@ from radixrt.worker.model.spec import ModelSpec
 
 MOST_ROWS = 64
 """The most rows of a tile of latent attention: its accumulator fills half of the registers."""
+WIDE = 256
+"""Elements of the largest heads for which tiles need not be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +37,17 @@ class Shape:
     """See `ModelSpec.score_cap`; 0: there is none."""
     chunked: bool = False
     """See `ModelSpec.chunked`."""
+    v_dim: int | None = None
+    """Elements of a head of V, if they are not as many as those of K."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, page_size: int) -> Shape:
-        latent = spec.latent and spec.latent.rank
+    def of(cls, spec: ModelSpec, page_size: int, layer: int = 0) -> Shape:
+        """That of the `layer`-th layer with attention."""
+        own, latent = spec.layer(spec.attention_layers[layer]), spec.latent and spec.latent.rank
+        v_dim = own.value_dim if own.value_dim != own.head_dim else None
         return cls(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, page_size, latent, spec.scale, spec.sinks,
-            spec.score_cap or 0.0, spec.chunked,
+            spec.num_heads, own.kv_heads, own.head_dim, page_size, latent, spec.scale, own.sinks,
+            spec.score_cap or 0.0, spec.chunked, v_dim,
         )  # fmt: skip
 
     @property
@@ -60,12 +66,12 @@ class Shape:
     @property
     def value_dim(self) -> int:
         """Width of a head's result."""
-        return self.head_dim if self.latent is None else self.latent
+        return self.latent or self.v_dim or self.head_dim
 
     @property
     def key_elements(self) -> int:
         """Elements of K and V of one token."""
-        return self.head_dim if self.latent is not None else 2 * self.kv_heads * self.head_dim
+        return self.head_dim if self.latent is not None else self.kv_heads * (self.head_dim + self.value_dim)
 
     @property
     def scale(self) -> float:
@@ -74,7 +80,7 @@ class Shape:
 
     def kernel_cache(self) -> KernelCache | None:
         """A new KernelCache for a step's kernels; None if the pages of layers may be aligned differently."""
-        return {} if self.kv_heads * self.head_dim % 16 == 0 else None
+        return {} if self.v_dim or self.kv_heads * self.head_dim % 16 == 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,8 @@ def decode_variant(shape: Shape, itemsize: int) -> Variant:
     if shape.latent is not None:
         return latent_variant(max(16, triton.next_power_of_2(shape.group)), itemsize)
     rows = max(16, triton.next_power_of_2(shape.group))
+    if shape.head_dim > WIDE:
+        return wide_variant(rows, shape, itemsize)
     if rows > 16:
         return Variant(rows, 32, 4, 2)
     if shape.head_dim > 128:
@@ -111,6 +119,8 @@ def shared_variant(shape: Shape, itemsize: int) -> Variant:
     if shape.latent is not None:
         return latent_variant(MOST_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
+    if shape.head_dim > WIDE:
+        return wide_variant(rows, shape, itemsize)
     return Variant(rows, 128, 4, 3 if itemsize == 1 else 2) if shape.head_dim <= 128 else Variant(rows, 64, 4, 2)
 
 
@@ -119,7 +129,22 @@ def chunk_variant(shape: Shape, itemsize: int) -> Variant:
     if shape.latent is not None:
         return latent_variant(MOST_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
+    if shape.head_dim > WIDE:
+        return wide_variant(rows, shape, itemsize)
     return Variant(rows, 64, 4, 2 if itemsize == 1 or shape.head_dim > 128 else 3)
+
+
+def wide_variant(rows: int, shape: Shape, itemsize: int) -> Variant:
+    """For heads of more than WIDE elements, in tiles of up to `rows` rows: the most rows, and then the most keys, that
+    the chip has shared memory for."""
+    dims = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.value_dim)
+    query, key = dims[0] * max(2, itemsize), sum(dims) * itemsize
+    most, least = 32 if rows == 16 else 64, max(16, triton.next_power_of_2(shape.group))
+    while True:
+        for keys, stages in ((most, 2), (most // 2, 2), (16, 2), (16, 1)):
+            if rows * query + keys * stages * key <= room() or (rows, keys, stages) == (least, 16, 1):
+                return Variant(rows, keys, 4 if rows == 16 else 8, stages)
+        rows //= 2
 
 
 def latent_variant(rows: int, itemsize: int) -> Variant:

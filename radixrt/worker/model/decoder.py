@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -135,28 +136,76 @@ class Decoder:
         return self.gather(self.finish(x, residual, wanted, tokens=tokens))
 
     def attend_all(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, mix: Mix | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        mix: Mix | None = None,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
         """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
-        the residual stream [T, hidden]. If the last layer has none, the input of its MLP is in place of the output."""
+        the residual stream [T, hidden]. If the last layer has none, the input of its MLP is in place of the output.
+
+        With int64 wanted[S], the layers after `ModelSpec.writers`, of which there must be some, are computed only for
+        these tokens, and so is what is returned."""
         residual = self._embed(tokens)
-        inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, residual)
-        rotations = self._positions.rotations(positions, residual.dtype)
-        query_factors = self._positions.query_factors(positions, residual.dtype)
+        context = self._context(tokens, positions, residual)
         x = self._layers[0].attention_norm(residual, self._ops)
-        for number, layer in enumerate(self._layers):
-            if isinstance(layer.heads, RECURRENT):
-                x = mix(self._numbers[number], layer.heads, x)
-            elif not isinstance(layer.heads, NoMixer):
-                cos, sin = rotations[self._positions.kinds[number]]
-                heads = layer.heads.project(x, cos, sin, self._ops)
-                if query_factors is not None and self._positions.scales[number]:
-                    heads.scale_queries(query_factors)
-                attended = attend(self._numbers[number], heads)
-                x = attended if layer.beside is None else self._joined(number, attended, x, mix)
+        if wanted is None:
+            return self._through(range(len(self._layers)), x, residual, context, attend, mix)
+        self._through(range(self.spec.writers), x, residual, context, attend, mix)
+        if self._adapters is not None:
+            self._adapters.select(wanted)
+        return self._attend_last(tokens[wanted], positions[wanted], residual[wanted], attend)
+
+    def _attend_last(
+        self, tokens: torch.Tensor, positions: torch.Tensor, residual: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
+        """The rest of `attend_all` after `ModelSpec.writers` layers, for int tokens[S] at int positions[S], and their
+        residual stream, [S, hidden]."""
+        if not len(tokens):
+            return residual, residual
+        first = self.spec.writers
+        context = self._context(tokens, positions, self._embed(tokens))
+        x = self._layers[first].attention_norm(residual, self._ops)
+        return self._through(range(first, len(self._layers)), x, residual, context, attend, None)
+
+    def _context(self, tokens: torch.Tensor, positions: torch.Tensor, embedded: torch.Tensor) -> _Context:
+        """Of int tokens[T] at int positions[T] with embeddings [T, hidden]."""
+        return _Context(
+            self._positions.rotations(positions, embedded.dtype),
+            self._positions.query_factors(positions, embedded.dtype),
+            None if self._layer_inputs is None else self._layer_inputs(tokens, embedded, self._ops),
+        )
+
+    def _through(
+        self, numbers: range, x: torch.Tensor | Rounded, residual: torch.Tensor, context: _Context, attend: Attend,
+        mix: Mix | None,
+    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:  # fmt: skip
+        """Run the layers of these numbers, from the normalized input x of the first one, but of the model's last layer
+        only attention. Returns (the last result, the residual stream, which is changed in place)."""
+        for number in numbers:
+            x = self._attended(number, x, context, attend, mix)
             if number < len(self._layers) - 1:
-                x = self._after_attention(number, x, residual, None if inputs is None else inputs[:, number])
+                inputs = None if context.inputs is None else context.inputs[:, number]
+                x = self._after_attention(number, x, residual, inputs)
         return x, residual
+
+    def _attended(
+        self, number: int, x: torch.Tensor | Rounded, context: _Context, attend: Attend, mix: Mix | None
+    ) -> torch.Tensor | Rounded:
+        """The output of attention, or of what is in its place, in layer `number` with the normalized input x."""
+        layer = self._layers[number]
+        if isinstance(layer.heads, RECURRENT):
+            return mix(self._numbers[number], layer.heads, x)
+        if isinstance(layer.heads, NoMixer):
+            return x
+        cos, sin = context.rotations[self._positions.kinds[number]]
+        heads = layer.heads.project(x, cos, sin, self._ops)
+        if context.query_factors is not None and self._positions.scales[number]:
+            heads.scale_queries(context.query_factors)
+        attended = attend(self._numbers[number], heads)
+        return attended if layer.beside is None else self._joined(number, attended, x, mix)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded = F.embedding(tokens, self._embedding)
@@ -189,7 +238,7 @@ class Decoder:
             x = self._layers[-1].attention_norm(residual, self._ops) if isinstance(x, Rounded) else x[wanted]
         last, inputs = len(self._layers) - 1, None
         if self._layer_inputs is not None:
-            inputs = self._layer_inputs(tokens, self._embed(tokens), first=last)[:, 0]
+            inputs = self._layer_inputs(tokens, self._embed(tokens), self._ops, first=last)[:, 0]
         logits = self._logits(self._after_attention(last, x, residual, inputs), out)
         if self._head_bias is not None:
             logits.add_(self._head_bias)
@@ -221,8 +270,7 @@ class Decoder:
         if layer.end is None:
             return layer.mlp.add(x, residual, norm, self._ops)
         layer.mlp.add(x, residual, NoNorm(), self._ops)
-        layer.end.apply(residual, inputs, self._ops)
-        return norm(residual, self._ops)
+        return layer.end.apply(residual, inputs, norm, self._ops)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits, float32[S, vocab], from those of each rank (`finish`)."""
@@ -258,6 +306,18 @@ def _kind(layer: Layer) -> str:
     if isinstance(layer.heads, NoMixer):
         return "none"
     return "recurrent" if isinstance(layer.heads, RECURRENT) else "attention"
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What layers need to know of a step's tokens, beside the residual stream."""
+
+    rotations: list[tuple[torch.Tensor, torch.Tensor]]
+    """See `_Positions.rotations`."""
+    query_factors: torch.Tensor | None
+    """See `_Positions.query_factors`."""
+    inputs: torch.Tensor | None
+    """[T, layers, size], if layers have inputs (see `layer_inputs`)."""
 
 
 class _Positions:

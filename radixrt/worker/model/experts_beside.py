@@ -43,11 +43,10 @@ class ExpertsBeside:
         both = residual.new_zeros((2 * tokens, residual.shape[1]))  # so that ranks meet once
         part = both if self.group is None else self.group.buffer(AFTER_MLP, both).zero_()
         self.mlp.add(x, part[:tokens], ops)
-        self.experts.one_by_one(
-            self.before_experts(residual, ops), part[tokens:], ops, self.before_router(residual, ops)
-        )
+        for_router = self.before_router(residual, ops)
+        self.experts.add(self.before_experts(residual, ops), part[tokens:], ops, for_router)
         if self.group is not None:
             self.group.add(AFTER_MLP, part, both, NoNorm(), ops)
         of_mlp, of_experts = both.split(tokens)
-        residual.add_(self.after(self.after_mlp(of_mlp, ops) + self.after_experts(of_experts, ops), ops))
-        return norm(residual, ops)
+        both = self.after_mlp(of_mlp, ops) + self.after_experts(of_experts, ops)
+        return ops.add_normed(both, self.after, residual, norm)

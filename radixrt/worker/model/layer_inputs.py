@@ -8,15 +8,14 @@ of the layer's own, says about it (per-layer embeddings), and scale it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.layers import Norm, Ops
+from radixrt.worker.model.layers import NoNorm, Norm, Ops
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.norms import HeadNorm
+from radixrt.worker.model.scaled import Rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +26,17 @@ class LayerInputs:
     """[vocab, layers * size]."""
     projection: Linear
     """Of hidden states, to [layers * size]."""
-    norm: HeadNorm
+    norm: Norm
     size: int
 
-    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, first: int = 0) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, ops: Ops, first: int = 0) -> torch.Tensor:
         """[T, layers, size], of the layers from `first` on, for int tokens[T] and their embeddings [T, hidden]."""
         begin, product = first * self.size, self.projection
-        factor = embedded.new_tensor(self.size**0.5)
+        factor = float(torch.tensor(self.size**0.5, dtype=embedded.dtype))  # not on a GPU, whose graphs cannot have it
         own = (F.embedding(tokens, self.embedding)[:, begin:] * factor).unflatten(1, (-1, self.size))
         part = Linear(product.weight[begin:], None, product.batch_invariant)
         made = part(embedded) * embedded.shape[1] ** -0.5
-        return (self.norm(made.unflatten(1, (-1, self.size))) + own) * math.sqrt(0.5)
+        return (self.norm(made.view(-1, self.size), ops).view_as(own) + own) * math.sqrt(0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +49,14 @@ class LayerEnd:
     """None, as `back` and `norm`: there are no inputs of layers."""
     back: Linear | None = None
     norm: Norm | None = None
-    activation: Callable[[torch.Tensor], torch.Tensor] | None = None
+    activation: str = ""
 
-    def apply(self, residual: torch.Tensor, inputs: torch.Tensor | None, ops: Ops) -> None:
-        """Change residual[T, hidden] in place. `inputs` [T, size] are those of this layer."""
-        if self.gate is not None:
-            residual.add_(self.norm(self.back(self.activation(self.gate(residual)) * inputs), ops))
-        residual.mul_(self.scalar)
+    def apply(
+        self, residual: torch.Tensor, inputs: torch.Tensor | None, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Rounded:
+        """Change residual[T, hidden] in place; returns the `norm` of the new one. `inputs` [T, size] are those of this
+        layer."""
+        if self.gate is None:
+            return norm(residual.mul_(self.scalar), ops)
+        made = self.back(ops.gate(self.gate(residual), self.activation, up=inputs))
+        return ops.add_normed(made, self.norm, residual, norm, self.scalar)

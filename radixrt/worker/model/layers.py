@@ -62,8 +62,22 @@ class Ops(Protocol):
         """RMSNorm of x[T, H], or LayerNorm if `centered`, maybe with a bias [H]. The weight [H] and the bias have the
         dtype of x, or float32 (see `NormsSpec.float32_weight`)."""
 
-    def gate(self, x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
-        """act(gate) * up, or another function of both (see `_ACTIVATIONS`): [T, I], of x[T, 2 I], gate first."""
+    def add_normed(
+        self,
+        x: torch.Tensor,
+        after: Norm,
+        residual: torch.Tensor,
+        norm: Norm | NoNorm,
+        scalar: torch.Tensor | None = None,
+    ) -> torch.Tensor | Rounded:
+        """Add the norm `after` of x[T, H] to residual[T, H], and then multiply that by scalar[1], if given, both in
+        place. Returns the `norm` of the new residual."""
+
+    def gate(
+        self, x: torch.Tensor, activation: str, rounding: Rounding | None = None, up: torch.Tensor | None = None
+    ) -> torch.Tensor | Rounded:
+        """act(gate) * up, or another function of both (see `_ACTIVATIONS`): [T, I], of x[T, 2 I], gate first, or of the
+        gate x[T, I] and up[T, I], whose rows may be apart."""
 
     def squared_relu(self, x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
         """relu(x[T, I])^2 (arXiv 2109.08668), in place unless it is quantized."""
@@ -112,8 +126,11 @@ class Ops(Protocol):
         """Add factor * B(A x) of each row's adapter to out[T, N], in place, for x[T, K]. `batch_invariant`: see
         `linear.Linear`."""
 
-    def experts(self, experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add the output of a mixture of experts for x[T, hidden] to residual[T, hidden], in place."""
+    def experts(
+        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor, for_router: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Add the output of a mixture of experts for x[T, hidden] to residual[T, hidden], in place. `for_router`: the
+        router's input, if that is not x."""
 
     def mean_squares(self, qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
         """float32[T, 2]: for each token of qkv[T, heads + 2 kv_heads, D], the mean of the squares of all elements of q,
@@ -136,8 +153,23 @@ class TorchOps:
         return out if rounding is None else rounded(out, rounding)
 
     @staticmethod
-    def gate(x: torch.Tensor, activation: str, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
-        gate, up = x.chunk(2, dim=-1)
+    def add_normed(
+        x: torch.Tensor,
+        after: Norm,
+        residual: torch.Tensor,
+        norm: Norm | NoNorm,
+        scalar: torch.Tensor | None = None,
+    ) -> torch.Tensor | Rounded:
+        residual.add_(after(x, TorchOps()))
+        if scalar is not None:
+            residual.mul_(scalar)
+        return norm(residual, TorchOps())
+
+    @staticmethod
+    def gate(
+        x: torch.Tensor, activation: str, rounding: Rounding | None = None, up: torch.Tensor | None = None
+    ) -> torch.Tensor | Rounded:
+        gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
         out = _ACTIVATIONS[activation](gate, up)
         return out if rounding is None else rounded(out, rounding)
 
@@ -185,8 +217,10 @@ class TorchOps:
         add_by_adapter(x, stack, rows, out, factor, batch_invariant)
 
     @staticmethod
-    def experts(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
-        experts.one_by_one(x, residual, TorchOps())
+    def experts(
+        experts: Experts, x: torch.Tensor, residual: torch.Tensor, for_router: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        experts.one_by_one(x, residual, TorchOps(), for_router)
 
     @staticmethod
     def mean_squares(qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
@@ -375,7 +409,9 @@ class Output:
     ) -> torch.Tensor | Rounded:
         """Add the result to residual[T, hidden], in place. Returns the `norm` of the new residual."""
         if self.after is not None:
-            residual.add_(self._normalized(x, residual, self.after, ops))
+            if self.group is None:
+                return ops.add_normed(self.product(x), self.after, residual, norm)
+            residual.add_(self._normalized(x, residual, self.after, self.group, ops))
             return norm(residual, ops)
         if self.group is None:
             self.product.add(x, residual, self.factor)
@@ -386,13 +422,13 @@ class Output:
             part *= self.factor
         return self.group.add(self.turn, part, residual, norm, ops)
 
-    def _normalized(self, x: torch.Tensor | Rounded, residual: torch.Tensor, after: Norm, ops: Ops) -> torch.Tensor:
+    def _normalized(
+        self, x: torch.Tensor | Rounded, residual: torch.Tensor, after: Norm, group: Group, ops: Ops
+    ) -> torch.Tensor:
         """The result [T, hidden], summed over ranks and normalized by `after`."""
-        if self.group is None:
-            return after(self.product(x), ops)
-        part = self.group.buffer(self.turn, residual)
+        part = group.buffer(self.turn, residual)
         self.product.put(x, part)
-        return self.group.add(self.turn, part, torch.zeros_like(residual), after, ops)
+        return group.add(self.turn, part, torch.zeros_like(residual), after, ops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,28 +16,60 @@ from radixrt.worker.model.spec import LayerSpec
 
 
 @dataclass(frozen=True, slots=True)
-class MixedHeads:
-    """`layers.Projected`, already normalized and rotated."""
+class MixedNorms:
+    """RMSNorms of each head of q, k and v; None: there is none."""
 
-    q: torch.Tensor
-    k: torch.Tensor | None
-    """None, as `v`: attention reads those of another layer."""
-    v: torch.Tensor | None
+    q: HeadNorm | None = None
+    k: HeadNorm | None = None
+    v: HeadNorm | None = None
+    """Without a weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class MixedHeads:
+    """`layers.Projected` of such a layer."""
+
+    qkv: torch.Tensor
+    """[T, heads * D + kv_heads * D + kv_heads * width of V]: q, k, v. Without v if values are tied; q alone if
+    attention reads those of another layer."""
+    num_heads: int
+    sizes: LayerSpec
+    norms: MixedNorms
+    value_factor: float
+    """Multiplies v, after its norm."""
     cos: torch.Tensor
+    """[T, 1, rope_dim / 2], as `sin`."""
+    sin: torch.Tensor
 
     def split(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        return self.q, self.k, self.v
+        """See `layers.Projected`."""
+        own = self.sizes
+        q_size, k_size = self.num_heads * own.head_dim, own.kv_heads * own.head_dim
+        q = self._rotated(self.qkv[:, :q_size], self.norms.q)
+        if own.source is not None:
+            return q, None, None
+        k, v = self.qkv[:, q_size : q_size + k_size], self.qkv[:, q_size + k_size :]
+        v = _normalized((k if own.tied_values else v).unflatten(1, (own.kv_heads, -1)), self.norms.v)
+        return q, self._rotated(k, self.norms.k), v if self.value_factor == 1 else v * self.value_factor
 
     def scale_queries(self, factors: torch.Tensor) -> None:
-        self.q.mul_(factors)
+        assert self.norms.q is None, "a norm would undo it"
+        self.qkv[:, : self.num_heads * self.sizes.head_dim].mul_(factors[:, 0])
 
     @property
     def value_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return _identity
 
+    def _rotated(self, x: torch.Tensor, norm: HeadNorm | None) -> torch.Tensor:
+        return rotate(_normalized(x.unflatten(1, (-1, self.sizes.head_dim)), norm), self.cos, self.sin)
+
 
 def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+def _normalized(heads: torch.Tensor, norm: HeadNorm | None) -> torch.Tensor:
+    return heads if norm is None else norm(heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +81,11 @@ class Mixed:
     num_heads: int
     sizes: LayerSpec
     """Those of this rank."""
-    q_norm: HeadNorm | None = None
-    k_norm: HeadNorm | None = None
-    v_norm: HeadNorm | None = None
+    norms: MixedNorms
     value_factor: float = 1.0
 
     def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> MixedHeads:
-        own, made = self.sizes, self.qkv(x)
-        q_size, k_size = self.num_heads * own.head_dim, own.kv_heads * own.head_dim
-        q = rotate(_normalized(made[:, :q_size].unflatten(1, (-1, own.head_dim)), self.q_norm), cos, sin)
-        if own.source is not None:
-            return MixedHeads(q, None, None, cos)
-        k = made[:, q_size : q_size + k_size].unflatten(1, (-1, own.head_dim))
-        v = k if own.tied_values else made[:, q_size + k_size :].unflatten(1, (-1, own.value_dim))
-        v = _normalized(v, self.v_norm)
-        if self.value_factor != 1:
-            v = v * self.value_factor
-        return MixedHeads(q, rotate(_normalized(k, self.k_norm), cos, sin), v, cos)
+        return MixedHeads(self.qkv(x), self.num_heads, self.sizes, self.norms, self.value_factor, cos, sin)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(1)
@@ -77,7 +97,3 @@ class Mixed:
     @property
     def products(self) -> list[Product]:
         return [self.qkv]
-
-
-def _normalized(heads: torch.Tensor, norm: HeadNorm | None) -> torch.Tensor:
-    return heads if norm is None else norm(heads)

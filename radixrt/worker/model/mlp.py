@@ -158,19 +158,15 @@ class Mixture:
         part = torch.zeros_like(residual) if self.group is None else self.group.buffer(AFTER_MLP, residual).zero_()
         self._add(x, part, ops)
         if self.after is not None:
-            residual.add_(self._normalized(part, self.after, ops))
+            if self.group is None:
+                return ops.add_normed(part, self.after, residual, norm)
+            residual.add_(self.group.add(AFTER_MLP, part, torch.zeros_like(part), self.after, ops))
             return norm(residual, ops)
         if self.factor != 1:
             part *= self.factor
         if self.group is None:
             return norm(residual.add_(part), ops)
         return self.group.add(AFTER_MLP, part, residual, norm, ops)
-
-    def _normalized(self, part: torch.Tensor, after: Norm, ops: Ops) -> torch.Tensor:
-        """The result [T, hidden], summed over ranks and normalized by `after`."""
-        if self.group is None:
-            return after(part, ops)
-        return self.group.add(AFTER_MLP, part, torch.zeros_like(part), after, ops)
 
     def _add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         self.experts.add(x, residual, ops)

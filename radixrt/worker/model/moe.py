@@ -102,9 +102,12 @@ class Experts:
         """Whether the experts are in MXFP4 or INT4."""
         return isinstance(self.down, (PackedStack, Int4))
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
-        """Add the experts' output for x[T, hidden] to residual[T, hidden], in place."""
-        ops.experts(self, x, residual)
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, ops: Ops, for_router: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Add the experts' output for x[T, hidden] to residual[T, hidden], in place. `for_router`: the router's input,
+        if that is not x."""
+        ops.experts(self, x, residual, for_router)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Router logits [T, E] of x[T, hidden], float32 if `Routing.float32_logits` or the router's weight is."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from radixrt.worker.model.layer_inputs import LayerEnd, LayerInputs
-from radixrt.worker.model.layers import Projections
+from radixrt.worker.model.layers import Norm, Projections
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.mixed_heads import Mixed
-from radixrt.worker.model.mlp import UNGATED
+from radixrt.worker.model.mixed_heads import Mixed, MixedNorms
 from radixrt.worker.model.norms import HeadNorm, HeadNorms
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.spec import HeadNormsSpec
@@ -28,15 +27,16 @@ class HeadsReader(TensorReader):
         q = spec.num_heads * own.head_dim
         pieces = [Piece(at + "q_proj", (q, hidden), self._shard.part(0, q)), rows("k_proj", own.head_dim)]
         pieces += [] if own.tied_values else [rows("v_proj", own.value_dim)]
-        norms: list[HeadNorm | None] = [None] * 3
-        names = spec.qk_norm_names if spec.qk_norm else ()
-        for place, name in enumerate(names[: 1 if own.source is not None else 2]):
-            norms[place] = HeadNorm(self._norm_weight(at + name, own.head_dim), None, spec.norm_eps, centered=False)
+        norms: dict[str, HeadNorm] = {}
+        names = zip("qk", spec.qk_norm_names, strict=True) if spec.qk_norm else ()
+        for kind, name in names:
+            if kind == "q" or own.source is None:
+                norms[kind] = HeadNorm(self._norm_weight(at + name, own.head_dim), None, spec.norm_eps, centered=False)
         if spec.value_norm:
-            norms[2] = HeadNorm(self._ones[:1].float(), None, spec.norm_eps, centered=False)
+            norms["v"] = HeadNorm(self._ones[:1].float(), None, spec.norm_eps, centered=False)
         local = self._shard.spec(spec)
         product = self._linear(pieces[:1] if own.source is not None else pieces, spec.qkv_bias)
-        return Mixed(product, local.num_heads, local.layers[number], *norms, spec.value_factor)
+        return Mixed(product, local.num_heads, local.layers[number], MixedNorms(**norms), spec.value_factor)
 
     def _of_each_head(self, name: str, number: int, own: Part | None) -> Piece:
         """The `number`-th of q, k and v, of a matrix with the rows of all three head by head (`qkv_by_head`)."""
@@ -76,7 +76,7 @@ class HeadsReader(TensorReader):
         width = spec.num_layers * spec.layer_inputs
         projection = Linear(self.matrix(name, width, spec.hidden_size), None, self._batch_invariant)
         weight = self._norm_weight("per_layer_projection_norm", spec.layer_inputs)
-        norm = HeadNorm(weight, None, spec.norm_eps, centered=False)
+        norm = Norm(weight, spec.norm_eps, None)
         embedding = self.matrix("embed_tokens_per_layer", spec.vocab_size, width)
         return LayerInputs(embedding, projection, norm, spec.layer_inputs)
 
@@ -87,6 +87,7 @@ class HeadsReader(TensorReader):
             return LayerEnd(scalar)
         shapes = {"per_layer_input_gate": (size, spec.hidden_size), "per_layer_projection": (spec.hidden_size, size)}
         gate, back = (
-            Linear(self.matrix(at + name, *shape), None, self._batch_invariant) for name, shape in shapes.items()
+            Linear(self.matrix(at + name, *shape), None, self._batch_invariant, self._ops)
+            for name, shape in shapes.items()
         )
-        return LayerEnd(scalar, gate, back, self.norm(at + "post_per_layer_input_norm"), UNGATED[spec.activation])
+        return LayerEnd(scalar, gate, back, self.norm(at + "post_per_layer_input_norm"), spec.activation)

@@ -274,6 +274,12 @@ class ModelSpec:
         return self.attention_layers[-1] == self.num_layers - 1
 
     @property
+    def writers(self) -> int:
+        """How many layers there are up to the last one that stores something of each token: later ones only read K and
+        V of others, so that they need not be computed for tokens whose logits nobody wants."""
+        return 1 + max((i for i, own in enumerate(self.layers) if own.source is None), default=self.num_layers - 1)
+
+    @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """`windows` of the layers with attention."""
         return tuple(self.windows[i] for i in self.attention_layers)

@@ -13,7 +13,7 @@ from radixrt.worker.cuda import attend, chunk_plan
 from radixrt.worker.cuda.chunk_plan import ChunkPlanner, FlashInferOrHopper, FullOrAbsorbed
 from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences
 from radixrt.worker.cuda.full_chunks import FullHeads
-from radixrt.worker.cuda.runner import EXACT_PART
+from radixrt.worker.cuda.layer_kinds import EXACT_PART
 from radixrt.worker.cuda.segments import Chip
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.variants import Shape, Variant, tiling
@@ -152,7 +152,16 @@ def test_each_chunk_of_a_latent_goes_one_way():
     workspace = FullHeads(spec, 1, torch.float32, torch.device("meta"), 9000, VARIANT, 8)
     shape = Shape.of(spec, 1)
     planner = ChunkPlanner(
-        shape, 2, (None, None), VARIANT, tiling(VARIANT, shape, 264), Chip(16, 132), None, True, full=workspace
+        shape,
+        2,
+        (None, None),
+        VARIANT,
+        tiling(VARIANT, shape, 264),
+        Chip(16, 132),
+        None,
+        True,
+        full=workspace,
+        last=(1, {None}),
     )
     rows = [(7, 1), (0, 512), (40, 9), (0, 1024), (8100, 1024), (100, 512)]
     starts, counts = (np.array(x, np.int32) for x in zip(*rows, strict=True))

@@ -21,8 +21,8 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda import dequantizing, index_scores, int4, lora, packed_experts, routing, sampler, scaled
-from radixrt.worker.cuda import selection, sinks, variants
+from radixrt.worker.cuda import dequantizing, index_scores, int4, lora, mixed_append, packed_experts, residuals, routing
+from radixrt.worker.cuda import sampler, scaled, selection, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -43,7 +43,8 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
         waits_first(built, reads=kernel in READS_FIRST)
 
 
-READS_FIRST = kernels._norm_kernel, delta._decode_kernel, mamba._state_decode_kernel, lora._expand_kernel
+READS_FIRST = kernels._norm_kernel, residuals._add_normed_kernel, delta._decode_kernel, mamba._state_decode_kernel
+READS_FIRST += (lora._expand_kernel,)
 
 
 def waits_first(built, reads=False):  # before what is ahead has ended nothing is written, nor read, but a weight
@@ -64,7 +65,12 @@ for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
         build(kernels._norm_kernel, ["*bf16", "*bf16", "*bf16", out, "*fp32"], row | {"eps": f}, normed, 8)
     if every or group == 4096:
         build(kernels._squared_relu_kernel, ["*bf16", out, "*fp32"], row, rounded, 8)
-        build(kernels._gate_kernel, ["*bf16", out, "*fp32"], row, rounded | {"ACTIVATION": 1 if group else 3}, 8)
+        strides = row | {"x_stride": i, "up_stride": i}
+        gated = rounded | {"ACTIVATION": 1 if group else 3}
+        build(kernels._gate_kernel, ["*bf16", "*bf16", out, "*fp32"], strides, gated, 8)
+        both, eps = rounded | {"SCALED": True, "NORM": True}, {"after_eps": f, "eps": f}
+        pointers = ["*bf16", "*fp32", "*bf16", "*bf16", "*fp32", out, "*fp32"]
+        build(residuals._add_normed_kernel, pointers, row | eps, both, 8)
 for group in (4096, 128):
     constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}
     build(rounding._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
@@ -94,6 +100,11 @@ for turned, ranks in ((64, 0), (32, 2), (32, 0))[: 3 if every else 2]:
 wide = {"HEADS": 8, "KV_HEADS": 4, "HALF": 128, "TURNED": 128, "BLOCK": 128, "GROUP": 8, "RANKS": 0}
 pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*bf16", fp8, fp8]
 build(kernels._append_kernel, pointers, scales, heads | wide)
+mixed = {"HEADS": 8, "KV_HEADS": 1, "HALF": 256, "TURNED": 256, "V_DIM": 512, "ALL": 9 * 512, "BLOCK": 256}
+mixed |= {"V_BLOCK": 512, "GROUP": mixed_append.HEADS_AT_ONCE, "Q_NORM": True, "K_NORM": True, "V_NORM": True}
+pointers = [*["*bf16"] * 3, "*fp32", "*fp32", "*i32", "*bf16", fp8, fp8]
+numbers = dict.fromkeys(("q_eps", "k_eps", "v_eps", "k_scale", "v_scale", "v_factor"), f)
+build(mixed_append._append_mixed_kernel, pointers, numbers, mixed | {"TIED": True, "LIMIT": 448.0})
 rounded = {"GROUP": 4096, "LIMIT": 448.0, "BLOCK": 4096, "CENTERED": True, "BIAS": True}
 build(kernels._norm_kernel, ["*bf16", "*fp32", "*fp32", fp8, "*fp32"], row | {"eps": f}, rounded, 8)
 pointers = [fp8, fp8, "*i32", "*i32", "*bf16", "*bf16"]
@@ -130,9 +141,10 @@ for down, up in (lora.FEW, lora.MANY) if every else (lora.FEW,):
     pointers = ["*fp32", "*bf16", "*i32", "*i64", "*i32", "*bf16"]
     build(lora._expand_kernel, pointers, numbers, tile, up.warps, up.stages)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
-names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "LEAST"
-kinds = (True, True, 32, 8, 4, 2.5, 0.0), (False, False, 128, 1, 1, 1.0, 0.0), (False, True, 128, 1, 1, 1.0, 0.1)
-for ways in kinds if every else kinds[:1]:
+names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "LEAST", "JITTER"
+kinds = (True, True, 32, 8, 4, 2.5, 0.0, -1.0), (False, False, 128, 1, 1, 1.0, 0.0, 0.01)
+kinds += ((False, True, 128, 1, 1, 1.0, 0.1, -1.0),)
+for ways in kinds if every else kinds[1:2]:
     constants = routed | dict(zip(names, ways, strict=True))
     build(routing._route_kernel, ["*fp32", "*fp32", "*bf16", "*i32"], {"count": i}, constants, 1)
 numbers = {"entries": i, "count": i}
@@ -296,16 +308,29 @@ for (pages, dot, size, some), dim in [(kind, dim) for kind in kinds for dim in (
     )
     for variant, causal, window, ordered in tiles if every else [tiles[i] for i in some]:
         constants = dict(
-            HEADS=32, KV_HEADS=8, DIM=dim, PAGE=1, WINDOW=window, CHUNKED=size == 1, CAUSAL=causal, ORDERED=ordered,
-            SINKS=causal,
-            QUERIES=variant.queries(4), ROWS=variant.rows, KEYS=variant.keys, WIDTH=dim, ITEM=8, HALF_TYPE=dot,
-            STAGES=variant.stages, SINGLE=causal, CAP=72.0 if dim > 128 or not causal else 0.0,
+            HEADS=32, KV_HEADS=8, DIM=dim, V_DIM=dim, PAGE=1, WINDOW=window, CHUNKED=size == 1, CAUSAL=causal,
+            ORDERED=ordered, SINKS=causal, QUERIES=variant.queries(4), ROWS=variant.rows, KEYS=variant.keys, WIDTH=dim,
+            V_WIDTH=dim, ITEM=8, HALF_TYPE=dot, STAGES=variant.stages, SINGLE=causal,
+            CAP=72.0 if dim > 128 or not causal else 0.0,
         )
         pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
         room = 164_000 if dim > 128 or (size == 2 and int(sys.argv[1]) == 90) else 100_000
         numbers = {"stride": i, "scale": f, "v_scale": f}
         build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
 variants.room = lambda: 166_912 if int(sys.argv[1]) == 80 else 232_448
+for (pages, dot, size, _), dim, v_dim in [(kind, *dims) for kind in kinds for dims in ((512, 512), (192, 128))]:
+    shape = variants.Shape(32, 4, dim, 1, v_dim=v_dim)
+    tiles = (variants.decode_variant(shape, size), False), (variants.chunk_variant(shape, size), True)
+    for variant, causal in tiles if every else tiles[: 1 if size == 1 and dim == 512 else 0]:
+        constants = dict(
+            HEADS=32, KV_HEADS=4, DIM=dim, V_DIM=v_dim, PAGE=1, WINDOW=0, CHUNKED=False, CAUSAL=causal,
+            ORDERED=not causal, SINKS=False, QUERIES=variant.queries(8), ROWS=variant.rows, KEYS=variant.keys,
+            WIDTH=256 if dim == 192 else dim, V_WIDTH=v_dim, ITEM=8, HALF_TYPE=dot, STAGES=variant.stages,
+            SINGLE=causal, CAP=0.0,
+        )
+        pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
+        numbers, room = {"stride": i, "scale": f, "v_scale": f}, variants.room()
+        build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
 heads = {"HEADS": 16, "DIM": 576, "RANK": 512, "PAGE": 1, "PART": 256, "REST": 64, "ITEM": 8}
 for pages, dot, half, size in ((fp8, tl.float16, "*fp16", 1), ("*bf16", tl.bfloat16, "*bf16", 2)):
     shape = variants.Shape(16, 1, 576, 1, 512)

@@ -12,15 +12,17 @@ from torch.nn import functional as F
 from radixrt.messages import Sampling
 from radixrt.worker import sample
 from radixrt.worker.attention import TorchAttention
-from radixrt.worker.cuda import attend, drawing, invariant, kernels, variants
+from radixrt.worker.cuda import attend, drawing, invariant, kernels, residuals, variants
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.cuda.sinks import add_sinks
 from radixrt.worker.cuda.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
-from radixrt.worker.model.layers import Heads, TorchOps
-from radixrt.worker.model.scaled import Rounding
+from radixrt.worker.mixed_pool import MixedKVPool
+from radixrt.worker.model.layers import Heads, NoNorm, Norm, TorchOps
+from radixrt.worker.model.scaled import Rounded, Rounding
+from radixrt.worker.model.spec import LayerSpec
 from radixrt.worker.sample import Draws
 from tests.worker.pages import make_plan
 
@@ -92,8 +94,38 @@ def test_gate(activation, device):
     }[activation]
     assert error(kernels.gate(x, activation), expected) < 1e-6
     assert TorchOps.gate(x, activation).sub(expected).abs().max() < 1e-4
+    apart = torch.cat((up, up, up), 1).unflatten(1, (3, -1))[:, 1]
+    for ops in (TorchOps, kernels):
+        assert error(ops.gate(gate.contiguous(), activation, up=apart), expected) < 1e-6
     x[1, 3], x[2, 303] = torch.nan, torch.nan
     assert kernels.gate(x, activation).isnan().nonzero().tolist() == [[1, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("rounding", [None, *Rounding])
+@pytest.mark.parametrize("followed", [False, True])
+def test_add_normed(followed, rounding, scaled, device):
+    """As the operations one by one, to the last bit but where sums are in another order."""
+    after = Norm(1 + torch.rand(300, device=device), 1e-5, None)
+    norm = Norm(1 + torch.rand(300, device=device), 1e-6, rounding) if followed else NoNorm()
+    x, residual = (torch.randn(7, 300, device=device) for _ in range(2))
+    scalar = torch.tensor([0.7], device=device) if scaled else None
+    expected = residual.clone()
+    results = (
+        TorchOps.add_normed(x, after, expected, norm, scalar),
+        residuals.add_normed(x, after, residual, norm, scalar),
+    )
+    assert error(residual, expected) < 1e-6
+    wanted, found = (result.dequantized() if isinstance(result, Rounded) else result for result in results)
+    assert error(found, wanted) < (0.1 if isinstance(results[0], Rounded) else 1e-6)
+    assert followed or results[1] is residual
+
+
+def test_add_normed_of_layer_norms(device):
+    after = Norm(torch.ones(30, device=device), 1e-5, None, centered=True)
+    x, residual = torch.randn(2, 30, device=device), torch.zeros(2, 30, device=device)
+    found = residuals.add_normed(x, after, residual, NoNorm())
+    assert error(found, F.layer_norm(x, (30,))) < 1e-6 and found is residual
 
 
 def test_squared_relu(device):
@@ -303,33 +335,34 @@ WAYS = (False, None, False), (True, None, False), (False, 0.5, False), (False, N
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "window", "heads", "kv_heads", "dim", "page_size"),
+    ("kv_dtype", "window", "heads", "kv_heads", "dims", "page_size"),
     [
-        ("float32", None, 8, 2, 16, 1),
-        pytest.param("float32", 25, 14, 2, 24, 4, marks=pytest.mark.slow),
-        ("bfloat16", None, 8, 2, 16, 1),
-        ("fp8_e4m3", None, 4, 4, 32, 16),
-        ("fp8_e4m3", 25, 8, 2, 16, 1),
-        pytest.param("fp8_e5m2", None, 16, 1, 16, 1, marks=pytest.mark.slow),
+        ("float32", None, 8, 2, (16, 16), 1),
+        pytest.param("float32", 25, 14, 2, (24, 12), 4, marks=pytest.mark.slow),
+        ("bfloat16", None, 8, 2, (16, 16), 1),
+        ("fp8_e4m3", None, 4, 4, (24, 32), 16),
+        ("fp8_e4m3", 25, 8, 2, (16, 16), 1),
+        pytest.param("fp8_e5m2", None, 16, 1, (16, 16), 1, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(("with_sinks", "cap", "chunked"), WAYS)
-def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, cap, chunked, device):
-    """Chunks and decodes, with many parts and with one, with sinks, with capped scores, windows that are chunks;
-    relative to the norm, both read the same pages."""
+def test_attend(heads, kv_heads, dims, page_size, window, kv_dtype, with_sinks, cap, chunked, device):
+    """Chunks and decodes, with many parts and with one, with sinks, with capped scores, windows that are chunks,
+    values of another size than keys; relative to the norm, both read the same pages."""
     if device.type == "cpu" and kv_dtype == "bfloat16":
         pytest.skip("Triton's interpreter does not multiply bfloat16")
     plan, table = make_plan(np.random.default_rng(0), page_size, SEQUENCES)
-    pool = KVPool(1, (int(table.max()) + 1) * page_size, kv_heads, dim, DTYPES[kv_dtype], device)
-    everything = torch.arange(pool.slots, device=device)
-    pool.write(0, everything, *torch.randn(2, pool.slots, kv_heads, dim, device=device))
-    q = torch.randn(len(plan.tokens), heads, dim, device=device)
+    layer, slots = LayerSpec(kv_heads, *dims, 1), (int(table.max()) + 1) * page_size
+    pool = MixedKVPool([layer], (0,), slots, DTYPES[kv_dtype], device)
+    k, v = (torch.randn(slots, kv_heads, dim, device=device) for dim in dims)
+    pool.write(0, torch.arange(slots, device=device), k, v)
+    q = torch.randn(len(plan.tokens), heads, dims[0], device=device)
     sinks = torch.randn(heads, device=device).mul(2) if with_sinks else None
     reference = TorchAttention(pool, page_size, (window,), sinks=(sinks,), cap=cap, chunked=chunked)
     reference.bind(table)
     expected = reference.begin(plan, device).over_pages(0, q)
 
-    shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks, cap=cap or 0.0, chunked=chunked)
+    shape = Shape(heads, kv_heads, dims[0], page_size, sinks=with_sinks, cap=cap or 0.0, chunked=chunked, v_dim=dims[1])
     keys, values = (x.flatten(0, 1) for x in pool.pages(0, page_size))
     on_device = torch.from_numpy(table).to(device)
     for variant, chosen, programs in (
@@ -348,7 +381,7 @@ def test_attend(heads, kv_heads, dim, page_size, window, kv_dtype, with_sinks, c
         items, _ = make_items(tiles, cut)
         merges = make_merges([items.items])
         work = tuple(x if x is None else torch.from_numpy(x).to(device) for x in (items.items, items.starts))
-        out = torch.full((len(mine) + 2, heads, dim), torch.nan, device=device)
+        out = torch.full((len(mine) + 2, heads, dims[1]), torch.nan, device=device)
         scratch = Scratch.make(merges.partials, shape, device)
         attend.attend(
             torch.cat((q[:2], q[mine])), keys, values, on_device, work, out, scratch, shape, variant,

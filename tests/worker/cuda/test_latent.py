@@ -219,6 +219,7 @@ ROUTINGS = {
     "odd": Routing(sigmoid=True, groups=3, kept_groups=2),
     "biased": Routing(biased=True, min_weight_sum=0.5, float32_logits=True),
     "unbiased": Routing(sigmoid=True, unbiased=True),
+    "mixed": Routing(jitter=0.2),
 }
 
 
@@ -227,6 +228,7 @@ ROUTINGS = {
 def test_route(name, normalized, device):
     """As the reference; also in the launch that begins a step of experts."""
     ways, chosen = ROUTINGS[name], 5
+    normalized &= ways.jitter is None
     count = 8 * ways.groups
     router, none = Linear(torch.randn(count, 16, device=device)), torch.empty(0)
     bias = torch.randn(count, device=device) if ways.has_bias else None

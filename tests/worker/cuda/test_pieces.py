@@ -12,8 +12,9 @@ import torch
 from bench.shapes import SHAPES
 from radixrt.config import WorkerConfig
 from radixrt.worker.cuda.loading import graph_tokens
-from radixrt.worker.cuda.pieces import LEAST, SIZES, Pieces, ending, kept_bytes, most_tokens, sizes_up_to
+from radixrt.worker.cuda.pieces import INPUTS_COPIES, LEAST, SIZES, Pieces, ending, kept_bytes, most_tokens, sizes_up_to
 from radixrt.worker.model import read_spec
+from radixrt.worker.model.spec import ModelSpec
 from tests.worker.cuda.test_runner import runners
 from tests.worker.families import make_model
 
@@ -92,14 +93,11 @@ class Recorded:
         Recorded.open, self.is_captured = None, True
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "bamba", "falcon_h1"])
-def test_graphs_and_what_is_launched_between_them(family, device, tmp_path, monkeypatch):
-    """Where mixers are beside attention or in its place; where the last layer has neither, or ends with a mixer."""
+def captured(folder, device, monkeypatch) -> tuple[Pieces, ModelSpec]:
+    """Graphs of 4 tokens."""
     if device.type == "cuda":
         pytest.skip("tests/gpu captures graphs")
-    sizes = {"nemotron_h": {"ssm_state_size": 16}, "falcon_h1": {"mamba_d_state": 16, "mamba_d_ssm": 64}}
-    make_model(tmp_path, family, **sizes.get(family, {"mamba_d_state": 16}))
-    _, runner = runners(tmp_path)
+    _, runner = runners(folder)
     runner.bind(np.zeros((8, 64), dtype=np.int32))
     for name in ("graph_pool_handle", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
@@ -107,8 +105,34 @@ def test_graphs_and_what_is_launched_between_them(family, device, tmp_path, monk
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     found = Pieces(runner._model, runner._pages, runner._last_tokens, [4])
-    graphs, spec = found._captured[4].graphs, runner._model.spec
-    assert Recorded.open is None and all(graph.is_captured for graph in graphs)
+    assert Recorded.open is None and all(graph.is_captured for graph in found._captured[4].graphs)
+    return found, runner._model.spec
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "bamba", "falcon_h1"])
+def test_graphs_and_what_is_launched_between_them(family, device, tmp_path, monkeypatch):
+    """Where mixers are beside attention or in its place; where the last layer has neither, or ends with a mixer."""
+    sizes = {"nemotron_h": {"ssm_state_size": 16}, "falcon_h1": {"mamba_d_state": 16, "mamba_d_ssm": 64}}
+    make_model(tmp_path, family, **sizes.get(family, {"mamba_d_state": 16}))
+    found, spec = captured(tmp_path, device, monkeypatch)
+    graphs = found._captured[4].graphs
     cuts = len(spec.attention_layers) + len(spec.recurrent.layers)
     assert (len(found._between), len(graphs)) == (cuts, cuts + (family != "bamba"))
     assert found._captured[4].x.shape == (4, {"nemotron_h": 64, "bamba": 128, "falcon_h1": 64 + 64}[family])
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", pytest.param("mimo_v2_flash", marks=pytest.mark.slow)])
+def test_layers_with_different_heads_use_the_same_buffers(family, device, tmp_path, monkeypatch):
+    """As large as the largest heads need."""
+    make_model(tmp_path, family)
+    found, spec = captured(tmp_path, device, monkeypatch)
+    assert len(found._between) == len(found._captured[4].graphs) == spec.num_layers
+    for place, own in enumerate(spec.layers):
+        q, out = found._heads(place, 4)
+        assert q.shape == (4, spec.num_heads, own.head_dim) and out.shape == (4, spec.num_heads, own.value_dim)
+        assert q.data_ptr() == found._q.data_ptr() and out.data_ptr() == found._out.data_ptr()
+        assert q.is_contiguous() and out.is_contiguous()
+    assert found._captured[4].x.shape == out.shape and len(found._captured[4].tokens) == 4
+    heads = spec.num_heads * (max(own.head_dim for own in spec.layers) + max(own.value_dim for own in spec.layers))
+    inputs = INPUTS_COPIES * spec.num_layers * spec.layer_inputs
+    assert kept_bytes(spec, 16, 2) == 2 * 16 * (spec.hidden_size + heads + inputs)

@@ -44,9 +44,12 @@ def test_the_scale_of_the_softmax_and_the_cap_of_scores_are_the_models(stated, s
     assert planned == [(scale, 50.0)]
 
 
-def test_windows_that_are_chunks_have_no_kernel(tmp_path):
-    make_model(tmp_path, "llama4_text")
-    refused = pytest.raises(ValueError, match="attention_backend: FlashInfer is not used for attention in chunks")
+@pytest.mark.parametrize(
+    ("family", "reason"), [("llama4_text", "attention in chunks"), ("gemma4_text", "layers with different heads")]
+)
+def test_windows_that_are_chunks_and_different_heads_have_no_kernel(family, reason, tmp_path):
+    make_model(tmp_path, family)
+    refused = pytest.raises(ValueError, match=f"attention_backend: FlashInfer is not used for {reason}")
     for backend, expected in (("flashinfer", refused), ("auto", nullcontext())):
         config = resolve(WorkerConfig(str(tmp_path), device="cpu", dtype="bfloat16", attention_backend=backend))
         with expected:

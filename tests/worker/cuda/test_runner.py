@@ -28,7 +28,7 @@ from radixrt.worker.sharing import Cost
 from radixrt.worker.vocabulary import Vocabulary
 from tests.worker.cuda.ragged import PlainFlashInfer
 from tests.worker.engine import Engine, prompts
-from tests.worker.families import make_model
+from tests.worker.families import GEMMA_4_MOE, make_model
 from tests.worker.test_drafting import Told
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
@@ -94,6 +94,10 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         pytest.param("llama4_text", marks=pytest.mark.slow),
         pytest.param("cohere", marks=pytest.mark.slow),
         pytest.param("phi", marks=pytest.mark.slow),
+        pytest.param("phimoe", marks=pytest.mark.slow),
+        pytest.param("gemma4_text", marks=pytest.mark.slow),
+        pytest.param("gemma4_text+moe", marks=pytest.mark.slow),
+        pytest.param("mimo_v2_flash", marks=pytest.mark.slow),
     ],
 )
 def folder(request, tmp_path_factory):
@@ -123,9 +127,12 @@ def folder(request, tmp_path_factory):
         "phi": {"qk_layernorm": True, "head_dim": 8},
         "mistral4": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 24},
         "glm4_moe_lite": {"num_key_value_heads": 4, "moe_intermediate_size": 24, "head_dim": 8},
+        "gemma4_text": {"num_hidden_layers": 4, "vocab_size_per_layer_input": 128},
+        "gemma4_text+moe": GEMMA_4_MOE | {"num_hidden_layers": 4},
+        "mimo_v2_flash": {"num_hidden_layers": 3, "head_dim": 24, "moe_intermediate_size": 24},
     }
     path = tmp_path_factory.mktemp(request.param)
-    make_model(path, request.param, **SIZES | changes.get(request.param, {}))
+    make_model(path, request.param.partition("+")[0], **SIZES | changes.get(request.param, {}))
     return path
 
 
@@ -157,14 +164,40 @@ def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch
     special = Variant(128, 128, 4, 2, specialised=True)
     monkeypatch.setattr(variants, "find_specialised", lambda *_: special)
     _, fast = runners(tmp_path)
-    assert fast._compiled.many is special and not fast._compiled.few.specialised
-    chunks, places = fast._chunks, np.arange(1)
+    kind, places = fast._kinds.all[0], np.arange(1)
+    assert kind.compiled.many is special and not kind.compiled.few.specialised
+    chunks = kind.chunks
     sequences = Sequences(places, places, places + 9, places)
     step = chunks._over_pages(sequences, chunks._windows, Packer(torch.device("cpu")))
     found = {each: variant.specialised for each, variant in step._variants.items()}
     assert found == {each: each is None for each in set(fast._model.spec.windows)}
     _, exact = runners(tmp_path, exact=True)
-    assert not (exact._compiled.many.specialised or exact._chunks._variant.specialised or exact._chunks._plain)
+    kind = exact._kinds.all[0]
+    assert not (kind.compiled.many.specialised or kind.chunks._variant.specialised or kind.chunks._plain)
+
+
+@pytest.mark.parametrize("window", [16, pytest.param(4096, marks=pytest.mark.slow)])
+def test_layers_of_two_kinds(window, tmp_path):
+    """With windows in one of them, and with none; the last layer reads K and V of another one."""
+    kinds = ["sliding_attention", "full_attention", "full_attention"]
+    sizes = {"num_hidden_layers": 3, "layer_types": kinds, "num_kv_shared_layers": 1, "sliding_window": window}
+    make_model(tmp_path, "gemma4_text", **SIZES | sizes | {"vocab_size_per_layer_input": 128})
+    plain, fast = runners(tmp_path)
+    found = [(kind.shape.head_dim, kind.windows) for kind in fast._kinds.all]
+    assert found == [(16, {window if window == 16 else None}), (32, {None})]
+    sizes, inner = set(), fast._model._after_attention
+
+    def noted(number, x, *rest):
+        sizes.add((number, len(x)))
+        return inner(number, x, *rest)
+
+    fast._model._after_attention = noted
+    trunk, greedy = prompts(1, 20, 20, vocab_size=128)[0], Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
+    asked = [trunk + tail for tail in prompts(3, 1, 5, vocab_size=128, seed=1)]
+    tokens = [Engine(runner, chunk=23, rows=8, max_model_len=64).generate(asked, greedy) for runner in (plain, fast)]
+    assert tokens[1] == tokens[0] and fast.read_keys < fast.plain_keys
+    most = [max(size for number, size in sizes if number == layer) for layer in range(3)]
+    assert most[0] == most[1] == 23 and 0 < most[2] < 4, "it is computed for few tokens"
 
 
 DRAFTING = ("gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "lfm2")
@@ -272,7 +305,7 @@ def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
         engine = Engine(runner, chunk=64, rows=8, max_model_len=128)
         found.append([engine.generate(asked[:1], greedy), engine.generate(asked, greedy)])
     assert found[1] == found[0]
-    used = set(runner._chunks._flashinfer.used)
+    used = set(runner._kinds.all[0].chunks._flashinfer.used)
     assert segments.TRUNKS in used
     if set(runner._model.spec.windows) == {None}:  # chunks share nothing where a layer has a window
         assert {segments.PREFIXES, segments.TAILS} <= used
@@ -336,6 +369,9 @@ def test_latent_attention_by_full_heads(folder, monkeypatch):
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
         pytest.param("deepseek_v32", marks=pytest.mark.slow),
         pytest.param("gemma3_text", marks=pytest.mark.slow),
+        pytest.param("gemma4_text", marks=pytest.mark.slow),
+        pytest.param("mimo_v2_flash", marks=pytest.mark.slow),
+        pytest.param("phimoe", marks=pytest.mark.slow),
     ],
     indirect=True,
 )
@@ -343,7 +379,7 @@ def test_latent_attention_by_full_heads(folder, monkeypatch):
 def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     """Cold and alone, in one chunk; in a batch, in small chunks; warm: the same logits to the last bit, if products are
     (here by one row at a time). Of partial results there is room for those of a few tiles."""
-    monkeypatch.setattr("radixrt.worker.cuda.runner.EXACT_PART", 16)
+    monkeypatch.setattr("radixrt.worker.cuda.layer_kinds.EXACT_PART", 16)
     monkeypatch.setattr("radixrt.worker.cuda.chunks.HELD_BYTES", 1 << 12)
 
     def linear(x, w, b=None):

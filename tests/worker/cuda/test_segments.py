@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.worker.cuda.chunk_plan import ChunkPlanner
-from radixrt.worker.cuda.chunks import LastLayer, PagedStep
+from radixrt.worker.cuda.chunks import LastLayers, PagedStep
 from radixrt.worker.cuda.decodes import Cuts, Trunks
 from radixrt.worker.cuda.segments import Chip, SegmentStep, cut_alone, cut_segments, cut_shared
 from radixrt.worker.cuda.staging import Packer
@@ -134,10 +134,10 @@ def test_the_last_layer_is_for_wanted_tokens_alone(monkeypatch):
         wants=np.array([1, 1, 0]),
     )  # fmt: skip
     planner = ChunkPlanner(
-        shape(1), 1, (None, 8), Variant(64, 64, 4, 2), Tiling(16, 64, 128, 8), Chip(4, 12), None, False
+        shape(1), 1, (None, 8), Variant(64, 64, 4, 2), Tiling(16, 64, 128, 8), Chip(4, 12), None, False, last=(5, {8})
     )
     steps, last = planner.plan(plan, 1, Packer(CPU), late := Packer(CPU), 0)
-    assert len(steps) == 1 and last is not None and last.layer == 1
+    assert len(steps) == 1 and last is not None and last.first == 5
     assert len(taken) == 1 and not late.used, "the last layer is planned when it is launched"
     (step,) = last.steps()
     step.sent.assert_called_once()
@@ -150,7 +150,7 @@ def test_the_last_layer_is_for_wanted_tokens_alone(monkeypatch):
 def test_the_last_layer_has_its_own_chunks():
     """In the last layer they are planned, and take the place of the others."""
     every, ends = (create_autospec(PagedStep, instance=True) for _ in range(2))
-    last = LastLayer(1, lambda packer: [ends], Packer(CPU))
+    last = LastLayers(1, lambda packer: [ends], Packer(CPU))
     pages = SimpleNamespace(window=None)
     attention = StepAttention(lambda layer: pages, torch.zeros(1), SimpleNamespace(), {}, None, [every], last)
     q = torch.zeros(1, 4, 16)

@@ -85,7 +85,7 @@ def make(folder, group):
     shape = Shape.of(spec, 1)
     return CudaRunner(
         model, pool, 1, rows=8, eos_ids=loaded.eos_ids, processors=4, group=group,
-        flashinfer=None if spec.latent else PlainFlashInfer(shape, torch.float32, 300),
+        flashinfer=None if spec.latent or spec.layers else PlainFlashInfer(shape, torch.float32, 300),
     )  # fmt: skip
 
 
@@ -166,6 +166,7 @@ def traffic(engine):
     return {i: [t for o in outputs for t in o.tokens] for i, outputs in engine.outputs.items()}
 
 
+MIXED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 CHANGES = {
     "mistral": {"sliding_window": 16},
     "gpt_oss": {"layer_types": ["full_attention"]},
@@ -174,6 +175,8 @@ CHANGES = {
     "deepseek_v32": INDEXED | {"n_group": 4, "topk_group": 2, "index_topk": 44},
     "minimax_m2": {"rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {"layer_types": ["full_attention"]},
+    "gemma4_text": MIXED | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 100},
+    "mimo_v2_flash": MIXED | {"head_dim": 24, "moe_intermediate_size": 24},
 }
 
 
