@@ -242,8 +242,6 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
 
 def _no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
-    if loaded.spec.index is not None:  # those of cuda/sparse.py: no whole model was checked on a GPU
-        return "DeepSeek Sparse Attention has no kernels"
     major, minor = torch.cuda.get_device_capability(loaded.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"

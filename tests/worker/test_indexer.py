@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention
 from radixrt.worker.kv import IndexPool, KVPool
-from radixrt.worker.loading import _no_kernels, look_up, pool_tokens
+from radixrt.worker.loading import look_up, pool_tokens
 from radixrt.worker.model import read_spec, sparse
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
@@ -187,12 +187,6 @@ def test_memory_is_divided_by_all_that_a_token_takes(checkpoint, monkeypatch):
     loaded = look_up(resolve(WorkerConfig(model=str(folder), device="cpu", kv_cache_dtype="fp8_e4m3")))
     monkeypatch.setattr("radixrt.worker.pools._free_bytes", lambda device: 4 * (2 * (40 + 12 * 4) * 1000))
     assert pool_tokens(loaded, 0.9) == 1000
-
-
-def test_on_a_gpu_there_are_no_kernels(checkpoint):
-    folder, _ = checkpoint("glm_moe_dsa")
-    loaded = look_up(resolve(WorkerConfig(model=str(folder), device="cpu")))
-    assert _no_kernels(loaded) == "DeepSeek Sparse Attention has no kernels"
 
 
 # ---------------------------------------------------------------- a checkpoint

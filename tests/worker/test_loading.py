@@ -60,6 +60,7 @@ def test_layers_without_kernels_are_computed_by_torch(checkpoint, monkeypatch):
         ("qwen3_next", {"linear_conv_kernel_dim": 5}, "convolutions of 5 inputs"),
         ("qwen3_next", {"linear_value_head_dim": 12}, "heads of width 12"),
         ("lfm2", {}, ""),
+        ("deepseek_v32", {}, ""),
         ("gemma4_text", {}, ""),
         ("llama4_text", {}, ""),
         ("llama4_text", {"num_experts_per_tok": 2}, "several experts of a token with scaled inputs have no kernels"),
