@@ -9,6 +9,7 @@ of Triton and Gluon alone. The kernels are compared with the reference first.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import tempfile
@@ -137,6 +138,7 @@ def main() -> None:
         Path(folder, "config.json").write_text(json.dumps(config))
         for rank in (0, *ranks):
             rows += measured(folder, config, rank)
+            gc.collect()  # the runner before, and its memory
             torch.cuda.empty_cache()
             print(table(rows), flush=True)
             if not args.quick:

@@ -87,7 +87,8 @@ def test_a_batch_of_adapters_is_as_their_models(made, kind):
     apart = [np.abs(one - right).mean() for one in (own, chunks)]
     differs = np.abs(without - right[len(expected) // 3 :]).mean()
     print(f"{kind}: decodes {apart[0]:.5f}, chunks {apart[1]:.5f} from merged; without adapters {differs:.3f}")
-    assert max(apart) < (1e-3 if kind == "float32" else 0.1 if kind == "fp8" else 0.05)
+    # In FP8 the merged weights are rounded, adapters and all; here only those of the model are.
+    assert max(apart) < (1e-3 if kind == "float32" else 0.2 if kind == "fp8" else 0.05)
     assert differs > 5 * max(apart)
 
 

@@ -103,8 +103,8 @@ def decode_variant(shape: Shape, itemsize: int) -> Variant:
     if shape.latent is not None:
         return latent_variant(max(16, triton.next_power_of_2(shape.group)), itemsize)
     rows = max(16, triton.next_power_of_2(shape.group))
-    if shape.head_dim > WIDE:
-        return wide_variant(rows, shape, itemsize)
+    if shape.head_dim > WIDE or itemsize > 2:
+        return fitting_variant(rows, shape, itemsize)
     if rows > 16:
         return Variant(rows, 32, 4, 2)
     if shape.head_dim > 128:
@@ -119,8 +119,8 @@ def shared_variant(shape: Shape, itemsize: int) -> Variant:
     if shape.latent is not None:
         return latent_variant(MOST_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
-    if shape.head_dim > WIDE:
-        return wide_variant(rows, shape, itemsize)
+    if shape.head_dim > WIDE or itemsize > 2:
+        return fitting_variant(rows, shape, itemsize)
     return Variant(rows, 128, 4, 3 if itemsize == 1 else 2) if shape.head_dim <= 128 else Variant(rows, 64, 4, 2)
 
 
@@ -129,14 +129,14 @@ def chunk_variant(shape: Shape, itemsize: int) -> Variant:
     if shape.latent is not None:
         return latent_variant(MOST_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
-    if shape.head_dim > WIDE:
-        return wide_variant(rows, shape, itemsize)
+    if shape.head_dim > WIDE or itemsize > 2:
+        return fitting_variant(rows, shape, itemsize)
     return Variant(rows, 64, 4, 2 if itemsize == 1 or shape.head_dim > 128 else 3)
 
 
-def wide_variant(rows: int, shape: Shape, itemsize: int) -> Variant:
-    """For heads of more than WIDE elements, in tiles of up to `rows` rows: the most rows, and then the most keys, that
-    the chip has shared memory for."""
+def fitting_variant(rows: int, shape: Shape, itemsize: int) -> Variant:
+    """For heads of more than WIDE elements, and for float32, in tiles of up to `rows` rows: the most rows, and then the
+    most keys, that the chip has shared memory for."""
     dims = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.value_dim)
     query, key = dims[0] * max(2, itemsize), sum(dims) * itemsize
     most, least = 32 if rows == 16 else 64, max(16, triton.next_power_of_2(shape.group))

@@ -318,9 +318,11 @@ for (pages, dot, size, some), dim in [(kind, dim) for kind in kinds for dim in (
         numbers = {"stride": i, "scale": f, "v_scale": f}
         build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
 variants.room = lambda: 166_912 if int(sys.argv[1]) == 80 else 232_448
+kinds += (("*fp32", tl.float32, 4, []),) if every else ()
 for (pages, dot, size, _), dim, v_dim in [(kind, *dims) for kind in kinds for dims in ((512, 512), (192, 128))]:
     shape = variants.Shape(32, 4, dim, 1, v_dim=v_dim)
     tiles = (variants.decode_variant(shape, size), False), (variants.chunk_variant(shape, size), True)
+    tiles += ((variants.shared_variant(shape, size), False),)
     for variant, causal in tiles if every else tiles[: 1 if size == 1 and dim == 512 else 0]:
         constants = dict(
             HEADS=32, KV_HEADS=4, DIM=dim, V_DIM=v_dim, PAGE=1, WINDOW=0, CHUNKED=False, CAUSAL=causal,
