@@ -28,7 +28,6 @@ from radixrt.worker.cuda import convolutions, delta, delta_chunks, launching
 from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs
 from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.delta_chunks import Tiles
-from radixrt.worker.cuda.delta_step import is_whole
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec
@@ -85,9 +84,10 @@ class Case:
         parts = StateWork(self.slots, none, none).parts(np.array(counts))
         self.lists = Cut.of(parts, DEVICE)
 
-    def decode(self, states: LayerStates, warps: int = delta.DECODE_WARPS) -> torch.Tensor:
+    def decode(self, states: LayerStates, tile: delta.Tile | None = None) -> torch.Tensor:
+        tile = tile or delta.decode_tile(self.spec, len(self.counts))
         convolutions.conv_step(self.inputs.x, self.net, states.conv, self.there, self.x)
-        delta.decode(self.x, self.inputs, self.net, states, self.there, self.out, warps=warps)
+        delta.by_tokens(self.x, self.inputs, self.net, states, self.there, self.out, tile=tile)
         return self.out
 
     def by_chunks(self, states: LayerStates, tiles: Tiles | None = None) -> torch.Tensor:
@@ -166,9 +166,7 @@ class Case:
 
     @property
     def way(self) -> Callable[[LayerStates], torch.Tensor]:
-        if max(self.counts) > 1:
-            return self.by_chunks
-        return self.by_tokens if self.spec.rank or not is_whole(self.spec) else self.decode
+        return self.by_chunks if max(self.counts) > 1 else self.decode
 
     @property
     def name(self) -> str:
@@ -180,7 +178,8 @@ def swept(spec: DeltaSpec, counts: list[int]) -> None:
     case = Case(spec, counts)
     ways: dict[str, Callable[[LayerStates], torch.Tensor]] = {}
     if max(case.counts) == 1:
-        ways = {f"{warps} warps": lambda s, w=warps: case.decode(s, w) for warps in (4, 8, 16)}
+        tiles = [delta.Tile(columns, warps) for columns in (8, 16, 32, 64) for warps in (1, 2, 4)]
+        ways = {str(tile): lambda s, t=tile: case.decode(s, t) for tile in tiles}
     else:
         candidates = [Tiles(), Tiles(block=1), Tiles(within_warps=2), Tiles(within_warps=8)]
         candidates += [Tiles(columns=64, warps=4, stages=stages) for stages in (1, 2, 4)]

@@ -12,6 +12,7 @@ States are read from their slots and written back; those of drafted tokens, whic
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,27 @@ from radixrt.worker.cuda.launching import KernelCache, launch, wait
 
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import DeltaNet
+    from radixrt.worker.model.delta_spec import DeltaSpec
 
 NORM_EPS = tl.constexpr(1e-6)
 """Added to the sum of the squares of q and of k."""
-COLUMNS, WARPS = 8, 1
-"""Columns of the state that a program of the loop over tokens holds, and its warps: sums of one need no barrier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Columns of a head's state that a program of the loop over tokens holds, and its warps."""
+
+    columns: int
+    warps: int
+
+
+SLIM = Tile(8, 1)
+"""For long loops, and for all tokens where the bits of results must not depend on a batch: sums of one warp need no
+barrier."""
+DECODES = (4, Tile(16, 1)), (32, Tile(32, 2)), (1 << 30, Tile(64, 2))
+"""For up to so many decoded and drafted tokens (bench/delta.py --sweep)."""
+DECODE_KEYS = 128
+"""The most keys of a head whose states these tiles hold in registers."""
 MANY_ROWS = 1 << 14
 """Heads of all tokens from which on a program normalizes more of them."""
 
@@ -100,66 +117,7 @@ def _updated(state, q, k, v, kept, beta, scale):
     return state + k[:, None] * new[None, :], out + tl.sum(q * k, 0) * new
 
 
-@triton.jit
-def _decode_kernel(
-    x_ptr, z_ptr, a_ptr, b_ptr, rates_ptr, dt_bias_ptr, norm_ptr, slots_ptr, runs_ptr, states_ptr, out_ptr, eps, scale,
-    z_stride, a_stride, b_stride, state_stride, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
-    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, FACTOR: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    head = tl.program_id(0)
-    token = tl.program_id(1).to(tl.int64)
-    i = tl.arange(0, KEY_DIM)
-    j = tl.arange(0, VALUE_DIM)
-    # Only this kernel writes states, and copies before the step: so they can be read while the kernel before runs.
-    run = tl.load(runs_ptr + token)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    at = states_ptr + head * (KEY_DIM * VALUE_DIM) + i[:, None] * VALUE_DIM + j[None, :]
-    begins = i[:, None] < tl.where(run > 0, KEY_DIM, 0)
-    state = tl.load(at + slot * state_stride, mask=begins, other=0.0, cache_modifier=".cg")
-    wait(EARLY)
-    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    of_key = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + i
-    dtype = x_ptr.dtype.element_ty
-    rate, dt_bias = tl.load(rates_ptr + head), tl.load(dt_bias_ptr + head)
-    weight = tl.load(norm_ptr + j).to(tl.float32)
-    for _ in range(run):
-        x_at = x_ptr + token * (2 * KEYS + VALUE_HEADS * VALUE_DIM)
-        q = tl.load(x_at + of_key).to(tl.float32)
-        k = tl.load(x_at + KEYS + of_key).to(tl.float32)
-        v = tl.load(x_at + 2 * KEYS + head * VALUE_DIM + j).to(tl.float32)
-        a = tl.load(a_ptr + token * a_stride + head).to(tl.float32)
-        b = tl.load(b_ptr + token * b_stride + head).to(tl.float32)
-        z = tl.load(z_ptr + token * z_stride + head * VALUE_DIM + j).to(tl.float32)
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        kept = tl.exp(decay_of(a, rate, dt_bias))
-        state, out = _updated(state, q, k, v, kept, FACTOR * tl.sigmoid(b), scale)
-        if slot > 0:
-            tl.store(at + slot * state_stride, state)
-        out = gated_norm(out, z, weight, eps, VALUE_DIM, dtype)
-        tl.store(out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + j, out)
-        token += 1
-
-
-DECODE_WARPS = 4
-"""Warps that hold the state of a head of up to 128 x 128 (bench/delta.py --sweep)."""
-
-
-def decode(
-    x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, runs: Runs, out: torch.Tensor,
-    cache: KernelCache | None = None, warps: int = DECODE_WARPS,
-) -> None:  # fmt: skip
-    """Write a layer's results, normalized and gated, to out[B, Hv, Dv], for the tokens of `runs`: the first B of
-    `inputs` and of the convolution's results x. A token's result is the same bit by bit, drafted or not."""
-    spec = net.spec
-    launch(
-        _decode_kernel, (spec.value_heads, len(runs.slots), 1), cache,
-        x, inputs.z, inputs.a, inputs.b, net.rates, net.dt_bias, net.norm, runs.slots, runs.lengths, states.rule, out,
-        net.eps, spec.key_dim**-0.5, inputs.z.stride(0), inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0),
-        spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, num_warps=warps,
-    )  # fmt: skip
-
-
-# ---------------------------------------------------------------- token by token, for any number of tokens
+# ---------------------------------------------------------------- token by token
 
 
 @triton.jit
@@ -270,15 +228,24 @@ def norm_and_gate(x: torch.Tensor, z: torch.Tensor, net: DeltaNet, cache: Kernel
     )  # fmt: skip
 
 
+def decode_tile(spec: DeltaSpec, tokens: int) -> Tile:
+    """The tile for so many decoded and drafted tokens."""
+    if spec.rank or spec.key_dim > DECODE_KEYS:  # not measured
+        return SLIM
+    tile = next(tile for most, tile in DECODES if tokens <= most)
+    return Tile(math.gcd(tile.columns, spec.value_dim), tile.warps)
+
+
 def by_tokens(
     x: torch.Tensor, inputs: DeltaInputs, net: DeltaNet, states: LayerStates, lists: Cut | Runs, out: torch.Tensor,
-    cache: KernelCache | None = None, first: int = 0,
+    cache: KernelCache | None = None, first: int = 0, tile: Tile = SLIM,
 ) -> None:  # fmt: skip
-    """What `decode` does, for the tokens of the chunks or runs in `lists`. A token's result is the same bit by bit,
-    wherever its sequence is cut. Results of tokens before the `first` one stay."""
+    """Write a layer's results, normalized and gated, to out[T, Hv, Dv], for the tokens of `inputs`, and of the
+    convolution's results x, that are in the chunks or runs of `lists`. With the same tile, a token's result is the same
+    bit by bit, drafted or not, and wherever its sequence is cut. Results of tokens before the `first` one stay."""
     spec = net.spec
     chunks, sequences = lists.pair
-    columns = min(COLUMNS, spec.value_dim)
+    columns = min(tile.columns, spec.value_dim)
     assert spec.value_dim % columns == 0, spec
     launch(
         _tokens_kernel, (spec.value_heads * spec.value_dim // columns, len(sequences), 1), cache,
@@ -286,6 +253,6 @@ def by_tokens(
         spec.key_dim**-0.5, inputs.a.stride(0), inputs.b.stride(0), states.rule.stride(0), spec.key_heads,
         spec.value_heads, spec.key_dim, spec.value_dim, spec.beta_factor, net.ups is not None,
         triton.next_power_of_2(spec.key_dim), columns, SEQUENCE_FIELDS, CHUNK_FIELDS, isinstance(lists, Runs),
-        num_warps=WARPS, num_stages=3,
+        num_warps=tile.warps, num_stages=3,
     )  # fmt: skip
     norm_and_gate(out[first:], inputs.z[first:], net, cache)

@@ -45,7 +45,7 @@ def no_kernels(spec: Spec) -> str:
     """The reason why the kernels cannot compute such layers; "" if they can."""
     if spec.kernel not in KERNELS:
         return f"convolutions of {spec.kernel} inputs have no kernels"
-    if isinstance(spec, DeltaSpec) and spec.value_dim % delta.COLUMNS:
+    if isinstance(spec, DeltaSpec) and spec.value_dim % delta.SLIM.columns:
         return f"linear attention has no kernels for heads of width {spec.value_dim}"
     if isinstance(spec, MambaSpec) and not (_is_power(spec.head_dim) and _is_power(spec.state)):
         return f"Mamba-2 has no kernels for heads of {spec.head_dim} elements and {spec.state} in their state"
@@ -209,8 +209,8 @@ class DeltaStep:
         few, _ = self._caches
         x = inputs.x.new_empty((len(runs.slots), inputs.x.shape[1]))
         convolutions.conv_step(inputs.x, net, states.conv, runs, x, few)
-        by_tokens = self._by_tokens or net.ups is not None or not is_whole(net.spec)
-        (delta.by_tokens if by_tokens else delta.decode)(x, inputs, net, states, runs, out, few)
+        tile = delta.SLIM if self._by_tokens else delta.decode_tile(net.spec, len(runs.slots))
+        delta.by_tokens(x, inputs, net, states, runs, out, few, tile=tile)
 
     def _put_mamba(self, net: Mamba, inputs: MambaInputs, states: LayerStates, out: torch.Tensor) -> None:
         x = self._convolved(net, inputs.x, states)

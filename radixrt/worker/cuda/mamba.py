@@ -26,7 +26,7 @@ from radixrt.worker.cuda.launching import KernelCache, launch, wait
 if TYPE_CHECKING:
     from radixrt.worker.model.mamba_mixer import Mamba
 
-DECODE_ELEMENTS, DECODE_WARPS = 8192, 4
+DECODE_ELEMENTS, DECODE_WARPS = 8192, 8
 """The most elements of a state that a program of a decode holds, and its warps; bench/mamba.py --sweep times others."""
 DECODE_REGISTERS = 168
 """The most registers of a thread of such a program, so that three programs fit on a multiprocessor of Hopper: without

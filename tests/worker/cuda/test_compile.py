@@ -43,8 +43,7 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
         waits_first(built, reads=kernel in READS_FIRST)
 
 
-READS_FIRST = kernels._norm_kernel, residuals._add_normed_kernel, delta._decode_kernel, mamba._state_decode_kernel
-READS_FIRST += (lora._expand_kernel,)
+READS_FIRST = kernels._norm_kernel, residuals._add_normed_kernel, mamba._state_decode_kernel, lora._expand_kernel
 
 
 def waits_first(built, reads=False):  # before what is ahead has ended nothing is written, nor read, but a weight
@@ -181,13 +180,14 @@ numbers |= {"eps": f, "scale": f, "rows": i}
 for block in (1024, 128):
     pointers = ["*bf16", "*bf16", "*bf16", "*i32", "*i32", "*bf16", "*bf16"]
     build(convolutions._conv_kernel, pointers, numbers, {"K": 4, "BLOCK": block, "BIAS": block < 1024, "SILU": True})
-pointers = [*["*bf16"] * 4, "*fp32", "*fp32", "*bf16", "*i32", "*i32", "*fp32", "*bf16"]
-build(delta._decode_kernel, pointers, numbers, heads | {"FACTOR": 1.0}, delta.DECODE_WARPS)
 pointers = ["*bf16", "*bf16", "*bf16", "*fp32", "*fp32", "*i32", "*i32", "*fp32", "*bf16"]
 fields = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
 for each, odd in ((False, {}), (True, {"KEY_DIM": 96, "VALUE_DIM": 192, "VALUE_HEADS": 16})):
-    constants = fields | {"FACTOR": 1.0, "COLUMNS": delta.COLUMNS, "EACH": each, "KEYS": 128, "RUNS": each}
-    build(delta._tokens_kernel, pointers, numbers, heads | constants | odd, 1)
+    constants = heads | fields | {"FACTOR": 1.0, "EACH": each, "KEYS": 128} | odd
+    build(delta._tokens_kernel, pointers, numbers, constants | {"COLUMNS": delta.SLIM.columns, "RUNS": each}, 1)
+for _, t in delta.DECODES if every else delta.DECODES[2:]:
+    constants = heads | fields | {"FACTOR": 1.0, "EACH": False, "KEYS": 128, "COLUMNS": t.columns, "RUNS": True}
+    build(delta._tokens_kernel, pointers, numbers, constants, t.warps)
 constants = {"VALUE_HEADS": 32, "VALUE_DIM": 192, "BLOCK": 256, "SIGMOID": True, "ROWS": 16}
 build(delta._gated_norm_kernel, ["*bf16"] * 3, numbers, constants)
 build(delta_step._copy_kernel, ["*i32", "*fp32"], dict.fromkeys(("count", "size", "stride"), i), {"BLOCK": 4096})

@@ -90,10 +90,12 @@ class Case:
         spec, x = self.spec, self.inputs.x
         return x.new_empty(x.shape), x.new_empty((len(x), spec.value_heads, spec.value_dim))
 
-    def decode(self, runs: Runs, states: LayerStates) -> torch.Tensor:
+    def decode(self, runs: Runs, states: LayerStates, tokens: int = 0) -> torch.Tensor:
+        """With the tile for so many `tokens`, by default those of `runs`."""
         x, out = self.empty()
         convolutions.conv_step(self.inputs.x, self.net, states.conv, runs, x)
-        delta.decode(x, self.inputs, self.net, states, runs, out)
+        tile = delta.decode_tile(self.spec, tokens or len(runs.slots))
+        delta.by_tokens(x, self.inputs, self.net, states, runs, out, tile=tile)
         return out
 
     def by_chunks(self, *sequences: list, states: LayerStates) -> torch.Tensor:
@@ -122,9 +124,11 @@ class Case:
         return torch.from_numpy(x).to(self.inputs.x.device)
 
 
-def test_one_token_each(device):
-    for spec in specs(device)[:2]:
-        recurrent.check_one_token_each(Case(spec, 6, device), device)
+@pytest.mark.parametrize("tokens", [most for most, _ in delta.DECODES])
+def test_one_token_each(tokens, device):
+    """With each kind of tile."""
+    for spec in specs(device)[:3]:
+        recurrent.check_one_token_each(Case(spec, 6, device), device, tokens=tokens)
 
 
 WAYS = [("by_chunks", 32), ("by_tokens", 0), pytest.param("by_chunks", 0, marks=pytest.mark.slow)]
@@ -217,6 +221,8 @@ def test_decodes_beside_chunks(by_tokens, device, monkeypatch):
 
 @pytest.mark.parametrize("by_tokens", [False, True])
 def test_drafted_tokens(by_tokens, device, monkeypatch):
+    """With tiles that do not depend on how many tokens a step has."""
+    monkeypatch.setattr(delta, "DECODES", delta.DECODES[-1:])
     for spec in some(device):
         case = Case(spec, len(DRAFTED[0]), device)
 
