@@ -291,7 +291,10 @@ def adapter_of(checkpoint, tmp_path_factory):
         ({"peft_type": "IA3"}, "peft_type 'IA3'; LORA is served"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' changes the base weights"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"lora_alpha": None}, "no number lora_alpha"),
+        ({"lora_alpha": None}, r"adapter_config.json: Expected `float`, got `null` - at `\$.lora_alpha`"),
+        ({"r": 0}, r"Expected `int` >= 1 - at `\$.r`"),
+        ({"alpha_pattern": ["q_proj"]}, r"Expected `object | null`, got `array` - at `\$.alpha_pattern`"),
+        ({"alpha_pattern": {"q_proj(": 3}}, "missing \\), unterminated subpattern"),
         ({"rank": 64}, "its rank is 64; --max-lora-rank 64 serves it"),
         ({"r": 4}, "by adapter_config.json the rank is 4"),
     ],
@@ -318,6 +321,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(8, 64)}), "lm_head"),
         (lambda t: t.update({Q.replace("lora_A.weight", "lora_B.bias"): torch.ones(64)}), "lora_B.bias is not served"),
         (lambda t: t.pop(Q), "has only one of lora_A and lora_B"),
+        (lambda t: t.update({k.replace("model.model.", "model."): t[k].clone() for k in list(t)}), "has two names"),
         (lambda t: t.update({Q: torch.ones(8, 63)}), r"is \[64, 64\] in the model, in the adapter \[64, 63\]"),
         (lambda t: t.update({k.replace("layers.1", "layers.7"): t.pop(k) for k in list(t)}), "layers.7.* and 1 more"),
     ],
@@ -341,7 +345,8 @@ def test_experts_are_refused(checkpoint, tmp_path):
 
 def test_patterns_of_rank_and_alpha(checkpoint, tmp_path):
     folder, model = checkpoint("llama")
-    config = {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"q_proj": 5}}
+    whole = "model.layers.0.mlp.down_proj"
+    config = {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"q_proj": 5, whole: 7}}
     adapter = make_adapter(tmp_path / "one", model, ("q_proj", "down_proj"), **config)
     engine, prompt = Engine(load(folder, adapter)), prompts(1, 30, 30)[0]
     engine.add(prompt, GREEDY, score_from=1, adapter=0)
