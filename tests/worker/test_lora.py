@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -248,6 +251,76 @@ def test_what_adapters_add_is_beside_the_base(number):
     assert torch.equal(out[[1, 4]], base(x)[[1, 4]])
 
 
+@pytest.mark.parametrize("number", range(3), ids=["plain", "fp8", "int4"])
+def test_the_kind_of_a_models_weights_is_that_of_the_bases(checkpoint, number):
+    model = decoder_of(checkpoint("llama")[0])
+    last = model._layers[-1]
+    stack = Stack(torch.zeros(1, 32, 64), torch.zeros(1, 48, 16), (24, 24))
+    product = LoraLinear(bases(48, 64)[number], stack, Rows(), TorchOps(), batch_invariant=False)
+    model._layers[-1] = replace(last, mlp=replace(last.mlp, gate_up=product))
+    assert (model.is_fp8, model.is_int4) == (number == 1, number == 2)
+
+
+def test_a_product_with_its_gate_is_one_only_without_adapters():
+    class Gated(TorchOps):
+        @staticmethod
+        def gated_linear(x, weight, activation):
+            return TorchOps.gate(x @ weight.t(), activation)
+
+    x, rows = torch.randn(3, 64), Rows()
+    stack = Stack(torch.randn(1, 32, 64), torch.randn(1, 48, 16), (24, 24))
+    base = Linear(torch.randn(48, 64), None, False, Gated())
+    product = LoraLinear(base, stack, rows, TorchOps(), batch_invariant=False)
+    assert torch.equal(product.gated_linear(x, "silu"), base.gated_linear(x, "silu"))
+    rows.use(torch.tensor([-1, 0, -1], dtype=torch.int32))
+    assert product.gated_linear(x, "silu") is None
+
+
+def test_layers_that_only_read_others_add_adapters_to_the_tokens_that_are_wanted(checkpoint, tmp_path):
+    """The last layers of Gemma 4, which are computed for these alone: the same logits."""
+    folder, model = checkpoint("gemma4_text")
+    adapters = [make_adapter(tmp_path / str(n), model, ("q_proj", "o_proj", "up_proj"), seed=n) for n in range(2)]
+    decoder = decoder_of(folder, *adapters)
+    assert decoder.spec.writers < decoder.spec.num_layers
+    tokens, positions, wanted = torch.arange(1, 40), torch.arange(39), torch.tensor([3, 17, 38])
+    numbers = torch.tensor([n % 3 - 1 for n in range(39)], dtype=torch.int32)
+    attend = reading(decoder, wanted)
+    with torch.inference_mode():
+        decoder.use_adapters(numbers)
+        expected = decoder.forward(tokens, positions, attend, wanted)
+        decoder.use_adapters(numbers)
+        found = decoder.finish(*decoder.attend_all(tokens, positions, attend, wanted=wanted), tokens=tokens[wanted])
+        plain = decoder_of(folder).forward(tokens, positions, attend, wanted)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (found - plain).abs().max() > 0.01
+
+
+def decoder_of(folder: Path, *adapters: Path) -> Decoder:
+    weights = SafetensorsWeights(folder, torch.float32, torch.device("cpu"), progress=False)
+    read = [read_adapter(LoraModule(path.name, str(path)), 16) for path in adapters]
+    return Decoder(read_spec(read_json(folder / "config.json")), weights, adapters=read)
+
+
+def reading(decoder: Decoder, wanted: torch.Tensor):
+    """As `causal`, of a model whose last layers read K and V of others; with queries of all tokens, or of the `wanted`
+    ones."""
+    stored = {}
+
+    def attend(number, heads):
+        q, k, v = heads.split()
+        source = decoder.spec.layers[number].source
+        if source is None:
+            stored[number] = k, v
+        k, v = stored[number if source is None else source]
+        seen = torch.ones(len(k), len(k), dtype=torch.bool).tril()
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mask = seen[wanted] if q.shape[2] == len(wanted) else seen
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    return attend
+
+
 def test_results_do_not_depend_on_the_batch(checkpoint, tmp_path):
     folder, model = checkpoint("llama")
     adapters = two_adapters(tmp_path, model)
@@ -340,6 +413,13 @@ def test_experts_are_refused(checkpoint, tmp_path):
     name = "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_"
     edited(adapter, lambda t: t.update({f"{name}A.weight": torch.ones(8, 64), f"{name}B.weight": torch.ones(40, 8)}))
     with pytest.raises(ValueError, match=r"LoRA of layers\.0\.mlp\.experts\.1\.up_proj is not served for this model"):
+        load(folder, adapter)
+
+
+def test_models_whose_weights_are_multiplied_are_refused(checkpoint, tmp_path):
+    folder, model = checkpoint("falcon_h1")
+    adapter = make_adapter(tmp_path / "one", model, ("q_proj",))
+    with pytest.raises(ValueError, match="not served for models of type falcon_h1"):
         load(folder, adapter)
 
 
