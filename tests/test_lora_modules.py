@@ -24,6 +24,11 @@ def test_both_forms():
     assert modules() == modules(enable_lora=False) == ()
 
 
+def test_a_folder_may_be_in_the_users(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert modules("a=~/lora", '{"name": "b", "path": "~/b=c"}') == (("a", "/home/me/lora"), ("b", "/home/me/b=c"))
+
+
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
