@@ -88,8 +88,10 @@ class Admission:
             raise Refused("model", "no worker serves yet", 503, self._config.worker_timeout)
         if not name:
             return min(served)
-        if name not in served and name not in (adapters := self._members.adapters()):
-            served |= adapters
+        if name in served or self._members.serving(name).members:  # the latter is cached
+            return name
+        served |= self._members.adapters()
+        if name not in served:
             raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)
         return name
 

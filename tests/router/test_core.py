@@ -760,8 +760,10 @@ def test_only_workers_with_the_adapter_are_asked():
         assert (name, run.adapter, run.namespace) == ("w1", "sql", "default\nsql\n")
     name, run = only_run(core.submit(b"c", generate(5), 1.0))
     assert (name, run.adapter, run.namespace) == ("w0", "", "default\nm\n")
+    core.lose(["w1"], 1.0)
+    assert error(core.submit(b"c", generate(6, model="sql"), 1.0)).code == 503, "it may come back"
     core.leave("w1", 1.0)
-    assert error(core.submit(b"c", generate(6, model="sql"), 1.0)).code == 404
+    assert error(core.submit(b"c", generate(7, model="sql"), 1.0)).code == 404
 
 
 def test_a_name_may_be_an_adapter_at_one_worker_and_a_model_at_another():

@@ -367,7 +367,7 @@ def adapter_of(checkpoint, tmp_path_factory):
         ({"lora_alpha": None}, r"adapter_config.json: Expected `float`, got `null` - at `\$.lora_alpha`"),
         ({"r": 0}, r"Expected `int` >= 1 - at `\$.r`"),
         ({"alpha_pattern": ["q_proj"]}, r"Expected `object | null`, got `array` - at `\$.alpha_pattern`"),
-        ({"alpha_pattern": {"q_proj(": 3}}, "missing \\), unterminated subpattern"),
+        ({"alpha_pattern": {"q_proj(": 3}}, r"has the pattern 'q_proj\(': missing \), "),
         ({"rank": 64}, "its rank is 64; --max-lora-rank 64 serves it"),
         ({"r": 4}, "by adapter_config.json the rank is 4"),
     ],

@@ -47,7 +47,7 @@ class Config(msgspec.Struct):
     use_rslora: bool | None = None
 
     def rank(self, module: str) -> int:
-        """The rank of the matrices of a module, by its name in the checkpoint ("model.layers.0.self_attn.q_proj")."""
+        """The rank of the matrices of a module, by its whole name ("model.layers.0.self_attn.q_proj")."""
         return _by_pattern(self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:
@@ -92,7 +92,7 @@ def read_adapter(module: LoraModule, max_rank: int) -> Adapter:
     check_files(name, folder)
     try:
         pairs = _pairs(_config(folder / CONFIG), _tensors(folder / WEIGHTS))
-    except (ValueError, re.error, SafetensorError) as error:
+    except (ValueError, SafetensorError) as error:
         raise ValueError(f"{FLAG} {name}: {error}") from error
     found = Adapter(name, pairs)
     if found.rank > max_rank:
@@ -167,6 +167,10 @@ def _pairs(
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """The value of the first pattern that fits a module's name, as in PEFT (`get_pattern_key`)."""
     for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        try:
+            fits = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise ValueError(f"{CONFIG} has the pattern {pattern!r}: {error}") from error
+        if fits:
             return value
     return default
