@@ -365,6 +365,7 @@ def adapter_of(checkpoint, tmp_path_factory):
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' changes the base weights"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"lora_alpha": None}, r"adapter_config.json: Expected `float`, got `null` - at `\$.lora_alpha`"),
+        ({"lora_alpha": float("inf")}, "model.layers.0.* has the scale inf"),
         ({"r": 0}, r"Expected `int` >= 1 - at `\$.r`"),
         ({"alpha_pattern": ["q_proj"]}, r"Expected `object | null`, got `array` - at `\$.alpha_pattern`"),
         ({"alpha_pattern": {"q_proj(": 3}}, r"has the pattern 'q_proj\(': missing \), "),

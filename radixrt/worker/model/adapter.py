@@ -160,7 +160,9 @@ def _pairs(
             )
         if (projection := _projection(module)) in found:
             raise ValueError(f"{projection} has two names")
-        found[projection] = Pair(a, b, config.scale(module))
+        if not math.isfinite(scale := config.scale(module)):
+            raise ValueError(f"{module} has the scale {scale}")
+        found[projection] = Pair(a, b, scale)
     return found
 
 
