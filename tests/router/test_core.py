@@ -775,10 +775,11 @@ def test_a_name_may_be_an_adapter_at_one_worker_and_a_model_at_another():
     name, again = only_run(core.leave("w0", 1.0))
     assert (name, again.adapter, again.namespace) == ("w1", "", run.namespace)
     core.register(register("w0", pid=2, adapters=["sql", "bot"]), 1.0)
+    listed = status.models(core)
     name, again = only_run(core.leave("w1", 1.0))
     assert (name, again.adapter, again.namespace) == ("w0", "sql", run.namespace)
     core.register(register("w1", pid=2, model="sql", max_model_len=99), 1.0)
-    assert status.models(core) == [
+    assert status.models(core) == listed == [
         {"id": "m", "max_model_len": 4096}, {"id": "sql", "max_model_len": 4096},
         {"id": "bot", "max_model_len": 4096, "parent": "m"},
     ]  # fmt: skip

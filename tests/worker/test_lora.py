@@ -39,6 +39,8 @@ FAMILIES = [
     ("qwen3", DENSE, {}),
     ("phi3", FUSED, {}),
     ("granite", DENSE, {}),
+    ("gpt_neox", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), {}),
+    ("nemotron_h", ("in_proj", "out_proj", "q_proj", "shared_experts.up_proj"), {}),
 ]
 MORE = [
     ("llama", ("o_proj",), {"attention_bias": True, "mlp_bias": True}),
@@ -54,9 +56,7 @@ MORE = [
     ("qwen3_next", ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"), {}),
     ("kimi_linear", ("self_attn.q_proj", "o_proj", "f_a_proj", "f_b_proj"), {}),
     ("bamba", ("in_proj", "out_proj", "q_proj"), {}),
-    ("nemotron_h", ("in_proj", "out_proj", "q_proj", "shared_experts.up_proj"), {}),
     ("lfm2", ("in_proj", "out_proj", "w1", "w2"), {}),
-    ("gpt_neox", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), {}),
     ("llama4_text", ("q_proj", "o_proj", "shared_expert.gate_proj", "feed_forward.down_proj"), {}),
     ("starcoder2", ("q_proj", "c_fc", "c_proj"), {}),
     ("gemma4_text", ("q_proj", "k_proj", "o_proj", "up_proj"), {}),
