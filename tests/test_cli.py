@@ -21,7 +21,7 @@ def told(request, monkeypatch, tmp_path):
     program.write_text("")
     keys: list[str] = []
 
-    def client(url: str, *, api_key: str) -> None:
+    def client(url: str, *, api_key: str, model: str = "") -> None:
         keys.append(api_key)
         raise ServerError(503, "nobody is there")
 
