@@ -271,6 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
     )
+    if args.log_level == "info":  # httpx writes a line for each request of a client at this level
+        logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         return args.run(args)
     except KeyboardInterrupt:
