@@ -329,6 +329,14 @@ def test_tensors_that_are_not_served_are_named(adapter_of, edit, words):
         load(folder, adapter)
 
 
+def test_a_file_that_is_cut_short_is_named(adapter_of):
+    folder, adapter = adapter_of()
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=rf"--lora-modules a0: {file} cannot be read: "):
+        load(folder, adapter)
+
+
 def test_experts_are_refused(checkpoint, tmp_path):
     """Those that older versions of transformers had as linear layers."""
     folder, model = checkpoint("qwen3_moe")

@@ -73,7 +73,9 @@ def read_adapter(module: LoraModule, max_rank: int) -> Adapter:
         config = read_json(folder / CONFIG)
         _check(config)
         pairs = _pairs(config, _tensors(folder / WEIGHTS))
-    except (ValueError, TypeError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise ValueError(f"{FLAG} {name}: {folder / WEIGHTS} cannot be read: {error}") from error
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{FLAG} {name}: {error}") from error
     found = Adapter(name, pairs)
     if found.rank > max_rank:
