@@ -82,6 +82,10 @@ def test_each_model_gives_its_own_text_and_has_its_own_prefixes(served, client):
     assert len(set(texts.values())) == 3
     rows = {row["model"]: row for row in httpx.get(served.url + "/v1/report").json()["models"]}
     assert all(rows[name]["requests"] >= 2 and rows[name]["hit_tokens"] >= 59 for name in served.models)
+    metrics = httpx.get(served.url + "/metrics").text
+    for name, row in rows.items():
+        line = f'radixrt_cached_prompt_tokens_total{{model="{name}",tenant="default"}} {row["hit_tokens"]}.0'
+        assert line in metrics
 
 
 def test_every_api_knows_the_name(served, client):
