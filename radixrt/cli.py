@@ -134,6 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("--html", metavar="FILE.html", help="write a page instead")
     program = commands.add_parser("run", help="run an agent program against a running stack")
     program.add_argument("--trace", metavar="FILE.html", help="write what the program did, and when, as a page")
+    program.add_argument("--model", default="", help="model or LoRA adapter that it asks (default: the server's model)")
     program.add_argument("program", metavar="PROGRAM.py")
     program.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to the program")
     for command, run in ((report, _report), (program, _run)):
@@ -216,7 +217,7 @@ def _run(args: argparse.Namespace) -> int:
     sys.argv = [args.program, *args.arguments]
     sys.path.insert(0, str(Path(args.program).resolve().parent))
     try:
-        client = Client(args.url, api_key=key)
+        client = Client(args.url, api_key=key, model=args.model)
     except ServerError as error:
         print(f"radixrt run: {error}", file=sys.stderr)
         return 2
@@ -270,6 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
     )
+    if args.log_level == "info":  # httpx writes a line for each request of a client at this level
+        logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         return args.run(args)
     except KeyboardInterrupt:

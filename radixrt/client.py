@@ -81,11 +81,19 @@ class AsyncClient:
     """
 
     def __init__(
-        self, transport: Transport, api_key: str = "", *, timeout: float = CONNECT_SECONDS, local: Any = None
+        self,
+        transport: Transport,
+        api_key: str = "",
+        *,
+        model: str = "",
+        timeout: float = CONNECT_SECONDS,
+        local: Any = None,
     ) -> None:
-        """`timeout`: seconds to wait for replies to `health`, `models`, `report` and `metrics`."""
+        """`model`: of requests that do not name one, such as those of programs; empty: the server's. `timeout`: seconds
+        to wait for replies to `health`, `models`, `report` and `metrics`."""
         self._transport = transport
         self._api_key = api_key
+        self._model = model
         self._timeout = timeout
         self._local = local
         self._closed = False
@@ -93,9 +101,10 @@ class AsyncClient:
         """Futures of messages of `tell` that the server has not replied to yet."""
 
     @classmethod
-    async def connect(cls, url: str, *, api_key: str = "", timeout: float = CONNECT_SECONDS) -> Self:
+    async def connect(cls, url: str, *, api_key: str = "", model: str = "", timeout: float = CONNECT_SECONDS) -> Self:
         """Connect, and wait up to `timeout` seconds for the server to answer. Over ZMQ, a later request waits as long
-        for a router that is disconnected. The time until a request is answered is not limited.
+        for a router that is disconnected. The time until a request is answered is not limited. `model`: see __init__;
+        whether it is served is known when a request is made.
 
         Raises ConnectionError if the server does not answer, ValueError for an invalid address or a folder without a
         model, and ServerError (401) for an unknown API key."""
@@ -103,9 +112,10 @@ class AsyncClient:
             from radixrt.local import local_stack
 
             stack = await _entered(local_stack(url.removeprefix("local:")))
-            return cls(ZmqTransport(stack.address), local=stack)
+            return cls(ZmqTransport(stack.address), model=model, local=stack)
         web = url.startswith(("http://", "https://"))
-        client = cls(HttpTransport(url, api_key) if web else ZmqTransport(url, timeout), api_key, timeout=timeout)
+        transport = HttpTransport(url, api_key) if web else ZmqTransport(url, timeout)
+        client = cls(transport, api_key, model=model, timeout=timeout)
         try:
             await client.health()
         except BaseException as problem:
@@ -197,9 +207,11 @@ class AsyncClient:
                 open_choices -= delta.finish is not None
                 yield delta
 
-    def _generate(self, prompt: PromptLike, n: int, sampling: Sampling, stream: bool, **options: Any) -> Generate:
-        prompt, key = as_prompt(prompt), self._api_key
-        return Generate(id=0, prompt=prompt, sampling=sampling, n=n, stream=stream, api_key=key, **options)
+    def _generate(
+        self, prompt: PromptLike, n: int, sampling: Sampling, stream: bool, *, model: str, **options: Any
+    ) -> Generate:
+        prompt, key, model = as_prompt(prompt), self._api_key, model or self._model
+        return Generate(id=0, prompt=prompt, sampling=sampling, n=n, stream=stream, model=model, api_key=key, **options)
 
     async def score(
         self,
@@ -215,7 +227,7 @@ class AsyncClient:
             id=0,
             prompt=as_prompt(prompt),
             choices=[as_prompt(choice) for choice in choices],
-            model=model,
+            model=model or self._model,
             origin=origin,
             api_key=self._api_key,
             cache_salt=cache_salt,
@@ -327,10 +339,11 @@ async def _await(work: Awaitable[T]) -> T:
 class Client:
     """The synchronous client: the methods of `AsyncClient`, blocking. Thread-safe."""
 
-    def __init__(self, url: str, *, api_key: str = "", timeout: float = CONNECT_SECONDS) -> None:
+    def __init__(self, url: str, *, api_key: str = "", model: str = "", timeout: float = CONNECT_SECONDS) -> None:
+        """See AsyncClient.connect."""
         self._portal = Portal()
         try:
-            self.aio = self._portal.call(AsyncClient.connect, url, api_key=api_key, timeout=timeout)
+            self.aio = self._portal.call(AsyncClient.connect, url, api_key=api_key, model=model, timeout=timeout)
         except BaseException:
             self._portal.close()
             raise

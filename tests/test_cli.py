@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def told(request, monkeypatch, tmp_path):
     program.write_text("")
     keys: list[str] = []
 
-    def client(url: str, *, api_key: str) -> None:
+    def client(url: str, *, api_key: str, model: str = "") -> None:
         keys.append(api_key)
         raise ServerError(503, "nobody is there")
 
@@ -51,6 +52,13 @@ def test_a_key_in_a_file(told, tmp_path, caplog, text, key):
     file.chmod(0o644)
     assert told(f"@{file}")[1] == key
     assert "can be read by others" in caplog.text
+
+
+def test_requests_of_a_client_are_not_logged(told, monkeypatch):
+    """Over HTTP there would be a line for each request among what a program prints."""
+    monkeypatch.setattr(logging.getLogger("httpx"), "level", logging.NOTSET)
+    told("")
+    assert logging.getLogger("httpx").level == logging.WARNING
 
 
 def test_a_key_as_it_is(told):

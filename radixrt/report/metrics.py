@@ -63,26 +63,26 @@ class _Collector(Collector):
         yield GaugeMetricFamily("radixrt_index_tokens", "Distinct tokens in the index.", self._core.index.tokens)
 
     def _tokens(self) -> Iterator[Metric]:
+        labels = ["tenant", "model"]
         families = {
-            "prompt_tokens": CounterMetricFamily("radixrt_prompt_tokens", "Prompt tokens.", labels=["tenant"]),
-            "hit_tokens": CounterMetricFamily(
-                "radixrt_cached_prompt_tokens", "Prompt tokens whose KV was reused.", labels=["tenant"]
-            ),
-            "bound_tokens": CounterMetricFamily(
-                "radixrt_infinite_cache_tokens", "Hits that an infinite cache would have given.", labels=["tenant"]
-            ),
-            "generated_tokens": CounterMetricFamily("radixrt_generated_tokens", "Tokens generated.", labels=["tenant"]),
+            name: CounterMetricFamily(f"radixrt_{metric}", text, labels=labels)
+            for name, metric, text in (
+                ("prompt_tokens", "prompt_tokens", "Prompt tokens."),
+                ("hit_tokens", "cached_prompt_tokens", "Prompt tokens whose KV was reused."),
+                ("bound_tokens", "infinite_cache_tokens", "Hits that an infinite cache would have given."),
+                ("generated_tokens", "generated_tokens", "Tokens generated."),
+            )
         }
         misses = CounterMetricFamily(
-            "radixrt_missed_prompt_tokens", "Prompt tokens computed, by cause.", labels=["tenant", "cause"]
+            "radixrt_missed_prompt_tokens", "Prompt tokens computed, by cause.", labels=[*labels, "cause"]
         )
-        for tenant, tally in self._report.by_tenant().items():
+        for (tenant, model), tally in self._report.by_tenant_and_model().items():
             if self._tenant not in (None, tenant):
                 continue
             for name, family in families.items():
-                family.add_metric([tenant], getattr(tally, name))
+                family.add_metric([tenant, model], getattr(tally, name))
             for cause, count in zip(Misses._fields, tally.misses, strict=True):
-                misses.add_metric([tenant, cause], count)
+                misses.add_metric([tenant, model, cause], count)
         yield from families.values()
         yield misses
 

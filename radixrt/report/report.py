@@ -316,11 +316,11 @@ class Report:
         self._forget()
         return self._workers.states
 
-    def by_tenant(self) -> dict[str, Tally]:
-        """Sums by tenant."""
-        sums: dict[str, Tally] = defaultdict(Tally)
+    def by_tenant_and_model(self) -> dict[tuple[str, str], Tally]:
+        """Sums by (tenant, model or LoRA adapter)."""
+        sums: dict[tuple[str, str], Tally] = defaultdict(Tally)
         for place, tally in self._tallies.items():
-            sums[place.tenant].merge(tally)
+            sums[place.tenant, place.model].merge(tally)
         return sums
 
     @staticmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import anthropic
 import httpx
@@ -15,6 +16,7 @@ import torch
 from radixrt.client import AsyncClient, Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
+from radixrt.lang import Branch, ProgramError, assistant, gen, program, select, user
 from radixrt.local import LocalStack
 from radixrt.messages import Sampling
 from tests.adapters import make_adapter, merged
@@ -80,6 +82,10 @@ def test_each_model_gives_its_own_text_and_has_its_own_prefixes(served, client):
     assert len(set(texts.values())) == 3
     rows = {row["model"]: row for row in httpx.get(served.url + "/v1/report").json()["models"]}
     assert all(rows[name]["requests"] >= 2 and rows[name]["hit_tokens"] >= 59 for name in served.models)
+    metrics = httpx.get(served.url + "/metrics").text
+    for name, row in rows.items():
+        line = f'radixrt_cached_prompt_tokens_total{{model="{name}",tenant="default"}} {row["hit_tokens"]}.0'
+        assert line in metrics
 
 
 def test_every_api_knows_the_name(served, client):
@@ -121,6 +127,39 @@ def test_many_at_once(served):
     found = asyncio.run(all_at_once())
     for prompt, name, answer in zip(asked, names, found, strict=True):
         assert list(answer.token_ids) == expected(served.models[name], prompt), name
+
+
+@program
+async def ask_twice(s: Branch) -> tuple[Any, Any, Any]:
+    s += user("What is in the table?")
+    first, second = s.fork(2)
+    first += assistant(gen("text", GREEDY))
+    second += assistant(select("best", ["yes", "no"]))
+    again = first.fork(1)[0]
+    again += user("Why?")
+    again += assistant(gen("why", GREEDY))
+    values = await first.value("text"), await again.value("why"), await second.value("best")
+    return values[0].token_ids, values[1].token_ids, values[2].scores
+
+
+@pytest.mark.parametrize("transport", ["address", "url"])
+def test_a_client_of_a_model_is_for_programs(served, transport):
+    """All that they ask is asked of it: by forks, of states, and in scores."""
+    found = {}
+    for name in served.models:
+        with Client(getattr(served, transport), model=name) as native:
+            found[name] = ask_twice.run(native)
+            chat = native.generate(HELLO, GREEDY)
+            assert found[name][0] == chat.token_ids == native.generate(HELLO, GREEDY, model=name).token_ids
+            other = "sql" if name != "sql" else "support"
+            assert native.generate(HELLO, GREEDY, model=other).token_ids != chat.token_ids
+            assert native.score(HELLO, ["yes"]).logprobs == native.score(HELLO, ["yes"], model=name).logprobs
+    assert all(len({str(answer[part]) for answer in found.values()}) == 3 for part in range(3))
+    with (
+        Client(getattr(served, transport), model="sq") as native,
+        pytest.raises(ProgramError, match="'sq' is not served"),
+    ):
+        ask_twice.run(native)
 
 
 def test_unknown_names_are_refused(served, client):

@@ -56,10 +56,10 @@ def test_report_metrics_and_replies_agree(page_size):
     assert total["prompt_tokens"] - total["hit_tokens"] == sum(total["misses"].values())
     assert total["hit_tokens"] <= total["bound_tokens"]
     assert total["misses"]["logits"] == 6 + (2 + 1) + (1 + 1)
-    tenant = ("tenant", "default")
-    assert metrics["radixrt_prompt_tokens_total", tenant] == total["prompt_tokens"]
-    assert metrics["radixrt_cached_prompt_tokens_total", tenant] == hits
-    assert metrics["radixrt_infinite_cache_tokens_total", tenant] == total["bound_tokens"]
+    labels = ("model", "m"), ("tenant", "default")
+    assert metrics["radixrt_prompt_tokens_total", *labels] == total["prompt_tokens"]
+    assert metrics["radixrt_cached_prompt_tokens_total", *labels] == hits
+    assert metrics["radixrt_infinite_cache_tokens_total", *labels] == total["bound_tokens"]
     assert metrics["radixrt_requests_total", ("outcome", "finished")] == 7
     assert metrics["radixrt_requests_total", ("outcome", "refused")] == 1
     assert metrics["radixrt_workers",] == 2

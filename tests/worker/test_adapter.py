@@ -77,6 +77,25 @@ def test_tensors_that_are_not_served_are_named(adapter_of, edit, words):
         load(folder, adapter)
 
 
+def test_a_file_that_is_cut_short_is_named(adapter_of):
+    folder, adapter = adapter_of()
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=rf"--lora-modules a0: {file} cannot be read: "):
+        load(folder, adapter)
+
+
+@pytest.mark.parametrize(
+    ("family", "target"), [("deepseek_v3", "kv_b_proj"), ("gemma4_text", "per_layer_input_gate")]
+)
+def test_other_projections_are_refused(checkpoint, tmp_path, family, target):
+    """Those that are absorbed, and those of per-layer inputs."""
+    folder, model = checkpoint(family)
+    adapter = make_adapter(tmp_path / "one", model, (target,))
+    with pytest.raises(ValueError, match=rf"LoRA of layers\.0\.\S*{target}, and \d+ more is not served for this model"):
+        load(folder, adapter)
+
+
 def test_experts_are_refused(checkpoint, tmp_path):
     """Those that older versions of transformers had as linear layers."""
     folder, model = checkpoint("qwen3_moe")

@@ -92,7 +92,9 @@ def read_adapter(module: LoraModule, max_rank: int) -> Adapter:
     check_files(name, folder)
     try:
         pairs = _pairs(_config(folder / CONFIG), _tensors(folder / WEIGHTS))
-    except (ValueError, SafetensorError) as error:
+    except SafetensorError as error:
+        raise ValueError(f"{FLAG} {name}: {folder / WEIGHTS} cannot be read: {error}") from error
+    except ValueError as error:
         raise ValueError(f"{FLAG} {name}: {error}") from error
     found = Adapter(name, pairs)
     if found.rank > max_rank:
