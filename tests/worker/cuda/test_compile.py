@@ -169,9 +169,11 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
 for half, page in (("*bf16", 1), ("*fp32", 16))[: 2 if every else 1]:
     at, numbers = index_scores, {"first": i, "stride": i, "columns": i}
     constants = {"HEADS": 64, "DIM": 128, "PAGE": page, "ROWS": 64, "WIDTH": 128, "KEYS": at.KEYS, "FINITE": 3e38}
-    constants |= {"TOGETHER": at.TOGETHER, "QUERY_FIELDS": 3, "TILE_FIELDS": 2, "STAGES": at.STAGES}
+    at.room = lambda: 101_376
+    together = at.together(64, 128, 2 if half == "*bf16" else 4)
+    constants |= {"TOGETHER": together, "QUERY_FIELDS": 3, "TILE_FIELDS": 2, "STAGES": at.STAGES}
     pointers = [half, "*fp32", half, *["*i32"] * 3, "*fp32"]
-    build(at._index_scores_kernel, pointers, numbers, constants, at.WARPS, room=230_000)
+    build(at._index_scores_kernel, pointers, numbers, constants, at.WARPS, room=101_376)
     constants = {"COUNT": 2048, "PAGE": page, "WIDTH": 4096, "FIELDS": 3}
     build(selection._select_kernel, ["*i32"] * 5, numbers, constants, selection.WARPS, room=120_000)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
