@@ -321,7 +321,9 @@ for (pages, dot, size, some), dim in [(kind, dim) for kind in kinds for dim in (
         build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
 variants.room = lambda: 166_912 if int(sys.argv[1]) == 80 else 232_448
 kinds += (("*fp32", tl.float32, 4, []),) if every else ()
-for (pages, dot, size, _), dim, v_dim in [(kind, *dims) for kind in kinds for dims in ((512, 512), (192, 128))]:
+cases = [(kind, *dims, variants.room()) for kind in kinds for dims in ((512, 512), (192, 128))]
+for (pages, dot, size, _), dim, v_dim, room in [*cases, (kinds[1], 256, 256, 101_376)]:
+    variants.room = lambda: room
     shape = variants.Shape(32, 4, dim, 1, v_dim=v_dim)
     tiles = (variants.decode_variant(shape, size), False), (variants.chunk_variant(shape, size), True)
     tiles += ((variants.shared_variant(shape, size), False),)
@@ -333,8 +335,9 @@ for (pages, dot, size, _), dim, v_dim in [(kind, *dims) for kind in kinds for di
             SINGLE=causal, CAP=0.0,
         )
         pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
-        numbers, room = {"stride": i, "scale": f, "v_scale": f}, variants.room()
+        numbers = {"stride": i, "scale": f, "v_scale": f}
         build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
+variants.room = lambda: 166_912 if int(sys.argv[1]) == 80 else 232_448
 heads = {"HEADS": 16, "DIM": 576, "RANK": 512, "PAGE": 1, "PART": 256, "REST": 64, "ITEM": 8}
 for pages, dot, half, size in ((fp8, tl.float16, "*fp16", 1), ("*bf16", tl.bfloat16, "*bf16", 2)):
     shape = variants.Shape(16, 1, 576, 1, 512)
