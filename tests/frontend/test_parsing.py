@@ -34,6 +34,7 @@ from radixrt.frontend.parsing.llama import Llama
 from radixrt.frontend.parsing.minimax import MiniMax
 from radixrt.frontend.parsing.mistral import Mistral
 from radixrt.frontend.parsing.olmo import Olmo
+from radixrt.frontend.parsing.pythonic import END, START, Pythonic
 from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
 from radixrt.frontend.parsing.sections import DeepSeek, Kimi
 from radixrt.frontend.tools import Tool, ToolUse
@@ -45,6 +46,7 @@ from tests.frontend.scripted import joined, make_family
 FORMATS = {"hermes": Hermes(), "llama": Llama(), "mistral": Mistral()}
 FORMATS |= {"deepseek": DeepSeek(), "deepseek_v3": DeepSeek(fenced=True), "kimi": Kimi(), "qwen_coder": QwenCoder()}
 FORMATS |= {"glm": Glm(), "glm47": Glm(lines=False), "minimax": MiniMax(), "olmo": Olmo(), "dsml": Dsml()}
+FORMATS |= {"pythonic": Pythonic()}
 FORMATS |= {"seed": QwenCoder(SEED, lines=False), "mistral_v11": Mistral(opening=None, names_calls=True)}
 FORMATS |= {"granite": Array(GRANITE), "phi": Array(PHI), "nemotron": Array(NEMOTRON)}
 KNOWN = {
@@ -311,7 +313,23 @@ FOUND += [
     ("olmo", f"{OLMO}f(a=1) oh{OLMO_END}", [*F_CALL, Content("oh" + OLMO_END)]),
     ("olmo", f"{OLMO}f(a=1] oh", [*F_CALL, Content("] oh")]),
 ]
+FOUND += [
+    ("pythonic", "[f(a=1)]", F_CALL),
+    ("pythonic", " [f(a=1), g()]", [*F_CALL, *call(1, "g", "{}")]),
+    ("pythonic", f"{START}[f(a=1)]{END}", F_CALL),
+    ("pythonic", f"Well.{START}[f(a=1)]{END} so", [Content("Well."), *F_CALL, Content(" so")]),
+    ("pythonic", f"{START}[unknown(b=[1, 'x'])]", call(0, "unknown", '{"b": [1, "x"]}')),
+    ("pythonic", f"[f(a=1)]{END[:5]}", F_CALL),
+    ("pythonic", "[f(a=1),", F_CALL),
+    ("pythonic", "[f(a=1", call(0, "f", "")[:1]),
+    ("pythonic", "[f(a=1), 2]", [*F_CALL, Content("2]")]),
+]
 MALFORMED = [
+    ("pythonic", "[1, 2]"),
+    ("pythonic", "[unknown(a=1)]"),
+    ("pythonic", "See [f(a=1)]"),
+    ("pythonic", f"{START}f(a=1)"),
+    ("pythonic", f"{START}[1]"),
     ("olmo", f"{OLMO}nothing{OLMO_END}"),
     ("olmo", f"{OLMO}{OLMO_END}"),
     ("olmo", f"{OLMO}(a=1)"),
@@ -544,9 +562,15 @@ def test_glm_s_template_shows_whether_names_end_lines(tmp_path, family, begin):
     assert one["begin"] == "<tool_call>f"
 
 
+@pytest.mark.parametrize("text", ["[probe_tool(probe=1)]", "the format of [func_name1(params_name1=params_value1...)]"])
+def test_templates_that_tell_of_lists_in_python_syntax(text):
+    assert type(tool_format("auto", text)) is Pythonic
+    assert type(tool_format("llama4_pythonic", "")) is Pythonic
+
+
 def test_unknown_parsers_are_refused():
-    with pytest.raises(ValueError, match="tool_call_parser: 'pythonic' is none of auto, none, hermes"):
-        tool_format("pythonic", "")
+    with pytest.raises(ValueError, match="tool_call_parser: 'lisp' is none of auto, none, hermes"):
+        tool_format("lisp", "")
     with pytest.raises(ValueError, match="reasoning_parser"):
         reasoning_format("granite", "")
 
@@ -576,6 +600,7 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "minimax": '<invoke name="%s">\n%s</invoke>',
         "dsml": '<｜DSML｜invoke name="%s">\n%s</｜DSML｜invoke>',
         "olmo": "%s(%s)",
+        "pythonic": "%s(%s)",
     }.get(kind, f'{{"name": "%s", "{key}": %s}}')
     arguments = '{"a": 1}', "{}"
     arguments = {
@@ -586,6 +611,7 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "minimax": ('<parameter name="a">1</parameter>\n', ""),
         "dsml": ('<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n', ""),
         "olmo": ("a=1", ""),
+        "pythonic": ("a=1", ""),
     }.get(kind, arguments)
     one, other = (pattern % both for both in zip("fg", arguments, strict=True))
     wrap = {
@@ -598,6 +624,7 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "minimax": lambda *calls: SECTION + "\n".join(calls) + SECTION_END,
         "dsml": lambda *calls: "\n\n" + D_SECTION + "\n".join(calls) + D_SECTION_END,
         "olmo": lambda *calls: OLMO + "\n".join(calls) + OLMO_END,
+        "pythonic": lambda *calls: f"[{', '.join(calls)}]",
         "kimi": lambda *calls: K_CALLS + "".join(calls) + K_CALLS_END,
         "hermes": lambda *calls: "\n".join(f"<tool_call>\n{c}\n</tool_call>" for c in calls),
         "llama": lambda *calls: "; ".join(calls),

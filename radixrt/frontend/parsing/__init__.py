@@ -7,7 +7,8 @@ text ──> OutputParser ──> Content, Reasoning, CallStart, CallArguments
            qwen_coder, glm, minimax, dsml   calls whose arguments are between tags, not JSON
            tagged             such arguments, used by these four
            sections           DeepSeek's calls before V3.2, and Kimi K2's
-           olmo               OLMo 3's calls, in Python syntax
+           olmo, pythonic     OLMo 3's calls, and those of Llama 3.2 and 4: in Python syntax
+           python_calls       such a call, used by these two
            arrays             Granite 3's, Phi-4-mini's and Nemotron's calls
            calls              a call as a JSON object, used by the first three
            reader             reads text that arrives in parts

@@ -16,6 +16,7 @@ from radixrt.frontend.parsing.llama import Llama
 from radixrt.frontend.parsing.minimax import MiniMax
 from radixrt.frontend.parsing.mistral import Mistral
 from radixrt.frontend.parsing.olmo import Olmo
+from radixrt.frontend.parsing.pythonic import Pythonic
 from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
 from radixrt.frontend.parsing.sections import DeepSeek, Kimi
 from radixrt.frontend.parsing.thoughts import ReasoningFormat
@@ -28,6 +29,7 @@ TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {
     "qwen3_xml": QwenCoder,
     "llama3_json": Llama,
     "llama3": Llama,
+    "llama4_json": Llama,
     "mistral": Mistral,
     "openai": Harmony,
     "gpt-oss": Harmony,
@@ -48,6 +50,8 @@ TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {
     "phi4_mini_json": partial(Array, PHI),
     "nemotron_json": partial(Array, NEMOTRON),
     "olmo3": Olmo,
+    "pythonic": Pythonic,
+    "llama4_pythonic": Pythonic,
 }
 THINK = ReasoningFormat("<think>", "</think>")
 REASONING_FORMATS = {
@@ -94,6 +98,7 @@ _MINIMAX = re.compile(r'<minimax:tool_call>\s*<invoke name="probe_tool"')
 _OLMO = re.compile(r"<function_calls>probe_tool\(")
 _TOLD: dict[Callable[[], ToolFormat], re.Pattern[str]] = {
     Hermes: re.compile(r'<tool_call>\s*\{"name":\s*<'),
+    Pythonic: re.compile(r"\[probe_tool\(probe=|\[func_name1\("),
     partial(Array, NEMOTRON): re.compile(r"<TOOLCALL>\["),
     partial(Array, PHI): re.compile(r"<\|/tool(_call)?\|>"),
     partial(Array, GRANITE): re.compile(r"<\|tool_call\|>"),

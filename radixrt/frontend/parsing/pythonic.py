@@ -1,0 +1,73 @@
+"""Calls as Llama 3.2 and 4 write them, a list in Python syntax, at the start of the answer or behind <|python_start|>:
+
+    [f(a="text", b=[1, 2]), g()]
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from radixrt.frontend.parsing.formats import (
+    Function,
+    Functions,
+    constant,
+    either,
+    one_after_another,
+    sequence,
+    tag,
+)
+from radixrt.frontend.parsing.pieces import Sink
+from radixrt.frontend.parsing.python_calls import call_tag, read_call, written
+from radixrt.frontend.parsing.reader import Reader, Steps, marks
+
+START, END = "<|python_start|>", "<|python_end|>"
+
+
+class Pythonic:
+    """See `formats.ToolFormat`."""
+
+    marks = (START, END)
+
+    def new_id(self) -> str:
+        return "call_" + uuid.uuid4().hex[:24]
+
+    # ------------------------------------------------------------ reading
+
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
+        begins = marks((START,), hidden)
+        # A bare list may be content: it has calls only if the first one is of a known function.
+        yield from self._list(reader, sink, functions, functions)
+        while mark := (yield from reader.until(begins, sink.content)):
+            if not (yield from self._list(reader, sink, functions, None)):
+                sink.content("" if mark in hidden else mark)
+
+    def _list(
+        self, reader: Reader, sink: Sink, functions: Functions, known: Collection[str] | None
+    ) -> Steps[bool]:  # fmt: skip
+        """Read the list of calls that comes next. Returns False, and reads nothing, if there is none."""
+        start = reader.at
+        yield from reader.space()
+        if not (yield from reader.take("[")) or not (yield from read_call(reader, sink, functions, known)):
+            reader.at = start
+            return False
+        yield from reader.space()
+        while (yield from reader.take(",")) and (yield from read_call(reader, sink, functions)):
+            yield from reader.space()
+        if (yield from reader.take("]")) and not (yield from reader.take(END)):
+            reader.ends_within((END,))
+        return True
+
+    # ------------------------------------------------------------ writing
+
+    def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        return tag("[", one_after_another([call_tag(function) for function in functions], ", ", parallel), "]")
+
+    def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        """A list begins with the name of a function, since any text may have brackets."""
+        more = sequence(constant(", "), either(*map(call_tag, functions)))
+        end = [constant(")"), *([{"type": "star", "content": more}] if parallel else [])]
+        tags = [tag(f"[{f.name}(", sequence(written(f.schema), *end), "]") for f in functions]
+        triggers = [f"[{f.name}(" for f in functions]
+        return {"type": "triggered_tags", "triggers": triggers, "tags": tags, "stop_after_first": True}
