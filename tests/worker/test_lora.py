@@ -339,6 +339,17 @@ def test_experts_are_refused(checkpoint, tmp_path):
         load(folder, adapter)
 
 
+@pytest.mark.parametrize(
+    ("family", "target"), [("deepseek_v3", "kv_b_proj"), ("gemma4_text", "per_layer_input_gate")]
+)
+def test_other_projections_are_refused(checkpoint, tmp_path, family, target):
+    """Those that are absorbed, and those of per-layer inputs."""
+    folder, model = checkpoint(family)
+    adapter = make_adapter(tmp_path / "one", model, (target,))
+    with pytest.raises(ValueError, match=rf"LoRA of layers\.0\.\S*{target}, and \d+ more is not served for this model"):
+        load(folder, adapter)
+
+
 def test_patterns_of_rank_and_alpha(checkpoint, tmp_path):
     folder, model = checkpoint("llama")
     config = {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"q_proj": 5}}
