@@ -111,7 +111,7 @@ class WorkerConfig:
     deterministic: bool = setting(
         False, "results are bitwise independent of the batch (slower; always so with FP8 pages on a CPU)"
     )
-    enable_lora: bool = setting(False, "serve LoRA adapters, of --lora-modules")
+    enable_lora: bool = setting(False, "serve the LoRA adapters of --lora-modules")
     lora_modules: tuple[str, ...] = setting(
         (),
         'LoRA adapters in PEFT\'s format, NAME=FOLDER or {"name": NAME, "path": FOLDER}, one or more; repeatable; each '

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -75,7 +76,7 @@ def _parse(text: str) -> LoraModule:
         raise ValueError(f'{FLAG} {text!r}: expected NAME=PATH, or {{"name": ..., "path": ...}}')
     if not name.isprintable():  # line breaks separate the parts of a namespace
         raise ValueError(f"{FLAG} {text!r}: the name has characters that cannot be printed")
-    return LoraModule(name, path)
+    return LoraModule(name, os.path.expanduser(path))  # shells do not, after NAME=
 
 
 def names(modules: Sequence[LoraModule]) -> tuple[str, ...]:

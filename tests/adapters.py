@@ -57,7 +57,8 @@ def merged(model: torch.nn.Module, folder: Path, prefix: str = "base_model.model
         if not name.endswith(".lora_A.weight"):
             continue
         module = name.removeprefix(prefix).removesuffix(".lora_A.weight")
-        alpha = config.get("alpha_pattern", {}).get(module.rpartition(".")[2], config["lora_alpha"])
+        patterns = config.get("alpha_pattern", {})
+        alpha = patterns.get(module, patterns.get(module.rpartition(".")[2], config["lora_alpha"]))
         scale = alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
         b = tensors[name.replace("lora_A", "lora_B")]
         found.get_submodule(module).weight += scale * (b.double() @ a.double()).float()

@@ -24,6 +24,11 @@ def test_both_forms():
     assert modules() == modules(enable_lora=False) == ()
 
 
+def test_a_folder_may_be_in_the_users(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert modules("a=~/lora", '{"name": "b", "path": "~/b=c"}') == (("a", "/home/me/lora"), ("b", "/home/me/b=c"))
+
+
 @pytest.mark.parametrize(
     ("texts", "words"),
     [
@@ -64,12 +69,14 @@ def test_the_flag_takes_several_values_and_is_repeatable():
         ([CONFIG, "adapter_model.bin"], "convert adapter_model.bin to safetensors"),
     ],
 )
-def test_serve_looks_for_the_files_first(tmp_path, capsys, files, words):
+def test_commands_look_for_the_files_first(tmp_path, capsys, files, words):
     folder = tmp_path / "sql"
     if files is not None:
         folder.mkdir()
         for file in files:
             (folder / file).touch()
-    assert cli.main(["serve", "nano", "--enable-lora", "--lora-modules", f"sql={folder}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("radixrt serve: --lora-modules sql: ") and words in line and str(folder) in line
+    flags = ["--enable-lora", "--lora-modules", f"sql={folder}"]
+    for command in (["serve", "nano"], ["worker", "--model", "nano", "--router", "tcp://127.0.0.1:1"]):
+        assert cli.main([*command, *flags]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"radixrt {command[0]}: --lora-modules sql: ") and words in line and str(folder) in line

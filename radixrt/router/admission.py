@@ -68,7 +68,6 @@ class Admission:
             f"{tenant}\n{model}\n{message.cache_salt}",
             message.origin,
             model,
-            adapter=model if self._members.is_adapter(model) else "",
             stream=isinstance(message, Generate) and message.stream,
             scores=isinstance(message, Score),
         )
@@ -89,8 +88,10 @@ class Admission:
             raise Refused("model", "no worker serves yet", 503, self._config.worker_timeout)
         if not name:
             return min(served)
-        if name not in served and not self._members.is_adapter(name):
-            served |= self._members.adapters()
+        if name in served or self._members.serving(name).members:  # the latter is cached
+            return name
+        served |= self._members.adapters()
+        if name not in served:
             raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)
         return name
 

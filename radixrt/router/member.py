@@ -68,6 +68,11 @@ class Member:
         """Whether it serves a model, which may be a LoRA adapter, of that name."""
         return model == self.info.model or model in self.info.adapters
 
+    def adapter(self, model: str) -> str:
+        """Of a model that it serves: its name if it is a LoRA adapter here, else "". Another worker may serve a model
+        of that name without an adapter."""
+        return "" if model == self.info.model else model
+
     def is_process(self, pid: int, life: int) -> bool:
         """Whether this worker's process has that pid and life; 0 matches any."""
         return pid in (0, self.info.pid) and life in (0, self.info.life)

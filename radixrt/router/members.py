@@ -69,10 +69,6 @@ class Members:
         """Names of the LoRA adapters of these workers."""
         return {name for m in self._known() for name in m.info.adapters}
 
-    def is_adapter(self, name: str) -> bool:
-        """Whether one of these workers has a LoRA adapter of that name."""
-        return any(name in m.info.adapters for m in self._known())
-
     def _known(self) -> Iterator[Member]:
         return itertools.chain(self._serving.values(), self._lost.values())
 

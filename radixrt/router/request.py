@@ -21,7 +21,6 @@ class Request:
     """A client's request. `runs` are its choices, of which `open` are not finished."""
 
     __slots__ = (
-        "adapter",
         "bounded",
         "client",
         "group",
@@ -49,7 +48,6 @@ class Request:
         *,
         stream: bool,
         scores: bool,
-        adapter: str = "",
     ) -> None:
         self.client = client
         self.id = id
@@ -57,8 +55,6 @@ class Request:
         self.namespace = namespace
         self.origin = origin
         self.model = model
-        self.adapter = adapter
-        """The model's name if it is a LoRA adapter, else ""."""
         self.stream = stream
         self.scores = scores
         self.bounded = False
@@ -177,7 +173,7 @@ class RunState:
         return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker)
 
     def order(self, ids: bytes) -> Run:
-        """The Run for a worker; `ids` are the prompt and the emitted tokens."""
+        """The Run for its worker; `ids` are the prompt and the emitted tokens."""
         return Run(
             id=self.id,
             namespace=self.request.namespace,
@@ -187,5 +183,5 @@ class RunState:
             score_from=None if self.scored else self.score_from,
             pin=self.request.pin,
             group=self.request.group.id if self.request.group else 0,
-            adapter=self.request.adapter,
+            adapter=self.member.adapter(self.request.model),
         )

@@ -43,13 +43,16 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
 
 
 def models(core: RouterCore) -> list[dict[str, Any]]:
-    """The models that workers serve now, each once, and their LoRA adapters, whose `parent` is their model."""
-    longest: dict[tuple[str, str], int] = {}
+    """The models that workers serve now, and then their LoRA adapters, whose `parent` is their model. Each name once:
+    one that is a model of a worker has no parent, whatever it is elsewhere."""
+    parents: dict[str, str] = {}
+    longest: dict[str, int] = {}
     for member in core.members:
-        model = member.info.model
-        for key in (("", model), *((model, adapter) for adapter in member.info.adapters)):
-            longest[key] = max(longest.get(key, 0), member.token_limit)
+        for name in (member.info.model, *member.info.adapters):
+            parent = member.info.model if member.adapter(name) else ""
+            parents[name] = min(parents.get(name, parent), parent)
+            longest[name] = max(longest.get(name, 0), member.token_limit)
     return [
-        {"id": name, "max_model_len": longest[parent, name]} | ({"parent": parent} if parent else {})
-        for parent, name in sorted(longest)
+        {"id": name, "max_model_len": longest[name]} | ({"parent": parents[name]} if parents[name] else {})
+        for name in sorted(parents, key=lambda name: (parents[name], name))
     ]

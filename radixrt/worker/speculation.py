@@ -48,30 +48,25 @@ class Speculation:
         rows = self._most_rows - len(running.decoding)
         room = rows // max(len(ready), 1) - 1  # drafted tokens of each, beside its last token
         if states is not None:
-            room = min(room, states.draftable // max(len(ready), 1))
+            room = min(room, states.draftable // max(len(ready), 1))  # there are slots for all
         found = []
         for request in ready:
             ids = drafter.draft(request, room, requests)
             if ids and request.matcher is not None and not (ids := request.matcher.drafted(request, ids)):
                 drafter.refuse(request)
-            slots = self._reserve(request, len(ids)) if ids else None
-            if slots is None:
-                running.decode(request)
+            if ids and self._has_pages(request, len(ids)):
+                found.append((request, ids, [] if states is None else states.draft(request.state, len(ids))))
             else:
-                found.append((request, ids if states is None else ids[: len(slots)], slots))
+                running.decode(request)
         return found
 
-    def _reserve(self, request: Request, count: int) -> list[int] | None:
-        """Reserve pages for `count` drafted tokens, and recurrent states, if the model has any, for as many as
-        possible. Returns the slots of these; None if there is no room."""
-        states = self._cache.states
+    def _has_pages(self, request: Request, count: int) -> bool:
+        """Reserve pages for `count` drafted tokens. False if there are not enough."""
         try:
             self._cache.reserve(request, request.computed + 1 + count)
         except OutOfPages:
-            return None
-        if states is None:
-            return []
-        return states.draft(request.state, count) or None
+            return False
+        return True
 
     def verify(self, drafter: Drafter, draft: Draft, result: Result) -> int:
         """How many tokens of a draft are accepted: its longest prefix that equals the tokens the model sampled. A

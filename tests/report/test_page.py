@@ -71,6 +71,15 @@ def test_names_are_text(report):
     assert "<script>alert(1)</script>" in cells and "program a & b, fork depth 2" in cells
 
 
+def test_models_are_shown_if_there_are_several():
+    found = Report(1000)
+    finish(found, (1, 2, 3), 0, model="m")
+    assert "Models" not in to_html(found.to_json())
+    finish(found, (1, 2, 3), 0, model="<b>")
+    text = to_html(found.to_json())
+    assert "<b>" not in text.replace("<b style", "") and {"m", "<b>"} <= set(Page(text).of("td"))
+
+
 def test_texts_that_change_are_text(report):
     row = {"tenant": "<i>", "requests": 9, "lost_tokens": 900, "at": 3, "length": 2, "masked": False}
     shown = row | {"before": "id <x>", "values": ["<1>", "2"], "after": "</pre>&"}

@@ -229,6 +229,17 @@ def test_text():
     assert to_text(Report(10).to_json()).startswith("Cache-hit-rate report")
 
 
+def test_models_are_shown_if_there_are_several():
+    report = Report(10**6)
+    finish(report, (1, 2, 3, 4), 0, model="m")
+    data = report.to_json()
+    assert [row["model"] for row in data["models"]] == ["m"] and "model m" not in to_text(data)
+    finish(report, (1, 2, 3, 4), 2, namespace="o", model="sql")
+    data = report.to_json()
+    assert [(row["model"], row["hit_tokens"]) for row in data["models"]] == [("m", 0), ("sql", 2)]
+    assert "model m" in to_text(data) and "model sql" in to_text(data)
+
+
 def test_names_and_figures_cannot_break_the_table():
     report = Report(10**6)
     origin, worker = Origin("agent\x1b[2J\r\nname\u202e" + "y" * 100, "", 3), "w" * 200

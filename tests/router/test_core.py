@@ -30,7 +30,7 @@ from radixrt.messages import (
     TokenPrompt,
 )
 from radixrt.messages.digests import prefix_digest
-from radixrt.router import placement
+from radixrt.router import placement, status
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Order, Reply
 from radixrt.router.request import Request
@@ -760,8 +760,39 @@ def test_only_workers_with_the_adapter_are_asked():
         assert (name, run.adapter, run.namespace) == ("w1", "sql", "default\nsql\n")
     name, run = only_run(core.submit(b"c", generate(5), 1.0))
     assert (name, run.adapter, run.namespace) == ("w0", "", "default\nm\n")
+    core.lose(["w1"], 1.0)
+    assert error(core.submit(b"c", generate(6, model="sql"), 1.0)).code == 503, "it may come back"
     core.leave("w1", 1.0)
-    assert error(core.submit(b"c", generate(6, model="sql"), 1.0)).code == 404
+    assert error(core.submit(b"c", generate(7, model="sql"), 1.0)).code == 404
+
+
+def test_a_name_may_be_an_adapter_at_one_worker_and_a_model_at_another():
+    """Each worker is asked for what it has, also when a run goes on elsewhere; the name is listed once."""
+    core = core_with(register("w0", adapters=["sql", "bot"]))
+    name, run = only_run(core.submit(b"c", generate(1, model="sql"), 1.0))
+    assert (name, run.adapter) == ("w0", "sql")
+    core.register(register("w1", model="sql", max_model_len=99), 1.0)
+    name, again = only_run(core.leave("w0", 1.0))
+    assert (name, again.adapter, again.namespace) == ("w1", "", run.namespace)
+    core.register(register("w0", pid=2, adapters=["sql", "bot"]), 1.0)
+    listed = status.models(core)
+    name, again = only_run(core.leave("w1", 1.0))
+    assert (name, again.adapter, again.namespace) == ("w0", "sql", run.namespace)
+    core.register(register("w1", pid=2, model="sql", max_model_len=99), 1.0)
+    assert status.models(core) == listed == [
+        {"id": "m", "max_model_len": 4096}, {"id": "sql", "max_model_len": 4096},
+        {"id": "bot", "max_model_len": 4096, "parent": "m"},
+    ]  # fmt: skip
+
+
+def test_a_run_waits_for_a_worker_with_its_adapter():
+    """It is not computed by another worker of the same model."""
+    core = core_with(register("w0"), register("w1", adapters=["sql"]))
+    only_run(core.submit(b"c", generate(1, model="sql"), 1.0))
+    assert core.lose(["w1"], 2.0) == []
+    assert core.register(register("w2", adapters=["bot"]), 2.0) == []
+    name, run = only_run(core.register(register("w3", adapters=["bot", "sql"]), 3.0))
+    assert (name, run.adapter) == ("w3", "sql")
 
 
 class Sink:

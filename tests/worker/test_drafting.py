@@ -222,10 +222,12 @@ def test_any_load_on_few_pages(data):
 
 
 def test_with_recurrent_states_as_many_draft_as_have_room_for_theirs():
-    """A quarter of the states is for drafts, at least two for each request; the others generate without."""
+    """A quarter of the states is for drafts, at least two for each request and as many for each; the others generate
+    without."""
     for states, drafting in ((64, 8), (40, 5), (9, 1), (8, 1), (7, 0)):
         for runner in ways(states=states):
-            engine = Engine(runner, drafter=Fixed(7), rows=12)
+            drafter = Fixed(7)
+            engine = Engine(runner, drafter=drafter, rows=12)
             count, most = min(8, states // 2), 0
             for prompt in prompts(count, 5, 9, vocab_size=VOCAB):
                 engine.add(prompt, Sampling(max_tokens=60, temperature=0.0, ignore_eos=True))
@@ -234,6 +236,7 @@ def test_with_recurrent_states_as_many_draft_as_have_room_for_theirs():
             assert most == drafting
             taken = max(entries for entries, tokens in runner.steps if entries == tokens) - count
             assert taken == min(states // 4 // max(drafting, 1), 7) * drafting
+            assert not drafting or states // 4 // drafting in drafter.asked
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -389,11 +392,14 @@ class Fixed(Drafter):
     def __init__(self, right: int) -> None:
         super().__init__(7, False)
         self._right = right
+        self.asked: set[int] = set()
+        """The most tokens that drafts were to have."""
 
     def begins(self, request: Request, requests: int) -> bool:
         return True
 
     def draft(self, request: Request, most: int, requests: int) -> list[int]:
+        self.asked.add(most)
         ids, last = [], request.tokens[-1]
         for i in range(min(7, most, request.limit - len(request.tokens) - 1)):
             last = fake_token(last, len(request.tokens) - 1 + i, VOCAB)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.lora_modules import LoraModule, lora_modules
@@ -36,6 +38,8 @@ FAMILIES = [
     ("qwen3", DENSE, {}),
     ("phi3", FUSED, {}),
     ("granite", DENSE, {}),
+    ("gpt_neox", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), {}),
+    ("nemotron_h", ("in_proj", "out_proj", "q_proj", "shared_experts.up_proj"), {}),
 ]
 MORE = [
     ("llama", ("o_proj",), {"attention_bias": True, "mlp_bias": True}),
@@ -51,9 +55,7 @@ MORE = [
     ("qwen3_next", ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"), {}),
     ("kimi_linear", ("self_attn.q_proj", "o_proj", "f_a_proj", "f_b_proj"), {}),
     ("bamba", ("in_proj", "out_proj", "q_proj"), {}),
-    ("nemotron_h", ("in_proj", "out_proj", "q_proj", "shared_experts.up_proj"), {}),
     ("lfm2", ("in_proj", "out_proj", "w1", "w2"), {}),
-    ("gpt_neox", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), {}),
     ("llama4_text", ("q_proj", "o_proj", "shared_expert.gate_proj", "feed_forward.down_proj"), {}),
     ("starcoder2", ("q_proj", "c_fc", "c_proj"), {}),
     ("gemma4_text", ("q_proj", "k_proj", "o_proj", "up_proj"), {}),
@@ -248,6 +250,76 @@ def test_what_adapters_add_is_beside_the_base(number):
     assert torch.equal(out[[1, 4]], base(x)[[1, 4]])
 
 
+@pytest.mark.parametrize("number", range(3), ids=["plain", "fp8", "int4"])
+def test_the_kind_of_a_models_weights_is_that_of_the_bases(checkpoint, number):
+    model = decoder_of(checkpoint("llama")[0])
+    last = model._layers[-1]
+    stack = Stack(torch.zeros(1, 32, 64), torch.zeros(1, 48, 16), (24, 24))
+    product = LoraLinear(bases(48, 64)[number], stack, Rows(), TorchOps(), batch_invariant=False)
+    model._layers[-1] = replace(last, mlp=replace(last.mlp, gate_up=product))
+    assert (model.is_fp8, model.is_int4) == (number == 1, number == 2)
+
+
+def test_a_product_with_its_gate_is_one_only_without_adapters():
+    class Gated(TorchOps):
+        @staticmethod
+        def gated_linear(x, weight, activation):
+            return TorchOps.gate(x @ weight.t(), activation)
+
+    x, rows = torch.randn(3, 64), Rows()
+    stack = Stack(torch.randn(1, 32, 64), torch.randn(1, 48, 16), (24, 24))
+    base = Linear(torch.randn(48, 64), None, False, Gated())
+    product = LoraLinear(base, stack, rows, TorchOps(), batch_invariant=False)
+    assert torch.equal(product.gated_linear(x, "silu"), base.gated_linear(x, "silu"))
+    rows.use(torch.tensor([-1, 0, -1], dtype=torch.int32))
+    assert product.gated_linear(x, "silu") is None
+
+
+def test_layers_that_only_read_others_add_adapters_to_the_tokens_that_are_wanted(checkpoint, tmp_path):
+    """The last layers of Gemma 4, which are computed for these alone: the same logits."""
+    folder, model = checkpoint("gemma4_text")
+    adapters = [make_adapter(tmp_path / str(n), model, ("q_proj", "o_proj", "up_proj"), seed=n) for n in range(2)]
+    decoder = decoder_of(folder, *adapters)
+    assert decoder.spec.writers < decoder.spec.num_layers
+    tokens, positions, wanted = torch.arange(1, 40), torch.arange(39), torch.tensor([3, 17, 38])
+    numbers = torch.tensor([n % 3 - 1 for n in range(39)], dtype=torch.int32)
+    attend = reading(decoder, wanted)
+    with torch.inference_mode():
+        decoder.use_adapters(numbers)
+        expected = decoder.forward(tokens, positions, attend, wanted)
+        decoder.use_adapters(numbers)
+        found = decoder.finish(*decoder.attend_all(tokens, positions, attend, wanted=wanted), tokens=tokens[wanted])
+        plain = decoder_of(folder).forward(tokens, positions, attend, wanted)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (found - plain).abs().max() > 0.01
+
+
+def decoder_of(folder: Path, *adapters: Path) -> Decoder:
+    weights = SafetensorsWeights(folder, torch.float32, torch.device("cpu"), progress=False)
+    read = [read_adapter(LoraModule(path.name, str(path)), 16) for path in adapters]
+    return Decoder(read_spec(read_json(folder / "config.json")), weights, adapters=read)
+
+
+def reading(decoder: Decoder, wanted: torch.Tensor):
+    """As `causal`, of a model whose last layers read K and V of others; with queries of all tokens, or of the `wanted`
+    ones."""
+    stored = {}
+
+    def attend(number, heads):
+        q, k, v = heads.split()
+        source = decoder.spec.layers[number].source
+        if source is None:
+            stored[number] = k, v
+        k, v = stored[number if source is None else source]
+        seen = torch.ones(len(k), len(k), dtype=torch.bool).tril()
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        mask = seen[wanted] if q.shape[2] == len(wanted) else seen
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    return attend
+
+
 def test_results_do_not_depend_on_the_batch(checkpoint, tmp_path):
     folder, model = checkpoint("llama")
     adapters = two_adapters(tmp_path, model)
@@ -266,113 +338,3 @@ def test_results_do_not_depend_on_the_batch(checkpoint, tmp_path):
         return [[p.logprob for output in engine.outputs[id] for p in output.logprobs or ()] for id in ids]
 
     assert answers(together=True) == answers(together=False)
-
-
-# ---------------------------------------------------------------- what is read
-
-
-@pytest.fixture(scope="module")
-def adapter_of(checkpoint, tmp_path_factory):
-    """`adapter_of(**config)` -> (folder of a llama, of an adapter for it)."""
-    folder, model = checkpoint("llama")
-
-    def make(**config):
-        return folder, make_adapter(tmp_path_factory.mktemp("adapter"), model, ("q_proj", "down_proj"), **config)
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"use_dora": True}, "DoRA is not served"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not served"),
-        ({"bias": "all"}, "bias 'all' is not served"),
-        ({"peft_type": "IA3"}, "peft_type 'IA3'; LORA is served"),
-        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4' changes the base weights"),
-        ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"lora_alpha": None}, "no number lora_alpha"),
-        ({"rank": 64}, "its rank is 64; --max-lora-rank 64 serves it"),
-        ({"r": 4}, "by adapter_config.json the rank is 4"),
-    ],
-)
-def test_what_is_not_served_is_named(adapter_of, config, words):
-    folder, adapter = adapter_of(**config)
-    with pytest.raises(ValueError, match=f"--lora-modules a0: .*{words}"):
-        load(folder, adapter)
-
-
-def edited(adapter, edit):
-    tensors = load_file(adapter / "adapter_model.safetensors")
-    edit(tensors)
-    save_file(tensors, adapter / "adapter_model.safetensors")
-
-
-Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-
-
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2)}), "embed_tokens"),
-        (lambda t: t.update({"base_model.model.lm_head.lora_A.weight": torch.ones(8, 64)}), "lm_head"),
-        (lambda t: t.update({Q.replace("lora_A.weight", "lora_B.bias"): torch.ones(64)}), "lora_B.bias is not served"),
-        (lambda t: t.pop(Q), "has only one of lora_A and lora_B"),
-        (lambda t: t.update({Q: torch.ones(8, 63)}), r"is \[64, 64\] in the model, in the adapter \[64, 63\]"),
-        (lambda t: t.update({k.replace("layers.1", "layers.7"): t.pop(k) for k in list(t)}), "layers.7.* and 1 more"),
-    ],
-)
-def test_tensors_that_are_not_served_are_named(adapter_of, edit, words):
-    folder, adapter = adapter_of()
-    edited(adapter, edit)
-    with pytest.raises(ValueError, match=f"--lora-modules a0: .*{words}"):
-        load(folder, adapter)
-
-
-def test_experts_are_refused(checkpoint, tmp_path):
-    """Those that older versions of transformers had as linear layers."""
-    folder, model = checkpoint("qwen3_moe")
-    adapter = make_adapter(tmp_path / "one", model, ("q_proj",))
-    name = "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_"
-    edited(adapter, lambda t: t.update({f"{name}A.weight": torch.ones(8, 64), f"{name}B.weight": torch.ones(40, 8)}))
-    with pytest.raises(ValueError, match=r"LoRA of layers\.0\.mlp\.experts\.1\.up_proj is not served for this model"):
-        load(folder, adapter)
-
-
-@pytest.mark.parametrize(
-    ("family", "target"), [("deepseek_v3", "kv_b_proj"), ("gemma4_text", "per_layer_input_gate")]
-)
-def test_other_projections_are_refused(checkpoint, tmp_path, family, target):
-    """Those that are absorbed, and those of per-layer inputs."""
-    folder, model = checkpoint(family)
-    adapter = make_adapter(tmp_path / "one", model, (target,))
-    with pytest.raises(ValueError, match=rf"LoRA of layers\.0\.\S*{target}, and \d+ more is not served for this model"):
-        load(folder, adapter)
-
-
-def test_patterns_of_rank_and_alpha(checkpoint, tmp_path):
-    folder, model = checkpoint("llama")
-    config = {"rank_pattern": {"down_proj": 3}, "alpha_pattern": {"q_proj": 5}}
-    adapter = make_adapter(tmp_path / "one", model, ("q_proj", "down_proj"), **config)
-    engine, prompt = Engine(load(folder, adapter)), prompts(1, 30, 30)[0]
-    engine.add(prompt, GREEDY, score_from=1, adapter=0)
-    found, _ = computed(engine.runner, engine.scheduler.plan())
-    with torch.inference_mode():
-        expected = merged(model, adapter)(torch.tensor([prompt])).logits[0]
-    assert (found - expected).abs().max() < 1e-4
-
-
-def test_names_of_multimodal_models(checkpoint, tmp_path):
-    folder, model = checkpoint("llama")
-    adapter = make_adapter(tmp_path / "one", model, ("q_proj",))
-    plain = read_adapter(LoraModule("one", str(adapter)), 16).pairs.keys()
-    for prefix in ("model.language_model.", "language_model.model."):
-        tensors = load_file(adapter / "adapter_model.safetensors")
-        other = tmp_path / prefix
-        other.mkdir()
-        save_file(
-            {k.replace("base_model.model.model.", f"base_model.model.{prefix}"): v for k, v in tensors.items()},
-            other / "adapter_model.safetensors",
-        )
-        (other / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
-        assert read_adapter(LoraModule("one", str(other)), 16).pairs.keys() == plain

@@ -35,6 +35,22 @@ def test_a_snapshot_that_a_plan_reads_is_not_evicted_by_it() -> None:
     assert saves.shape == (2, 0) and states.deepest(pages(1)) == 1 and states.has_room
 
 
+def test_drafts_take_the_slots_of_snapshots_that_are_not_pinned() -> None:
+    states = States(13, 20)
+    live = states.begin(0)
+    for page in range(1, 12):
+        saved(states, page)
+    for page in range(1, 7):
+        assert states.pin(pages(page)) == page
+    assert states.draftable == 3 and len(states.draft(live, 5)) == 3
+    states.accept(live, 0)
+    for _ in range(3):
+        states.begin(0)  # three slots were free
+    states.drain()
+    assert states.draftable == 2 and len(states.draft(live, 5)) == 2 and states.draftable == 0
+    assert all(states.deepest(pages(page)) for page in range(1, 7))
+
+
 def test_a_snapshot_whose_page_leaves_before_it_is_taken_is_not_taken() -> None:
     states = States(4, 10)
     slot = states.begin(0)

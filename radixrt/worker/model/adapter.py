@@ -11,8 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -33,6 +34,26 @@ PREFIX = "base_model.model."
 TEXT_PREFIXES = "model.language_model.", "language_model.model.", "model.", "gpt_neox.", "backbone.", "transformer.", ""
 """What stands before `layers.` in names of modules of the text model."""
 MATRICES = {".lora_A.weight": 0, ".lora_B.weight": 1}
+Rank = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Config(msgspec.Struct):
+    """What adapter_config.json says about ranks and scales. Patterns are regular expressions of modules' names."""
+
+    r: Rank
+    lora_alpha: float
+    rank_pattern: dict[str, Rank] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    use_rslora: bool | None = None
+
+    def rank(self, module: str) -> int:
+        """The rank of the matrices of a module, by its whole name ("model.layers.0.self_attn.q_proj")."""
+        return _by_pattern(self.rank_pattern, module, self.r)
+
+    def scale(self, module: str) -> float:
+        """The factor of their product."""
+        rank = self.rank(module)
+        return _by_pattern(self.alpha_pattern, module, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 class Pair(NamedTuple):
@@ -70,15 +91,23 @@ def read_adapter(module: LoraModule, max_rank: int) -> Adapter:
     name, folder = module.name, Path(module.path)
     check_files(name, folder)
     try:
-        config = read_json(folder / CONFIG)
-        _check(config)
-        pairs = _pairs(config, _tensors(folder / WEIGHTS))
-    except (ValueError, TypeError, SafetensorError) as error:
+        pairs = _pairs(_config(folder / CONFIG), _tensors(folder / WEIGHTS))
+    except (ValueError, SafetensorError) as error:
         raise ValueError(f"{FLAG} {name}: {error}") from error
     found = Adapter(name, pairs)
     if found.rank > max_rank:
         raise ValueError(f"{FLAG} {name}: its rank is {found.rank}; --max-lora-rank {found.rank} serves it")
     return found
+
+
+def _config(path: Path) -> Config:
+    """Read a configuration. Raises ValueError that names what in it is not served, or is not what is expected."""
+    content = read_json(path)
+    _check(content)
+    try:
+        return msgspec.convert(content, Config)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{CONFIG}: {error}") from error
 
 
 def _check(config: Mapping[str, Any]) -> None:
@@ -88,9 +117,6 @@ def _check(config: Mapping[str, Any]) -> None:
     for field, words in NOT_SERVED.items():
         if config.get(field):
             raise ValueError(f"{words} is not served")
-    for field in ("r", "lora_alpha"):
-        if not isinstance(config.get(field), (int, float)):
-            raise ValueError(f"{CONFIG} has no number {field}")
     if (bias := config.get("bias", "none")) != "none":
         raise ValueError(f"bias {bias!r} is not served; none is")
     start = config.get("init_lora_weights")
@@ -99,13 +125,13 @@ def _check(config: Mapping[str, Any]) -> None:
 
 
 def _tensors(path: Path) -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """(A, B) by projection. ValueError for a tensor that is none of these."""
+    """(A, B) by module, as PEFT names it without its own prefix. ValueError for a tensor that is none of these."""
     found: dict[str, list[torch.Tensor | None]] = {}
     with safe_open(path, "pt", device="cpu") as file:
         for stored in file.keys():  # noqa: SIM118 (it is not a dict)
             end = next((end for end in MATRICES if stored.endswith(end)), None)
-            module = None if end is None else _projection(stored.removesuffix(end))
-            if module is None:
+            module = stored.removesuffix(end or "").removeprefix(PREFIX)
+            if end is None or _projection(module) is None:
                 raise ValueError(f"{stored} is not served: only A and B of projections in layers are")
             found.setdefault(module, [None, None])[MATRICES[end]] = file.get_tensor(stored)
     if not found:
@@ -115,30 +141,38 @@ def _tensors(path: Path) -> dict[str, tuple[torch.Tensor | None, torch.Tensor | 
 
 def _projection(module: str) -> str | None:
     """ "layers.0.self_attn.q_proj" for a module of the text model; None for others."""
-    before, layers, rest = module.removeprefix(PREFIX).partition("layers.")
+    before, layers, rest = module.partition("layers.")
     return layers + rest if layers and before in TEXT_PREFIXES else None
 
 
 def _pairs(
-    config: Mapping[str, Any], tensors: Mapping[str, tuple[torch.Tensor | None, torch.Tensor | None]]
-) -> dict[str, Pair]:
+    config: Config, tensors: Mapping[str, tuple[torch.Tensor | None, torch.Tensor | None]]
+) -> dict[str, Pair]:  # fmt: skip
+    """By projection."""
     found = {}
     for module, (a, b) in tensors.items():
         if a is None or b is None:
             raise ValueError(f"{module} has only one of lora_A and lora_B")
-        rank = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
+        rank = config.rank(module)
         if a.dim() != 2 or b.dim() != 2 or len(a) != rank or b.shape[1] != rank:
             raise ValueError(
                 f"{module}: lora_A is {list(a.shape)} and lora_B {list(b.shape)}, by {CONFIG} the rank is {rank}"
             )
-        alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-        found[module] = Pair(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+        if (projection := _projection(module)) in found:
+            raise ValueError(f"{projection} has two names")
+        if not math.isfinite(scale := config.scale(module)):
+            raise ValueError(f"{module} has the scale {scale}")
+        found[projection] = Pair(a, b, scale)
     return found
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """The value of the first pattern that fits a module's name, as in PEFT (`get_pattern_key`)."""
     for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
+        try:
+            fits = re.match(rf"(.*\.)?({pattern})$", module)
+        except re.error as error:
+            raise ValueError(f"{CONFIG} has the pattern {pattern!r}: {error}") from error
+        if fits:
             return value
     return default
