@@ -2,6 +2,8 @@
 
     <function_calls>f(a="text", b=[1, 2])
     g()</function_calls>
+
+A call is read by `python_calls`.
 """
 
 from __future__ import annotations

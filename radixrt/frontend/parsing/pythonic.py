@@ -1,6 +1,8 @@
 """Calls as Llama 3.2 and 4 write them, a list in Python syntax, at the start of the answer or behind <|python_start|>:
 
     [f(a="text", b=[1, 2]), g()]
+
+A call is read by `python_calls`.
 """
 
 from __future__ import annotations

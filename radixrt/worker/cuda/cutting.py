@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 
 from radixrt.worker.plan import Parts
 
@@ -83,3 +85,39 @@ def cut(parts: Parts, tokens: int = TOKENS) -> tuple[np.ndarray, np.ndarray]:
     order = np.argsort(-lengths, kind="stable")
     sequences = np.column_stack(((stop - counts)[begins], lengths, parts.targets[ends]))[order]
     return chunks.astype(np.int32), sequences.astype(np.int32)
+
+
+# ---------------------------------------------------------------- read by kernels that compute token by token
+
+
+@triton.jit
+def first_chunk(
+    chunks_ptr, sequences_ptr, number, FIELDS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, RUNS: tl.constexpr
+):  # fmt: skip
+    """Where a sequence begins, of `Cut.pair` or, with RUNS, of `Runs.pair`: (its first token, the end of its tokens,
+    the slot of its state, a pointer to its first chunk, the end of that chunk). A token of a run is a chunk. `number`
+    is that of the sequence, or of the token; if no run begins with that token, the end is the token itself."""
+    if RUNS:
+        end = number + tl.load(sequences_ptr + number)
+        chunk = chunks_ptr + number
+        return number, end, tl.load(chunk).to(tl.int64), chunk, number + 1
+    else:
+        sequence = sequences_ptr + number * FIELDS
+        chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
+        slot = tl.load(sequence + 2).to(tl.int64)
+        begin = tl.load(chunk + 3)
+        return begin, tl.load(chunk + 4), slot, chunk, begin + tl.load(chunk + 1)
+
+
+@triton.jit
+def next_chunk(chunk, stop, more, CHUNK_FIELDS: tl.constexpr, RUNS: tl.constexpr):
+    """After the last token of the chunk that ends at `stop`: (the slot that the state is to be stored in now, or 0; a
+    pointer to the next chunk; its end). `more`: whether the sequence has more tokens."""
+    if RUNS:
+        return tl.load(chunk).to(tl.int64), chunk + 1, stop + 1
+    else:
+        passed = tl.load(chunk + 5).to(tl.int64)
+        if more:
+            chunk += CHUNK_FIELDS
+            stop = tl.load(chunk) + tl.load(chunk + 1)
+        return passed, chunk, stop

@@ -10,11 +10,14 @@ import triton.language as tl
 
 from radixrt.worker.cuda import launching
 from radixrt.worker.cuda.launching import wait
+from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.sparse import HIGHEST
 
 QUERIES, TOGETHER = 64, 2
-"""The most queries of a tile, and how many of them are multiplied at once."""
+"""The most queries of a tile, and how many of them are multiplied at once where there is room."""
 KEYS, WARPS, STAGES = 128, 4, 2
+RESERVED = 2048
+"""Bytes of shared memory for all but keys and queries."""
 QUERY_FIELDS, TILE_FIELDS = 3, 2
 
 
@@ -78,6 +81,12 @@ def make_tiles(owners: np.ndarray, at_once: int) -> np.ndarray:
     return np.stack([starts, np.diff(starts, append=len(owners))], axis=1).astype(np.int32)
 
 
+def together(rows: int, width: int, itemsize: int) -> int:
+    """How many queries of `rows` heads and `width` elements of so many bytes are multiplied at once: TOGETHER if they
+    and a tile's keys fit a program's shared memory, else one. Other GPUs than those of data centers have 99 KiB."""
+    return TOGETHER if (KEYS + TOGETHER * rows) * width * itemsize + RESERVED <= room() else 1
+
+
 def index_scores(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, queries: torch.Tensor,
     tiles: torch.Tensor, out: torch.Tensor, page_size: int, first: int = 0,
@@ -93,5 +102,6 @@ def index_scores(
     launching.launch(
         _index_scores_kernel, (len(tiles), triton.cdiv(out.shape[1], KEYS), 1), None,
         q, weights, keys, table, queries, tiles, out, first, table.stride(0), out.shape[1], heads, dim, page_size,
-        rows, width, TOGETHER, KEYS, HIGHEST, QUERY_FIELDS, TILE_FIELDS, STAGES, num_warps=WARPS,
+        rows, width, together(rows, width, q.element_size()), KEYS, HIGHEST, QUERY_FIELDS, TILE_FIELDS, STAGES,
+        num_warps=WARPS,
     )  # fmt: skip

@@ -198,7 +198,9 @@ def step_bytes(
         other += 3 * inner * config.max_num_batched_tokens * loaded.dtype.itemsize
     if spec.recurrent is not None and not config.deterministic:
         other += 2 * config.max_num_seqs * chunk_bytes(spec.recurrent, loaded.dtype.itemsize)
-    if spec.index is not None:  # scores, and what torch.topk needs beside them; selected slots
+    if spec.index is not None:
+        # Scores, and the places of the highest. Slots that are selected, of two layers for a moment, and twice as much
+        # for what else such queries take: a short measured step has none.
         other += 2 * 4 * max(MOST_SCORES, spec.max_model_len) + 24 * spec.index.top_k * config.max_num_batched_tokens
     # Even with full heads, short chunks take the absorbed form, and may take more memory.
     ways = [None] if full is None else [None, full]

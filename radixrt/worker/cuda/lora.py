@@ -18,22 +18,11 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.launching import launch, wait
+from radixrt.worker.cuda.products import Tile
 from radixrt.worker.model.lora import Rows, Stack
 
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What a program computes: rows x columns in steps of `depth`, and its launch parameters."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
 FEW = Tile(16, 32, 256, 4, 3), Tile(16, 128, 64, 4, 2)
-"""(shrink, expand) for few rows."""
+"""(shrink, expand) for few rows. The depth of shrink is along K, that of expand along the rank."""
 MANY = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 2)
 FEW_ROWS = 512
 """The most rows that are computed with FEW."""

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.convolutions import silu
-from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut, Runs
+from radixrt.worker.cuda.cutting import CHUNK_FIELDS, SEQUENCE_FIELDS, Cut, Runs, first_chunk, next_chunk
 from radixrt.worker.cuda.delta import LayerStates
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 
@@ -145,19 +145,9 @@ def _state_tokens_kernel(
     wait(EARLY)
     PARTS: tl.constexpr = DIM // ROWS
     head = tl.program_id(0) // PARTS
-    if RUNS:
-        begin = tl.program_id(1)
-        end = begin + tl.load(sequences_ptr + begin)
-        chunk = chunks_ptr + begin
-        slot = tl.load(chunk).to(tl.int64)
-        stop = begin + 1
-    else:
-        sequence = sequences_ptr + tl.program_id(1) * FIELDS
-        chunk = chunks_ptr + tl.load(sequence) * CHUNK_FIELDS
-        slot = tl.load(sequence + 2).to(tl.int64)
-        begin = tl.load(chunk + 3)
-        end = tl.load(chunk + 4)
-        stop = begin + tl.load(chunk + 1)
+    begin, end, slot, chunk, stop = first_chunk(
+        chunks_ptr, sequences_ptr, tl.program_id(1), FIELDS, CHUNK_FIELDS, RUNS
+    )
     i = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, STATE)
     state_at = states_ptr + head * (DIM * STATE) + i[:, None] * STATE + n[None, :]
@@ -192,15 +182,7 @@ def _state_tokens_kernel(
         out_at += VALUES
         x, b, c, raw = next_x, next_b, next_c, next_raw
         if t + 1 == stop:
-            if RUNS:
-                passed = tl.load(chunk).to(tl.int64)
-                chunk += 1
-                stop += 1
-            else:
-                passed = tl.load(chunk + 5).to(tl.int64)
-                if t + 1 < end:
-                    chunk += CHUNK_FIELDS
-                    stop = tl.load(chunk) + tl.load(chunk + 1)
+            passed, chunk, stop = next_chunk(chunk, stop, t + 1 < end, CHUNK_FIELDS, RUNS)
             if passed > 0:
                 tl.store(state_at + passed * state_stride, state)
     if not RUNS:

@@ -10,6 +10,5 @@ from radixrt.worker.cuda.scaled import scaled
 
 __all__ = [
     "add_normed", "experts", "gate", "gated_linear", "int4_linear", "lora", "mean_squares", "norm", "scaled",
-    "small_linear",
-    "squared_relu",
+    "small_linear", "squared_relu",
 ]  # fmt: skip

@@ -64,11 +64,11 @@ class CudaRunner(ModelRunner):
     processors      multiprocessors that work is spread over
     tree_attention  whether pages that requests share are read once (`sharing`)
     exact           whether results must not depend on the batch, to the last bit (the model's own must not either):
-                    one kernel and one tiling for all attention, nothing shared, no FlashInfer, no full heads; linear
-                    attention token by token
+                    one kernel and one tiling for all attention, nothing shared, no FlashInfer, no full heads;
+                    recurrent layers token by token
     thresholds      see CudaSampler
     group           the model's tensor-parallel group
-    states          the recurrent states, if the model has linear attention
+    states          the recurrent states, if the model has recurrent layers
     """
 
     overlaps = True

@@ -119,7 +119,7 @@ def shared_variant(shape: Shape, itemsize: int) -> Variant:
     if shape.latent is not None:
         return latent_variant(MOST_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
-    if shape.head_dim > WIDE or itemsize > 2:
+    if not _fits(rows, shape, itemsize):
         return fitting_variant(rows, shape, itemsize)
     return Variant(rows, 128, 4, 3 if itemsize == 1 else 2) if shape.head_dim <= 128 else Variant(rows, 64, 4, 2)
 
@@ -129,16 +129,29 @@ def chunk_variant(shape: Shape, itemsize: int) -> Variant:
     if shape.latent is not None:
         return latent_variant(MOST_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
-    if shape.head_dim > WIDE or itemsize > 2:
+    if not _fits(rows, shape, itemsize):
         return fitting_variant(rows, shape, itemsize)
     return Variant(rows, 64, 4, 2 if itemsize == 1 or shape.head_dim > 128 else 3)
 
 
-def fitting_variant(rows: int, shape: Shape, itemsize: int) -> Variant:
-    """For heads of more than WIDE elements, and for float32, in tiles of up to `rows` rows: the most rows, and then the
-    most keys, that the chip has shared memory for."""
+def _fits(rows: int, shape: Shape, itemsize: int) -> bool:
+    """Whether tiles of so many rows and 64 keys need not be smaller: with heads of 256 elements, pages of 16 bits and
+    99 KiB of shared memory, they do. Beside queries, keys and values there are the weights of values."""
+    query, key = _bytes(shape, itemsize)
+    wide = shape.head_dim > WIDE or itemsize > 2
+    return not wide and rows * query + 64 * key + 2 * 64 * rows <= room()
+
+
+def _bytes(shape: Shape, itemsize: int) -> tuple[int, int]:
+    """Bytes of shared memory that a query takes in a tile, and K and V of a token."""
     dims = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.value_dim)
-    query, key = dims[0] * max(2, itemsize), sum(dims) * itemsize
+    return dims[0] * max(2, itemsize), sum(dims) * itemsize
+
+
+def fitting_variant(rows: int, shape: Shape, itemsize: int) -> Variant:
+    """For large heads, and for float32, in tiles of up to `rows` rows: the most rows, and then the most keys, that the
+    chip has shared memory for."""
+    query, key = _bytes(shape, itemsize)
     most, least = 32 if rows == 16 else 64, max(16, triton.next_power_of_2(shape.group))
     while True:
         for keys, stages in ((most, 2), (most // 2, 2), (16, 2), (16, 1)):

@@ -169,9 +169,11 @@ for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, 
 for half, page in (("*bf16", 1), ("*fp32", 16))[: 2 if every else 1]:
     at, numbers = index_scores, {"first": i, "stride": i, "columns": i}
     constants = {"HEADS": 64, "DIM": 128, "PAGE": page, "ROWS": 64, "WIDTH": 128, "KEYS": at.KEYS, "FINITE": 3e38}
-    constants |= {"TOGETHER": at.TOGETHER, "QUERY_FIELDS": 3, "TILE_FIELDS": 2, "STAGES": at.STAGES}
+    at.room = lambda: 101_376
+    together = at.together(64, 128, 2 if half == "*bf16" else 4)
+    constants |= {"TOGETHER": together, "QUERY_FIELDS": 3, "TILE_FIELDS": 2, "STAGES": at.STAGES}
     pointers = [half, "*fp32", half, *["*i32"] * 3, "*fp32"]
-    build(at._index_scores_kernel, pointers, numbers, constants, at.WARPS, room=230_000)
+    build(at._index_scores_kernel, pointers, numbers, constants, at.WARPS, room=101_376)
     constants = {"COUNT": 2048, "PAGE": page, "WIDTH": 4096, "FIELDS": 3}
     build(selection._select_kernel, ["*i32"] * 5, numbers, constants, selection.WARPS, room=120_000)
 heads = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
@@ -319,7 +321,9 @@ for (pages, dot, size, some), dim in [(kind, dim) for kind in kinds for dim in (
         build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
 variants.room = lambda: 166_912 if int(sys.argv[1]) == 80 else 232_448
 kinds += (("*fp32", tl.float32, 4, []),) if every else ()
-for (pages, dot, size, _), dim, v_dim in [(kind, *dims) for kind in kinds for dims in ((512, 512), (192, 128))]:
+cases = [(kind, *dims, variants.room()) for kind in kinds for dims in ((512, 512), (192, 128))]
+for (pages, dot, size, _), dim, v_dim, room in [*cases, (kinds[1], 256, 256, 101_376)]:
+    variants.room = lambda: room
     shape = variants.Shape(32, 4, dim, 1, v_dim=v_dim)
     tiles = (variants.decode_variant(shape, size), False), (variants.chunk_variant(shape, size), True)
     tiles += ((variants.shared_variant(shape, size), False),)
@@ -331,8 +335,9 @@ for (pages, dot, size, _), dim, v_dim in [(kind, *dims) for kind in kinds for di
             SINGLE=causal, CAP=0.0,
         )
         pointers = ["*bf16", pages, pages, "*i32", "*i32", "*i32", "*i32", "*bf16", "*fp32", "*fp32", "*fp32"]
-        numbers, room = {"stride": i, "scale": f, "v_scale": f}, variants.room()
+        numbers = {"stride": i, "scale": f, "v_scale": f}
         build(attend._attend_kernel, pointers, numbers, constants, variant.warps, room=room)
+variants.room = lambda: 166_912 if int(sys.argv[1]) == 80 else 232_448
 heads = {"HEADS": 16, "DIM": 576, "RANK": 512, "PAGE": 1, "PART": 256, "REST": 64, "ITEM": 8}
 for pages, dot, half, size in ((fp8, tl.float16, "*fp16", 1), ("*bf16", tl.bfloat16, "*bf16", 2)):
     shape = variants.Shape(16, 1, 576, 1, 512)

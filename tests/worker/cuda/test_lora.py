@@ -13,9 +13,17 @@ from radixrt.worker.cuda import lora, ops
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.model.lora import Rows, Stack, add_by_adapter
 from tests.adapters import make_adapter
-from tests.worker.cuda.test_runner import SIZES
+from tests.worker.cuda.test_runner import INDEXED, LAST_LINEAR, LINEAR, SIZES
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import make_model
+from tests.worker.test_drafting import Told
+
+OTHERS = {
+    "gemma4_text": {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 128},
+    "qwen3_5_text": LINEAR | {"num_hidden_layers": 3, "layer_types": LAST_LINEAR},
+    "deepseek_v32": INDEXED,
+}
+OTHERS["gemma4_text"] |= {"layer_types": ["sliding_attention", *["full_attention"] * 2], "sliding_window": 16}
 
 
 def drawn(device, sizes, rank, depth, count, adapters, dtype=torch.float32, seed=0):
@@ -115,32 +123,59 @@ def test_tiles_have_each_row_with_an_adapter_once(device, count, adapters, share
     assert lora.work(rows, adapters, 16) is found, "made once"
 
 
+def runners(folder, family: str, device, exact: bool = False, **sizes):
+    """The plain runner and the GPU's, of a small model with two adapters."""
+    if device.type == "cuda":
+        pytest.skip("for the interpreter")
+    model = make_model(folder, family, **SIZES | sizes)
+    adapters = [make_adapter(folder / str(seed), model, rank=4 * seed, seed=seed) for seed in (1, 2)]
+    config = resolve(
+        WorkerConfig(
+            model=str(folder), device="cpu", max_total_tokens=1200, page_size=1, enable_lora=True, deterministic=exact,
+            lora_modules=tuple(f"a{number}={path}" for number, path in enumerate(adapters)), max_mamba_cache_size=60,
+        )
+    )  # fmt: skip
+    loaded = loading.look_up(config)
+    pool, states = loading.make_pool(loaded, 1201, 1), loading.make_states(config, loaded)
+    model = loading.load_model(config, loaded, exact, ops=ops)
+    return loading.make_runner(config, loaded), CudaRunner(
+        model, pool, 1, rows=8, processors=4, states=states, exact=exact
+    )
+
+
+def generated(runner, asked, sampling, drafter=None) -> list[list[int]]:
+    """What is said to each prompt: to the n-th with adapter n % 3 - 1."""
+    engine = Engine(runner, chunk=32, rows=8, max_model_len=128, drafter=drafter)
+    ids = [
+        engine.add(prompt, sampling, namespace=str(number % 3), adapter=number % 3 - 1)
+        for number, prompt in enumerate(asked)
+    ]
+    engine.finish()
+    return [engine.tokens(id) for id in ids]
+
+
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_the_gpus_runner_equals_the_plain_one(family, device, tmp_path):
     """Chunks and decodes of three models in one batch, with steps that overlap."""
-    if device.type == "cuda":
-        pytest.skip("for the interpreter")
-    model = make_model(tmp_path, family, **SIZES)
-    adapters = [make_adapter(tmp_path / str(seed), model, rank=4 * seed, seed=seed) for seed in (1, 2)]
-    config = resolve(
-        WorkerConfig(
-            model=str(tmp_path), device="cpu", max_total_tokens=1200, page_size=1, enable_lora=True,
-            lora_modules=tuple(f"a{number}={path}" for number, path in enumerate(adapters)),
-        )
-    )  # fmt: skip
-    loaded = loading.look_up(config)
-    pool = loading.make_pool(loaded, 1201, 1)
-    fast = CudaRunner(loading.load_model(config, loaded, ops=ops), pool, 1, rows=8, processors=4)
+    plain, fast = runners(tmp_path, family, device)
     asked, sampling = prompts(3, 5, 30, vocab_size=128), Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
-    found = []
-    for runner in (loading.make_runner(config, loaded), fast):
-        engine = Engine(runner, chunk=32, rows=8, max_model_len=128)
-        ids = [
-            engine.add(prompt, sampling, namespace=str(number % 3), adapter=number % 3 - 1)
-            for number, prompt in enumerate(asked)
-        ]
-        engine.finish()
-        found.append([engine.tokens(id) for id in ids])
-    assert found[0] == found[1]
-    assert len(np.unique(found[0])) > 3
+    expected = generated(plain, asked, sampling)
+    assert generated(fast, asked, sampling) == expected
+    assert len(np.unique(expected)) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_drafts_of_adapters(family, exact, device, tmp_path):
+    """Where layers differ: in their heads, the last ones for few tokens alone; in having recurrent states; in the
+    tokens that they select."""
+    plain, fast = runners(tmp_path, family, device, exact, **OTHERS[family])
+    sampling = Sampling(max_tokens=9, temperature=0.0, ignore_eos=True)
+    asked = prompts(4, 20, 60, vocab_size=128)
+    expected = generated(plain, asked, sampling)
+    drafter = Told(True, [prompt + tokens for prompt, tokens in zip(asked, expected, strict=True)])
+    assert generated(fast, asked, sampling, drafter) == expected
+    assert drafter.drafted > drafter.accepted > 6

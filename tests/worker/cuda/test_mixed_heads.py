@@ -73,11 +73,14 @@ def test_append(name, dtype, kv_dtype, normed, bar, device):
 
 
 @pytest.mark.parametrize("room", [232_448, 166_912, 101_376])
-@pytest.mark.parametrize(("itemsize", "group"), [(1, 8), (2, 8), (2, 32), (4, 8)])
-def test_tiles_of_large_heads_fit_in_shared_memory(room, itemsize, group, monkeypatch):
+@pytest.mark.parametrize(
+    ("itemsize", "group", "dims"),
+    [(1, 8, (512, 256)), (2, 8, (512, 256)), (2, 32, (512, 256)), (4, 8, (512, 256)), (2, 2, (256, 256))],
+)
+def test_tiles_of_large_heads_fit_in_shared_memory(room, itemsize, group, dims, monkeypatch):
     monkeypatch.setattr(variants, "room", lambda: room)
-    shape = Shape(2 * group, 2, 512, 1, v_dim=256)
+    shape = Shape(2 * group, 2, dims[0], 1, v_dim=dims[1])
     for choose in (variants.decode_variant, variants.shared_variant, variants.chunk_variant):
         tile = choose(shape, itemsize)
-        shared = tile.rows * 512 * max(2, itemsize) + tile.stages * tile.keys * (512 + 256) * itemsize
+        shared = tile.rows * dims[0] * max(2, itemsize) + tile.stages * tile.keys * sum(dims) * itemsize
         assert shared <= room and tile.rows >= max(16, group) and tile.keys >= 16

@@ -12,6 +12,7 @@ import torch
 
 from radixrt.worker.attention import TorchAttention
 from radixrt.worker.cuda import attend, sparse, variants
+from radixrt.worker.cuda import index_scores as scoring
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.index_scores import QUERIES, index_scores, make_tiles
 from radixrt.worker.cuda.sparse import Sparse
@@ -55,8 +56,18 @@ def slots_of(table: np.ndarray, row: int, count: int, page_size: int, device) ->
     return torch.from_numpy(table[row, at // page_size].astype(np.int64) * page_size + at % page_size).to(device)
 
 
-@pytest.mark.parametrize(("page_size", "heads", "dim"), [(1, 5, 12), (4, 16, 32), (16, 1, 8)])
-def test_index_scores(page_size, heads, dim, device):
+@pytest.mark.parametrize(("itemsize", "room", "expected"), [(2, 101_376, 2), (4, 232_448, 2), (4, 101_376, 1)])
+def test_queries_that_are_multiplied_at_once_fit_in_shared_memory(itemsize, room, expected, monkeypatch):
+    """Of 64 heads of 128 elements."""
+    monkeypatch.setattr(scoring, "room", lambda: room)
+    assert scoring.together(64, 128, itemsize) == expected
+
+
+@pytest.mark.parametrize(
+    ("page_size", "heads", "dim", "together"), [(1, 5, 12, 2), (1, 5, 12, 1), (4, 16, 32, 2), (16, 1, 8, 2)]
+)
+def test_index_scores(page_size, heads, dim, together, device, monkeypatch):
+    monkeypatch.setattr(scoring, "together", lambda *_: together)
     plan, table, keys, q, weights = pages_and_queries(page_size, heads, dim, device)
     queries, on_device = queries_of(plan, device), torch.from_numpy(table).to(device)
     keys[slots_of(table, 3, 60, page_size, device)[55]] = torch.nan
