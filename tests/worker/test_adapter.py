@@ -85,9 +85,7 @@ def test_a_file_that_is_cut_short_is_named(adapter_of):
         load(folder, adapter)
 
 
-@pytest.mark.parametrize(
-    ("family", "target"), [("deepseek_v3", "kv_b_proj"), ("gemma4_text", "per_layer_input_gate")]
-)
+@pytest.mark.parametrize(("family", "target"), [("deepseek_v3", "kv_b_proj"), ("gemma4_text", "per_layer_input_gate")])
 def test_other_projections_are_refused(checkpoint, tmp_path, family, target):
     """Those that are absorbed, and those of per-layer inputs."""
     folder, model = checkpoint(family)

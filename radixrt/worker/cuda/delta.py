@@ -130,9 +130,7 @@ def _tokens_kernel(
     wait(EARLY)
     parts: tl.constexpr = VALUE_DIM // COLUMNS
     head = tl.program_id(0) // parts
-    begin, end, slot, chunk, stop = first_chunk(
-        chunks_ptr, sequences_ptr, tl.program_id(1), FIELDS, CHUNK_FIELDS, RUNS
-    )
+    begin, end, slot, chunk, stop = first_chunk(chunks_ptr, sequences_ptr, tl.program_id(1), FIELDS, CHUNK_FIELDS, RUNS)
     i = tl.arange(0, KEYS)
     real = i < KEY_DIM
     j = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)

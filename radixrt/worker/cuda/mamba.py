@@ -145,9 +145,7 @@ def _state_tokens_kernel(
     wait(EARLY)
     PARTS: tl.constexpr = DIM // ROWS
     head = tl.program_id(0) // PARTS
-    begin, end, slot, chunk, stop = first_chunk(
-        chunks_ptr, sequences_ptr, tl.program_id(1), FIELDS, CHUNK_FIELDS, RUNS
-    )
+    begin, end, slot, chunk, stop = first_chunk(chunks_ptr, sequences_ptr, tl.program_id(1), FIELDS, CHUNK_FIELDS, RUNS)
     i = tl.program_id(0) % PARTS * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, STATE)
     state_at = states_ptr + head * (DIM * STATE) + i[:, None] * STATE + n[None, :]
