@@ -26,9 +26,9 @@ from radixrt.worker.cuda import experts as ours
 from radixrt.worker.cuda import kernels, routing, scaled_experts
 from radixrt.worker.cuda.products import Tile
 from radixrt.worker.cuda.rounding import quantize
-from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, ScaledStack
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.scaled import BLOCK, Rounding, Scaled
 
 SHAPES = {"Qwen3 30B A3B": (128, 8, 2048, 768), "Mixtral 8x7B": (8, 2, 4096, 14336)}

@@ -25,9 +25,9 @@ from radixrt.worker.cuda import experts as ours
 from radixrt.worker.cuda import packed_experts, routing
 from radixrt.worker.cuda.products import Tile
 from radixrt.worker.model.int4 import Int4
-from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.mxfp4 import BLOCK, WIDTH, PackedStack
+from radixrt.worker.model.ops import TorchOps
 
 SHAPES = {"gpt-oss 20b": (32, 4, 2880, 2880), "gpt-oss 120b": (128, 4, 2880, 2880)}
 """(experts, experts per token, hidden size, intermediate size)."""

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from radixrt.worker.model.layers import NoNorm, Norm, Ops
+from radixrt.worker.model.layers import NoNorm, Norm
+from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.scaled import Rounded
 from radixrt.worker.model.sharding import Shard
 

@@ -15,7 +15,7 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.blocks import paired
 from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.layers import TorchOps
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.quantized import Products
 from radixrt.worker.model.random_weights import RandomWeights
 from tests.worker.engine import Engine, prompts

@@ -8,8 +8,8 @@ import torch
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.ops import TorchOps
 from tests.checkpoints import make_model
 from tests.worker.test_scaled import logits, products_of
 

@@ -19,9 +19,10 @@ from radixrt.worker.model.adapter import read_adapter
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.int4 import Int4, Int4Linear
-from radixrt.worker.model.layers import Product, TorchOps
+from radixrt.worker.model.layers import Product
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.lora import LoraLinear, Rows, Stack, add_by_adapter
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.scaled import Scaled, ScaledLinear
 from radixrt.worker.plan import Runner
 from tests.adapters import DENSE, make_adapter, merged

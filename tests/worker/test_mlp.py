@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixrt.worker.model.layers import NoNorm, Output, TorchOps
+from radixrt.worker.model.layers import NoNorm, Output
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.mlp import Mlp, SharedMlp
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.scaled import Scaled, ScaledLinear
 
 

@@ -15,8 +15,8 @@ from radixrt.worker.loading import choose_products, load_model, look_up
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.quantized import Products, dequantize, read_scaled
 from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.scaled import (

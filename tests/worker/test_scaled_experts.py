@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, ScaledStack
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.quantized import Products
 from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounding, Scaled, rounded

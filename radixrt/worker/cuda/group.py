@@ -10,7 +10,8 @@ from torch import distributed
 
 from radixrt.worker.cuda.peers import MOST_BYTES, Peers
 from radixrt.worker.group import TorchGroup
-from radixrt.worker.model.layers import NoNorm, Norm, Ops
+from radixrt.worker.model.layers import NoNorm, Norm
+from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.scaled import Rounded
 
 log = logging.getLogger("radixrt.cuda")

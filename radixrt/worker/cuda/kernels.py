@@ -89,7 +89,7 @@ def saturated(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """Combine float32 gate and up by one of ACTIVATIONS, as `layers.TorchOps.gate`."""
+    """Combine float32 gate and up by one of ACTIVATIONS, as `ops.TorchOps.gate`."""
     if ACTIVATION == 3:
         gate = tl.where(gate > CLAMP, CLAMP, gate)
         return (saturated(up, CLAMP) + 1) * (gate / (1 + tl.exp(gate * -ALPHA)))

@@ -184,7 +184,7 @@ def _expand_kernel(
 
 
 def lora(x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: float, batch_invariant: bool) -> None:
-    """See `layers.Ops.lora`. The columns of x and `out` must be next to each other in memory."""
+    """See `Ops.lora`. The columns of x and `out` must be next to each other in memory."""
     count, _ = x.shape
     if not count:
         return

@@ -1,4 +1,4 @@
-"""The GPU implementation of `model.layers.Ops`."""
+"""The GPU implementation of `model.ops.Ops`."""
 
 from radixrt.worker.cuda.experts import add as experts
 from radixrt.worker.cuda.int4 import int4_linear

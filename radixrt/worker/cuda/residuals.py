@@ -11,7 +11,8 @@ import triton.language as tl
 
 from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
-from radixrt.worker.model.layers import NoNorm, Norm, TorchOps
+from radixrt.worker.model.layers import NoNorm, Norm
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.scaled import LIMIT, Rounded
 
 

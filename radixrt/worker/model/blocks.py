@@ -19,7 +19,8 @@ import torch
 from radixrt.worker.model.checkpoint import Renamed, Weights
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.layers import NoNorm, Norm, Ops
+    from radixrt.worker.model.layers import NoNorm, Norm
+    from radixrt.worker.model.ops import Ops
     from radixrt.worker.model.scaled import Rounded
     from radixrt.worker.model.spec import ModelSpec
 

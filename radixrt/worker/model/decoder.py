@@ -16,11 +16,12 @@ from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.delta_net import DeltaNet, Mix
 from radixrt.worker.model.experts_beside import ExpertsBeside
 from radixrt.worker.model.int4 import Int4Linear
-from radixrt.worker.model.layers import Attend, Layer, NoNorm, Ops, Product, TorchOps
+from radixrt.worker.model.layers import Attend, Layer, NoNorm, Product
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.lora import Adapters, LoraLinear
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mlp import Mixture
+from radixrt.worker.model.ops import Ops, TorchOps
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.reading import Reader
 from radixrt.worker.model.rope import frequencies

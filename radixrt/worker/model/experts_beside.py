@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from radixrt.worker.model.layers import NoNorm, Norm, Ops
+from radixrt.worker.model.layers import NoNorm, Norm
 from radixrt.worker.model.mlp import SharedMlp
 from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.scaled import Rounded, Rounding
 

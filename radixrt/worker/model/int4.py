@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from radixrt.worker.model.sharding import Part
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.layers import Ops
+    from radixrt.worker.model.ops import Ops
 
 WIDTH = 256
 """Columns of a block of an Int4."""

@@ -18,8 +18,9 @@ from functools import cached_property
 import torch
 
 from radixrt.worker.model.indexer import Index, Indexer
-from radixrt.worker.model.layers import Norm, Ops, Product, TorchOps
+from radixrt.worker.model.layers import Norm, Product
 from radixrt.worker.model.linear import HeadLinear
+from radixrt.worker.model.ops import Ops, TorchOps
 from radixrt.worker.model.rope import rotate
 from radixrt.worker.model.scaled import Rounded, Rounding
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.layers import NoNorm, Norm, Ops
+from radixrt.worker.model.layers import NoNorm, Norm
 from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.scaled import Rounded
 
 

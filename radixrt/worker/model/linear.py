@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.layers import Ops
+    from radixrt.worker.model.ops import Ops
 
 ROWS = 16
 """Rows of every product if results must not depend on the batch: how a product rounds depends on its shape."""

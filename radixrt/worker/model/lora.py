@@ -21,7 +21,8 @@ from radixrt.worker.model.adapter import Adapter, Pair
 from radixrt.worker.model.linear import Linear
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.layers import Ops, Product
+    from radixrt.worker.model.layers import Product
+    from radixrt.worker.model.ops import Ops
     from radixrt.worker.model.tensors import Piece
 
 RANK_ALIGNMENT = 16

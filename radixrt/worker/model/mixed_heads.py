@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from radixrt.worker.model.layers import Ops, Product
+from radixrt.worker.model.layers import Product
 from radixrt.worker.model.norms import HeadNorm
+from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.rope import rotate
 from radixrt.worker.model.scaled import Rounded, Rounding
 from radixrt.worker.model.spec import LayerSpec

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.layers import NoNorm, Norm, Ops, Output, Product
+from radixrt.worker.model.layers import NoNorm, Norm, Output, Product
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.lora import LoraLinear
 from radixrt.worker.model.moe import Experts, sigmoid
+from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.scaled import Rounded, Rounding
 

@@ -18,7 +18,7 @@ from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.model.spec import SQUARED_RELU, ModelSpec
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.layers import Ops
+    from radixrt.worker.model.ops import Ops
 
 FUSED_AT = "mlp."
 """Prefix, in `model.layers.<i>.`, of a layer's experts as transformers 5 fuses them, whatever the family. It stores

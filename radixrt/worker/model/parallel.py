@@ -13,7 +13,8 @@ import torch
 from radixrt.worker.model.sharding import Shard
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.layers import NoNorm, Norm, Ops
+    from radixrt.worker.model.layers import NoNorm, Norm
+    from radixrt.worker.model.ops import Ops
     from radixrt.worker.model.scaled import Rounded
 
 AFTER_ATTENTION, AFTER_MLP = 0, 1

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.layers import Ops
+    from radixrt.worker.model.ops import Ops
 
 FP8 = torch.float8_e4m3fn
 LIMIT = 448.0

@@ -12,10 +12,11 @@ from radixrt.worker.model.blocks import OfBlocks
 from radixrt.worker.model.checkpoint import Renamed, Weights
 from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
 from radixrt.worker.model.interleaved_experts import deinterleave
-from radixrt.worker.model.layers import NoNorm, Norm, Ops, Output, Product
+from radixrt.worker.model.layers import NoNorm, Norm, Output, Product
 from radixrt.worker.model.linear import Linear, concatenate
 from radixrt.worker.model.lora import Adapters
 from radixrt.worker.model.multipliers import Multiplied
+from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.padded_heads import PaddedHeads
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, concatenate_scaled

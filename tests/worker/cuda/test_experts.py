@@ -15,9 +15,9 @@ from radixrt.worker.cuda import kernels, routing, scaled_experts
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.model.expert_spec import Routing
-from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, ScaledStack
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounded, Rounding, Scaled
 from radixrt.worker.model.spec import SQUARED_RELU
 

@@ -14,7 +14,7 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.int4 import Int4, Int4Linear
-from radixrt.worker.model.layers import TorchOps
+from radixrt.worker.model.ops import TorchOps
 
 TILES = int4.FEW, int4.SOME, int4.MANY, int4.WIDE, int4.LARGE
 KINDS = [(32, False), (32, True), (64, False), (64, True), (128, False), (128, True)]

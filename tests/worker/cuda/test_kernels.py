@@ -20,7 +20,8 @@ from radixrt.worker.cuda.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.mixed_pool import MixedKVPool
-from radixrt.worker.model.layers import Heads, NoNorm, Norm, TorchOps
+from radixrt.worker.model.layers import Heads, NoNorm, Norm
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.scaled import Rounded, Rounding
 from radixrt.worker.model.spec import LayerSpec
 from radixrt.worker.sample import Draws

@@ -8,10 +8,10 @@ import torch
 from radixrt.worker.cuda import experts as fused
 from radixrt.worker.cuda import packed_experts, routing
 from radixrt.worker.model.int4 import Int4
-from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.mxfp4 import BLOCK, PackedStack
+from radixrt.worker.model.ops import TorchOps
 
 TILES = packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST
 

@@ -11,8 +11,8 @@ import torch
 from radixrt.worker.cuda import invariant, ops, products, scaled
 from radixrt.worker.cuda.products import AT_ONCE, Tile, blocks_at_once, multiply, stages, streaming, tile_for
 from radixrt.worker.cuda.rounding import quantize
-from radixrt.worker.model.layers import TorchOps
 from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.scaled import BLOCK, Rounding, Scaled
 
 SMALL, LARGE = 101_376, 232_448
@@ -193,7 +193,7 @@ WITHOUT = """
 import sys
 sys.modules["triton"] = None
 import torch
-from radixrt.worker.model.layers import TorchOps
+from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.linear import Linear
 
 x, weight = torch.randn(3, 128), torch.randn(72, 128)

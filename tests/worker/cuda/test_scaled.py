@@ -12,7 +12,7 @@ from radixrt.worker.cuda import kernels, ops, scaled
 from radixrt.worker.cuda.products import streaming
 from radixrt.worker.cuda.rounding import padded, quantize
 from radixrt.worker.cuda.scaled import product, tile_for
-from radixrt.worker.model.layers import Ops, TorchOps
+from radixrt.worker.model.ops import Ops, TorchOps
 from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounding, Scaled, rounded
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is infinite is divided by infinity
