@@ -218,7 +218,7 @@ def test_a_killed_worker_costs_nothing(folder):
         threads = [threading.Thread(target=follow, args=(i,)) for i in range(len(asked))]
         for thread in threads:
             thread.start()
-        while min(map(len, results)) < 20:
+        while max(map(len, results)) < 20:  # a worker that gets little of the processor may be far behind
             time.sleep(0.005)
         victim = next(child for child in running._children if child.name == "worker-0")
         served = {w["name"]: w["requests"] for w in client.health()["workers"]}
