@@ -305,3 +305,11 @@ def test_states_are_stored_within_a_step(way, few, device, monkeypatch):
     stops = recurrent.stops(way, device)
     for spec in some(device):
         recurrent.check_states_within_a_step(Case(spec, stops[2] + 5, device), way, stops)
+
+
+def test_tiles_of_decodes():
+    few, some_, many = (tile for _, tile in delta.DECODES)
+    wanted = [few, few, some_, some_, many, many]
+    assert [delta.decode_tile(ON_GPU[0], tokens) for tokens in (1, 4, 5, 32, 33, 300)] == wanted
+    assert delta.decode_tile(replace(ON_GPU[0], value_dim=96), 300) == delta.Tile(32, many.warps)
+    assert delta.decode_tile(ON_GPU[3], 300) == delta.decode_tile(replace(ON_GPU[0], key_dim=256), 1) == delta.SLIM
