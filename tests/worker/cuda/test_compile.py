@@ -224,7 +224,7 @@ room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 mamba_chunks.room = lambda: room
 t, fields = mamba_chunks.best_tiles(), {"TOKENS": cutting.TOKENS, "FIELDS": cutting.CHUNK_FIELDS}
 sequences = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
-shapes = [(128, 8, 64, 128), (24, 1, 128, 256)] if every else [(24, 1, 128, 256)]
+shapes = [(128, 8, 64, 128), (24, 1, 128, 256), (6, 1, 64, 128)] if every else [(24, 1, 128, 256)]
 for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in shapes]:
     state, gated = heads["STATE"], {"GATED": heads["GROUPS"] == 1}
     pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*i32", "*fp32", "*bf16"]
@@ -247,7 +247,10 @@ for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in
         build(mamba_chunks._mixed_kernel, pointers, numbers, which, t.mixed_warps, room=room)
 for first in (False, True):
     constants = {"GROUPS": 1, "SIZE": 3072, "BLOCK": 4096, "NORM_FIRST": first}
-    build(mamba._group_norm_kernel, ["*bf16"] * 3, numbers, constants, 8)
+    which = constants | {"RANKS": 1 + first}
+    build(mamba._group_norm_kernel, ["*bf16", "*bf16", "*bf16", "*fp32"], numbers, which, 8)
+    which = {name: value for name, value in constants.items() if name != "GROUPS"}
+    build(mamba._mean_squares_kernel, ["*bf16", "*bf16", "*fp32"], numbers, which, 8)
 """
 
 PACKED = """
