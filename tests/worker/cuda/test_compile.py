@@ -264,7 +264,7 @@ for t, gated, kind in [(*one, kind) for one in some for kind in (8, 0)][: None i
     which |= dict(zip(("ZEROS", "FACTS"), groups[kind]))
     numbers = dict.fromkeys(("tiles", "columns", "depth", "blocks", "before"), i)
     pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16"]
-    stages = int4.fitting_stages(t, words, 1 + gated, room)
+    stages = int4.fitting_stages(t, words, groups[kind][1], 1 + gated, room, target.arch >= 90)
     build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
 few = [(int4.FEW, *kind) for kind in ((2, "*bf16"), (4, "*bf16"), (8, "*fp16"))]
@@ -276,7 +276,7 @@ for t, kind, half in [*few, *more] if every else few[-1:]:
     numbers = dict.fromkeys(("rows", "columns", "depth", "blocks"), i)
     pointers = [half, "*i32", "*i32", half, half, "*fp32", "*i32"]
     for room in (164_000, 101_376) if t.rows * t.columns in (64 * 64, 128 * 128) else (164_000,):
-        stages = int4.fitting_stages(t, 32, 1, room)
+        stages = int4.fitting_stages(t, 32, groups[kind][1], 1, room, target.arch >= 90)
         build(int4._product_kernel, pointers, numbers, fixed | tile | which, t.warps, stages, room)
     if t is int4.FEW:
         which |= {"COLUMNS": 64, "WORDS": 32, "MIDDLE": 8, "BITS": True}
