@@ -57,9 +57,11 @@ class FakeRunner:
         check: bool = False,
         overlaps: bool = False,
         num_states: int = 0,
+        num_host_pages: int = 0,
     ) -> None:
         self.num_pages = num_pages
         self.num_states = num_states
+        self.num_host_pages = num_host_pages
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -77,6 +79,8 @@ class FakeRunner:
         self._check = check
         self._hashes = np.zeros(num_pages * page_size if check else 0, dtype=np.uint64)
         """With `check`: the prefix hash of each slot."""
+        self._host = np.zeros((num_host_pages if check else 0, page_size), dtype=np.uint64)
+        """With `check`: those of the pages in host memory."""
         self._states = np.zeros(num_states if check else 0, dtype=np.uint64)
         """With `check`: the hash of the prefix that each slot has the state of; 0: of no token."""
         self._drawn: dict[int, int] = {}
@@ -185,6 +189,12 @@ class FakeRunner:
 
     def _check_step(self, plan: Plan, last: np.ndarray, read: list[np.ndarray]) -> None:
         """Write the hashes of a step, then compare those it reads with the expected ones."""
+        if plan.moves is not None:
+            pages = self._hashes.reshape(-1, self.page_size)
+            (page, slot), (held, to) = plan.moves.out, plan.moves.back
+            assert len(set(slot.tolist())) == len(slot) and slot.all() and held.all() and to.all()
+            self._host[slot] = pages[page]
+            pages[to] = self._host[held]
         expected, end = [], 0
         guessed = {draft.first + i: draft.ids[:i] for draft in plan.drafts for i in range(1, len(draft.ids) + 1)}
         for b, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):

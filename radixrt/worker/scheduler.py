@@ -39,6 +39,10 @@ from radixrt.worker.speculation import Speculation
 from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
 
+FETCHED = 16
+"""So many tokens are copied from host memory in the time of computing one, or more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The most tokens of a step, and the most running requests."""
@@ -203,12 +207,13 @@ class Scheduler:
         while True:
             # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
             self.cache.catch_up(request)
-            count = min(budget, builder.max_count(request))
-            if request.marks:
-                count = until_mark(request, count)
-            if not count:  # the step scores MOST_SCORED tokens already
-                return 0
             try:
+                budget = max(1, budget - self.cache.fetch(request) // FETCHED)
+                count = min(budget, builder.max_count(request))
+                if request.marks:
+                    count = until_mark(request, count)
+                if not count:  # the step scores MOST_SCORED tokens already
+                    return 0
                 self.cache.reserve(request, request.computed + count)
                 break
             except OutOfPages:
