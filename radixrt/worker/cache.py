@@ -31,7 +31,6 @@ from radixrt.worker.plan import StateWork
 from radixrt.worker.request import Request
 from radixrt.worker.states import UNKNOWN, Prefix, States
 
-
 EVICTED = 1 / 256
 """With host memory, at least this share of all pages is evicted at a time: a few large copies are faster than many
 small ones."""

@@ -3,7 +3,7 @@
 finished, or aborted by its client    all it computed; if finished while others wait, `kept` protects it for a while
 its grammar allows no token           all it computed
 its logits are not finite             nothing, except what other requests lease
-its step could not be run             what was cached before that step; if the step copied pages from host memory, nothing
+its step could not be run             what was cached before that step; nothing if the step copied from host memory
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from radixrt.checkpoint_files import check_model
 from radixrt.config import WorkerConfig
 from radixrt.lora_modules import lora_modules
 from radixrt.worker.group import TorchGroup, join, leave
+from radixrt.worker.host_pool import make_host
 from radixrt.worker.kv import DTYPES
 from radixrt.worker.model import checkpoint, int4, read_spec
 from radixrt.worker.model.adapter import Adapter, read_adapters
@@ -162,6 +163,11 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
         runner = make_runner(config, loaded, group)
     except torch.OutOfMemoryError as error:
         raise ValueError(_out_of_memory(config, loaded, error)) from error
+    if loaded.device.type == "cpu" or not isinstance(runner, TorchRunner):
+        runner.host = make_host(config, runner.pool, runner.states is not None, group)
+    if runner.host is not None:
+        log.info("%d token slots in host memory, %.2f GB", (runner.host.slots - 1) * config.page_size,
+                 runner.host.nbytes / 1e9)  # fmt: skip
     if runner.states is not None:
         log.info("%d recurrent states, %.2f GB", runner.num_states - 1, runner.states.nbytes / 1e9)
     log.info(

@@ -38,7 +38,6 @@ from radixrt.worker.running import Running
 from radixrt.worker.speculation import Speculation
 from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
-
 FETCHED = 16
 """So many tokens are copied from host memory in the time of computing one, or more."""
 
