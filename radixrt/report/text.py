@@ -18,7 +18,7 @@ CAUSES = {
     "logits": "computed for their logits",
 }
 FIGURES = ("requests", "prompt", "hit", "hit rate", "infinite", "generated")
-PAGES = ("pages", "used", "evictable", "evicted tokens", "fetched tokens", "preempted", "steps", "KV read")
+PAGES = ("pages", "used", "evictable", "evicted tokens", "preempted", "steps", "KV read")
 
 
 def to_text(report: dict[str, Any]) -> str:
@@ -82,7 +82,7 @@ def _misses(total: dict[str, Any]) -> list[str]:
 
 
 def _pages(workers: list[dict[str, Any]]) -> list[str]:
-    names = ("total_pages", "used_pages", "evictable_pages", "evicted_tokens", "fetched_tokens", "preemptions", "steps")
+    names = ("total_pages", "used_pages", "evictable_pages", "evicted_tokens", "preemptions", "steps")
     known = [row for row in workers if row.get("total_pages")]
     rows = [
         (f"worker {row['worker']}", *(f"{row[name]:,}" for name in names), read_share(row)) for row in _largest(known)

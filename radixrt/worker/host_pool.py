@@ -2,84 +2,72 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from radixrt.config import WorkerConfig, gpu_count
-from radixrt.worker.kv import KVPool
+from radixrt.worker.kv import KVPool, zeros
 from radixrt.worker.memory import available_bytes
 from radixrt.worker.plan import Moves
 
 if TYPE_CHECKING:
     from radixrt.worker.group import TorchGroup
 
-log = logging.getLogger("radixrt.worker")
-
 MEMORY_SHARE = 0.25
 """Share of the available memory of a machine that is used by default, by all its GPUs together."""
 
 
 class HostPool:
-    """`slots` slots of a page of `pool` each, all its layers, in host memory. Slot 0 is not used."""
+    """Slots of a page of `pool` each, all its layers, as many as fit in `memory`, uint8[bytes]; with a group as many on
+    all ranks. Slot 0 is not used."""
 
-    def __init__(self, pool: KVPool, page_size: int, slots: int) -> None:
-        self.slots = slots
-        self._planes = pool.planes(page_size)
-        self._host = [torch.from_numpy(np.zeros((slots, len(x), x.shape[2]), x.numpy().dtype)) for x in self._planes]
+    def __init__(self, pool: KVPool, page_size: int, memory: torch.Tensor, group: TorchGroup | None = None) -> None:
+        planes = pool.planes(page_size)
+        if len({x.dtype for x in planes}) > 1:
+            planes = [x.view(torch.uint8) for x in planes]
+        dtype, words = planes[0].dtype, sum(len(x) * x.shape[2] for x in planes)
+        self.slots = len(memory) // (words * dtype.itemsize)
+        if group is not None:
+            self.slots = group.smallest(self.slots)
+        self._planes = planes
+        self._host = memory[: self.slots * words * dtype.itemsize].view(dtype).view(self.slots, words)
+        """What a page has in one plane after the other."""
 
     @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in self._host)
+        return self._host.nbytes
 
     def move(self, moves: Moves) -> None:
         """Do the copies of a step, in order with the work of the device."""
-        page, slot = _indices(moves.out)
-        held, to = _indices(moves.back)
-        for planes, host in zip(self._planes, self._host, strict=True):
-            host[slot] = planes[:, page].transpose(0, 1)
-            planes[:, to] = host[held].transpose(0, 1)
+        (page, slot), (held, to) = (torch.from_numpy(x.astype(np.int64)) for x in (moves.out, moves.back))
+        self._host[slot] = torch.cat([x[:, page].transpose(0, 1).flatten(1) for x in self._planes], 1)
+        rows, begin = self._host[held], 0
+        for x in self._planes:
+            end = begin + len(x) * x.shape[2]
+            x[:, to] = rows[:, begin:end].unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
+            begin = end
 
 
-def page_bytes(pool: KVPool, page_size: int) -> int:
-    """Bytes of a page, all layers."""
-    return sum(math.prod((len(x), x.shape[2], x.itemsize)) for x in pool.planes(page_size))
-
-
-def make_host(config: WorkerConfig, pool: KVPool, recurrent: bool, group: TorchGroup | None) -> HostPool | None:
-    """The host memory that `kv_offloading_size` asks for; None if there is none. It has as many slots on all ranks.
-    Raises ValueError if the memory cannot be had, or could not be used."""
-    asked, on_gpu = config.kv_offloading_size, pool.device.type == "cuda"
-    if asked == "none" or (asked == "auto" and (recurrent or not on_gpu)):
-        return None
+def host_bytes(config: WorkerConfig, recurrent: bool, device: torch.device, ranks: int = 1) -> int:
+    """The bytes of host memory of each rank that `kv_offloading_size` asks for. Raises ValueError if there are not so
+    many, or if they could not be used."""
+    asked = config.kv_offloading_size
+    if asked == "none" or (asked == "auto" and (recurrent or device.type == "cpu")):
+        return 0
     if recurrent:
         raise ValueError("kv_offloading_size: pages of models with recurrent states are not kept in host memory")
     available = available_bytes()
     if asked == "auto":
-        size = min(pool.nbytes, int(MEMORY_SHARE * available) // max(1, gpu_count()))
-    else:
-        size = int(float(asked) * (1 << 30)) // (group.shard.size if group else 1)
-        if size > available:
-            asked_for, there = f"{size / 1e9:.1f} GB", f"{available / 1e9:.1f} GB"
-            raise ValueError(f"kv_offloading_size: {asked_for}, of {there} that are available")
-    slots = size // page_bytes(pool, config.page_size)
-    slots = slots if group is None else group.smallest(slots)
-    if slots < 1:
-        return None
-    kind = HostPool
-    if on_gpu:
-        from radixrt.worker.cuda.host_pool import CudaHostPool as kind
-    try:
-        return kind(pool, config.page_size, slots + 1)
-    except ValueError as error:
-        if asked != "auto" or group is not None:
-            raise ValueError(f"kv_offloading_size: {error}") from error
-        log.warning("evicted pages are not kept: %s", error)
-        return None
+        most = torch.cuda.mem_get_info(device)[1]
+        return min(most, int(MEMORY_SHARE * available) // max(1, gpu_count()))
+    size = int(float(asked) * (1 << 30)) // ranks
+    if size > available:
+        raise ValueError(f"kv_offloading_size: {size / 1e9:.1f} GB, of {available / 1e9:.1f} GB that are available")
+    return size
 
 
-def _indices(moves: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(torch.from_numpy(x.astype(np.int64)) for x in moves)
+def plain_memory(size: int) -> torch.Tensor:
+    """uint8[size] of memory that is allocated when it is first written."""
+    return zeros((size,), torch.uint8, torch.device("cpu"))

@@ -8,6 +8,7 @@ import torch
 
 from radixrt.worker.cuda import host_pool
 from radixrt.worker.cuda.host_pool import CudaHostPool
+from radixrt.worker.cuda.pinned import PinnedMemory
 from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.plan import Moves
 from tests.checkpoints import make_model
@@ -21,8 +22,9 @@ DEVICE = torch.device("cuda", 0)
 def test_pages_come_back_as_they_were(page_size, kv_dtype, monkeypatch):
     """Through slots in any order, in more parts than staging has, while slots and pages are reused."""
     pool = KVPool(5, 200 * page_size, 2, 96, DTYPES[kv_dtype], DEVICE)
-    monkeypatch.setattr(host_pool, "STAGING_BYTES", 4 * 7 * host_pool.page_bytes(pool, page_size))
-    host = CudaHostPool(pool, page_size, 301)
+    page = pool.nbytes // 200
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", 4 * 7 * page)
+    host = CudaHostPool(pool, page_size, PinnedMemory(301 * page, DEVICE))
     planes = pool.planes(page_size)
     rng = np.random.default_rng(0)
     content = {}
@@ -56,3 +58,12 @@ def test_what_comes_back_is_what_was_computed(tmp_path, settings):
     size = runner.page_size
     assert [engine.last(id).cached_tokens for id in ids] == [(len(p) - 1) // size * size for p in asked]
     assert engine.cache.evicted_tokens == 0 and engine.cache.host.fetched_pages * size > 4096
+
+
+def test_memory_can_be_locked_again():
+    """Addresses that were locked are used again, and an error does not stay."""
+    for _ in range(3):
+        assert PinnedMemory(64 << 20, DEVICE).wait().sum() == 0
+    with pytest.raises(ValueError, match="cannot be page-locked"):
+        PinnedMemory(1 << 45, DEVICE).wait()
+    assert torch.ones(2, device="cuda").sum() == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from radixrt.config import WorkerConfig, check, resolve
-from radixrt.worker.host_pool import page_bytes
 from radixrt.worker.loading import load_runner
 from radixrt.worker.memory import available_bytes
 from tests.worker.engine import Engine, prompts
@@ -58,9 +57,9 @@ def test_sizes(checkpoint):
     assert load(folder, kv_offloading_size="auto").host is None, "pages are in host memory already"
     assert load(folder, kv_offloading_size="none").num_host_pages == 0
     runner = load(folder, kv_offloading_size="0.01", page_size=16)
-    assert runner.num_host_pages - 1 == int(0.01 * (1 << 30)) // page_bytes(runner.pool, 16)
-    assert runner.host.nbytes == runner.num_host_pages * page_bytes(runner.pool, 16)
-    assert page_bytes(runner.pool, 16) * runner.num_pages == runner.pool.nbytes
+    page = runner.pool.nbytes // runner.num_pages
+    assert runner.num_host_pages == int(0.01 * (1 << 30)) // page
+    assert runner.host.nbytes == runner.num_host_pages * page
     with pytest.raises(ValueError, match=r"kv_offloading_size: 107374.2 GB, of .* that are available"):
         load(folder, kv_offloading_size="100000")
     for wrong in ("much", "-1", "1e3"):

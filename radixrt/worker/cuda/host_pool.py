@@ -11,18 +11,21 @@ they leave behind.
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.pinned import PinnedMemory
 from radixrt.worker.host_pool import HostPool
 from radixrt.worker.kv import KVPool
 from radixrt.worker.plan import Moves
 from radixrt.worker.sample import to_device
+
+if TYPE_CHECKING:
+    from radixrt.worker.group import TorchGroup
 
 STAGING_BYTES = 256 << 20
 """Memory of the GPU that staging takes."""
@@ -66,19 +69,16 @@ def copy_rows(planes: list[torch.Tensor], rows: torch.Tensor, pages: torch.Tenso
 
 
 class CudaHostPool(HostPool):
-    """A HostPool in pinned memory. Raises ValueError if the memory cannot be had."""
+    """A HostPool in page-locked memory."""
 
-    def __init__(self, pool: KVPool, page_size: int, slots: int) -> None:
-        self.slots = slots
+    def __init__(self, pool: KVPool, page_size: int, memory: PinnedMemory, group: TorchGroup | None = None) -> None:
+        super().__init__(pool, page_size, memory.wait(), group)
+        self._memory = memory
         self._device = pool.device
-        self._planes = pool.planes(page_size)
-        if len({x.dtype for x in self._planes}) > 1:
-            self._planes = [x.view(torch.uint8) for x in self._planes]
-        dtype, words = self._planes[0].dtype, sum(len(x) * x.shape[2] for x in self._planes)
-        self._host = [_pinned(slots * words * dtype.itemsize).view(dtype).view(slots, words)]
-        self._most = max(1, STAGING_BYTES // PARTS // (words * dtype.itemsize))
+        words = self._host.shape[1]
+        self._most = max(1, STAGING_BYTES // PARTS // (words * self._host.itemsize))
         """Pages of a part of staging."""
-        self._staging = torch.empty((PARTS, self._most, words), dtype=dtype, device=self._device)
+        self._staging = torch.empty((PARTS, self._most, words), dtype=self._host.dtype, device=self._device)
         self._stream = torch.cuda.Stream(self._device)
         self._free = [torch.cuda.Event() for _ in range(PARTS)]
         self._full = [torch.cuda.Event() for _ in range(PARTS)]
@@ -86,7 +86,7 @@ class CudaHostPool(HostPool):
 
     @torch.inference_mode()
     def move(self, moves: Moves) -> None:
-        steps, copies, (host,) = torch.cuda.current_stream(self._device), self._stream, self._host
+        steps, copies, host = torch.cuda.current_stream(self._device), self._stream, self._host
         for pages, slots in _parts(moves.out, by=1, most=self._most):
             staging, free, full = self._part()
             steps.wait_event(free)
@@ -124,16 +124,3 @@ def _runs(slots: np.ndarray) -> list[tuple[int, int, int]]:
     starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
     counts = np.diff(starts, append=len(slots))
     return list(zip(slots[starts].tolist(), starts.tolist(), counts.tolist(), strict=True))
-
-
-def _pinned(size: int) -> torch.Tensor:
-    """uint8[size] of page-locked memory. Huge pages are locked many times as fast as small ones."""
-    memory = mmap.mmap(-1, size)
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    found = torch.frombuffer(memory, dtype=torch.uint8)
-    found.zero_()  # by all threads
-    error = torch.cuda.cudart().cudaHostRegister(found.data_ptr(), size, 0)
-    if int(error):
-        raise ValueError(f"{size / 1e9:.1f} GB of host memory cannot be page-locked: {error}")
-    return found
