@@ -36,6 +36,11 @@ EVICTED = 1 / 256
 small ones."""
 
 
+KEPT = 0.25
+"""With host memory for at least this share of the pages, contexts are not kept for their next turns (see `kept`): to copy
+one back takes little time, and its pages admit another request."""
+
+
 class OutOfPages(Exception):
     """No page is free and none can be evicted, even after pins and kept contexts were released."""
 
@@ -72,6 +77,8 @@ class PageCache:
         self._parts = [part for part in (self.states, self.host) if part is not None]
         self.pins = Pins(self.tree, self.total_pages, max_pinned_share, self.states)
         self.kept = Kept(self.total_pages * page_size)
+        self.keeps = num_host_pages - 1 < KEPT * self.total_pages
+        """Whether `kept` takes over leases of requests that have ended."""
         self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
         self.held = np.zeros(rows, dtype=np.int64)
         """How many pages each row has."""

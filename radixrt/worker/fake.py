@@ -41,7 +41,8 @@ def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
 
 class FakeRunner:
     """A Runner whose steps take `decode_step` seconds, plus `decode_each` seconds for each decode, plus the time of
-    chunks at `prefill_rate` tokens per second (0: no time)."""
+    chunks at `prefill_rate`, and of pages that come back from host memory at `fetch_rate` tokens per second (0: no
+    time)."""
 
     sparse = False
 
@@ -58,6 +59,7 @@ class FakeRunner:
         overlaps: bool = False,
         num_states: int = 0,
         num_host_pages: int = 0,
+        fetch_rate: float = 0.0,
     ) -> None:
         self.num_pages = num_pages
         self.num_states = num_states
@@ -67,6 +69,7 @@ class FakeRunner:
         self.max_model_len = max_model_len
         self.eos_ids = frozenset({EOS})
         self.prefill_rate = prefill_rate
+        self.fetch_rate = fetch_rate
         self.decode_step = decode_step
         self.decode_each = decode_each
         self.overlaps = overlaps
@@ -113,11 +116,14 @@ class FakeRunner:
         """There is nothing to release."""
 
     def _seconds(self, plan: Plan) -> float:
+        fetched = 0.0
+        if plan.moves is not None and self.fetch_rate:
+            fetched = plan.moves.back.shape[1] * self.page_size / self.fetch_rate
         if not self.prefill_rate and not self.decode_each:
-            return self.decode_step
+            return fetched + self.decode_step
         decodes = int((plan.counts == 1).sum())
         chunks = (len(plan.tokens) - decodes) / self.prefill_rate if self.prefill_rate else 0.0
-        return chunks + self.decode_step + decodes * self.decode_each
+        return fetched + chunks + self.decode_step + decodes * self.decode_each
 
     def _wait(self, plan: Plan, done_at: float, read: list[np.ndarray] | None) -> Result:
         if (rest := done_at - time.monotonic()) > 0:

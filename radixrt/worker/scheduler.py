@@ -333,7 +333,7 @@ class Scheduler:
         # as they are then the ones after that token.
         if output.tokens and self.cache.states is None:
             request.computed = min(request.computed, len(request.tokens) - 1)
-        self._ending.end(request, keep=bool(self._waiting) and request.score_from is None)
+        self._ending.end(request, keep=self.cache.keeps and bool(self._waiting) and request.score_from is None)
 
     def fail(self, plan: Plan, reason: str) -> list[Output]:
         """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""

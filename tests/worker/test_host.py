@@ -134,6 +134,18 @@ def test_an_emptied_cache_is_empty_on_the_host_as_well() -> None:
     assert bench.cached[10] == 0
 
 
+@pytest.mark.parametrize("host", [0, 20, 1000])
+def test_contexts_are_kept_where_little_fits_in_host_memory(host: int) -> None:
+    bench = Bench(pages=100, chunk=64, rows=1, host=host)
+    bench.cache.kept.returning = 1.0
+    for id in range(3):
+        bench.add(id, [id + 100, *range(3, 30)], 2)
+    while 0 not in bench.finish:
+        bench.step()
+    assert bool(bench.cache.kept.tokens()) == (host < 25)
+    bench.drain()
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_to_the_index_device_and_host_are_one_cache(seed: int, page_size: int) -> None:
