@@ -37,8 +37,8 @@ small ones."""
 
 
 KEPT = 0.25
-"""With host memory for at least this share of the pages, contexts are not kept for their next turns (see `kept`): to copy
-one back takes little time, and its pages admit another request."""
+"""With host memory for at least this share of the pages, contexts are not kept for their next turns (see `kept`): to
+copy one back takes little time, and its pages admit another request."""
 
 
 class OutOfPages(Exception):
