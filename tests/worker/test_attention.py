@@ -1,4 +1,4 @@
-"""Attention in torch where K and V are not finite."""
+"""Attention in torch, and what is in its place, where tokens are not finite."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ FAMILIES = {
     "gemma2": {},
     "deepseek_v2": {},
     "deepseek_v32": {},
+    "qwen3_5_text": {},
+    "kimi_linear": {},
+    "lfm2": {},
+    "nemotron_h": {},
+    "falcon_h1": {},
 }
 SETTINGS = {"plain": {}, "deterministic": {"deterministic": True}, "fp8": {"kv_cache_dtype": "fp8_e4m3"}}
 

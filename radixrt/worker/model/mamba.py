@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.delta import VECTOR
+from radixrt.worker.model.delta import VECTOR, in_order
 from radixrt.worker.model.moe import sigmoid
 
 CHUNK = 64
@@ -55,7 +55,7 @@ def state_space(
         for count, slot, target in zip(counts.tolist(), slots.tolist(), targets.tolist(), strict=True):
             if count > 1 or to is not None:
                 part = [value[start : start + count] for value in inputs]
-                rule = _by_tokens if exact or count == 1 else _by_chunks
+                rule = _by_tokens if exact or count == 1 else in_order(_by_chunks, _by_tokens)
                 found, states[target] = rule(*part, states[slot])
                 out[start : start + count] += found
             start += count
