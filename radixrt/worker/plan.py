@@ -150,6 +150,13 @@ class Plan:
         return None if self.adapters is None else np.repeat(self.adapters, self.counts)
 
     @property
+    def needs_back(self) -> bool:
+        """Whether its requests have pages that come back from host memory before this step. Otherwise there is time
+        until the next step."""
+        rows, _, pages = self.table_writes
+        return bool(np.isin(pages[np.isin(rows, self.rows)], self.moves.back[1]).any())
+
+    @property
     def wants_logits(self) -> bool:
         """Whether any request needs more than the index of the largest logit."""
         return any(not request.greedy or request.serial for request in self.requests)

@@ -40,6 +40,9 @@ from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
 FETCHED = 16
 """So many tokens are copied from host memory in the time of computing one, or more."""
+MANY, FEW = 512, 2048
+"""If many tokens of a request are copied from host memory, and the step has other work but computes few prompt tokens,
+the request's chunk comes in the next step: this one need not wait for the copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,25 +205,28 @@ class Scheduler:
         return victim
 
     def _chunk(self, request: Request, budget: int, builder: StepBuilder) -> int:
-        """Plan the next chunk of a request that is behind. Returns its length; 0 if none was planned."""
+        """Plan the next chunk of a request that is behind. Returns how much of the budget it takes."""
+        fetched = 0
         while True:
             # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
             self.cache.catch_up(request)
             try:
-                budget = max(1, budget - self.cache.fetch(request) // FETCHED)
-                count = min(budget, builder.max_count(request))
+                fetched += self.cache.fetch(request)
+                if fetched >= MANY and (self.running.decoding or builder.requests) and sum(builder.counts) < FEW:
+                    return fetched // FETCHED
+                count = min(max(1, budget - fetched // FETCHED), builder.max_count(request))
                 if request.marks:
                     count = until_mark(request, count)
                 if not count:  # the step scores MOST_SCORED tokens already
-                    return 0
+                    return fetched // FETCHED
                 self.cache.reserve(request, request.computed + count)
                 break
             except OutOfPages:
                 if self._preempt(builder.requests) is request:
-                    return 0
+                    return fetched // FETCHED
         request.reach(request.computed, request.computed + count)
         builder.add(request, count)
-        return count
+        return fetched // FETCHED + count
 
     # ------------------------------------------------------------ apply
 
