@@ -15,10 +15,11 @@ from starlette.routing import Route
 
 from radixrt.config import FrontendConfig
 from radixrt.frontend.about import About
+from radixrt.frontend.adapters import AdapterRoutes
 from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.routes import MessageRoutes
-from radixrt.frontend.errors import ApiError, api_error
+from radixrt.frontend.errors import ApiError, api_error, unknown_key
 from radixrt.frontend.generation import Generation
 from radixrt.frontend.guard import (
     MESSAGES_PATH,
@@ -68,7 +69,7 @@ class Frontend:
             f"{RESPONSES_PATH}/input_tokens": self._guarded(responses.count),
             MESSAGES_PATH: self._guarded(messages.create, AnthropicError.wrap),
             f"{MESSAGES_PATH}/count_tokens": self._guarded(messages.count, AnthropicError.wrap),
-            NATIVE_PATH: Native(self._link, self._check, self._body).handle,
+            NATIVE_PATH: Native(self._link, self._knows, self._body).handle,
             "/tokenize": self._guarded(tokenization.tokenize),
             "/detokenize": self._guarded(tokenization.detokenize),
         }
@@ -77,6 +78,7 @@ class Frontend:
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
             *About(self._link.ask).routes(self._guarded),
+            *AdapterRoutes(self._link.ask, lambda request: self._body(request, keyless=True)).routes(self._unchecked),
         ]
         self.app = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)
 
@@ -109,25 +111,37 @@ class Frontend:
         self,
         handler: KeyedHandler,
         told: Callable[[ApiError], ApiError] = lambda error: error,
+        checked: bool = True,
     ) -> Handler:
-        """Wrap a handler: it gets the caller's key, which must be valid if keys are configured. Errors are sent in
-        OpenAI's format, or as `told` converts them. No local variable may keep an error: its traceback refers to this
-        frame and those below with the body, and such a cycle would live until the garbage collector runs, which is
-        seldom (`radixrt.garbage`)."""
+        """Wrap a handler: it gets the caller's key, which must be valid if keys are configured, unless it is not
+        `checked`. Errors are sent in OpenAI's format, or as `told` converts them. No local variable may keep an error:
+        its traceback refers to this frame and those below with the body, and such a cycle would live until the garbage
+        collector runs, which is seldom (`radixrt.garbage`)."""
 
         async def guarded(request: Request) -> Any:
             try:
                 key = key_of(request)
-                self._check(key)
+                if checked:
+                    self._check(key)
                 return await handler(request, key)
             except (ApiError, FieldError, ServerError) as problem:
                 return _response(told(api_error(problem)))
 
         return guarded
 
+    def _unchecked(self, handler: KeyedHandler) -> Handler:
+        """As `_guarded`, for handlers that check the key themselves."""
+        return self._guarded(handler, checked=False)
+
     def _check(self, key: str) -> None:
-        if self._tenants and not any(hmac.compare_digest(key.encode(), known.encode()) for known in self._tenants):
-            raise _unknown_key()
+        if not self._knows(key):
+            raise unknown_key()
+
+    def _knows(self, key: str) -> bool:
+        """Whether a key is valid, or none are configured."""
+        if not self._tenants:
+            return True
+        return any(hmac.compare_digest(key.encode(), known.encode()) for known in self._tenants)
 
     def _tenant(self, key: str) -> str:
         """The tenant whose sessions a key may use. If no keys are configured, any key is taken as a tenant's name,
@@ -163,12 +177,8 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
 
 
-def _unknown_key(more: str = "") -> ApiError:
-    return ApiError(401, f"unknown API key{more}", code="invalid_api_key")
-
-
 def _keyless(limit: int) -> ApiError:
-    return _unknown_key(f": a message of more than {limit} bytes needs it in a header")
+    return unknown_key(f": a message of more than {limit} bytes needs it in a header")
 
 
 def _response(error: ApiError) -> Response:

@@ -139,6 +139,20 @@ class ClearCache(msgspec.Struct, tag="clear_cache", kw_only=True):
     api_key: str = ""
 
 
+class ChangeAdapter(msgspec.Struct, tag="change_adapter", kw_only=True, omit_defaults=True):
+    """Load a LoRA adapter from the folder `path` of each worker's machine as model `name`, or unload it (`path` "").
+    One that is loaded is replaced only with `in_place`. The reply is an Info with the errors of workers that could not
+    load it, by name; if none could, an Error. Refused (403) unless the router allows it and, where API keys are
+    configured, for all keys but the admin's."""
+
+    id: int
+    name: str
+    path: str = ""
+    in_place: bool = False
+    api_key: str = ""
+
+
 ClientRequest = (
     Generate | Score | Cancel | Tokenize | Detokenize | Ask | Fork | Pause | Forget | Share | Recall | ClearCache
-)
+    | ChangeAdapter
+)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -191,10 +191,11 @@ class Request:
 
 
 def from_run(
-    run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[int], adapters: Sequence[str] = ()
-) -> Request:
-    """Make a Request from a Run; `adapters` are the names of the LoRA adapters that are loaded, in order. Raises
-    ValueError that names the invalid field."""
+    run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[int],
+    adapters: Mapping[tuple[str, int], int] = {},
+) -> Request:  # fmt: skip
+    """Make a Request from a Run; `adapters` are the numbers of the LoRA adapters that are loaded, by name and version.
+    Raises ValueError that names the invalid field."""
     if not run.ids or len(run.ids) % TOKEN_BYTES:
         raise ValueError("ids: expected int32 token ids, at least one")
     total = len(run.ids) // TOKEN_BYTES
@@ -206,9 +207,9 @@ def from_run(
         raise ValueError(f"ids: {total} tokens, at most {max_model_len} fit")
     if run.score_from is not None and not 1 <= run.score_from <= total:
         raise ValueError(f"score_from: {run.score_from} of {total} tokens")
-    if run.adapter and run.adapter not in adapters:
+    adapter = adapters.get((run.adapter, run.version), -1)
+    if run.adapter and adapter < 0:
         raise ValueError(f"adapter: {run.adapter!r} is not loaded")
-    adapter = adapters.index(run.adapter) if run.adapter else -1
     wanted = run.sampling.max_tokens
     limit = max_model_len if wanted is None else min(run.prompt_len + max(wanted, 0), max_model_len)
     return Request(run, max(limit, total), eos_ids, adapter)
