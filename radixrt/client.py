@@ -299,7 +299,7 @@ class AsyncClient:
         """Load a LoRA adapter from a folder on the workers' machines as model `name`; one that is loaded is replaced
         only with `in_place`. Requests that have the former one finish with it. Returns why workers could not load it,
         by worker; they do not serve it. Raises ServerError if none could, and (401, 403) if the server does not allow
-        it, or not with this key."""
+        it, or not with this key. (With the admin's key only over ZMQ; over HTTP there is /v1/load_lora_adapter.)"""
         message = ChangeAdapter(id=0, name=name, path=path, in_place=in_place, api_key=self._api_key)
         return (await self._ask_for(Info, message)).data
 

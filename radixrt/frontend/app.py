@@ -19,7 +19,7 @@ from radixrt.frontend.adapters import AdapterRoutes
 from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.routes import MessageRoutes
-from radixrt.frontend.errors import ApiError, api_error, unknown_key
+from radixrt.frontend.errors import ApiError, api_error
 from radixrt.frontend.generation import Generation
 from radixrt.frontend.guard import (
     MESSAGES_PATH,
@@ -69,7 +69,7 @@ class Frontend:
             f"{RESPONSES_PATH}/input_tokens": self._guarded(responses.count),
             MESSAGES_PATH: self._guarded(messages.create, AnthropicError.wrap),
             f"{MESSAGES_PATH}/count_tokens": self._guarded(messages.count, AnthropicError.wrap),
-            NATIVE_PATH: Native(self._link, self._knows, self._body).handle,
+            NATIVE_PATH: Native(self._link, self._check, self._body).handle,
             "/tokenize": self._guarded(tokenization.tokenize),
             "/detokenize": self._guarded(tokenization.detokenize),
         }
@@ -134,14 +134,8 @@ class Frontend:
         return self._guarded(handler, checked=False)
 
     def _check(self, key: str) -> None:
-        if not self._knows(key):
-            raise unknown_key()
-
-    def _knows(self, key: str) -> bool:
-        """Whether a key is valid, or none are configured."""
-        if not self._tenants:
-            return True
-        return any(hmac.compare_digest(key.encode(), known.encode()) for known in self._tenants)
+        if self._tenants and not any(hmac.compare_digest(key.encode(), known.encode()) for known in self._tenants):
+            raise _unknown_key()
 
     def _tenant(self, key: str) -> str:
         """The tenant whose sessions a key may use. If no keys are configured, any key is taken as a tenant's name,
@@ -177,8 +171,12 @@ def _too_large(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes (--max-body-bytes)")
 
 
+def _unknown_key(more: str = "") -> ApiError:
+    return ApiError(401, f"unknown API key{more}", code="invalid_api_key")
+
+
 def _keyless(limit: int) -> ApiError:
-    return unknown_key(f": a message of more than {limit} bytes needs it in a header")
+    return _unknown_key(f": a message of more than {limit} bytes needs it in a header")
 
 
 def _response(error: ApiError) -> Response:

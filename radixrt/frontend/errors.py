@@ -64,7 +64,3 @@ def api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiErr
 def refuse(field: str, message: str) -> NoReturn:
     """Raise ApiError (400) for an invalid `field` of the request."""
     raise ApiError(400, f"{field}: {message}", field)
-
-
-def unknown_key(more: str = "") -> ApiError:
-    return ApiError(401, f"unknown API key{more}", code="invalid_api_key")

@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixrt.frontend.answer import StreamAnswer
-from radixrt.frontend.errors import ApiError, api_error, unknown_key
+from radixrt.frontend.errors import ApiError, api_error
 from radixrt.frontend.guard import key_of
 from radixrt.frontend.link import RouterLink
 from radixrt.frontend.mailbox import Mailbox
 from radixrt.frontend.replies import encode
 from radixrt.frontend.schema import parse
-from radixrt.messages import Cancel, ChangeAdapter, ClientRequest, Delta, Error, Generate
+from radixrt.messages import Cancel, ClientRequest, Delta, Error, Generate
 from radixrt.router.errors import FieldError
 from radixrt.transports import Answer, RouterTransport, ServerError
 
@@ -25,14 +25,14 @@ _request = msgspec.json.Decoder(ClientRequest)
 
 
 class Native:
-    """The route. `knows` tells whether a key is valid. `read` reads a body; its second argument is whether there was no
-    valid key in the header."""
+    """The route. `check` raises ApiError (401) for an unknown key. `read` reads a body; its second argument is whether
+    there was no key in the header."""
 
     def __init__(
-        self, link: RouterLink, knows: Callable[[str], bool], read: Callable[[Request, bool], Awaitable[bytes]]
+        self, link: RouterLink, check: Callable[[str], None], read: Callable[[Request, bool], Awaitable[bytes]]
     ) -> None:
         self._link = link
-        self._knows = knows
+        self._check = check
         self._read = read
 
     async def handle(self, request: Request) -> Any:
@@ -43,15 +43,15 @@ class Native:
             return _response(api_error(problem))
 
     async def _answer(self, request: Request) -> StreamAnswer:
-        """Answer a request. A key in the header takes precedence over the message's own. The router checks that of the
-        one who may change adapters, who is no tenant."""
+        """Answer a request. A key in the header takes precedence over the message's own."""
         key = key_of(request)
-        message = parse(_request, await self._read(request, not (key and self._knows(key))))
+        if key:
+            self._check(key)
+        message = parse(_request, await self._read(request, not key))
         if isinstance(message, Cancel):
             raise ApiError(400, "type: a request is cancelled by closing its connection", "type")
         message.api_key = key or message.api_key
-        if not (isinstance(message, ChangeAdapter) or self._knows(message.api_key)):
-            raise unknown_key()
+        self._check(message.api_key)
         transport = self._link.reachable()
         try:
             return StreamAnswer(NativeExchange(transport, message), CONTENT_TYPE)

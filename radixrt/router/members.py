@@ -68,8 +68,9 @@ class Members:
         return {m.info.model for m in self._known()}
 
     def adapters(self) -> set[str]:
-        """Names of the LoRA adapters of these workers."""
-        return {name for m in self._known() for name, version in m.adapters if version == self.version(name)}
+        """Names of the LoRA adapters of these workers, and of those that they are to load."""
+        wanted = {adapter.name for adapter in self.wanted.values() if adapter.path}
+        return wanted | {name for m in self._known() for name, version in m.adapters if version == self.version(name)}
 
     def version(self, model: str) -> int:
         """The version of a LoRA adapter that new requests get; 0 for models, and for adapters that workers have had
