@@ -281,6 +281,10 @@ class AsyncClient:
         `parent`."""
         return await self._query("models")
 
+    async def check_model(self, name: str) -> None:
+        """Raise ServerError (404) if no model or LoRA adapter of that name is served."""
+        await self._query("model", name)
+
     async def report(self) -> dict[str, Any]:
         """The cache-hit-rate report, as `radixrt.report.Report.to_json` describes it."""
         return await self._query("report")
@@ -308,8 +312,8 @@ class AsyncClient:
         if there is none of that name."""
         await self._ask_for(Info, ChangeAdapter(id=0, name=name, api_key=self._api_key))
 
-    async def _query(self, what: str) -> Any:
-        request = Ask(id=0, what=what, api_key=self._api_key)
+    async def _query(self, what: str, model: str = "") -> Any:
+        request = Ask(id=0, what=what, model=model, api_key=self._api_key)
         try:
             async with asyncio.timeout(self._timeout):
                 return (await self._ask_for(Info, request)).data

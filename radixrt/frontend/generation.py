@@ -68,6 +68,10 @@ class Generation:
             return StreamAnswer(exchange, b"text/event-stream; charset=utf-8", reply.id)
         return WholeAnswer(exchange)
 
+    async def check_model(self, model: str | None, key: str) -> None:
+        """See `RouterLink.check_model`: for requests that the router does not see otherwise."""
+        await self._link.check_model(model, key)
+
     def on_answer(
         self, request: Generate, prompt: ChatPrompt, encoded: Encoded, message: dict[str, Any], ids: bytes
     ) -> None:

@@ -273,6 +273,7 @@ class Chat(Common, kw_only=True):
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """POST /tokenize: `prompt`, or `messages` of a chat."""
 
+    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -328,6 +329,7 @@ def chat_prompt(
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """POST /detokenize."""
 
+    model: str | None = None
     tokens: list[Int]
 
 

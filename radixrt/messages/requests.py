@@ -78,10 +78,12 @@ class Detokenize(msgspec.Struct, tag="detokenize", kw_only=True):
 
 
 class Ask(msgspec.Struct, tag="ask", kw_only=True):
-    """Query the router's health, the served models, the report or the metrics."""
+    """Query the router's health, the served models, the report or the metrics; or whether `model` is served: the name
+    that it is served by, or an Error as for a Generate."""
 
     id: int
-    what: Literal["health", "models", "report", "metrics"]
+    what: Literal["health", "models", "model", "report", "metrics"]
+    model: str = ""
     api_key: str = ""
 
 

@@ -70,7 +70,7 @@ class Admission:
         """Make the Request with its runs, none of which is dispatched yet. Raises Refused if the message is not valid
         or does not fit."""
         tenant = self.tenant(message.api_key)
-        model = self._model(message.model)
+        model = self.model(message.model)
         if not isinstance(message.prompt, TokenPrompt):
             raise Refused("prompt", "only token ids are served here")
         serving, version = self._members.serving(model), self._members.version(model)
@@ -95,7 +95,9 @@ class Admission:
         self._check_capacity(serving, runs_in_flight + request.open, runs_by_tenant.get(tenant, 0) + request.open)
         return request
 
-    def _model(self, name: str) -> str:
+    def model(self, name: str) -> str:
+        """The name of the model that a request for `name` ("": any) gets. Raises Refused (404) if it is not served, and
+        (503) if no worker serves yet."""
         default = self._config.served_model_name
         if default and name in ("", default):
             return default

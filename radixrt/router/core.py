@@ -104,6 +104,10 @@ class RouterCore:
         """The tenant of a key. Raises Refused (401) if keys are configured and this is not one of them."""
         return self._admission.tenant(api_key)
 
+    def model(self, name: str) -> str:
+        """The model, or LoRA adapter, that a request for `name` gets. Raises Refused (404, 503) if there is none."""
+        return self._admission.model(name)
+
     def change_adapter(self, client: Client, message: ChangeAdapter, at: int) -> list[Effect]:
         """Load, replace or unload a LoRA adapter; `at` is the time in milliseconds since 1970. Raises Refused if the
         key does not allow that."""

@@ -260,6 +260,9 @@ class Handlers:
                 return status.health(self._core, self._programs.states)
             case "models":
                 return status.models(self._core)
+            case "model":
+                self._core.tenant(message.api_key)
+                return self._core.model(message.model)
             case "report":
                 decode = self._decode if self._text.has_tokenizer else None
                 return self._report.to_json(self._visible(message.api_key), decode)
