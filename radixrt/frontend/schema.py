@@ -43,8 +43,8 @@ UNSERVED = (
     "use_beam_search", "watermarking", "web_search_options",
 )  # fmt: skip
 """Unsupported fields of OpenAI, vLLM and SGLang that would change an answer: they must not be ignored."""
-ALWAYS_ON = ("include_reasoning", "separate_reasoning", "stream_reasoning")
-"""Fields of vLLM and SGLang that are true by default, and that cannot be false here."""
+ALWAYS_ON = ("separate_reasoning", "stream_reasoning")
+"""Fields of SGLang that are true by default, and that cannot be false here."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -225,6 +225,8 @@ class Chat(Common, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    """As in vLLM: false leaves the reasoning out of the answer."""
 
     def prompts(self, use: ToolUse = NO_TOOLS) -> list[Prompt]:
         """The chat; its template gets the tools of `use`."""
