@@ -1,4 +1,4 @@
-"""Tokens that are banned: allowed_token_ids and bad_token_ids, against loops over tokens, and transformers' generate."""
+"""Tokens that are banned: allowed_token_ids and bad_token_ids, against loops over tokens, and transformers."""
 
 from __future__ import annotations
 
