@@ -70,7 +70,7 @@ class AdapterChanges:
             return self._sync(member, load=False)
         if message.error:
             self._errors[member.name] = message.error
-        elif self._members.version(adapter.name) != adapter.version:
+        elif self._members.version(adapter.name) < adapter.version:
             self._members.want(adapter)
         self._waiting.discard(member.number)
         return self.check()
