@@ -25,6 +25,9 @@ from radixrt.router.validate import Refused
 
 log = logging.getLogger("radixrt.router")
 
+RETRY_SECONDS = 60.0
+"""How often a worker is asked to load what it could not."""
+
 
 class Change(NamedTuple):
     client: Client
@@ -45,6 +48,7 @@ class AdapterChanges:
         self._waiting: set[int] = set()
         """Numbers of the members that have not answered yet."""
         self._errors: dict[str, str] = {}
+        self._next_try = 0.0
 
     def add(self, client: Client, message: ChangeAdapter, at: int) -> list[Effect]:
         """Make a change when those before it are done. Its client gets an Info or an Error."""
@@ -73,12 +77,20 @@ class AdapterChanges:
         elif self._members.version(adapter.name) < adapter.version:
             self._members.want(adapter)
         self._waiting.discard(member.number)
-        return self.check()
+        return self._check()
 
-    def check(self) -> list[Effect]:
-        """To be called when workers have left: they do not answer any more."""
-        if self._current is None:
+    def tick(self, now: float) -> list[Effect]:
+        """To be called about once a second. Workers that have left do not answer any more; those that could not load
+        what is wanted are asked again now and then."""
+        if self._current is not None:
+            return self._check()
+        if now < self._next_try:
             return []
+        self._next_try = now + RETRY_SECONDS
+        return [effect for member in self._members for effect in self._sync(member)]
+
+    def _check(self) -> list[Effect]:
+        """End the current change if no worker is left that has not answered."""
         serving = {member.number for member in self._members}
         self._waiting &= serving
         return [] if self._waiting else self._end()

@@ -291,7 +291,7 @@ class RouterCore:
         effects += self.members.ask_again(now)
         self.groups.expire(now)
         effects += self.pauses.expire(now)
-        effects += self.adapters.check()
+        effects += self.adapters.tick(now)
         timeout = self._config.worker_timeout
         for request in self._dispatcher.superseded():
             message = f"the LoRA adapter {request.model!r} was replaced or unloaded, and the worker with it was lost"
