@@ -23,7 +23,7 @@ def test_pages_come_back_as_they_were(page_size, kv_dtype, monkeypatch):
     """Through slots in any order, in more parts than staging has, while slots and pages are reused."""
     pool = KVPool(5, 200 * page_size, 2, 96, DTYPES[kv_dtype], DEVICE)
     page = pool.nbytes // 200
-    monkeypatch.setattr(host_pool, "STAGING_BYTES", 4 * 7 * page)
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", 8 * 7 * page)
     host = CudaHostPool(pool, page_size, PinnedMemory(301 * page, DEVICE))
     planes = pool.planes(page_size)
     rng = np.random.default_rng(0)

@@ -27,9 +27,9 @@ from radixrt.worker.sample import to_device
 if TYPE_CHECKING:
     from radixrt.worker.group import TorchGroup
 
-STAGING_BYTES = 256 << 20
-"""Memory of the GPU that staging takes."""
-PARTS = 4
+STAGING_BYTES = 512 << 20
+"""Memory of the GPU that staging takes: what steps of 8,192 tokens of a model of 8B evict need not wait."""
+PARTS = 8
 """Of staging: while one is filled, others are copied."""
 _WORDS = 1024
 """Words that a program copies."""
