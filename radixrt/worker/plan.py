@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from radixrt.messages import TokenLogprob
 from radixrt.worker.request import Request
+
+if TYPE_CHECKING:
+    from radixrt.lora_modules import LoraModule
 
 FROM_DEVICE = -1
 """Placeholder for a token id that the host does not know yet: the token that the step before sampled for this row of
@@ -238,6 +241,14 @@ class Runner(Protocol):
     def draw(self) -> None:
         """Sample the tokens of the last launched step that depend on the tokens before them (`Request.serial`), unless
         that is done. Called once the result of the step before is applied."""
+
+    def read_adapter(self, module: LoraModule) -> Any:
+        """Read a LoRA adapter, for `put_adapter`. Called in a thread beside the loop. Raises ValueError if it is not
+        served."""
+
+    def put_adapter(self, slot: int, module: LoraModule, adapter: Any) -> None:
+        """Make an adapter that was read the one of number `slot`. Called when no step is in flight, and no request has
+        that number. Raises ValueError, and changes nothing, if it does not fit the model."""
 
     def works(self) -> bool:
         """Called when a step has failed: whether other steps can be run. Some errors of a device persist."""

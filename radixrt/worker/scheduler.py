@@ -107,6 +107,11 @@ class Scheduler:
         return list(self._requests)
 
     @property
+    def adapters(self) -> set[int]:
+        """The numbers of the LoRA adapters that requests have; -1 for none."""
+        return {request.adapter for request in self._requests.values()}
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
