@@ -58,22 +58,26 @@ class Ending:
     def fail_step(self, plan: Plan, reason: str) -> list[Output]:
         """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""
         outputs: list[Output] = []
-        copied = plan.moves is not None and plan.moves.back.size > 0
-        if self._cache.host is not None:
-            self._cache.host.clear()  # what the step was to copy there may be missing
+        host, unfilled = self._cache.host, False
+        if host is not None:  # what the step was to copy, in both directions, may be missing
+            unfilled = host.is_fetching or (plan.moves is not None and plan.moves.back.size > 0)
+            host.reset()
         for request in [r for r in self._running.behind if r not in plan.requests]:
             # Admitted but not in this plan: it may lease what this step was to compute.
             self._running.remove(request)
-            self._cache.discard(request, 0 if copied else request.lease.length)
+            self._cache.discard(request, request.lease.length)
             self._waiting.add(request)
         # In reverse: later ones may lease what earlier ones were to compute.
         for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
-            start = 0 if copied else start - start % self._cache.page_size  # a partly filled page is useless
+            start -= start % self._cache.page_size  # a partly filled page is useless
             had_left = request.row < 0
             if not request.over:
                 outputs.append(self._fail(request, start, reason))
             if had_left:  # preempted or aborted while the step ran: what it was to compute is in the tree
                 self._cache.forget(request, len(request.tokens), start)
+        if unfilled:  # who needed them may have left or wait again, and others may have found them since
+            self._cache.pins.clear()
+            self._cache.clear()
         return outputs
 
     def _fail(self, request: Request, keep: int, reason: str) -> Output:

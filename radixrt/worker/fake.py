@@ -207,6 +207,10 @@ class FakeRunner:
             pages = self._hashes.reshape(-1, self.page_size)
             (page, slot), (held, to) = plan.moves.out, plan.moves.back
             assert len(set(slot.tolist())) == len(slot) and slot.all() and held.all() and to.all()
+            assert len(set(to.tolist())) == len(to), "a page is filled once: copies may be done in any order"
+            if not plan.needs_back:
+                used = np.concatenate([plan.slots, *read]) // self.page_size
+                assert not np.isin(used, to).any(), "pages that are not waited for are not used"
             self._host[slot] = pages[page]
             pages[to] = self._host[held]
         expected, end = [], 0

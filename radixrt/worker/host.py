@@ -126,16 +126,25 @@ class HostPages:
 
     def drain(self) -> Moves | None:
         """The copies to be made before the step that is being planned; None if there are none."""
-        if not self._stored and not self._fetched:
-            return None
         stored, fetched = _joined(self._stored), _joined(self._fetched)
-        _, last = np.unique(stored[1, ::-1], return_index=True)  # a slot may have been reused: the last one counts
-        moves = Moves(stored[:, np.sort(stored.shape[1] - 1 - last)], fetched)
+        self._drop_copies()
+        return Moves(stored, fetched) if stored.size or fetched.size else None
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether pages of the device are still to be filled before the next step."""
+        return bool(self._fetched)
+
+    def reset(self) -> None:
+        """Remove everything, also the copies that are still to be made: a step has failed, and with it its copies."""
+        self._drop_copies()
+        self.clear()
+
+    def _drop_copies(self) -> None:
         self._stored, self._fetched = [], []
         for lease in self._held:
             lease.release()
         self._held = []
-        return moves
 
     def forget(self, namespace: str, path: _Tokens, keep: int) -> None:
         """Remove a path after its first `keep` tokens, except where others go on."""
@@ -165,9 +174,13 @@ class HostPages:
 
 
 def _joined(pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """int32[2, N]: (from, to) of all copies. What is copied to may have been given away and reused since, so of several
+    copies to one place the last one counts."""
     if not pairs:
         return np.zeros((2, 0), dtype=np.int32)
-    return np.stack([np.concatenate(side) for side in zip(*pairs, strict=True)])
+    found = np.stack([np.concatenate(side) for side in zip(*pairs, strict=True)])
+    _, last = np.unique(found[1, ::-1], return_index=True)
+    return found[:, np.sort(found.shape[1] - 1 - last)]
 
 
 def _renumbered(events: list[tuple]) -> Iterator[tuple]:

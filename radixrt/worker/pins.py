@@ -164,6 +164,11 @@ class Pins:
             self._release(key)
         return key is not None
 
+    def clear(self) -> None:
+        """Release all pins."""
+        while self.release_oldest():
+            pass
+
     def _release(self, key: Key) -> None:
         pin = self._pins.pop(key)
         pin.lease.release()

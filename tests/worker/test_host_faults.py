@@ -1,0 +1,145 @@
+"""Pages in host memory under random loads with faults: steps that fail, requests that fail or are aborted, pins, forks,
+drafts, scores, an emptied cache. The checking fake runner compares every KV slot that is read with its prefix."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from radixrt.worker.cache import PageCache
+from radixrt.worker.drafting import Drafter
+from radixrt.worker.fake import fake_token
+from radixrt.worker.request import Request
+from radixrt.worker.scheduler import Limits, Scheduler
+from tests.worker.test_simulation import VOCAB, Bench, alone, overlaps, random_prompt  # noqa: F401
+
+
+class Guesser(Drafter):
+    """Knows what the runner will say, and is wrong in a third of the tokens."""
+
+    def __init__(self, rng: random.Random, overlaps: bool) -> None:
+        super().__init__(4, overlaps)
+        self._random = rng
+
+    def begins(self, request: Request, requests: int) -> bool:
+        return request.score_from is None and request.total + 2 <= request.limit and self._random.random() < 0.7
+
+    def draft(self, request: Request, most: int, requests: int) -> list[int]:
+        ids, last = [], request.tokens[-1]
+        for i in range(min(most, self.most, request.limit - len(request.tokens) - 1)):
+            last = fake_token(last, len(request.tokens) - 1 + i, VOCAB)
+            ids.append(last if self._random.randrange(3) else 3)
+        return ids
+
+
+class Rough(Bench):
+    """A bench whose steps fail now and then: at launch, when their result is read, or for one request alone."""
+
+    def __init__(self, rng: random.Random, faults: float, *args, drafts: bool = False, **settings) -> None:
+        super().__init__(*args, **settings)
+        self.rng = rng
+        self.faults = faults
+        self.failed: set[int] = set()
+        if drafts:
+            limits = self.scheduler.limits
+            self.scheduler = Scheduler(self.cache, limits, Guesser(rng, self.overlaps))
+
+    def step(self) -> int:
+        plan = self.plan()
+        self.cache.check()
+        landing, self.flight = self.flight, None
+        if plan is not None:
+            if self.rng.random() < self.faults:
+                self._fail(plan)
+            else:
+                self.flight = plan, self.runner.launch(plan)
+        if not self.runner.overlaps:
+            landing, self.flight = self.flight, None
+        if landing:
+            self._land(*landing)
+        return 0 if plan is None else len(plan.tokens)
+
+    def _land(self, plan, wait) -> None:
+        if self.rng.random() < self.faults:  # as `Worker._fail`
+            behind, self.flight = self.flight, None
+            if behind is not None:
+                self._fail(behind[0])
+            self._fail(plan)
+            return
+
+        def read():
+            result = wait()
+            if self.rng.random() < self.faults:
+                result.failed[self.rng.randrange(len(plan.requests))] = "not finite"
+            return result
+
+        self.land(plan, read)
+
+    def _fail(self, plan) -> None:
+        for output in self.scheduler.fail(plan, "broken"):
+            self.finish[output.id] = output.finish
+        self.cache.check()
+
+
+def load(seed: int, page_size: int, pages: int, host: int, faults: float) -> tuple[Rough, dict[int, list[int]]]:
+    rng = random.Random(seed)
+    rows = rng.choice([1, 3, 8])
+    bench = Rough(
+        rng, faults, max(pages // page_size, 16), page_size, rng.choice([5, 16, 64]), rows, max_len=60, host=host,
+        drafts=rng.random() < 0.5,
+    )  # fmt: skip
+    trunks = [[rng.randint(3, 9) for _ in range(30)] for _ in range(3)]
+    bench.cache.kept.returning = 1.0
+    expected: dict[int, list[int]] = {}
+    room = bench.cache.total_pages * page_size
+    now = 0.0
+    for id in range(80):
+        prompt = random_prompt(rng, trunks)
+        want = rng.randint(0, min(10, room - len(prompt)) if room > len(prompt) else 0)
+        if len(prompt) + want > min(room, 60):
+            continue
+        extra = {"group": rng.choice([0, 1, 2])}
+        if rng.random() < 0.1:
+            extra["score_from"] = rng.randint(1, len(prompt))
+        namespace = rng.choice(["", "b"])
+        bench.add(id, prompt, want, namespace=namespace, **extra)
+        expected[id] = alone(prompt, want)
+        for _ in range(rng.randint(0, 4)):
+            bench.step()
+        now += 1
+        chance = rng.random()
+        if chance < 0.1:
+            bench.scheduler.abort(rng.choice(list(expected)))
+        elif chance < 0.15:
+            bench.cache.clear()
+        elif chance < 0.25:
+            ids = np.array(prompt, np.int32).tobytes()
+            bench.cache.pins.add(namespace, ids, rng.choice([2.0, 20.0]), now, rng.randint(1, 3))
+        bench.cache.pins.expire(now)
+        bench.cache.check()
+    bench.drain()
+    return bench, expected
+
+
+def drained(bench: Rough) -> None:
+    assert bench.cache.leased_pages * bench.cache.page_size <= bench.cache.total_pages * bench.cache.page_size
+    host = bench.cache.host
+    assert host.tree.leased_tokens == 0, "nothing is held for ever"
+
+
+@pytest.mark.parametrize("host", [1, 3, 10, 100, 1000])
+@pytest.mark.parametrize(("page_size", "pages"), [(1, 40), (1, 90), (4, 120), (16, 400)])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_faults(seed: int, page_size: int, pages: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    monkeypatch.setattr("radixrt.worker.scheduler.MANY", rng.choice([1, 10, 512]))
+    monkeypatch.setattr("radixrt.worker.scheduler.FEW", rng.choice([1, 10, 2048]))
+    monkeypatch.setattr("radixrt.worker.building.MOST_SCORED", 10)
+    bench, expected = load(seed, page_size, pages, host, rng.choice([0.0, 0.03, 0.1]))
+    for id, tokens in expected.items():
+        found = bench.tokens[id]
+        assert found == tokens[: len(found)], "what comes out is what it gives alone"
+        assert bench.finish.get(id) != "length" or found == tokens
+    assert bench.cache.host.tree.leased_tokens == 0, "nothing is held for ever"
