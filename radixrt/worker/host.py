@@ -61,39 +61,43 @@ class HostPages:
         """Copy `pages` here, which are evicted from the device: those of the path `ids`, int32, after its first `keep`
         tokens. What is here already is not copied, and what there is no slot for is lost."""
         self._changes += 1
-        first = keep // self._page_size
+        size = self._page_size
         with self.tree.lease(self.tree.match(namespace, ids)) as lease:
-            slots = np.zeros(first + len(pages), dtype=np.int32)
-            known = np.frombuffer(lease.values(), np.int32)
+            start = min(lease.length, keep)
+            first = (keep - start) // size
+            slots = np.zeros(first + len(pages), dtype=np.int32)  # of the tokens from `start` on
+            known = np.frombuffer(lease.values(start), np.int32)
             slots[: len(known)] = known
             lacking = first + np.flatnonzero(slots[first:] == 0)
-            lacking = lacking[: self._make_room(len(lacking))]
-            self.lost_pages += int(np.count_nonzero(slots[first:] == 0)) - len(lacking)
-            if not len(lacking):
+            room = self._make_room(len(lacking))
+            self.lost_pages += len(lacking) - room
+            if not room:
                 return
-            slots[lacking] = taken = self._take(len(lacking))
+            lacking = lacking[:room]
+            slots[lacking] = taken = self._take(room)
             self._stored.append((pages[lacking - first], taken))
             end = int(lacking[-1]) + 1
-            path = memoryview(ids).cast("i")[len(known) * self._page_size : end * self._page_size]
+            path = memoryview(ids).cast("i")[lease.length : start + end * size]
             self.tree.insert(lease, path, slots[len(known) : end])
-            lease.assign(0, slots[: len(known)])
+            lease.assign(start, slots[: len(known)])
 
     def _make_room(self, count: int) -> int:
         """Free slots until there are `count`, if possible. Returns how many of these there are."""
         while self._num_free < count and self.tree.evictable_tokens:
-            self._give_back(self.tree.evict((count - self._num_free) * self._page_size))
+            self.lost_pages += self._give_back(self.tree.evict((count - self._num_free) * self._page_size))
         return min(count, self._num_free)
 
     def _take(self, count: int) -> np.ndarray:
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count][::-1].copy()
 
-    def _give_back(self, values: bytes) -> None:
+    def _give_back(self, values: bytes) -> int:
+        """Free the slots among the values of what was removed. Returns how many."""
         slots = np.frombuffer(values, np.int32)
         slots = slots[slots > 0][::-1]  # so that they are taken in this order again: copies of a range are one copy
         self._free[self._num_free : self._num_free + len(slots)] = slots
         self._num_free += len(slots)
-        self.lost_pages += len(slots)
+        return len(slots)
 
     # ------------------------------------------------------------ to the device
 

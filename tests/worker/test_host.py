@@ -172,6 +172,83 @@ def test_contexts_are_kept_where_little_fits_in_host_memory(host: int) -> None:
     bench.drain()
 
 
+def test_what_was_held_in_vain_is_not_held_any_longer() -> None:
+    """There were no pages to copy it to, and nothing else is copied before the step."""
+    host = HostPages(10, 1)
+    host.store("", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
+    host.drain()
+    assert len(host.hold("", ids(1, 2, 3), 0)) == 3 and host.tree.leased_tokens == 3
+    assert host.drain() is None
+    assert host.tree.leased_tokens == 0
+
+
+def test_a_page_that_is_taken_twice_in_a_step_gets_what_the_last_one_needs() -> None:
+    """Who it was copied back for was sent back to wait, and lost it to another one."""
+    host = HostPages(10, 1)
+    for first in (1, 5):
+        host.store("", ids(first, 2), 0, np.array([first, 2], np.int32))
+    host.drain()
+    host.fetch(host.hold("", ids(5, 2), 0), np.array([21, 22], np.int32))
+    host.fetch(slots := host.hold("", ids(1, 2), 0), np.array([22, 23], np.int32))
+    held, to = host.drain().back.tolist()
+    assert to == [21, 22, 23] and held[1:] == slots.tolist()
+
+
+def test_only_evictions_lose_pages() -> None:
+    host = HostPages(4, 1)
+    host.store("", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
+    host.forget("", ids(1, 2, 3), 2)
+    host.clear()
+    assert host.lost_pages == 0 and host.used_slots == 0
+    for n in (1, 4):
+        host.store("", ids(n, n + 1, n + 2), 0, np.array([11, 12, 13], np.int32))
+    assert host.lost_pages == 3
+    host.check()
+
+
+@pytest.mark.parametrize("end", ["fail behind", "abort", "preempt", "pin"])
+def test_nobody_finds_what_a_failed_step_was_to_copy_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request for which it copies is not in the failed step, and may be in the one behind it, or gone."""
+    monkeypatch.setattr("radixrt.worker.scheduler.MANY", 20)
+    bench = Bench(pages=90, chunk=64, host=1000)
+    prompts = [fill(bench, id) for id in range(3)]
+    bench.add(9, [7, 8, 9], 30)
+    bench.step()
+    bench.add(10, [*prompts[0], 99], 2)
+    plan = bench.plan()
+    assert plan.moves.back.size and [request.id for request in plan.requests] == [9]
+    if end == "fail behind":
+        bench.scheduler.fail(bench.plan(), "broken")
+    elif end == "preempt":
+        assert bench.scheduler._preempt(plan.requests).id == 10
+    else:
+        bench.scheduler.abort(10)
+    if end == "pin":
+        bench.cache.pins.add("", ids(*prompts[0]), 10.0, 0.0, 1)
+    bench.scheduler.fail(plan, "broken")
+    bench.cache.check()
+    assert bench.cache.tree.match("", ids(*prompts[0])).length == 0
+    assert bench.cache.host.used_slots == 0 and not bench.cache.pins
+
+
+def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:
+    bench = Bench(pages=60, chunk=64, host=1000)
+    prompt = fill(bench, 0)
+    fill(bench, 1)
+    bench.add(5, [7, 8, 9], 4)
+    plan = bench.plan()
+    request = bench.add(10, [*prompt, 99], 4)
+    bench.scheduler.running.behind.append(request)  # as if it was planned for, and then there was no step
+    bench.scheduler._waiting.take(request, [])
+    bench.cache.admit(request)
+    assert bench.cache.fetch(request) > 0 and bench.cache.host.is_fetching
+    bench.scheduler.fail(plan, "broken")
+    assert not bench.cache.host.is_fetching and bench.cache.host.tree.leased_tokens == 0
+    assert bench.cache.tree.match("", ids(*prompt)).length == 0
+    bench.drain()
+    assert bench.tokens[10] == alone([*prompt, 99], 4) and bench.cached[10] == 0
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_to_the_index_device_and_host_are_one_cache(seed: int, page_size: int) -> None:
