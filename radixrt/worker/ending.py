@@ -62,9 +62,11 @@ class Ending:
         if host is not None:  # what the step was to copy, in both directions, may be missing
             unfilled = host.is_fetching or (plan.moves is not None and plan.moves.back.size > 0)
             host.reset()
-        for request in [r for r in self._running.behind if r not in plan.requests]:
-            # Admitted but not in this plan: it may lease what this step was to compute.
-            self._running.remove(request)
+        running = self._running
+        # Not in this plan, they may lease what this step was to compute or to copy; after a copy they may decode next.
+        others = running.behind + (running.decoding + running.drafting if unfilled else [])
+        for request in [r for r in others if r not in plan.requests]:
+            running.remove(request)
             self._cache.discard(request, request.lease.length)
             self._waiting.add(request)
         # In reverse: later ones may lease what earlier ones were to compute.

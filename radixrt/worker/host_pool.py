@@ -10,6 +10,7 @@ import torch
 from radixrt.config import WorkerConfig, gpu_count
 from radixrt.worker.kv import KVPool, zeros
 from radixrt.worker.memory import available_bytes
+from radixrt.worker.model.sharding import Shard
 from radixrt.worker.plan import Moves
 
 if TYPE_CHECKING:
@@ -54,9 +55,9 @@ class HostPool:
             begin = end
 
 
-def host_bytes(config: WorkerConfig, recurrent: bool, device: torch.device, ranks: int = 1) -> int:
-    """The bytes of host memory of each rank that `kv_offloading_size` asks for. Raises ValueError if there are not so
-    many, or if they could not be used."""
+def host_bytes(config: WorkerConfig, recurrent: bool, device: torch.device, shard: Shard = Shard()) -> int:  # noqa: B008
+    """The bytes of host memory of a rank that `kv_offloading_size` asks for. Raises ValueError if there are not so
+    many, on rank 0 for all ranks together, or if they could not be used."""
     asked = config.kv_offloading_size
     if asked == "none" or (asked == "auto" and (recurrent or device.type == "cpu")):
         return 0
@@ -66,9 +67,10 @@ def host_bytes(config: WorkerConfig, recurrent: bool, device: torch.device, rank
     if asked == "auto":
         most = torch.cuda.mem_get_info(device)[1]
         return min(most, int(MEMORY_SHARE * available) // max(1, gpu_count()))
-    size = int(float(asked) * (1 << 30)) // ranks
-    if size > available:
-        raise ValueError(f"kv_offloading_size: {size / 1e9:.1f} GB, of {available / 1e9:.1f} GB that are available")
+    size = int(float(asked) * (1 << 30)) // shard.size
+    needed = size if shard.rank else size * shard.size  # other ranks may have theirs already
+    if needed > available:
+        raise ValueError(f"kv_offloading_size: {needed / 1e9:.1f} GB, of {available / 1e9:.1f} GB that are available")
     return size
 
 

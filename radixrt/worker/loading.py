@@ -163,9 +163,9 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
     host = begin_host(config, loaded, group, by_torch)
     try:
         runner = make_runner(config, loaded, group)
+        runner.host = host(runner.pool)
     except torch.OutOfMemoryError as error:
         raise ValueError(_out_of_memory(config, loaded, error)) from error
-    runner.host = host(runner.pool)
     if runner.host is not None:
         tokens = (runner.host.slots - 1) * config.page_size
         log.info("%d token slots in host memory, %.2f GB", tokens, runner.host.nbytes / 1e9)

@@ -15,6 +15,7 @@ from radixrt.worker.group import TorchGroup
 from radixrt.worker.host_pool import HostPool, host_bytes, plain_memory
 from radixrt.worker.kv import IndexPool, KVPool, StatePool
 from radixrt.worker.mixed_pool import MixedKVPool
+from radixrt.worker.model.sharding import Shard
 
 if TYPE_CHECKING:
     from radixrt.worker.loading import Loaded
@@ -89,12 +90,23 @@ def begin_host(
 ) -> Callable[[KVPool], HostPool | None]:
     """Begin to allocate host memory for evicted pages, as `kv_offloading_size` asks. The returned function waits for it
     and makes its pool, which is None if there is none, and if everything is computed by torch on a GPU. Both raise
-    ValueError if memory that was asked for cannot be had."""
-    size = host_bytes(config, loaded.spec.recurrent is not None, loaded.device, config.tensor_parallel_size)
+    ValueError if memory that was asked for cannot be had. With "auto" a rank that cannot have it is a warning: then no
+    rank has any."""
+    shard = Shard() if group is None else group.shard
+    size = host_bytes(config, loaded.spec.recurrent is not None, loaded.device, shard)
     if not size or by_torch:
         return lambda pool: None
+    automatic = config.kv_offloading_size == "auto"
+
+    def usable(host: HostPool) -> HostPool | None:
+        if host.slots > 1:
+            return host
+        if not automatic:
+            raise ValueError(f"kv_offloading_size: {size} bytes do not hold two pages")
+        return None
+
     if loaded.device.type == "cpu":
-        return lambda pool: HostPool(pool, config.page_size, plain_memory(size), group)
+        return lambda pool: usable(HostPool(pool, config.page_size, plain_memory(size), group))
     from radixrt.worker.cuda.host_pool import CudaHostPool
     from radixrt.worker.cuda.pinned import PinnedMemory
 
@@ -102,14 +114,20 @@ def begin_host(
 
     def finish(pool: KVPool) -> HostPool | None:
         try:
-            return CudaHostPool(pool, config.page_size, memory, group)
+            memory.wait()
         except ValueError as error:
-            if config.kv_offloading_size != "auto" or group is not None:
+            if not automatic:
                 raise ValueError(f"kv_offloading_size: {error}") from error
             log.warning("evicted pages are lost: %s", error)
-            return None
+            memory.do_without()
+        return usable(CudaHostPool(pool, config.page_size, memory, group))
 
     return finish
+
+
+def reserves_staging(config: WorkerConfig, loaded: Loaded) -> bool:
+    """Whether memory of a GPU has to be left for copies to host memory."""
+    return config.kv_offloading_size != "none" and loaded.spec.recurrent is None
 
 
 def _cache_bytes(loaded: Loaded, gpu_share: float, reserved: int, group: TorchGroup | None = None) -> int:

@@ -249,6 +249,36 @@ def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:
     assert bench.tokens[10] == alone([*prompt, 99], 4) and bench.cached[10] == 0
 
 
+def test_who_decodes_after_a_copy_that_failed_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was preempted, so that all but its last token comes back: it is behind no more, and not in the step."""
+    monkeypatch.setattr("radixrt.worker.scheduler.MANY", 20)
+    bench = Bench(pages=90, chunk=64, host=1000)
+    prompt = [100, *range(3, 43)]
+    request = bench.add(10, prompt, 10)
+    while len(bench.tokens[10]) < 4:
+        bench.step()
+    while bench.flight:
+        bench.land(*bench.flight)
+        bench.flight = None
+    bench.scheduler._preempt()
+    bench.scheduler._waiting.remove(request)
+    for id in range(2):
+        bench.add(id, [id + 101, *range(3, 43)], 1)
+        while id not in bench.finish:
+            bench.step()
+    bench.add(9, [7, 8, 9], 30)
+    bench.step()
+    bench.scheduler._waiting.add(request)
+    bench.add(11, [6, 5, 4], 1)
+    plan = bench.plan()
+    assert plan.moves.back.size and request not in plan.requests and request in bench.scheduler.running.decoding
+    bench.scheduler.fail(plan, "broken")
+    assert request.row < 0
+    bench.flight = None
+    bench.drain()
+    assert bench.tokens[10] == alone(prompt, 10)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_to_the_index_device_and_host_are_one_cache(seed: int, page_size: int) -> None:

@@ -8,19 +8,18 @@ import random
 import numpy as np
 import pytest
 
-from radixrt.worker.cache import PageCache
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.fake import fake_token
 from radixrt.worker.request import Request
-from radixrt.worker.scheduler import Limits, Scheduler
+from radixrt.worker.scheduler import Scheduler
 from tests.worker.test_simulation import VOCAB, Bench, alone, overlaps, random_prompt  # noqa: F401
 
 
 class Guesser(Drafter):
     """Knows what the runner will say, and is wrong in a third of the tokens."""
 
-    def __init__(self, rng: random.Random, overlaps: bool) -> None:
-        super().__init__(4, overlaps)
+    def __init__(self, rng: random.Random, rests: bool) -> None:
+        super().__init__(4, rests)
         self._random = rng
 
     def begins(self, request: Request, requests: int) -> bool:
@@ -41,10 +40,8 @@ class Rough(Bench):
         super().__init__(*args, **settings)
         self.rng = rng
         self.faults = faults
-        self.failed: set[int] = set()
         if drafts:
-            limits = self.scheduler.limits
-            self.scheduler = Scheduler(self.cache, limits, Guesser(rng, self.overlaps))
+            self.scheduler = Scheduler(self.cache, self.scheduler.limits, Guesser(rng, self.overlaps))
 
     def step(self) -> int:
         plan = self.plan()
@@ -123,15 +120,9 @@ def load(seed: int, page_size: int, pages: int, host: int, faults: float) -> tup
     return bench, expected
 
 
-def drained(bench: Rough) -> None:
-    assert bench.cache.leased_pages * bench.cache.page_size <= bench.cache.total_pages * bench.cache.page_size
-    host = bench.cache.host
-    assert host.tree.leased_tokens == 0, "nothing is held for ever"
-
-
-@pytest.mark.parametrize("host", [1, 3, 10, 100, 1000])
+@pytest.mark.parametrize("host", [1, 10, 100, 1000])
 @pytest.mark.parametrize(("page_size", "pages"), [(1, 40), (1, 90), (4, 120), (16, 400)])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_faults(seed: int, page_size: int, pages: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr("radixrt.worker.scheduler.MANY", rng.choice([1, 10, 512]))

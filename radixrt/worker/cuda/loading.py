@@ -21,6 +21,7 @@ from radixrt.worker.cuda import full_chunks, ops
 from radixrt.worker.cuda.chunks import HELD_BYTES
 from radixrt.worker.cuda.delta_step import chunk_bytes
 from radixrt.worker.cuda.full_chunks import FullHeads
+from radixrt.worker.cuda.host_pool import STAGING_BYTES
 from radixrt.worker.cuda.pieces import kept_bytes, most_tokens
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
@@ -32,7 +33,7 @@ from radixrt.worker.group import TorchGroup
 from radixrt.worker.kv import KVPool, StatePool
 from radixrt.worker.loading import Loaded, load_model, load_scales
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.pools import make_pool, make_states, pool_tokens
+from radixrt.worker.pools import make_pool, make_states, pool_tokens, reserves_staging
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
 
@@ -68,7 +69,8 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
         rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of penalized tokens; logits of graphs
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
         kinds = 2 if model.has_adapters else 1  # of decode graphs
-        reserved = step + rows + (kinds * GRAPH_BYTES + rows + kept if graphs else 0)
+        staging = STAGING_BYTES if reserves_staging(config, loaded) else 0
+        reserved = step + rows + staging + (kinds * GRAPH_BYTES + rows + kept if graphs else 0)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     states = make_states(config, loaded, reserved, group)
     tokens = tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)

@@ -28,6 +28,10 @@ class PinnedMemory:
             raise ValueError(f"{self._size / 1e9:.1f} GB of host memory cannot be page-locked: {self._found}")
         return self._found
 
+    def do_without(self) -> None:
+        """After `wait` has failed: let there be none."""
+        self._found = torch.empty(0, dtype=torch.uint8)
+
     def _allocate(self) -> None:
         try:
             self._found = self._locked()
