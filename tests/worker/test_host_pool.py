@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from radixrt.config import WorkerConfig, check, resolve
+from radixrt.worker import pools
+from radixrt.worker.host_pool import HostPool, host_bytes
+from radixrt.worker.kv import KVPool
 from radixrt.worker.loading import load_runner
 from radixrt.worker.memory import available_bytes
+from radixrt.worker.model.sharding import Shard
 from tests.worker.engine import Engine, prompts
 
 
@@ -79,7 +86,67 @@ def test_available_memory_is_that_of_the_container(tmp_path):
     assert available_bytes(tmp_path) == 4000 << 10
     (group / "memory.max").write_text("3000000\n")
     assert available_bytes(tmp_path) == 2_000_000
+    (group / "memory.stat").write_text("anon 500000\ninactive_file 400000\nactive_file 100000\n")
+    assert available_bytes(tmp_path) == 2_400_000, "cached files are given up when memory is needed"
     (group / "memory").mkdir()
     (group / "memory/memory.limit_in_bytes").write_text("1500000\n")
     (group / "memory/memory.usage_in_bytes").write_text("1600000\n")
     assert available_bytes(tmp_path) == 0
+    (group / "memory/memory.stat").write_text("inactive_file 1\ntotal_inactive_file 300000\n")
+    assert available_bytes(tmp_path) == 200_000
+
+
+def test_all_ranks_together_get_what_is_asked_for(monkeypatch):
+    """Rank 0 compares that with what is available; when others ask, some of it may be taken already."""
+    monkeypatch.setattr("radixrt.worker.host_pool.available_bytes", lambda: 3 << 30)
+    config, cpu = WorkerConfig(kv_offloading_size="4"), torch.device("cpu")
+    with pytest.raises(ValueError, match="4.3 GB, of 3.2 GB"):
+        host_bytes(config, False, cpu, Shard(0, 2))
+    assert host_bytes(config, False, cpu, Shard(1, 2)) == 2 << 30
+    assert host_bytes(WorkerConfig(kv_offloading_size="3"), False, cpu, Shard(0, 2)) == 3 << 29
+
+
+def test_what_holds_no_page_is_refused(checkpoint):
+    folder, _ = checkpoint("llama")
+    assert load(folder, max_total_tokens=480, kv_offloading_size="0").host is None
+    with pytest.raises(ValueError, match="kv_offloading_size: 1073 bytes do not hold two pages"):
+        load(folder, max_total_tokens=480, kv_offloading_size="0.000001", page_size=16)
+
+
+class OtherRanks:
+    """A group whose other ranks have a certain number of slots."""
+
+    shard = Shard(0, 2)
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+
+    def smallest(self, number: int) -> int:
+        return min(self._slots, number)
+
+
+@pytest.mark.parametrize(("asked", "locks", "theirs"), [("auto", False, 100), ("auto", True, 0), ("1", False, 100)])
+def test_memory_that_cannot_be_locked(asked, locks, theirs, monkeypatch):
+    """By default a worker starts without it, and so does one whose other rank cannot lock it."""
+    pytest.importorskip("triton")
+    from radixrt.worker.cuda import host_pool as cuda_host_pool
+    from radixrt.worker.cuda import pinned
+
+    def locked(memory: pinned.PinnedMemory) -> torch.Tensor:
+        if not locks:
+            raise ValueError("CUDA error 2")
+        return torch.zeros(1 << 20, dtype=torch.uint8)
+
+    monkeypatch.setattr(pinned.PinnedMemory, "_locked", locked)
+    monkeypatch.setattr(pools, "host_bytes", lambda *args: 1 << 20)
+    monkeypatch.setattr(
+        cuda_host_pool, "CudaHostPool", lambda pool, size, memory, group: HostPool(pool, size, memory.wait(), group)
+    )
+    pool = KVPool(1, 20, 1, 8, torch.float32, torch.device("cpu"))
+    loaded = SimpleNamespace(spec=SimpleNamespace(recurrent=None), device=torch.device("cuda"))
+    finish = pools.begin_host(WorkerConfig(kv_offloading_size=asked), loaded, OtherRanks(theirs), by_torch=False)
+    if asked == "auto":
+        assert finish(pool) is None
+    else:
+        with pytest.raises(ValueError, match="kv_offloading_size: .* cannot be page-locked: CUDA error 2"):
+            finish(pool)
