@@ -45,6 +45,7 @@ class HostPages:
         self._held: list[Lease] = []
         """Of what is to be copied back: until the step is planned, its slots must not be reused."""
         self._changes = 0
+        """Of slots of what the tree has already."""
 
     @property
     def version(self) -> int:
@@ -152,7 +153,6 @@ class HostPages:
 
     def forget(self, namespace: str, path: _Tokens, keep: int) -> None:
         """Remove a path after its first `keep` tokens, except where others go on."""
-        self._changes += 1
         self._give_back(self.tree.forget(namespace, path, keep))
 
     def clear(self) -> None:

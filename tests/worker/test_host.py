@@ -194,6 +194,29 @@ def test_a_page_that_is_taken_twice_in_a_step_gets_what_the_last_one_needs() -> 
     assert to == [21, 22, 23] and held[1:] == slots.tolist()
 
 
+def test_of_what_does_not_fit_the_beginning_is_stored() -> None:
+    host = HostPages(3, 1)
+    host.store("", ids(1, 2, 3, 4, 5), 1, np.array([12, 13, 14, 15], np.int32))
+    assert host.reach("", ids(1, 2, 3, 4, 5), 1) == 3 and host.lost_pages == 2
+    assert host.drain().out[0].tolist() == [12, 13]
+
+
+def test_what_can_be_had_changes_with_the_version() -> None:
+    """Also where a gap is filled, which the tree takes no notice of; and where a path is forgotten."""
+    host = HostPages(10, 1)
+    seen, path = [], ids(1, 2, 3)
+    for change in (
+        lambda: host.store("", path, 2, np.array([13], np.int32)),
+        lambda: host.store("", path[:8], 0, np.array([11, 12], np.int32)),
+        lambda: host.forget("", path, 1),
+        host.clear,
+    ):
+        change()
+        seen.append((host.version, host.reach("", path, 0)))
+    assert [reach for _, reach in seen] == [0, 3, 1, 0]
+    assert len({version for version, _ in seen}) == 4
+
+
 def test_only_evictions_lose_pages() -> None:
     host = HostPages(4, 1)
     host.store("", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
