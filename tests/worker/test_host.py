@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from radixrt.worker import status
 from radixrt.worker.host import HostPages
 from radixrt.worker.plan import Plan
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
@@ -40,7 +41,10 @@ def test_what_was_evicted_is_not_computed_again(page_size: int) -> None:
         assert bench.cached[id] == len(prompt) - len(prompt) % page_size
     extra = len(prompts[0]) % page_size + 1 + 3
     assert bench.runner.computed_tokens - computed == len(prompts) * extra
-    assert bench.cache.evicted_tokens == 0 and bench.cache.host.fetched_pages > 0
+    host, none = bench.cache.host, {"compiling": 0, "flight": None, "newest_run": 0}
+    load = status.load(bench.scheduler, bench.cache, bench.runner, status.Rates(), **none)
+    assert load.evicted_tokens == 0 and load.fetched_tokens == host.fetched_pages * page_size > 0
+    assert load.host_tokens == host.used_slots * page_size > 0
 
 
 def test_two_who_need_the_same_fetch_it_once() -> None:
@@ -128,8 +132,10 @@ def test_an_emptied_cache_is_empty_on_the_host_as_well() -> None:
     bench = Bench(pages=60, chunk=64, host=1000)
     prompt = fill(bench, 0)
     fill(bench, 1)
+    assert bench.cache.host.used_slots > 0
     bench.cache.clear()
     bench.cache.check()
+    assert bench.cache.host.used_slots == 0
     bench.add(10, [*prompt, 99], 1)
     bench.drain()
     assert bench.cached[10] == 0
@@ -158,6 +164,31 @@ def test_the_copy_of_a_long_context_is_not_waited_for(monkeypatch: pytest.Monkey
     bench.step()
     assert asked(10, prompts[0]) == ([{9}, {9, 10}], False)
     assert asked(11, prompts[1]) == ([{11}, {11}], True), "there is nothing else to do"
+
+
+def test_the_copy_is_waited_for_beside_many_prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixrt.worker.scheduler.MANY", 20)
+    monkeypatch.setattr("radixrt.worker.scheduler.FEW", 10)
+    bench = Bench(pages=200, chunk=64, host=1000)
+    prompts = [fill(bench, id) for id in range(6)]
+    bench.add(9, [*range(200, 300)], 1)
+    bench.step()
+    bench.add(10, [*prompts[0], 99], 1)
+    plan = bench.plan()
+    assert [request.id for request in plan.requests] == [9, 10]
+    assert plan.moves.back.size and plan.needs_back
+
+
+@pytest.mark.parametrize("tokens", [5, 45])
+def test_copies_take_a_part_of_a_step(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixrt.worker.scheduler.FETCHED", 2)
+    bench = Bench(pages=120, chunk=40, host=1000)
+    prompts = [fill(bench, id) for id in range(4)]
+    bench.add(10, [*prompts[0], *range(200, 200 + tokens)], 1)
+    bench.add(11, [*range(300, 350)], 1)
+    plan = bench.plan()
+    fetched, own = plan.moves.back.shape[1], min(tokens, 40 - plan.moves.back.shape[1] // 2)
+    assert fetched > 20 and plan.counts.tolist() == [own, 40 - fetched // 2 - own][: 1 + (tokens == 5)]
 
 
 @pytest.mark.parametrize("host", [0, 20, 1000])
@@ -199,6 +230,62 @@ def test_of_what_does_not_fit_the_beginning_is_stored() -> None:
     host.store("", ids(1, 2, 3, 4, 5), 1, np.array([12, 13, 14, 15], np.int32))
     assert host.reach("", ids(1, 2, 3, 4, 5), 1) == 3 and host.lost_pages == 2
     assert host.drain().out[0].tolist() == [12, 13]
+
+
+def test_slots_are_taken_in_order_again() -> None:
+    """Slots that follow each other are one copy."""
+    host = HostPages(9, 1)
+    for n in range(4):
+        host.store("", ids(10 * n, 1, 2, 3), 0, np.arange(11, 15, dtype=np.int32))
+        slots = host.drain().out[1]
+        assert (np.diff(slots) == 1).all()
+
+
+def test_what_is_copied_back_does_not_change_with_the_table() -> None:
+    host = HostPages(9, 1)
+    host.store("", ids(1), 0, np.array([11], np.int32))
+    table = np.array([21], np.int32)
+    host.fetch(host.hold("", ids(1), 0), table)
+    table[:] = 99  # the row is another request's
+    assert host.drain().back[1].tolist() == [21]
+
+
+def test_what_a_request_has_computed_itself_is_not_copied_back() -> None:
+    """Generated tokens are in no tree before it ends, but another one may have generated them, too."""
+    bench = Bench(host=100)
+    request = bench.add(0, [5, 6, 7, 8], 20)
+    for _ in range(8):
+        bench.step()
+    length, computed = request.lease.length, request.computed
+    assert computed > length + 2
+    bench.cache.host.store("", request.tokens[: length + 2].tobytes(), length, np.array([1, 2], np.int32))
+    assert bench.cache.fetch(request) == 0 and request.computed == computed
+
+
+def test_of_a_request_that_failed_nothing_stays_in_host_memory() -> None:
+    bench = Bench(pages=60, chunk=64, host=1000)
+    prompt = fill(bench, 0)
+    fill(bench, 1)
+    bench.add(10, [*prompt, 99], 4)
+    plan = bench.plan()
+    result = bench.runner.launch(plan)()
+    result.failed[0] = "not finite"
+    bench.scheduler.apply(plan, result)
+    bench.cache.check()
+    assert bench.cache.host.tree.match("", ids(*prompt)).length == 0
+    bench.add(11, [*prompt, 99], 4)
+    bench.drain()
+    assert bench.cached[11] == 0 and bench.tokens[11] == alone([*prompt, 99], 4)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_many_pages_are_evicted_at_a_time(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixrt.worker.cache.EVICTED", share)
+    bench = Bench(pages=60, chunk=64, host=1000)
+    fill(bench, 0)
+    bench.add(1, [*range(200, 220)], 1)
+    bench.step()  # one page is missing
+    assert bench.cache.host.used_slots == (30 if share else 1)
 
 
 def test_what_can_be_had_changes_with_the_version() -> None:
