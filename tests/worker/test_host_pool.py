@@ -150,3 +150,13 @@ def test_memory_that_cannot_be_locked(asked, locks, theirs, monkeypatch):
     else:
         with pytest.raises(ValueError, match="kv_offloading_size: .* cannot be page-locked: CUDA error 2"):
             finish(pool)
+
+
+def test_by_default_the_gpus_of_a_machine_share_a_quarter(monkeypatch):
+    monkeypatch.setattr("radixrt.worker.host_pool.available_bytes", lambda: 800 << 30)
+    monkeypatch.setattr("radixrt.worker.host_pool.gpu_count", lambda: 8)
+    for gpu_gigabytes, expected in ((80, 25), (16, 16)):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device, n=gpu_gigabytes: (0, n << 30))
+        config, gpu = WorkerConfig(kv_offloading_size="auto"), torch.device("cuda", 0)
+        assert host_bytes(config, False, gpu) == expected << 30
+        assert host_bytes(config, True, gpu) == 0
