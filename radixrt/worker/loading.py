@@ -22,6 +22,7 @@ from radixrt.worker.model import checkpoint, int4, read_spec
 from radixrt.worker.model.adapter import Adapter, read_adapters
 from radixrt.worker.model.blocks import named
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.predictor import with_predictor
 from radixrt.worker.model.quantized import (
     Products,
     block_size,
@@ -197,6 +198,10 @@ def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[s
     dtype = choose_dtype(config.dtype, hf_config, device)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
     spec = read_spec(hf_config, config.max_model_len)
+    if config.speculative_algorithm == "mtp":
+        if shard.size > 1:
+            raise ValueError("speculative_algorithm: mtp is served with tensor_parallel_size 1 only; use ngram")
+        spec = with_predictor(spec, hf_config)
     for note in notes(hf_config, spec):
         log.warning("%s: %s", folder.name, note)
     # A tokenizer may have ids for which the model has no logits.
@@ -312,7 +317,7 @@ def read_lora(config: WorkerConfig, loaded: Loaded) -> list[Adapter]:
 
 
 def _drafting(loaded: Loaded) -> tuple[str, ...]:
-    """Name prefixes of the layers that predict further tokens (DeepSeek-V3, section 2.2), which are not used."""
+    """Name prefixes of the layers that predict further tokens (see `model.predictor`): what is not used of them."""
     first, more = loaded.whole.num_layers, loaded.hf_config.get("num_nextn_predict_layers") or 0
     return "mtp.", "model.mtp.", *(f"model.layers.{layer}." for layer in range(first, first + more))
 

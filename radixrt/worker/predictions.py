@@ -1,0 +1,68 @@
+"""How many tokens a model's multi-token prediction layer proposes (see `model.predictor`), and which of them are
+drafted. Its proposals come with the result of a step, for each request the tokens after its last one.
+
+If each token is right with probability a, given that those before it are, then a step with k of them gives
+a + a^2 + ... + a^k tokens more than one without. Each costs a row of the step, and a pass of the layer, which is shared
+by all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+ACCEPTANCE = 0.7
+"""Expected acceptance of a request's proposals until some were drafted."""
+MEMORY = 0.9
+"""Weight of the old value in the moving averages of acceptance and of the time of a pass."""
+PASS = 0.1
+"""Cost of a pass as a share of a step's time, until one was timed."""
+
+
+@dataclass(slots=True)
+class Proposals:
+    """A request's proposals, and how good they have been."""
+
+    ids: list[int] = field(default_factory=list)
+    length: int = -1
+    """The request has this many tokens before them."""
+    acceptance: float = ACCEPTANCE
+    """Moving average of the share of its drafted tokens that were accepted, among those whose predecessors were."""
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Count a draft of this kind."""
+        for number in range(min(accepted + 1, drafted)):
+            self.acceptance = MEMORY * self.acceptance + (1 - MEMORY) * (number < accepted)
+
+
+class Passes:
+    """The time that a pass of the layer takes."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._seconds = MEMORY * self._seconds + (1 - MEMORY) * seconds if self._seconds else seconds
+
+    def share(self, step: float | None) -> float:
+        """Of the time of a step in seconds, if that is known."""
+        return self._seconds / step if self._seconds and step else PASS
+
+
+def most_worth(acceptance: float, cost: float, most: int) -> int:
+    """How many tokens to draft, at most `most`: as long as another one is accepted with a probability above its
+    `cost`, in tokens."""
+    count, likely = 0, acceptance
+    while count < most and likely > cost:
+        count, likely = count + 1, likely * acceptance
+    return count
+
+
+def expected(acceptance: float, count: int) -> float:
+    """How many of `count` drafted tokens are accepted: the sum of acceptance^i from 1 to `count`."""
+    return sum(acceptance**n for n in range(1, count + 1))
+
+
+def mean(values: Sequence[float]) -> float:
+    """ACCEPTANCE if there are none."""
+    return sum(values) / len(values) if values else ACCEPTANCE
