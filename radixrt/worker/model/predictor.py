@@ -126,8 +126,12 @@ def read_predictor(
 ) -> Predictor:  # fmt: skip
     """Read the layer of a model's `spec` by a reader of its `reading_spec`. ValueError if the checkpoint lacks it."""
     at, hidden = f"layers.{spec.num_layers}.", spec.hidden_size
+    try:
+        token_norm = reader.norm(at + "enorm")
+    except ValueError as error:
+        raise ValueError(f"speculative_algorithm mtp: {error}") from error
     return Predictor(
-        token_norm=reader.norm(at + "enorm"),
+        token_norm=token_norm,
         hidden_norm=reader.norm(at + "hnorm"),
         projection=reader.projection(at + "eh_proj", hidden, 2 * hidden),
         layer=reader.layer(spec.num_layers),
