@@ -204,7 +204,7 @@ class FakeRunner:
         return found
 
     def _check_proposals(self, plan: Plan, read: list[np.ndarray]) -> None:
-        """Assert that all proposals have pages, which no other request of the step reads."""
+        """Assert that all proposals are of use and have pages, which no other request of the step reads."""
         if plan.proposes is None:
             return
         drafts = {draft.first: len(draft.ids) for draft in plan.drafts}
@@ -212,6 +212,7 @@ class FakeRunner:
             row, last = plan.rows[index], index + drafts.get(index, 0)
             first = int(plan.starts[index] + plan.counts[index])
             stop = int(plan.starts[last] + plan.counts[last] + plan.proposes[index])
+            assert stop <= plan.requests[index].limit - 2, "all can be drafted, and another token sampled after them"
             page, offset = np.divmod(np.arange(first, stop), self.page_size)
             slots = self._table[row, page] * self.page_size + offset
             assert slots.min() >= self.page_size and len(set(slots.tolist())) == stop - first, "each has a slot"

@@ -8,6 +8,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -103,6 +104,25 @@ def add_layer(source: Path, model, target: Path, seed: int = 0) -> Reference:
     fields = {"mtp_num_hidden_layers": 1} if "qwen3_5" in config.model_type else {"num_nextn_predict_layers": 1}
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     return Reference(model, layer, norms, projection)
+
+
+def make_markov(folder: Path) -> None:
+    """Let a GLM checkpoint say, after token t, the token that permutation(t) gives, in decoder and layer: all outputs
+    of attention and experts are 0, so that the head sees only the last token's embedding."""
+    weights, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    embedding = weights["model.embed_tokens.weight"]
+    hidden = embedding.shape[1]
+    for name, tensor in weights.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor.zero_()
+        elif "norm" in name:
+            tensor.fill_(1.0)
+    order = torch.from_numpy(rng.permutation(len(embedding)))
+    weights["lm_head.weight"] = torch.empty_like(embedding)
+    weights["lm_head.weight"][order] = embedding / embedding.norm(dim=1, keepdim=True)
+    weights["model.layers.2.eh_proj.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
+    (folder / "model.safetensors").unlink()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def _is_sparse(layer, model) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +12,7 @@ from radixrt.messages import Sampling
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.model.predictor import has_predictor
 from tests.worker.engine import GREEDY, Engine, prompts
-from tests.worker.multi_token import FAMILIES, add_layer
+from tests.worker.multi_token import FAMILIES, add_layer, make_markov
 from tests.worker.test_models import load
 
 COUNT = 3
@@ -169,27 +168,6 @@ def test_a_layer_that_predicts_well_saves_steps(made, tmp_path):
     assert counts[0][0] == counts[1][0] and len({tuple(text) for text in counts[0][0]}) == 4
     assert drafter.accepted > 0.95 * drafter.drafted > 100
     assert counts[1][1] < 0.3 * counts[0][1]
-
-
-def make_markov(folder) -> None:
-    """Let a GLM checkpoint say, after token t, the token that permutation(t) gives, in decoder and layer: all outputs
-    of attention and experts are 0, so that the head sees only the last token's embedding."""
-    from safetensors.torch import load_file, save_file
-
-    weights, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
-    embedding = weights["model.embed_tokens.weight"]
-    hidden = embedding.shape[1]
-    for name, tensor in weights.items():
-        if "o_proj" in name or "down_proj" in name:
-            tensor.zero_()
-        elif "norm" in name:
-            tensor.fill_(1.0)
-    order = torch.from_numpy(rng.permutation(len(embedding)))
-    weights["lm_head.weight"] = torch.empty_like(embedding)
-    weights["lm_head.weight"][order] = embedding / embedding.norm(dim=1, keepdim=True)
-    weights["model.layers.2.eh_proj.weight"] = torch.cat((torch.eye(hidden), torch.zeros(hidden, hidden)), dim=1)
-    (folder / "model.safetensors").unlink()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def test_what_is_not_served_is_named(made, checkpoint, tmp_path):
