@@ -54,7 +54,7 @@ class Predicting:
         """Store K and V of a step's int64 tokens[T] at positions[T], whose hidden states [T, hidden] are given."""
         self._hidden = hidden
         before = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
-        for index, begin, stop, kept in _sequences(plan):
+        for index, begin, stop, kept in sequences(plan):
             row, number, start = int(plan.rows[index]), plan.requests[index].number, int(plan.starts[index])
             last = self._last.get(row)
             state = None if last is None else last.before(number, start)
@@ -131,7 +131,7 @@ class _Proposed:
         return cls(index, int(plan.rows[index]), count, position, int(ends[last]) - 1, [result.tokens[last]])
 
 
-def _sequences(plan: Plan) -> Iterator[tuple[int, int, int, int]]:
+def sequences(plan: Plan) -> Iterator[tuple[int, int, int, int]]:
     """The tokens of each request in a step: (first index in the plan, begin, end, how many of the last ones may be the
     one before the request's next token)."""
     ends, index = np.cumsum(plan.counts).tolist(), 0

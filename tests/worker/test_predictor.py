@@ -58,7 +58,7 @@ class Always(Drafter):
 
     def proposed(self, request, length: int, ids: list[int]) -> None:
         super().proposed(request, length, ids)
-        assert length == len(request.tokens) + request.pending
+        assert length == len(request.tokens)
         self.took.append((request.tokens.tolist(), ids))
 
 

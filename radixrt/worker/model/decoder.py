@@ -262,6 +262,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's logits, float32[S, own_width], of hidden states after the final norm; written to `out` if
         given."""
+        if not len(hidden):
+            return torch.empty((0, self.own_width), device=hidden.device)
         logits = self._logits(hidden, out)
         if self._head_bias is not None:
             logits.add_(self._head_bias)
