@@ -39,14 +39,15 @@ class Passes:
     """The time that a pass of the layer takes."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self.seconds = 0.0
+        """Moving average; 0 until one was timed."""
 
     def add(self, seconds: float) -> None:
-        self._seconds = MEMORY * self._seconds + (1 - MEMORY) * seconds if self._seconds else seconds
+        self.seconds = MEMORY * self.seconds + (1 - MEMORY) * seconds if self.seconds else seconds
 
     def share(self, step: float | None) -> float:
         """Of the time of a step in seconds, if that is known."""
-        return self._seconds / step if self._seconds and step else PASS
+        return self.seconds / step if self.seconds and step else PASS
 
 
 def most_worth(acceptance: float, cost: float, most: int) -> int:
