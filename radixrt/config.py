@@ -129,7 +129,7 @@ class WorkerConfig:
     speculative_algorithm: str = setting(
         "auto",
         "drafting of tokens: ngram (prompt lookup), mtp or nextn (ngram, and the model's layer for multi-token "
-        "prediction), none, auto (ngram on a GPU, none on a CPU)",
+        "prediction), none, auto (on a GPU mtp if the checkpoint has that layer, else ngram; none on a CPU)",
     )
     speculative_num_draft_tokens: int = setting(8, "most draft tokens per request and step", least=1, most=1 << 10)
     enforce_eager: bool = setting(False, "do not use CUDA graphs")
@@ -309,8 +309,8 @@ def resolve(config: AnyConfig) -> AnyConfig:
         if config.device == "auto":
             changes["device"] = "cuda" if on_gpu else "cpu"
         algorithm = config.speculative_algorithm.lower()
-        if algorithm == "auto":
-            algorithm = "ngram" if on_gpu else "none"
+        if algorithm == "auto" and not on_gpu:
+            algorithm = "none"  # on a GPU it depends on the checkpoint
         changes["speculative_algorithm"] = "mtp" if algorithm == "nextn" else algorithm
         if not config.name:
             changes["name"] = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"

@@ -184,7 +184,7 @@ def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
         raise ValueError(f"speculative_algorithm: {config.speculative_algorithm!r}; expected auto, ngram, mtp or none")
     if config.speculative_num_draft_tokens < 1:
         raise ValueError(f"speculative_num_draft_tokens: {config.speculative_num_draft_tokens}, at least 1")
-    if config.speculative_algorithm not in ("ngram", "mtp"):
+    if config.speculative_algorithm == "none":
         return None
     among = MOST_SPARSE if runner.sparse else sys.maxsize
     return Drafter(config.speculative_num_draft_tokens, runner.overlaps, among, runner.predicts)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
 import pytest
 import torch
 
+from radixrt.config import WorkerConfig
 from radixrt.messages import Sampling
 from radixrt.worker.drafting import Drafter
+from radixrt.worker.loading import predicts
+from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.model.predictor import has_predictor
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.multi_token import FAMILIES, add_layer, make_markov
@@ -185,6 +189,20 @@ def test_what_is_not_served_is_named(made, checkpoint, tmp_path):
     with pytest.raises(ValueError, match="by its config.json the model has no layer for multi-token prediction"):
         load_with(tmp_path / "model")
     assert has_predictor({"model_type": "qwen3_next"}) and not has_predictor({"model_type": "deepseek_v32"})
+
+
+def test_by_default_a_gpu_uses_the_layer_if_the_checkpoint_has_it(made, checkpoint):
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    with_it, without = made("qwen3_next")[0], checkpoint("qwen3_next")[0]
+    config = read_json(with_it / "config.json")
+    base = WorkerConfig(str(with_it))
+    assert predicts(base, config, with_it, gpu)
+    assert predicts(base, config, made("glm4_moe")[0], gpu)
+    assert not predicts(base, config, without, gpu)
+    assert not predicts(base, config, with_it, cpu)
+    assert not predicts(base, read_json(checkpoint("llama")[0] / "config.json"), with_it, gpu)
+    for changes in ({"tensor_parallel_size": 2}, {"load_format": "dummy"}, {"speculative_algorithm": "ngram"}):
+        assert not predicts(dataclasses.replace(base, **changes), config, with_it, gpu)
 
 
 def test_random_weights(made):

@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
+from radixrt.worker.model.checkpoint import INDEX, SINGLE, read_json
 from radixrt.worker.model.layers import Attend, Layer, Norm, Product, Projected
 from radixrt.worker.model.spec import ModelSpec
 
@@ -89,6 +93,18 @@ def has_predictor(config: Mapping[str, Any]) -> bool:
     """Whether models of this config.json have such a layer that is served, if its tensors are there."""
     counts = [config[name] for name in COUNTS if config.get(name) is not None]
     return config.get("model_type") in (*NUMBERED, *APART) and counts[:1] != [0]
+
+
+def is_stored(folder: Path) -> bool:
+    """Whether a checkpoint has tensors of such a layer: some are published without."""
+    names = set(read_json(folder / INDEX).get("weight_map") or {})
+    if (folder / SINGLE).is_file():
+        with (
+            suppress(SafetensorError, OSError),
+            safe_open(folder / SINGLE, "pt") as file,
+        ):  # loading names what is wrong
+            names = set(file.keys())
+    return any(name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in names)
 
 
 def with_predictor(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
