@@ -118,11 +118,11 @@ def main() -> None:
         Path(folder, "config.json").write_text(
             json.dumps(SHAPES[args.shape] | ({"num_hidden_layers": 4, "layer_types": None} if args.quick else {}))
         )
-        settings = {"kv_cache_dtype": args.kv_cache_dtype, "quantization": args.quantization, "max_num_seqs": 64}
+        settings = {"kv_cache_dtype": args.kv_cache_dtype, "quantization": args.quantization, "max_num_seqs": 128}
         settings["attention_backend"] = args.attention_backend
         config = WorkerConfig(model=folder, device="cuda", load_format="dummy", speculative_algorithm="mtp", **settings)
         runner = load_runner(resolve(config))
-        rows = rows_of(Bench(runner, 64, 8192, 32768), args.few or args.quick)
+        rows = rows_of(Bench(runner, 128, 8192, 32768), args.few or args.quick)
         runner.close()
     print(table(rows))
     if not args.quick:
