@@ -178,7 +178,8 @@ class Drafter:
         if request.score_from is not None or request.total + 2 > request.limit:
             return False
         draft_state = self._draft_state(request)
-        if self.predicts and self._worth(draft_state.proposals.acceptance, requests):
+        own = draft_state.proposals
+        if own.ids and own.length == len(request.tokens) and self._worth(own.acceptance, requests):
             return True
         matched, _, _ = self._match(request, draft_state)
         least = SHORTEST_IF_ALTERNATING if self._overlaps and not should_wait(1, requests) else SHORTEST

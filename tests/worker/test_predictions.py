@@ -96,8 +96,9 @@ def test_the_better_of_what_is_looked_up_and_what_is_proposed_is_drafted():
     drafter.proposed(one, 39, [90, 91])
     assert drafter.draft(one, 8, 1) == [*range(5, 13)], "these followed other tokens"
     other = request([*range(5, 25)])
-    assert drafter.draft(other, 8, 1) == []
+    assert drafter.draft(other, 8, 1) == [] and not drafter.begins(other, 1)
     drafter.proposed(other, 20, [7, 8, 9])
+    assert drafter.begins(other, 1)
     assert drafter.draft(other, 8, 1) == [7, 8, 9]
     other.draft_state.proposals.acceptance = 0.3
     assert drafter.draft(other, 8, 1) == [7], "0.09 is less than a row and a pass cost"
