@@ -33,17 +33,22 @@ def test_exact_results_stay_exact(made):
         assert drafter.drafted > 300
 
 
-@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "fp8_e4m3", "page_size": 16}])
-@pytest.mark.parametrize("eager", [False, True])
-def test_proposals_are_the_reference_s(made, settings, eager):
+WAYS = [
+    {"kv_cache_dtype": "bfloat16", "enforce_eager": True},
+    {"kv_cache_dtype": "fp8_e4m3", "page_size": 16, "enforce_eager": False},
+]
+
+
+@pytest.mark.parametrize("settings", WAYS, ids=["eager", "graphs, FP8 pages"])
+def test_proposals_are_the_reference_s(made, settings):
     """But for rounding to bfloat16, or FP8 pages, which moves some of them."""
     folder, reference = made
-    runner = load(folder, speculative_algorithm="mtp", enforce_eager=eager, max_num_seqs=16, **settings)
+    runner = load(folder, speculative_algorithm="mtp", max_num_seqs=16, **settings)
     drafter = Always(runner)
     engine = Engine(runner, chunk=100, rows=16, max_model_len=1200, drafter=drafter)
-    engine.generate(prompts(5, 50, 300, vocab_size=4096), Sampling(max_tokens=10, temperature=0.0, ignore_eos=True))
+    engine.generate(prompts(5, 50, 300, vocab_size=4096), Sampling(max_tokens=20, temperature=0.0, ignore_eos=True))
     took = [(tokens, ids) for tokens, ids in drafter.took if len(ids) == COUNT]
     found = [[a == b for a, b in zip(ids, reference.propose(tokens, COUNT), strict=True)] for tokens, ids in took]
     right = [sum(each) / len(found) for each in zip(*found, strict=True)]
     print(f"{folder.name}: of {len(found)} proposals, right are {right}, by number")
-    assert len(found) > 20 and right[0] > 0.7
+    assert len(found) > 30 and right[0] > 0.7
