@@ -32,6 +32,7 @@ NAME = Form(
     lambda text: text.isprintable() and len(text.encode(errors="replace")) <= 200,
     "at most 200 bytes, all of which can be printed",
 )
+GIBIBYTES = Form(re.compile(r"auto|none|[0-9]{1,6}(\.[0-9]{1,6})?").fullmatch, "auto, none or a number of GiB")
 MOST = 1 << 40
 """The largest value of a number setting for which no smaller limit is given."""
 MOST_TOKENS = (1 << 31) - 1
@@ -93,6 +94,11 @@ class WorkerConfig:
     max_mamba_cache_size: int = setting(
         0, "recurrent states (of linear attention, Mamba-2) of running requests, drafted tokens and cached prefixes "
         "(0: what fits in half of the memory for the cache)", least=0, most=1 << 20
+    )  # fmt: skip
+    kv_offloading_size: str = setting(
+        "auto", "GiB of host memory for evicted pages, of all GPUs of a worker together (auto: as much as its pages "
+        "take, at most a quarter of what is available, divided by the number of GPUs; none on a CPU, and none for "
+        "models with recurrent states)", form=GIBIBYTES
     )  # fmt: skip
     max_model_len: int = setting(
         0, "most tokens of prompt and output together (0: the model's limit)", least=0, most=MOST_TOKENS

@@ -132,7 +132,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     step_seconds: float = 0.0
     """Duration of a decode step."""
     evicted_tokens: int = 0
-    """Since start."""
+    """Since start; those that went to host memory count when they are evicted there."""
     preemptions: int = 0
     """Since start."""
     steps: int = 0
@@ -156,6 +156,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Id of the Run that arrived last; the router assigns ids in increasing order."""
     kept_tokens: int = 0
     """Tokens of ended requests that stay leased for a short time, for a request that continues them."""
+    fetched_tokens: int = 0
+    """Since start: tokens whose pages were evicted to host memory and came back from there."""
+    host_tokens: int = 0
+    """Tokens whose pages are in host memory."""
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):

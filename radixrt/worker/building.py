@@ -138,10 +138,11 @@ class StepBuilder:
         proposed = None
         if proposes or any(self.proposes):
             proposed = _appended(decodes.proposes(proposes).astype(np.int32), self.proposes)
+        moves = None if self.cache.host is None else self.cache.host.drain()
         if not self.requests:
             return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
                         decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states,
-                        adapters=decodes.adapters, proposes=proposed)  # fmt: skip
+                        adapters=decodes.adapters, proposes=proposed, moves=moves)  # fmt: skip
         requests = (*decodes.requests, *self.requests)
         return Plan(
             step=step,
@@ -158,6 +159,7 @@ class StepBuilder:
             states=states,
             adapters=_adapters(requests),
             proposes=proposed,
+            moves=moves,
         )
 
 

@@ -36,7 +36,7 @@ from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
-from radixrt.worker.pools import make_pool, make_states, pool_tokens
+from radixrt.worker.pools import begin_host, make_pool, make_states, pool_tokens
 from radixrt.worker.ranks import Followers, Leader
 from radixrt.worker.runner import ModelRunner, TorchRunner
 from radixrt.worker.scales import SOURCES, Scales, choose_scales
@@ -159,10 +159,16 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
     elif group is not None and loaded.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // group.shard.size))
     began = time.monotonic()
+    by_torch = loaded.device.type == "cuda" and (config.attention_backend == "torch" or bool(_no_kernels(loaded)))
+    host = begin_host(config, loaded, group, by_torch)
     try:
         runner = make_runner(config, loaded, group)
     except torch.OutOfMemoryError as error:
         raise ValueError(_out_of_memory(config, loaded, error)) from error
+    runner.host = host(runner.pool)
+    if runner.host is not None:
+        tokens = (runner.host.slots - 1) * config.page_size
+        log.info("%d token slots in host memory, %.2f GB", tokens, runner.host.nbytes / 1e9)
     if runner.states is not None:
         log.info("%d recurrent states, %.2f GB", runner.num_states - 1, runner.states.nbytes / 1e9)
     log.info(

@@ -88,6 +88,7 @@ class Worker:
             self.max_model_len,
             max_pinned_share=max_pinned_share,
             num_states=runner.num_states,
+            num_host_pages=runner.num_host_pages,
         )
         self.scheduler = Scheduler(self.cache, limits, drafter)
         runner.bind(self.cache.table)

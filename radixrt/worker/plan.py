@@ -87,6 +87,16 @@ class StateWork:
 
 
 @dataclass(frozen=True, slots=True)
+class Moves:
+    """Copies of pages between the device and host memory before a step (see `host`): first `out`, then `back`."""
+
+    out: np.ndarray
+    """int32[2, N]: (page, slot), copied to host memory."""
+    back: np.ndarray
+    """int32[2, M]: (slot, page), copied from host memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """Parts of the sequences of a step, one after the other, int64 each."""
 
@@ -141,6 +151,8 @@ class Plan:
     """int32[B]: how many tokens are proposed to follow the token that is sampled at each index, by a runner that
     `predicts`; for a draft it stands at its first index, and they follow the last token that the step gives. Their
     request has pages for them. None: none."""
+    moves: Moves | None = None
+    """None if there are none."""
 
     @property
     def token_adapters(self) -> np.ndarray | None:
@@ -208,6 +220,8 @@ class Runner(Protocol):
     num_pages: int
     num_states: int
     """Slots of recurrent states, the trash slot 0 included; 0 if the model has none."""
+    num_host_pages: int
+    """Slots of pages in host memory, slot 0, which is not used, included; 0: there are none."""
     vocab_size: int
     eos_ids: frozenset[int]
     max_model_len: int

@@ -32,7 +32,7 @@ import numpy as np
 from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
 from radixrt.worker.group import leave
-from radixrt.worker.plan import GroupLost, Plan, Result, StateWork
+from radixrt.worker.plan import GroupLost, Moves, Plan, Result, StateWork
 from radixrt.worker.request import Request
 from radixrt.worker.sharing import Path as Nodes
 
@@ -89,6 +89,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     states: tuple[bytes, bytes, bytes, bytes, bytes] | None = None
     """Slots, restores, saves, within and runs of `Plan.states`."""
     adapters: bytes | None = None
+    moves: tuple[bytes, bytes] | None = None
 
     @classmethod
     def of(cls, plan: Plan, paths: Mapping[int, Nodes]) -> Step:
@@ -103,6 +104,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             (work := plan.states)
             and tuple(x.tobytes() for x in (work.slots, work.restores, work.saves, work.within, work.runs)),
             None if plan.adapters is None else plan.adapters.tobytes(),
+            plan.moves and (plan.moves.out.tobytes(), plan.moves.back.tobytes()),
         )
 
     def plan(self, requests: tuple[Request, ...]) -> Plan:
@@ -115,9 +117,10 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             slots, *copies, within, runs = (_array(x, np.int32) for x in self.states)
             states = StateWork(slots, *(x.reshape(2, -1) for x in copies), within.reshape(3, -1), runs)
         adapters = None if self.adapters is None else _array(self.adapters, np.int32)
+        moves = self.moves and Moves(*(_array(x, np.int32).reshape(2, -1) for x in self.moves))
         return ReceivedPlan(
             self.step, requests, *integers, _array(self.samples, np.bool_), writes, states=states, adapters=adapters,
-            logits_wanted=self.wants_logits,
+            moves=moves, logits_wanted=self.wants_logits,
         )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention
+from radixrt.worker.host_pool import HostPool
 from radixrt.worker.kv import DTYPES, KVPool, StatePool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.delta_net import Recurrence
@@ -36,6 +37,8 @@ class ModelRunner:
         spec = model.spec
         self.num_states = 0 if states is None else states.slots
         self.states = states
+        self.host: HostPool | None = None
+        """Pages in host memory; set before the runner is used, if there are any."""
         self.num_pages = pool.slots // page_size
         self.page_size = page_size
         self.vocab_size = spec.vocab_size
@@ -49,6 +52,11 @@ class ModelRunner:
         self.on_planned: OnPlanned | None = None
         self._model = model
         self._device = pool.device
+
+    @property
+    def num_host_pages(self) -> int:
+        """See `plan.Runner`."""
+        return 0 if self.host is None else self.host.slots
 
     def works(self) -> bool:
         """See `plan.Runner`."""
@@ -117,6 +125,8 @@ class TorchRunner(ModelRunner):
     @torch.inference_mode()
     def logits(self, plan: Plan) -> torch.Tensor:
         """Compute a step. Returns float32[plan.wants.sum(), vocab], the logits of the wanted positions in order."""
+        if plan.moves is not None:
+            self.host.move(plan.moves)
         if plan.states is not None:
             self.states.copy(plan.states.restores)
         adapters = plan.token_adapters

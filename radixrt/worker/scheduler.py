@@ -38,6 +38,9 @@ from radixrt.worker.running import Running
 from radixrt.worker.speculation import Speculation
 from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
+FETCHED = 16
+"""So many tokens are copied from host memory in the time of computing one, or more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -214,12 +217,13 @@ class Scheduler:
         while True:
             # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
             self.cache.catch_up(request)
-            count = min(budget, builder.max_count(request))
-            if request.marks:
-                count = until_mark(request, count)
-            if not count:  # the step scores MOST_SCORED tokens already
-                return 0
             try:
+                budget = max(1, budget - self.cache.fetch(request) // FETCHED)
+                count = min(budget, builder.max_count(request))
+                if request.marks:
+                    count = until_mark(request, count)
+                if not count:  # the step scores MOST_SCORED tokens already
+                    return 0
                 self.cache.reserve(request, request.computed + count)
                 break
             except OutOfPages:
@@ -343,7 +347,7 @@ class Scheduler:
         # as they are then the ones after that token.
         if output.tokens and self.cache.states is None:
             request.computed = min(request.computed, len(request.tokens) - 1)
-        self._ending.end(request, keep=bool(self._waiting) and request.score_from is None)
+        self._ending.end(request, keep=self.cache.keeps and bool(self._waiting) and request.score_from is None)
 
     def fail(self, plan: Plan, reason: str) -> list[Output]:
         """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""

@@ -110,4 +110,6 @@ def load(
         launched_tokens=0 if flight is None else _prompt_tokens(flight),
         newest_run=newest_run,
         kept_tokens=cache.kept.tokens(),
+        fetched_tokens=cache.host.fetched_pages * cache.page_size if cache.host else 0,
+        host_tokens=cache.host.used_slots * cache.page_size if cache.host else 0,
     )

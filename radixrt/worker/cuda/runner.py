@@ -188,6 +188,8 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[[], Result]:
         self._steps += 1
+        if plan.moves is not None:
+            self.host.move(plan.moves)
         packer = self._packers[self._steps % 2]
         packer.clear()
         serial = self._leads and any(request.serial for request in plan.requests)

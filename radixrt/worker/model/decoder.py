@@ -11,18 +11,18 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.adapter import Adapter
-from radixrt.worker.model.blocks import NoMixer
+from radixrt.worker.model.blocks import NoMixer, odd_sums
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.delta_net import DeltaNet, Mix
 from radixrt.worker.model.experts_beside import ExpertsBeside
 from radixrt.worker.model.int4 import Int4Linear
-from radixrt.worker.model.layers import Attend, Layer, Product
+from radixrt.worker.model.layers import Attend, Layer, NoNorm, Product
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.lora import Adapters, LoraLinear
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.ops import Ops, TorchOps
-from radixrt.worker.model.parallel import Group
+from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.predictor import Predictor, read_predictor, reading_spec
 from radixrt.worker.model.reading import Reader
 from radixrt.worker.model.rope import frequencies
@@ -56,6 +56,7 @@ class Decoder:
         """Token ids whose logits this rank computes."""
         self._ops = ops or TorchOps()
         self._group = group
+        self._odd_sums = odd_sums(spec.blocks)
         lora = Adapters(adapters, self._ops, weights.dtype, batch_invariant) if adapters else None
         reader = Reader(spec, weights, batch_invariant, self._ops, group, lora)
         self._embedding = reader.embedding()
@@ -193,6 +194,8 @@ class Decoder:
         """Run the layers of these numbers, from the normalized input x of the first one, but of the model's last layer
         only attention. Returns (the last result, the residual stream, which is changed in place)."""
         for number in numbers:
+            if number == len(self._layers) - 1 and self._odd_sums[0]:
+                self._sum_nothing(residual)
             x = self._attended(number, x, context, attend, mix)
             if number < len(self._layers) - 1:
                 inputs = None if context.inputs is None else context.inputs[:, number]
@@ -257,7 +260,10 @@ class Decoder:
         last, inputs = len(self._layers) - 1, None
         if self._layer_inputs is not None:
             inputs = self._layer_inputs(tokens, self._embed(tokens), self._ops, first=last)[:, 0]
-        return self._after_attention(last, x, residual, inputs)
+        x = self._after_attention(last, x, residual, inputs)
+        if self._odd_sums[1]:
+            self._sum_nothing(residual)
+        return x
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's logits, float32[S, own_width], of hidden states after the final norm; written to `out` if
@@ -271,6 +277,12 @@ class Decoder:
         if factor != 1:
             logits.mul_(factor)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _sum_nothing(self, residual: torch.Tensor) -> None:
+        """One more sum over ranks, so that the next one begins with the first buffer again (see `blocks.turn`)."""
+        if self._group is not None:
+            one = torch.zeros_like(residual[:1])
+            self._group.add(AFTER_MLP, self._group.buffer(AFTER_MLP, one).zero_(), one, NoNorm(), self._ops)
 
     def _after_attention(
         self,

@@ -217,8 +217,11 @@ class TensorReader:
     ) -> Output:
         """Two projections back to the residual stream as one, of their inputs one after the other."""
         hidden, found = self._spec.hidden_size, zip(names, columns, strict=True)
-        weight = torch.cat([self._weight(Piece(name, (hidden, size))) for name, size in found], dim=1)
-        own = [self._bias(Piece(name, (hidden, 0))) for name, bias in zip(names, biases, strict=True) if bias]
+        pieces = [Piece(name, (hidden, size), self._shard.part(1, size)) for name, size in found]
+        weight = torch.cat([self._weight(piece) for piece in pieces], dim=1)
+        own = [self._bias(piece) for piece, bias in zip(pieces, biases, strict=True) if bias]
+        if self._shard.rank:  # one of the ranks adds the biases
+            own = []
         product = Linear(weight, sum(own) if own else None, self._batch_invariant, self._ops)
         return Output(product, self._group, turn, None, self._spec.residual_factor)
 
