@@ -66,6 +66,11 @@ RESPONSE_BYTES = (
     "memory of a front end for responses that previous_response_id can refer to (0: none); when it is full, responses "
     "of the tenant that has most are dropped; several front ends keep them in the router (--shared-bytes) instead"
 )
+RUNTIME_LORA = (
+    "let clients load, replace and unload LoRA adapters while it serves (/v1/load_lora_adapter, "
+    "/v1/unload_lora_adapter): all clients if there are no API keys, else those with the --admin-api-key; needs "
+    "--enable-lora"
+)
 KEEP_THINKING = "keep the thinking of earlier answers in the prompt even if the chat template drops it"
 
 
@@ -117,7 +122,7 @@ class WorkerConfig:
     deterministic: bool = setting(
         False, "results are bitwise independent of the batch (slower; always so with FP8 pages on a CPU)"
     )
-    enable_lora: bool = setting(False, "serve the LoRA adapters of --lora-modules")
+    enable_lora: bool = setting(False, "serve LoRA adapters: those of --lora-modules, and those that clients load")
     lora_modules: tuple[str, ...] = setting(
         (),
         'LoRA adapters in PEFT\'s format, NAME=FOLDER or {"name": NAME, "path": FOLDER}, one or more; repeatable; each '
@@ -125,6 +130,14 @@ class WorkerConfig:
         several=True,
     )
     max_lora_rank: int = setting(16, "largest rank of a LoRA adapter", least=1, most=1 << 10)
+    max_loras: int = setting(
+        0,
+        "most LoRA adapters that are loaded at once; with --allow-runtime-lora-updating there is memory for one more, "
+        "so that one can be replaced (0: as many as --lora-modules has, at least one)",
+        least=0,
+        most=1 << 10,
+    )
+    allow_runtime_lora_updating: bool = setting(False, RUNTIME_LORA)
     attention_backend: str = setting("auto", "attention kernels: auto, flashinfer or triton (on a GPU), torch")
     tree_attention: str = setting(
         "auto", "prefixes that requests of a batch share are read from memory once: auto or on (where it pays off), off"
@@ -161,6 +174,10 @@ class RouterConfig:
     api_key: tuple[str, ...] = setting(
         (), "TENANT:KEY, or @FILE with one per line; repeatable; without keys, all requests are of tenant 'default'"
     )
+    admin_api_key: str = setting(
+        "", "KEY, or @FILE with it, of the one who may load LoRA adapters where there are API keys; it is no tenant's"
+    )
+    allow_runtime_lora_updating: bool = setting(False, RUNTIME_LORA)
     worker_timeout: float = setting(
         5.0,
         "a worker is lost after so many seconds without a message (it sends one per second)",

@@ -11,9 +11,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
+from radixrt.lora_modules import LoraModule, check_files
 from radixrt.messages import TokenLogprob
 from radixrt.worker.matching import fill_masks
 from radixrt.worker.plan import FROM_DEVICE, Plan, Result
@@ -114,6 +116,12 @@ class FakeRunner:
 
     def draw(self) -> None:
         """Nothing to do: tokens are computed when the result is read."""
+
+    def read_adapter(self, module: LoraModule) -> None:
+        check_files(module.name, Path(module.path))
+
+    def put_adapter(self, slot: int, module: LoraModule, adapter: None) -> None:
+        """Nothing to do: tokens do not depend on adapters."""
 
     def works(self) -> bool:
         return True

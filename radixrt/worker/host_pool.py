@@ -39,8 +39,12 @@ class HostPool:
     def nbytes(self) -> int:
         return self._host.nbytes
 
-    def move(self, moves: Moves) -> None:
-        """Do the copies of a step, in order with the work of the device."""
+    def arrive(self) -> None:
+        """Let the next step wait for copies that the one before did not wait for."""
+
+    def move(self, moves: Moves, wait: bool = True) -> None:
+        """Do the copies of a step, in order with the work of the device. With `wait` the step waits for what comes
+        back; otherwise the next one does (`arrive`)."""
         (page, slot), (held, to) = (torch.from_numpy(x.astype(np.int64)) for x in (moves.out, moves.back))
         self._host[slot] = torch.cat([x[:, page].transpose(0, 1).flatten(1) for x in self._planes], 1)
         rows, begin = self._host[held], 0

@@ -15,13 +15,14 @@ from torch import distributed
 
 from radixrt.checkpoint_files import check_model
 from radixrt.config import WorkerConfig
-from radixrt.lora_modules import lora_modules
+from radixrt.lora_modules import lora_modules, slots
 from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES
 from radixrt.worker.model import checkpoint, int4, read_spec
 from radixrt.worker.model.adapter import Adapter, read_adapters
 from radixrt.worker.model.blocks import named
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.lora_slots import Room
 from radixrt.worker.model.predictor import has_predictor, is_stored, with_predictor
 from radixrt.worker.model.quantized import (
     Products,
@@ -296,7 +297,7 @@ def load_model(
     packed = keeps_packed(config.quantization, loaded, ops is not None)
     weights = open_weights(config, loaded, progress=not is_follower, products=products, packed=packed)
     try:
-        model = Decoder(loaded.whole, weights, exact, ops, group, read_lora(config, loaded))
+        model = Decoder(loaded.whole, weights, exact, ops, group, read_lora(config, loaded), lora_room(config))
         expanded = is_expanded(loaded.hf_config) and products is not Products.ALL
         wide = (
             "weights" if expanded or products is Products.NONE else "experts" if model.has_unquantized_experts else ""
@@ -327,9 +328,14 @@ def load_model(
 def read_lora(config: WorkerConfig, loaded: Loaded) -> list[Adapter]:
     """The LoRA adapters of a worker. Raises ValueError if one of them, or any for this model, is not served."""
     modules = lora_modules(config)
-    if modules and (loaded.whole.multipliers or loaded.whole.layer_heads):
+    if (modules or slots(config)) and (loaded.whole.multipliers or loaded.whole.layer_heads):
         raise ValueError(f"LoRA adapters are not served for models of type {loaded.hf_config.get('model_type')}")
     return read_adapters(modules, config.max_lora_rank)
+
+
+def lora_room(config: WorkerConfig) -> Room | None:
+    """Space for adapters that clients load; None if they may load none."""
+    return Room(slots(config), config.max_lora_rank) if slots(config) else None
 
 
 def _drafting(loaded: Loaded) -> tuple[str, ...]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from radixrt.messages import TokenLogprob
 from radixrt.worker.request import Request
+
+if TYPE_CHECKING:
+    from radixrt.lora_modules import LoraModule
 
 FROM_DEVICE = -1
 """Placeholder for a token id that the host does not know yet: the token that the step before sampled for this row of
@@ -160,6 +163,13 @@ class Plan:
         return None if self.adapters is None else np.repeat(self.adapters, self.counts)
 
     @property
+    def needs_back(self) -> bool:
+        """Whether its requests have pages that come back from host memory before this step. Otherwise there is time
+        until the next step."""
+        rows, _, pages = self.table_writes
+        return bool(np.isin(pages[np.isin(rows, self.rows)], self.moves.back[1]).any())
+
+    @property
     def wants_logits(self) -> bool:
         """Whether any request needs more than the index of the largest logit."""
         return any(not request.greedy or request.serial for request in self.requests)
@@ -248,6 +258,14 @@ class Runner(Protocol):
     def draw(self) -> None:
         """Sample the tokens of the last launched step that depend on the tokens before them (`Request.serial`), unless
         that is done. Called once the result of the step before is applied."""
+
+    def read_adapter(self, module: LoraModule) -> Any:
+        """Read a LoRA adapter, for `put_adapter`. Called in a thread beside the loop. Raises ValueError if it is not
+        served."""
+
+    def put_adapter(self, slot: int, module: LoraModule, adapter: Any) -> None:
+        """Make an adapter that was read the one of number `slot`. Called when no step is in flight, and no request has
+        that number. Raises ValueError, and changes nothing, if it does not fit the model."""
 
     def works(self) -> bool:
         """Called when a step has failed: whether other steps can be run. Some errors of a device persist."""

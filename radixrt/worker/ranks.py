@@ -30,6 +30,7 @@ import msgspec
 import numpy as np
 
 from radixrt.config import WorkerConfig
+from radixrt.lora_modules import LoraModule
 from radixrt.messages import Run, Sampling
 from radixrt.worker.group import leave
 from radixrt.worker.plan import GroupLost, Moves, Plan, Result, StateWork
@@ -68,6 +69,14 @@ class Bind(msgspec.Struct, tag="bind", array_like=True):
 
     rows: int
     columns: int
+
+
+class PutAdapter(msgspec.Struct, tag="adapter", array_like=True):
+    """Read a LoRA adapter and make it the one of number `slot` (`Runner.put_adapter`)."""
+
+    slot: int
+    name: str
+    path: str
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
@@ -130,7 +139,7 @@ def _array(content: bytes, dtype: type) -> np.ndarray:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Bind | Step).decode
+_decode = msgspec.msgpack.Decoder(Bind | PutAdapter | Step).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +172,7 @@ class Followers:
             self._pipes.append(mine)
             threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
-    def send(self, message: Bind | Step) -> None:
+    def send(self, message: Bind | PutAdapter | Step) -> None:
         payload = _encode(message)
         for pipe in self._pipes:
             pipe.send_bytes(payload)
@@ -230,6 +239,11 @@ class Leader:
     def bind(self, table: np.ndarray) -> None:
         self._followers.send(Bind(*table.shape))
         self._runner.bind(table)
+
+    def put_adapter(self, slot: int, module: LoraModule, adapter: Any) -> None:
+        """Here first: what does not fit is refused before the others hear of it."""
+        self._runner.put_adapter(slot, module, adapter)
+        self._followers.send(PutAdapter(slot, *module))
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         self._sent = False
@@ -316,6 +330,13 @@ def follow(runner: ModelRunner, pipe: Connection) -> None:
         if isinstance(message, Bind):
             table = np.zeros((message.rows, message.columns), dtype=np.int32)
             runner.bind(table)
+            continue
+        if isinstance(message, PutAdapter):
+            if wait_before is not None:
+                wait_before()
+                wait_before = None
+            module = LoraModule(message.name, message.path)
+            runner.put_adapter(message.slot, module, runner.read_adapter(module))
             continue
         plan = book.plan(message)
         rows, columns, pages = plan.table_writes

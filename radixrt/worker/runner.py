@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from radixrt.lora_modules import LoraModule
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention
 from radixrt.worker.host_pool import HostPool
 from radixrt.worker.kv import DTYPES, KVPool, StatePool
+from radixrt.worker.model.adapter import Adapter, read_adapter
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.delta_net import Recurrence
 from radixrt.worker.picking import Picking
@@ -57,6 +59,14 @@ class ModelRunner:
     def num_host_pages(self) -> int:
         """See `plan.Runner`."""
         return 0 if self.host is None else self.host.slots
+
+    def read_adapter(self, module: LoraModule) -> Adapter:
+        """See `plan.Runner`."""
+        return read_adapter(module, self._model.max_lora_rank)
+
+    def put_adapter(self, slot: int, module: LoraModule, adapter: Adapter) -> None:
+        """See `plan.Runner`."""
+        self._model.put_adapter(slot, adapter)
 
     def works(self) -> bool:
         """See `plan.Runner`."""

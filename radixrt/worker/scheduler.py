@@ -40,6 +40,9 @@ from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
 FETCHED = 16
 """So many tokens are copied from host memory in the time of computing one, or more."""
+MANY, FEW = 512, 2048
+"""If many tokens of a request are copied from host memory, and the step has other work but computes few prompt tokens,
+the request's chunk comes in the next step: this one need not wait for the copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,11 @@ class Scheduler:
     def ids(self) -> list[int]:
         """Ids of all requests."""
         return list(self._requests)
+
+    @property
+    def adapters(self) -> set[int]:
+        """The numbers of the LoRA adapters that requests have; -1 for none."""
+        return {request.adapter for request in self._requests.values()}
 
     @property
     def num_waiting(self) -> int:
@@ -213,26 +221,29 @@ class Scheduler:
 
     def _chunk(self, request: Request, budget: int, builder: StepBuilder, proposes: int = 0) -> int:
         """Plan the next chunk of a request that is behind, with up to `proposes` proposals if it is the last one.
-        Returns its length; 0 if none was planned."""
+        Returns how much of the budget it takes."""
+        fetched = 0
         while True:
             # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
             self.cache.catch_up(request)
             try:
-                budget = max(1, budget - self.cache.fetch(request) // FETCHED)
-                count = min(budget, builder.max_count(request))
+                fetched += self.cache.fetch(request)
+                if fetched >= MANY and (self.running.decoding or builder.requests) and sum(builder.counts) < FEW:
+                    return fetched // FETCHED
+                count = min(max(1, budget - fetched // FETCHED), builder.max_count(request))
                 if request.marks:
                     count = until_mark(request, count)
                 if not count:  # the step scores MOST_SCORED tokens already
-                    return 0
+                    return fetched // FETCHED
                 self.cache.reserve(request, request.computed + count)
                 break
             except OutOfPages:
                 if self._preempt(builder.requests) is request:
-                    return 0
+                    return fetched // FETCHED
         stop = request.computed + count
         request.reach(request.computed, stop)
         builder.add(request, count, self._speculation.reserve_proposals(request, stop, proposes) if proposes else 0)
-        return count
+        return fetched // FETCHED + count
 
     # ------------------------------------------------------------ apply
 

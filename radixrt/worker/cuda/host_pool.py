@@ -4,9 +4,8 @@
                                    | staging |
                        <-scatter-- |         | <-copy engine--
 
-A page is spread over all layers, a slot is contiguous: kernels in the stream of steps collect pages in a buffer, and a
-stream of its own copies the buffer, slots that follow each other at once. Steps wait for what they read, not for what
-they leave behind.
+A page is spread over all layers, a slot is contiguous: kernels collect pages in a buffer, and a stream of its own
+copies the buffer, slots that follow each other at once. Steps wait for what they read, not for what they leave behind.
 """
 
 from __future__ import annotations
@@ -82,10 +81,14 @@ class CudaHostPool(HostPool):
         self._stream = torch.cuda.Stream(self._device)
         self._free = [torch.cuda.Event() for _ in range(PARTS)]
         self._full = [torch.cuda.Event() for _ in range(PARTS)]
+        self._begun, self._arrived = torch.cuda.Event(), torch.cuda.Event()
         self._next = 0
 
+    def arrive(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._arrived)
+
     @torch.inference_mode()
-    def move(self, moves: Moves) -> None:
+    def move(self, moves: Moves, wait: bool = True) -> None:
         steps, copies, host = torch.cuda.current_stream(self._device), self._stream, self._host
         for pages, slots in _parts(moves.out, by=1, most=self._most):
             staging, free, full = self._part()
@@ -97,16 +100,22 @@ class CudaHostPool(HostPool):
                 for first, start, count in _runs(slots):
                     host[first : first + count].copy_(staging[start : start + count], non_blocking=True)
                 free.record(copies)
+        # Pages are written when the step before has ended, and what was in them has been copied.
+        self._begun.record(steps)
         for slots, pages in _parts(moves.back, by=0, most=self._most):
             staging, free, full = self._part()
             with torch.cuda.stream(copies):
+                to = to_device(pages, self._device)
                 copies.wait_event(free)
                 for first, start, count in _runs(slots):
                     staging[start : start + count].copy_(host[first : first + count], non_blocking=True)
-                full.record(copies)
-            steps.wait_event(full)
-            copy_rows(self._planes, staging, to_device(pages, self._device), out=False)
-            free.record(steps)
+                copies.wait_event(self._begun)
+                copy_rows(self._planes, staging, to, out=False)
+                free.record(copies)
+        if moves.back.size:
+            self._arrived.record(copies)
+            if wait:
+                self.arrive()
 
     def _part(self) -> tuple[torch.Tensor, torch.cuda.Event, torch.cuda.Event]:
         self._next = part = (self._next + 1) % PARTS

@@ -18,7 +18,8 @@ from radixrt.worker.model.experts_beside import ExpertsBeside
 from radixrt.worker.model.int4 import Int4Linear
 from radixrt.worker.model.layers import Attend, Layer, NoNorm, Product
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.lora import Adapters, LoraLinear
+from radixrt.worker.model.lora import LoraLinear
+from radixrt.worker.model.lora_slots import Adapters, Room
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.ops import Ops, TorchOps
@@ -39,7 +40,7 @@ class Decoder:
     """The weights of a model on one device, and the forward pass over tokens of any number of sequences.
 
     `spec` describes the whole model. In a tensor-parallel `group` this rank has a part of it, which `Decoder.spec`
-    describes. LoRA `adapters` are numbered in their order."""
+    describes. LoRA `adapters` are numbered in their order; with `room`, others can be put in their place."""
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Decoder:
         ops: Ops | None = None,
         group: Group | None = None,
         adapters: Sequence[Adapter] = (),
+        room: Room | None = None,
     ) -> None:
         shard = group.shard if group else Shard()
         self.spec = shard.spec(spec)
@@ -57,7 +59,7 @@ class Decoder:
         self._ops = ops or TorchOps()
         self._group = group
         self._odd_sums = odd_sums(spec.blocks)
-        lora = Adapters(adapters, self._ops, weights.dtype, batch_invariant) if adapters else None
+        lora = Adapters(adapters, room, self._ops, weights.dtype, batch_invariant) if adapters or room else None
         reader = Reader(spec, weights, batch_invariant, self._ops, group, lora)
         self._embedding = reader.embedding()
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
@@ -65,7 +67,8 @@ class Decoder:
         self._numbers = [next(numbers[_kind(layer)]) for layer in self._layers]
         """By layer: its place among those with attention, or among those with a recurrent state."""
         if lora is not None:
-            lora.check_all_used()
+            lora.fill()
+        self._lora = lora
         self._adapters = None if lora is None else lora.rows
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
@@ -116,8 +119,18 @@ class Decoder:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA adapters are loaded."""
+        """Whether LoRA adapters are loaded, or can be."""
         return self._adapters is not None
+
+    @property
+    def max_lora_rank(self) -> int:
+        """The largest rank of an adapter for which there is room; 0 if there is none."""
+        return 0 if self._lora is None else self._lora.max_rank
+
+    def put_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Make an adapter the one of number `slot`, which no step in flight may use. Raises ValueError, and changes
+        nothing, if it does not fit this model."""
+        self._lora.put(slot, adapter)
 
     def use_adapters(self, adapters: torch.Tensor | None) -> None:
         """Set the LoRA adapter of each token of the next forward pass, int32[T], -1: none. None: no token has one."""

@@ -14,7 +14,7 @@ from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
 from radixrt.worker.model.interleaved_experts import deinterleave
 from radixrt.worker.model.layers import NoNorm, Norm, Output, Product
 from radixrt.worker.model.linear import Linear, concatenate
-from radixrt.worker.model.lora import Adapters
+from radixrt.worker.model.lora_slots import Adapters
 from radixrt.worker.model.multipliers import Multiplied
 from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.padded_heads import PaddedHeads
