@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from radixrt.worker._repeats import Repeats
-from radixrt.worker.predictions import Passes, Proposals, expected, mean, most_worth
+from radixrt.worker.predictions import Passes, Proposals, best_count, expected, mean
 
 if TYPE_CHECKING:
     from radixrt.worker.plan import Draft
@@ -179,7 +179,7 @@ class Drafter:
             return False
         draft_state = self._draft_state(request)
         own = draft_state.proposals
-        if own.ids and own.length == len(request.tokens) and self._worth(own.acceptance, requests):
+        if own.ids and own.length == len(request.tokens) and self._worth(own.acceptance, requests, self.most):
             return True
         matched, _, _ = self._match(request, draft_state)
         least = SHORTEST_IF_ALTERNATING if self._overlaps and not should_wait(1, requests) else SHORTEST
@@ -203,19 +203,19 @@ class Drafter:
         if not self.predicts or len(requests) > MOST_ROWS // 2:
             return 0
         states = [r.draft_state.proposals.acceptance for r in requests if r.draft_state is not None]
-        return self._worth(mean(states), max(len(requests), 1))
+        count = max(len(requests), 1)
+        return self._worth(mean(states), count, self.most, self.passes.share(self.costs.seconds(count)))
 
     def proposed(self, request: Request, length: int, ids: list[int]) -> None:
         """Remember what the model proposes to follow the first `length` tokens of a request."""
         proposals = self._draft_state(request).proposals
         proposals.ids, proposals.length = ids, length
 
-    def _worth(self, acceptance: float, requests: int, most: int = sys.maxsize) -> int:
-        """How many proposals are worth drafting for each of `requests` requests."""
-        cost = self.costs.row(requests) + self.passes.share(self.costs.seconds(requests))
-        count = most_worth(acceptance, max(cost, LEAST_ACCEPTANCE), min(most, self.most))
-        gain = expected(acceptance, count) - count * cost
-        return count if gain > (WAIT if self._overlaps else 0.0) else 0
+    def _worth(self, acceptance: float, requests: int, most: int, each: float = 0.0) -> int:
+        """How many proposals, at most `most`, are worth drafting for each of `requests` requests, if one for each costs
+        a share `each` of a step's time beside their rows."""
+        cost = max(self.costs.row(requests) + each, LEAST_ACCEPTANCE)
+        return best_count(acceptance, cost, WAIT if self._overlaps else 0.0, most)
 
     def _look_up(self, request: Request, most: int, requests: int) -> list[int]:
         """What followed the request's last tokens in earlier text, up to `most` tokens; empty if it is not likely

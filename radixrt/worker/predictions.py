@@ -1,9 +1,8 @@
 """How many tokens a model's multi-token prediction layer proposes (see `model.predictor`), and which of them are
 drafted. Its proposals come with the result of a step, for each request the tokens after its last one.
 
-If each token is right with probability a, given that those before it are, then a step with k of them gives
-a + a^2 + ... + a^k tokens more than one without. Each costs a row of the step, and a pass of the layer, which is shared
-by all requests.
+If each token is right with probability a, given that those before it are, then a step with k of them gives each request
+1 + a + a^2 + ... + a^k tokens. Each costs a row of the step for each request, and a pass of the layer, which all share.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ class Passes:
         return self.seconds / step if self.seconds and step else PASS
 
 
-def most_worth(acceptance: float, cost: float, most: int) -> int:
-    """How many tokens to draft, at most `most`: as long as another one is accepted with a probability above its
-    `cost`, in tokens."""
-    count, likely = 0, acceptance
-    while count < most and likely > cost:
-        count, likely = count + 1, likely * acceptance
-    return count
+def best_count(acceptance: float, cost: float, wait: float, most: int) -> int:
+    """How many tokens to draft, at most `most`: the k with the largest (1 + a + ... + a^k) / (1 + wait + k cost), the
+    tokens in the time of a step without drafts; 0 if that is not above 1. `cost` of a token and `wait` are shares of
+    this time."""
+    rates = [(1 + expected(acceptance, k)) / (1 + wait + k * cost) for k in range(1, most + 1)]
+    best = max(rates, default=0.0)
+    return 1 + rates.index(best) if best > 1 else 0
 
 
 def expected(acceptance: float, count: int) -> float:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from radixrt.messages import Run, Sampling
 from radixrt.worker.drafting import MOST_ROWS, WAIT, Drafter
 from radixrt.worker.fake import EOS, FakeRunner, fake_token
-from radixrt.worker.predictions import ACCEPTANCE, Passes, Proposals, expected, most_worth
+from radixrt.worker.predictions import ACCEPTANCE, Passes, Proposals, best_count, expected
 from radixrt.worker.request import Request
 from tests.worker.engine import Engine, prompts
 
@@ -38,13 +38,19 @@ def said(prompt: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "cost", "most", "count"),
-    [(0.9, 0.1, 8, 8), (0.7, 0.1, 8, 6), (0.5, 0.1, 8, 3), (0.5, 0.5, 8, 0), (0.09, 0.1, 8, 0), (1.0, 0.9, 3, 3)],
-)
-def test_as_many_as_are_worth_their_cost(acceptance, cost, most, count):
-    assert most_worth(acceptance, cost, most) == count
-    gains = [expected(acceptance, n) - n * cost for n in range(most + 1)]
-    assert gains[count] == pytest.approx(max(gains))
+    ("acceptance", "cost", "wait", "most", "count"),
+    [
+        (0.9, 0.1, 0.0, 8, 8), (0.9, 0.3, 0.0, 8, 5), (0.7, 0.1, 0.0, 8, 4), (0.7, 0.1, 0.2, 8, 4),
+        (0.5, 0.1, 0.0, 8, 2), (0.5, 0.5, 0.0, 8, 0), (0.5, 0.45, 0.1, 8, 0), (0.09, 0.1, 0.0, 8, 0),
+        (1.0, 0.9, 0.1, 3, 3), (0.9, 0.1, 0.0, 0, 0),
+    ],
+)  # fmt: skip
+def test_as_many_as_give_most_tokens_in_the_same_time(acceptance, cost, wait, most, count):
+    assert best_count(acceptance, cost, wait, most) == count
+    tokens = [sum(acceptance**n for n in range(k + 1)) for k in range(most + 1)]
+    rates = [1.0] + [tokens[k] / (1 + wait + k * cost) for k in range(1, most + 1)]
+    assert rates[count] == max(rates)
+    assert expected(acceptance, most) == pytest.approx(tokens[most] - 1)
 
 
 def test_acceptance_is_that_of_tokens_whose_predecessors_were_right():
@@ -61,21 +67,20 @@ def test_what_passes_and_rows_cost_decides_how_many_are_proposed():
     for overlaps in (False, True):
         drafter = Drafter(8, overlaps, predicts=True)
         assert Drafter(8, overlaps).proposes([]) == 0
-        assert drafter.proposes([]) == most_worth(ACCEPTANCE, 0.1 + 0.005, 8)
+        wait = WAIT if overlaps else 0.0
+        assert drafter.proposes([]) == best_count(ACCEPTANCE, 0.1 + 0.005, wait, 8) == 4
         for rows in (1, 2, 8, 16):
             drafter.costs.add(rows, 0.010 + 0.0001 * rows)
         drafter.passes.add(0.0005)
-        few = most_worth(ACCEPTANCE, 0.06, 8)
-        assert drafter.proposes([]) == few == 7
+        assert drafter.proposes([]) == best_count(ACCEPTANCE, 0.06, wait, 8) == 5
         drafter.passes = Passes()
         drafter.passes.add(0.004)
-        assert drafter.proposes([]) == 2
+        assert drafter.proposes([]) == best_count(ACCEPTANCE, 0.0041 / 0.0101, wait, 8) == (2 if overlaps else 1)
         drafter.passes.add(0.2)
         assert drafter.proposes([]) == 0, "a pass takes longer than a step"
         drafter.passes = Passes()
         drafter.passes.add(0.0065)
-        gain = 0.7 - (0.0065 / 0.0101 + 0.0001 / 0.0101)
-        assert 0 < gain < WAIT and drafter.proposes([]) == (0 if overlaps else 1)
+        assert drafter.proposes([]) == (0 if overlaps else 1)
     assert Drafter(8, False, predicts=True).proposes([request([5])] * (MOST_ROWS // 2 + 1)) == 0
 
 
@@ -101,7 +106,7 @@ def test_the_better_of_what_is_looked_up_and_what_is_proposed_is_drafted():
     assert drafter.begins(other, 1)
     assert drafter.draft(other, 8, 1) == [7, 8, 9]
     other.draft_state.proposals.acceptance = 0.3
-    assert drafter.draft(other, 8, 1) == [7], "0.09 is less than a row and a pass cost"
+    assert drafter.draft(other, 8, 1) == [7, 8], "what is proposed already costs rows alone"
     other.draft_state.proposals.acceptance = 0.05
     assert drafter.draft(other, 8, 1) == [] and not drafter.begins(other, 1)
 
