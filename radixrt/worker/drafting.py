@@ -178,8 +178,7 @@ class Drafter:
         if request.score_from is not None or request.total + 2 > request.limit:
             return False
         draft_state = self._draft_state(request)
-        own = draft_state.proposals
-        if own.ids and own.length == len(request.tokens) and self._worth(own.acceptance, requests, self.most):
+        if self._proposals(request, self.most, requests):
             return True
         matched, _, _ = self._match(request, draft_state)
         least = SHORTEST_IF_ALTERNATING if self._overlaps and not should_wait(1, requests) else SHORTEST
@@ -191,11 +190,10 @@ class Drafter:
         draft_state = self._draft_state(request)
         # The last token before the limit is always sampled, after the draft.
         most = min(most, self.most, request.limit - len(request.tokens) - 1)
-        found, likely = self._look_up(request, most, requests), draft_state.acceptance
-        own, acceptance = draft_state.proposals, draft_state.proposals.acceptance
-        count = min(len(own.ids), self._worth(acceptance, requests, most)) if own.length == len(request.tokens) else 0
-        draft_state.proposed = count > 0 and expected(acceptance, count) >= likely * len(found)
-        return own.ids[:count] if draft_state.proposed else found
+        found, own = self._look_up(request, most, requests), self._proposals(request, most, requests)
+        likely = expected(draft_state.proposals.acceptance, len(own))
+        draft_state.proposed = bool(own) and likely >= draft_state.acceptance * len(found)
+        return own if draft_state.proposed else found
 
     def proposes(self, requests: Sequence[Request]) -> int:
         """How many tokens the next step is to propose for each of the requests that generate: none if that does not
@@ -210,6 +208,14 @@ class Drafter:
         """Remember what the model proposes to follow the first `length` tokens of a request."""
         proposals = self._draft_state(request).proposals
         proposals.ids, proposals.length = ids, length
+
+    def _proposals(self, request: Request, most: int, requests: int) -> list[int]:
+        """What the model proposed to follow the request's tokens, as much of it, up to `most` tokens, as is worth
+        drafting."""
+        own = self._draft_state(request).proposals
+        if own.length != len(request.tokens) or (request.matcher is not None and requests > MOST_MATCHED):
+            return []
+        return own.ids[: self._worth(own.acceptance, requests, most)]
 
     def _worth(self, acceptance: float, requests: int, most: int, each: float = 0.0) -> int:
         """How many proposals, at most `most`, are worth drafting for each of `requests` requests, if one for each costs

@@ -53,9 +53,13 @@ def best_count(acceptance: float, cost: float, wait: float, most: int) -> int:
     """How many tokens to draft, at most `most`: the k with the largest (1 + a + ... + a^k) / (1 + wait + k cost), the
     tokens in the time of a step without drafts; 0 if that is not above 1. `cost` of a token and `wait` are shares of
     this time."""
-    rates = [(1 + expected(acceptance, k)) / (1 + wait + k * cost) for k in range(1, most + 1)]
-    best = max(rates, default=0.0)
-    return 1 + rates.index(best) if best > 1 else 0
+    best, highest, tokens, likely = 0, 1.0, 1.0, 1.0
+    for count in range(1, most + 1):
+        likely *= acceptance
+        tokens += likely
+        if (rate := tokens / (1 + wait + count * cost)) > highest:
+            best, highest = count, rate
+    return best
 
 
 def expected(acceptance: float, count: int) -> float:

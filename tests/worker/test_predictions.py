@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.drafting import MOST_ROWS, WAIT, Drafter
+from radixrt.worker.drafting import MOST_MATCHED, MOST_ROWS, WAIT, Drafter
 from radixrt.worker.fake import EOS, FakeRunner, fake_token
 from radixrt.worker.predictions import ACCEPTANCE, Passes, Proposals, best_count, expected
 from radixrt.worker.request import Request
@@ -105,6 +105,9 @@ def test_the_better_of_what_is_looked_up_and_what_is_proposed_is_drafted():
     drafter.proposed(other, 20, [7, 8, 9])
     assert drafter.begins(other, 1)
     assert drafter.draft(other, 8, 1) == [7, 8, 9]
+    other.matcher = object()
+    assert drafter.draft(other, 8, MOST_MATCHED) == [7, 8, 9] and drafter.draft(other, 8, MOST_MATCHED + 1) == []
+    other.matcher = None
     other.draft_state.proposals.acceptance = 0.3
     assert drafter.draft(other, 8, 1) == [7, 8], "what is proposed already costs rows alone"
     other.draft_state.proposals.acceptance = 0.05
