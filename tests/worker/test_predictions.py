@@ -23,10 +23,12 @@ def request(tokens: list[int], limit: int = 1000, **sampling) -> Request:
     return Request(run, limit, frozenset({EOS}))
 
 
-def fake(truth: int, page_size: int = 1, pages: int = 4096, overlaps: bool = False, states: int = 0) -> FakeRunner:
+def fake(
+    truth: int, page_size: int = 1, pages: int = 4096, overlaps: bool = False, states: int = 0, host: int = 0
+) -> FakeRunner:
     return FakeRunner(
         num_pages=pages, page_size=page_size, vocab_size=VOCAB, check=True, overlaps=overlaps, truth=truth,
-        num_states=states and states + 1,
+        num_states=states and states + 1, num_host_pages=host,
     )  # fmt: skip
 
 
@@ -136,7 +138,7 @@ def test_any_load_on_few_pages(data):
     page_size, states = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from([0, 5, 16, 60]))
     pages, overlaps = data.draw(st.integers(60, 160)) // page_size + 2, data.draw(st.booleans())
     truth, chunk = data.draw(st.sampled_from([1, 2, 4, 1000])), data.draw(st.integers(8, 64))
-    runner = fake(truth, page_size, pages, overlaps, states)
+    runner = fake(truth, page_size, pages, overlaps, states, data.draw(st.sampled_from([0, 30])))
     drafter = Drafter(data.draw(st.integers(1, 9)), overlaps, predicts=True)
     engine = Engine(runner, chunk=chunk, rows=data.draw(st.integers(1, 6)), drafter=drafter)
     asked = {}
