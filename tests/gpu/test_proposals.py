@@ -12,7 +12,9 @@ from tests.worker.multi_token import add_layer
 from tests.worker.test_predictor import COUNT, Always
 
 
-@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe", "qwen3_5_text"])
+@pytest.fixture(
+    scope="module", params=["deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.slow), "qwen3_5_text"]
+)
 def made(request, tmp_path_factory):
     """(folder, reference)"""
     path = tmp_path_factory.mktemp("mtp")
