@@ -148,7 +148,7 @@ class WorkerConfig:
     speculative_algorithm: str = setting(
         "auto",
         "drafting of tokens: ngram (prompt lookup), mtp or nextn (ngram, and the model's layer for multi-token "
-        "prediction), none, auto (on a GPU mtp if the checkpoint has that layer, else ngram; none on a CPU)",
+        "prediction), none, auto (ngram on a GPU, none on a CPU)",
     )
     speculative_num_draft_tokens: int = setting(8, "most draft tokens per request and step", least=1, most=1 << 10)
     enforce_eager: bool = setting(False, "do not use CUDA graphs")
