@@ -28,7 +28,7 @@ from radixrt.worker.cuda.int4 import fitting_stages
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import Tile, of_hopper
+from radixrt.worker.cuda.products import MOST_TILES, Tile, all_ended, of_hopper, split_counts
 from radixrt.worker.cuda.routing import TILE_FIELDS, sort
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.int4 import MIDDLE, Int4
@@ -138,8 +138,9 @@ def _slice(x_at, real, k, depth):
 
 @triton.jit(do_not_specialize=["tiles"])
 def _product_kernel(
-    x_ptr, rows_ptr, tiles_ptr, values_ptr, facts_ptr, bias_ptr, out_ptr, tiles, columns, depth, blocks, before,
-    GROUPS: tl.constexpr, ZEROS: tl.constexpr, FACTS: tl.constexpr, MIDDLE: tl.constexpr, ACTIVATION: tl.constexpr,
+    x_ptr, rows_ptr, tiles_ptr, values_ptr, facts_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, tiles, columns, depth,
+    blocks, before, SPLITS: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, FACTS: tl.constexpr,
+    MIDDLE: tl.constexpr, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WORDS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -162,12 +163,14 @@ def _product_kernel(
     source = tl.load(rows_ptr + row) if GATED else row
     x_at = x_ptr + source.to(tl.int64)[:, None] * depth + (i - before)[None, :]
     height = columns * 2 if GATED else columns
-    of_expert = expert * blocks * height
+    each = tl.cdiv(blocks, SPLITS)
+    first = tl.program_id(1) * each
+    of_expert = (expert * blocks + first) * height
     w_at = values_ptr + (of_expert + n % columns)[:, None] * WORDS + i[None, :]
     f_at = facts_ptr + of_expert * FACTS + n % columns
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for block in range(0, blocks):
+    for block in range(first, tl.minimum(first + each, blocks)):
         begin = block * WORDS * 8
         k = begin + i - before
         x0 = _slice(x_at + begin, real, k, depth)
@@ -185,6 +188,22 @@ def _product_kernel(
         w_at += height * WORDS
         f_at += height * FACTS
     acc, up = tl.trans(acc), tl.trans(up)
+    if SPLITS > 1:
+        KEPT: tl.constexpr = ROWS * COLUMNS * (2 if GATED else 1)
+        kept = sums_ptr + tl.program_id(0) * (SPLITS * KEPT) + m[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        own = kept + tl.program_id(1) * KEPT
+        tl.store(own, acc, mask=real[:, None])
+        if GATED:
+            tl.store(own + ROWS * COLUMNS, up, mask=real[:, None])
+        if not all_ended(counts_ptr + tl.program_id(0), SPLITS):
+            return
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for split in tl.static_range(SPLITS):  # all are loaded before the first one is there
+            one = kept + split * KEPT
+            acc += tl.load(one, mask=real[:, None], other=0.0, cache_modifier=".cg")
+            if GATED:
+                up += tl.load(one + ROWS * COLUMNS, mask=real[:, None], other=0.0, cache_modifier=".cg")
     dtype = out_ptr.dtype.element_ty
     if GATED:  # rounded where the model rounds
         if BIAS:
@@ -198,11 +217,11 @@ def _product_kernel(
 
 def product(
     x: torch.Tensor, order: Order, weight: PackedStack | Int4, tile: Tile, activation: str | None,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, splits: int = 1,
 ) -> torch.Tensor:  # fmt: skip
     """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] for x[T * chosen, K]. With an
     activation, x is [T, K] (tokens), bias[E, N] is added if given, and the result [T * chosen, N / 2] is
-    `kernels.gated` of gate and up."""
+    `kernels.gated` of gate and up. `splits` programs have a part of K each, if there are not too many tiles."""
     if isinstance(weight, Int4):
         facts, before, bits = weight.facts, 0, by_instructions()
         kind = weight.groups, weight.has_zeros, facts.shape[2], MIDDLE
@@ -212,10 +231,16 @@ def product(
     _, blocks, height, words = weight.values.shape
     columns = height if activation is None else height // 2
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
+    programs, sums, counts = len(order.tiles) * triton.cdiv(columns, tile.columns), x, x
+    splits = splits if programs <= MOST_TILES else 1
+    if splits > 1:
+        kept = splits * programs * tile.rows * tile.columns * (height // columns)
+        sums, counts = torch.empty(kept, dtype=torch.float32, device=x.device), split_counts(x.device)
     launch(
-        _product_kernel, (len(order.tiles) * triton.cdiv(columns, tile.columns),), None,
-        x, order.tokens, order.tiles, weight.values, facts, x if bias is None else bias, out, len(order.tiles),
-        columns, weight.columns, blocks, before, *kind, ACTIVATIONS.get(activation or "", 0), activation is not None,
+        _product_kernel, (programs, splits), None,
+        x, order.tokens, order.tiles, weight.values, facts, x if bias is None else bias, out, sums, counts,
+        len(order.tiles), columns, weight.columns, blocks, before, splits, *kind,
+        ACTIVATIONS.get(activation or "", 0), activation is not None,
         bias is not None, bits, tile.rows, tile.columns, words, TILE_FIELDS, GROUP,
         num_warps=tile.warps, num_stages=fitting_stages(tile, words, height // columns, room()),
     )  # fmt: skip

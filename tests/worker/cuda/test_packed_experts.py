@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from radixrt.worker.cuda import experts as fused
-from radixrt.worker.cuda import packed_experts, routing
+from radixrt.worker.cuda import packed_experts, products, routing
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts
@@ -101,6 +101,24 @@ def test_products_are_exact_sums(tile, device):
     """What is asked of a kernel before it is used."""
     dtype, most = (torch.float32, 1e-6) if device.type == "cpu" else (torch.bfloat16, packed_experts.ALIKE)
     assert packed_experts._apart(device, tile, None, dtype) < most
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("activation", [None, "clamped_swiglu"])
+def test_splits_of_products(splits, activation, device):
+    """5 blocks of columns, which no number of splits divides; counts are 0 again for the next product."""
+    experts = make(3, 600, 600, 0, device)
+    tile, stack, bias = packed_experts.FEWEST[0], experts.down, None
+    if activation is not None:
+        stack, bias = experts.gate_up, experts.gate_up_bias
+    x = torch.randn(8, 600, device=device).to(experts.router.weight.dtype)
+    chosen = torch.tensor([[0, 2]] * 4 if activation is None else [[0, 2]] * 8, dtype=torch.int32, device=device)
+    order = routing.sort(chosen, 3, tile.rows)
+    expected, found = (
+        packed_experts.product(x, order, stack, tile, activation, bias, splits=n).float() for n in (1, splits)
+    )
+    assert error(found, expected) < (1e-5 if device.type == "cpu" else 1e-2)
+    assert not products.split_counts(x.device).any()
 
 
 @pytest.mark.parametrize("tile", [tile for pair in TILES for tile in pair])

@@ -50,6 +50,25 @@ def test_multiply(columns, depth, rows, half, device):
     assert error(wide, expected) < 1e-5
 
 
+@pytest.mark.parametrize("splits", [2, 3, 5])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 200, 640), (20, 64, 512), (5, 40, 352)])
+def test_splits_of_a_product(rows, columns, depth, splits, half, device):
+    """Parts of K of different lengths, or of none; counts are 0 again for the next product."""
+    x, weight, residual = (
+        torch.randn(n, device=device).to(half) for n in ((rows, depth), (columns, depth), (rows, columns))
+    )
+    bias = torch.randn(columns, device=device).to(half)
+    expected = x.float() @ weight.float().t()
+    for tile in (Tile(16, 64, 128, 4, 3), Tile(64, 32, 64, 4, 3)):
+        out = residual.clone()
+        multiply(x, weight, out, tile, bias=bias, add=True, splits=splits)
+        assert error(out, expected + bias.float() + residual.float()) < 4e-3
+        wide = torch.full((rows, columns), torch.nan, device=device)
+        multiply(x, weight, wide, tile, splits=splits)
+        assert error(wide, expected) < 1e-5
+        assert not products.split_counts(x.device).any()
+
+
 def test_nothing_behind_a_row_is_asked_for(monkeypatch):
     found = []
     monkeypatch.setattr(products, "launch", lambda kernel, grid, again, *args, **options: found.append(args))
