@@ -30,11 +30,12 @@ from torch.nn import functional as F
 from radixrt.worker.cuda import kernels, packed_experts, routing, scaled_experts
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import Tile, stages
+from radixrt.worker.cuda.products import Tile, small_linear, stages
 from radixrt.worker.cuda.routing import ALIGNED, TILE_FIELDS, Order
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.expert_spec import ExpertsSpec
 from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.mxfp4 import PackedStack
 from radixrt.worker.model.scaled import Rounded, Rounding
 from radixrt.worker.model.spec import SQUARED_RELU
 
@@ -249,7 +250,7 @@ def add(
 ) -> None:  # fmt: skip
     """See `Ops.experts`. With `batch_invariant` the same tile computes all products, so that the rounding of a row does
     not depend on the others."""
-    logits = experts.logits(x if for_router is None else for_router)
+    logits = _logits(experts, x if for_router is None else for_router)
     if experts.latent is None:
         return _add(experts, logits, x, residual)
     into, back = experts.latent
@@ -257,6 +258,16 @@ def add(
     total = torch.zeros_like(inner)
     _add(experts, logits, inner, total)
     residual.add_(back(total))
+
+
+def _logits(experts: Experts, x: torch.Tensor) -> torch.Tensor:
+    """As `Experts.logits`, of few rows by `small_linear`: a router has few columns, whose K programs divide."""
+    router, wide = experts.router, experts.routing.float32_logits
+    few = None
+    if not experts.batch_invariant:
+        out = x.new_empty((len(x), len(router.weight)), dtype=torch.float32) if wide else None
+        few = small_linear(x, router.weight, router.bias, out)
+    return experts.logits(x) if few is None else few
 
 
 def _add(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> None:
@@ -373,7 +384,8 @@ def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
         inner = _inner(experts, partial(hopper.product, kind=kind), spread(x, order), order, is_sorted=True)
         made = hopper.product(inner, order, down, None, kind=kind)
     else:
-        first, second = packed_experts.MANY if exact else packed_experts.tiles_for(rows)
+        mxfp4 = isinstance(down, PackedStack)
+        first, second = packed_experts.MANY if exact else packed_experts.tiles_for(rows, mxfp4)
         weights, order, _ = _begin(experts, logits, first.rows, x, None)
         inner = _inner(experts, partial(packed_experts.product, tile=first), x, order)
         made = packed_experts.product(inner, order, down, second, None)

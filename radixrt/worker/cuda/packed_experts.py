@@ -28,7 +28,7 @@ from radixrt.worker.cuda.int4 import fitting_stages
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import MOST_TILES, Tile, all_ended, of_hopper, split_counts
+from radixrt.worker.cuda.products import Tile, all_ended, of_hopper, processors, split_counts
 from radixrt.worker.cuda.routing import TILE_FIELDS, sort
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.int4 import MIDDLE, Int4
@@ -41,7 +41,7 @@ log = logging.getLogger("radixrt.cuda")
 
 Pair = tuple[Tile, Tile]
 """The tiles of the product with gate and up and of that with down. `columns`: of gate and of up each."""
-FEWEST = Tile(16, 64, WIDTH, 4, 4), Tile(16, 64, WIDTH, 4, 6)
+FEWEST = Tile(16, 64, WIDTH, 4, 4), Tile(16, 64, WIDTH, 4, 6)  # of INT4
 FEW = Tile(16, 128, WIDTH, 4, 3), Tile(16, 128, WIDTH, 4, 4)
 SOME = Tile(32, 128, WIDTH, 4, 3), Tile(32, 128, WIDTH, 4, 4)
 MANY = Tile(64, 64, WIDTH, 4, 3), Tile(64, 128, WIDTH, 4, 3)
@@ -50,10 +50,27 @@ ALIKE = 2e-2
 """The largest relative error at which the kernel is used (see `there`)."""
 
 
-def tiles_for(rows: float) -> Pair:
-    """The tiles for this number of rows per expert, on average (bench/packed_experts.py --sweep)."""
-    kinds = (0.25, FEWEST), (8, FEW), (24, SOME), (96, MANY)
+SPLIT, MOST_SPLITS, LEAST, PROGRAMS = 2, 6, 3, 6
+"""Limits of `splits_for`: rows per expert, splits of a product, blocks of a split, programs per multiprocessor."""
+
+
+def tiles_for(rows: float, mxfp4: bool = True) -> Pair:
+    """The tiles for this number of rows per expert, on average, in MXFP4 or INT4 (bench/packed_experts.py --sweep)."""
+    if rows <= 0.25 and not mxfp4:
+        return FEWEST
+    kinds = (8, FEW), (24, SOME), (96, MANY)
     return next((pair for most, pair in kinds if rows <= most), MOST)
+
+
+def splits_for(rows: float, tiles: int, blocks: int, device: torch.device) -> int:
+    """The number of programs that divide the `blocks` of each of about so many tiles of a product of experts in MXFP4,
+    for `rows` rows per expert (bench/splits.py). The warps of a program wait for the words that they expand, so several
+    programs should share a multiprocessor."""
+    programs = PROGRAMS * processors(device)
+    if rows > SPLIT or tiles > programs:
+        return 1
+    most = max(1, min(max(2, programs // tiles), MOST_SPLITS, blocks // LEAST))
+    return triton.cdiv(blocks, triton.cdiv(blocks, most))  # none without blocks
 
 
 EXPAND: tl.constexpr = tl.constexpr(
@@ -217,11 +234,12 @@ def _product_kernel(
 
 def product(
     x: torch.Tensor, order: Order, weight: PackedStack | Int4, tile: Tile, activation: str | None,
-    bias: torch.Tensor | None = None, splits: int = 1,
+    bias: torch.Tensor | None = None, splits: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] for x[T * chosen, K]. With an
     activation, x is [T, K] (tokens), bias[E, N] is added if given, and the result [T * chosen, N / 2] is
-    `kernels.gated` of gate and up. `splits` programs have a part of K each, if there are not too many tiles."""
+    `kernels.gated` of gate and up. `splits` programs have a part of K each; None: as many as
+    is best."""
     if isinstance(weight, Int4):
         facts, before, bits = weight.facts, 0, by_instructions()
         kind = weight.groups, weight.has_zeros, facts.shape[2], MIDDLE
@@ -231,8 +249,11 @@ def product(
     _, blocks, height, words = weight.values.shape
     columns = height if activation is None else height // 2
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
-    programs, sums, counts = len(order.tiles) * triton.cdiv(columns, tile.columns), x, x
-    splits = splits if programs <= MOST_TILES else 1
+    entries, count, across = len(order.tokens), len(weight), triton.cdiv(columns, tile.columns)
+    if splits is None:
+        few = isinstance(weight, PackedStack) and tile.rows == FEW[0].rows
+        splits = splits_for(entries / count, min(entries, count) * across, blocks, x.device) if few else 1
+    programs, sums, counts = len(order.tiles) * across, x, x
     if splits > 1:
         kept = splits * programs * tile.rows * tile.columns * (height // columns)
         sums, counts = torch.empty(kept, dtype=torch.float32, device=x.device), split_counts(x.device)
@@ -256,7 +277,7 @@ def there(device: torch.device, int4: torch.dtype | None = None) -> bool:
     INT4 of that dtype; None: for experts in MXFP4."""
     name = "MXFP4" if int4 is None else "INT4"
     try:
-        error = max(_apart(device, tiles[1], int4) for tiles in (FEW, MOST))
+        error = max(_apart(device, tiles[1], int4, splits) for tiles, splits in ((FEW, 1), (MOST, 1), (FEW, 4)))
     except Exception as problem:  # another version of the compiler
         words = type(problem).__name__, str(problem)[:300]
         log.warning("experts in %s are expanded: their kernel does not work here: %s: %s", name, *words)
@@ -295,14 +316,15 @@ COUNTS, CHECKED_ROWS, CHECKED_BLOCKS, BEFORE = (40, 0, 150, 1), 200, 9, 8
 
 
 def _apart(
-    device: torch.device, tile: Tile, int4: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16
-) -> float:
+    device: torch.device, tile: Tile, int4: torch.dtype | None = None, splits: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:  # fmt: skip
     """The relative error of products with a few random experts, in MXFP4 for x in `dtype`, or in INT4."""
     generator = torch.Generator(device).manual_seed(0)
     stack, chosen = drawn(generator, device, int4)
     order = sort(chosen, len(COUNTS), tile.rows)
     x = torch.randn((len(chosen), stack.columns), generator=generator, device=device).to(int4 or dtype)
-    found = product(x, order, stack, tile, None).float()
+    found = product(x, order, stack, tile, None, splits=splits).float()
     each = zip(x.float().split(COUNTS), range(len(COUNTS)), strict=True)
     exact = torch.cat([a @ stack.dequantized(number, torch.float32).T for a, number in each])
     return float((found - exact).norm() / exact.norm())

@@ -20,7 +20,7 @@ The last section decides which products of many rows are computed together with 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -190,7 +190,7 @@ _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 """By everything that the kernel is compiled for and that may differ between calls. (Steps without graphs launch it for
 every layer.)"""
 MOST_TILES = 4096
-"""The most tiles whose K is divided."""
+"""The most tiles whose K can be divided."""
 
 
 @functools.cache
@@ -217,6 +217,7 @@ def multiply(
     across, down = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)
     sums = counts = out
     if splits > 1:
+        assert across * down <= MOST_TILES
         sums = torch.empty(splits * across * down * tile.rows * tile.columns, dtype=torch.float32, device=x.device)
         counts = split_counts(x.device)
     pointers = x, of_x, weight, of_weight, more, out, sums, counts
@@ -269,21 +270,31 @@ def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> T
     return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
 
 
-FEWEST = 3072
-"""The fewest columns for which there are enough programs to read a weight at full bandwidth, unless K is at most
-SHORT."""
-SHORT = 2048
+MOST_SPLITS, FEWEST_SPLITS, LEAST = 8, 3, 2
+"""Limits of `splits_for`: splits of a product, and steps along K of a split (bench/splits.py)."""
+
+
+@functools.cache
+def splits_for(columns: int, depth: int, device: torch.device) -> int:
+    """The number of programs that divide K of a weight [columns, depth] of 16 bits in the tiles of `streaming`: as many
+    as there are multiprocessors for, if that is at least FEWEST_SPLITS. (With half of the multiprocessors a weight is
+    read as fast as with two splits.)"""
+    blocks = triton.cdiv(depth, BYTES // 2)
+    most = min(MOST_SPLITS, processors(device) // triton.cdiv(columns, COLUMNS), blocks // LEAST)
+    if most < FEWEST_SPLITS:
+        return 1
+    return triton.cdiv(blocks, triton.cdiv(blocks, most))  # none without steps
 
 
 @functools.cache
 def tile_for(rows: int, columns: int, depth: int, device: torch.device) -> Tile | None:
     """The tile for x[rows, depth] and weight[columns, depth] of 16 bits; None where torch's product is faster, or where
-    it was not measured: this is for Hopper. (cuBLAS divides K among programs where columns are few and long.)"""
-    if not 0 < rows <= STREAMED[-1] or not of_hopper(device):
+    it was not measured: this is for Hopper."""
+    if not 0 < rows <= STREAMED[-1] or not of_hopper(device) or depth % (BYTES // 4):
         return None
-    if depth % (BYTES // 2) or columns < FEWEST and depth > SHORT:
-        return None
-    return streaming(next(most for most in STREAMED if rows <= most), columns, 2, device)
+    tile = streaming(next(most for most in STREAMED if rows <= most), columns, 2, device)
+    splits = splits_for(columns, depth, device)
+    return replace(tile, stages=4) if splits > 1 and depth < splits * tile.depth * tile.stages else tile
 
 
 @functools.cache
@@ -302,7 +313,7 @@ def small_linear(
         return None
     if out is None:
         out = x.new_empty((len(x), len(weight)))
-    multiply(x, weight, out, tile, bias=bias, add=add)
+    multiply(x, weight, out, tile, splits=splits_for(*weight.shape, x.device), bias=bias, add=add)
     return out
 
 

@@ -100,7 +100,18 @@ def test_all_kinds_of_tiles_are_tried():
 def test_products_are_exact_sums(tile, device):
     """What is asked of a kernel before it is used."""
     dtype, most = (torch.float32, 1e-6) if device.type == "cpu" else (torch.bfloat16, packed_experts.ALIKE)
-    assert packed_experts._apart(device, tile, None, dtype) < most
+    assert packed_experts._apart(device, tile, None, 1, dtype) < most
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "chosen", "splits"),
+    [(1, 32, 4, 6), (2, 32, 4, 4), (4, 32, 4, 2), (16, 32, 4, 2), (17, 32, 4, 1), (1, 128, 4, 6), (16, 128, 4, 1)],
+)
+def test_how_many_splits(tokens, count, chosen, splits):
+    """Of gpt-oss, whose products have 23 blocks and as many tiles of an expert."""
+    tiles = 23 * min(tokens * chosen, count)
+    assert packed_experts.splits_for(tokens * chosen / count, tiles, 23, torch.device("cpu")) == splits
+    assert packed_experts.splits_for(0.1, 4, 5, torch.device("cpu")) == 1
 
 
 @pytest.mark.parametrize("splits", [2, 4])
@@ -108,7 +119,7 @@ def test_products_are_exact_sums(tile, device):
 def test_splits_of_products(splits, activation, device):
     """5 blocks of columns, which no number of splits divides; counts are 0 again for the next product."""
     experts = make(3, 600, 600, 0, device)
-    tile, stack, bias = packed_experts.FEWEST[0], experts.down, None
+    tile, stack, bias = packed_experts.FEW[0], experts.down, None
     if activation is not None:
         stack, bias = experts.gate_up, experts.gate_up_bias
     x = torch.randn(8, 600, device=device).to(experts.router.weight.dtype)
