@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
 from radixrt.worker.cuda import dequantizing, index_scores, int4, lora, mixed_append, packed_experts, residuals, routing
-from radixrt.worker.cuda import sampler, scaled, selection, sinks, variants
+from radixrt.worker.cuda import router, sampler, scaled, selection, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -44,6 +44,7 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
 
 
 READS_FIRST = kernels._norm_kernel, residuals._add_normed_kernel, mamba._state_decode_kernel, lora._expand_kernel
+READS_FIRST += (router._router_kernel,)
 
 
 def waits_first(built, reads=False):  # before what is ahead has ended nothing is written, nor read, but a weight
@@ -147,6 +148,9 @@ kinds += ((False, True, 128, 1, 1, 1.0, 0.1, -1.0),)
 for ways in kinds if every else kinds[1:2]:
     constants = routed | dict(zip(names, ways, strict=True))
     build(routing._route_kernel, ["*fp32", "*fp32", "*bf16", "*i32"], {"count": i}, constants, 1)
+    single = {"FIELDS": 3, "BIAS": True, "PROGRAMS": 64, "EXPERTS": 2, "DEPTH": 2048}
+    pointers = ["*bf16"] * 3 + ["*fp32"] * 3 + ["*i32"] * 5
+    build(router._router_kernel, pointers, {"depth": i, "count": i}, constants | single, 1)
 numbers = {"entries": i, "count": i}
 build(routing._count_kernel, ["*i32"] * 2, numbers, {"BINS": 256, "BLOCK": routing.BLOCK}, 2)
 build(routing._before_kernel, ["*i32"] * 2, {"blocks": i, "count": i}, {"BLOCKS": routing.BLOCKS})

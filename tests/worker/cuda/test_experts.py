@@ -158,7 +158,7 @@ def test_logits_of_few_tokens(biased, changes, wide, device, monkeypatch):
         x = torch.randn(tokens, 1024, device=device).to(half)
         found, expected = fused._logits(experts, x), experts.logits(x)
         assert found.dtype == expected.dtype == (torch.float32 if wide else half)
-        assert error(found, expected) < (1e-4 if wide else 2e-3)
+        assert error(found, expected) < (1e-4 if wide else 4e-3)
     assert taken == ([] if changes else [4, 4])
     products.tile_for.cache_clear()
 
