@@ -1,4 +1,5 @@
-"""Mixture of experts in five launches, four for a single token, without synchronizing with the host.
+"""Mixture of experts in six launches, router included, without synchronizing with the host; for a single token in five,
+on Hopper in four (`router`).
 
     logits --route--> weights, experts [T, k] --sort--> place of each row among its expert's rows, tiles of rows
     x --product, by tiles: gate, up, activation--> inner [T k, I] --product--> [T k, hidden] --combine--> residual

@@ -8,6 +8,8 @@ another slice of 16 columns, so a thread expands its own words, without data of 
                           values 1 * scale [N, 16]   times x[:, 16:32]
                           ...
 
+With few rows several programs have a part of K each, and the last one to end adds up their sums (as in `products`).
+
 Words of both kinds have the same layout, and are expanded by other instructions. Experts in MXFP4 with many rows have
 another kernel on Hopper (`hopper_packed_experts`).
 """

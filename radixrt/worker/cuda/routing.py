@@ -2,8 +2,8 @@
 
     logits [T, experts] --route--> weights, experts [T, k] --sort--> places of rows, by expert, and tiles of rows
 
-For a single token both are one launch (`begin`). Sorting is one launch where each expert can look at all entries, and
-three where these are many:
+For a single token both are one launch (`begin`), on Hopper together with the router (`router`). Sorting is one launch
+where each expert can look at all entries, and three where these are many:
 
     entries --count--> by block and expert --before--> of the blocks before, and all --put--> places, tiles
 """
