@@ -52,8 +52,8 @@ ALIKE = 2e-2
 """The largest relative error at which the kernel is used (see `there`)."""
 
 
-SPLIT, MOST_SPLITS, LEAST, PROGRAMS = 2, 6, 3, 6
-"""Limits of `splits_for`: rows per expert, splits of a product, blocks of a split, programs per multiprocessor."""
+MOST_SPLITS, LEAST, PROGRAMS = 6, 3, 6
+"""Limits of `splits_for`: splits of a product, blocks of a split, programs per multiprocessor."""
 
 
 def tiles_for(rows: float, mxfp4: bool = True) -> Pair:
@@ -64,12 +64,12 @@ def tiles_for(rows: float, mxfp4: bool = True) -> Pair:
     return next((pair for most, pair in kinds if rows <= most), MOST)
 
 
-def splits_for(rows: float, tiles: int, blocks: int, device: torch.device) -> int:
-    """The number of programs that divide the `blocks` of each of about so many tiles of a product of experts in MXFP4,
-    for `rows` rows per expert (bench/splits.py). The warps of a program wait for the words that they expand, so several
-    programs should share a multiprocessor."""
+def splits_for(tiles: int, blocks: int, device: torch.device) -> int:
+    """The number of programs that divide the `blocks` of each of about so many tiles of a product of experts in MXFP4
+    with few rows (bench/splits.py). The warps of a program wait for the words that they expand, so several programs
+    should share a multiprocessor."""
     programs = PROGRAMS * processors(device)
-    if rows > SPLIT or tiles > programs:
+    if not 0 < tiles <= programs:
         return 1
     most = max(1, min(max(2, programs // tiles), MOST_SPLITS, blocks // LEAST))
     return triton.cdiv(blocks, triton.cdiv(blocks, most))  # none without blocks
@@ -254,7 +254,7 @@ def product(
     entries, count, across = len(order.tokens), len(weight), triton.cdiv(columns, tile.columns)
     if splits is None:
         few = isinstance(weight, PackedStack) and tile.rows == FEW[0].rows
-        splits = splits_for(entries / count, min(entries, count) * across, blocks, x.device) if few else 1
+        splits = splits_for(min(entries, count) * across, blocks, x.device) if few else 1
     programs, sums, counts = len(order.tiles) * across, x, x
     if splits > 1:
         kept = splits * programs * tile.rows * tile.columns * (height // columns)
