@@ -1,7 +1,7 @@
 """Placement in simulated time: the router's state machine and complete workers with a fake runner, whose steps take
 about as long as those of an 8B model on an H200. There are no sockets, and results do not depend on the machine.
 
-    python -m bench.placement [--seeds 2] [--quick] [--states 60]
+    python -m bench.placement [--seeds 2] [--quick] [--states 60 | --host 600000] [--loads chats,trees]
 
 Requests arrive at random times, at a rate that keeps four workers busy for 70 to 100% of the time (bursts: for half of
 it); only agents send their next request as soon as they have an answer. The router's choice is compared with: most
@@ -9,7 +9,9 @@ hits, unless that worker has 1.5 times as many requests as the mean (as cache-aw
 round robin. `infinite` is the hit rate of one cache of unlimited size.
 
 With `--states`, each worker has so many recurrent states, as for a model with linear attention, and the router's choice
-is compared with the same by all cached tokens, whether they can be continued or not.
+is compared with the same by all cached tokens, whether they can be continued or not. With `--host`, each worker has
+host memory for so many tokens, which are copied back at some 50 GB/s. It is compared with one that keeps contexts for
+their next turns all the same, and with one without host memory.
 """
 
 from __future__ import annotations
@@ -38,13 +40,14 @@ from radixrt.router.effects import Effect, Order
 from radixrt.router.index import Snapshots
 from radixrt.router.placement import Candidate
 from radixrt.tree import RadixTree
-from radixrt.worker import fake, kept, loop, waiting
+from radixrt.worker import cache, fake, kept, loop, waiting
 from radixrt.worker.fake import FakeRunner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.scheduler import Limits
 
 WORKERS, CACHE, BUDGET, ROWS = 4, 300_000, 8192, 256
 PREFILL_RATE, DECODE_SECONDS, EACH_SECONDS = 40_000.0, 0.0043, 0.00003
+FETCH_RATE = 750_000.0
 LINK_SECONDS = 0.0003
 VOCAB = 32_000
 TENANTS = 6
@@ -104,8 +107,8 @@ class Asked:
 class Fleet:
     """A router with its workers; a simulation of discrete events."""
 
-    def __init__(self, clock: Clock, seed: int, states: int = 0) -> None:
-        self._states = states
+    def __init__(self, clock: Clock, seed: int, states: int = 0, host: int = 0) -> None:
+        self._states, self._host = states, host
         self.clock, self.asked, self.rng = clock, {}, np.random.default_rng(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers, self._ids = itertools.count(), itertools.count(1)
@@ -126,6 +129,8 @@ class Fleet:
             decode_each=EACH_SECONDS,
             overlaps=True,
             num_states=self._states and self._states + 1,
+            num_host_pages=self._host and self._host + 1,
+            fetch_rate=FETCH_RATE,
         )
         rows = most_running(WorkerConfig(max_num_seqs=ROWS), runner)
         worker = Worker(runner, Identity(name, "m"), FakeLink, limits=Limits(BUDGET, rows), max_model_len=60_000)
@@ -376,23 +381,27 @@ CHOICES: dict[str, Callable[[], Choice]] = {
 
 
 BY_CACHED = "by cached tokens"
-WITH_STATES = {"radixrt": CHOICES["radixrt"], BY_CACHED: CHOICES["radixrt"]}
+NO_HOST, CONTEXTS_KEPT = "no host memory", "contexts kept"
+WITH_STATES = dict.fromkeys(("radixrt", BY_CACHED), CHOICES["radixrt"])
+WITH_HOST = dict.fromkeys(("radixrt", CONTEXTS_KEPT, NO_HOST), CHOICES["radixrt"])
 
 
-def measure(load: str, choice: str, seed: int, scale: float, states: int = 0) -> dict[str, float]:
+def measure(load: str, choice: str, seed: int, scale: float, states: int = 0, host: int = 0) -> dict[str, float]:
     """Run a load. Returns results of the last three quarters of its requests."""
     clock, (make, times, rate) = Clock(), LOADS[load]
     plain = patch.multiple(loop, time=clock, _decode=lambda message: message, _encode=lambda message: message)
     with ExitStack() as patches:
         for one in (plain, *(patch.object(module, "time", clock) for module in (fake, kept, waiting))):
             patches.enter_context(one)
-        patches.enter_context(patch.object(placement, "place", (CHOICES | WITH_STATES)[choice]()))
+        patches.enter_context(patch.object(placement, "place", (CHOICES | WITH_STATES | WITH_HOST)[choice]()))
         if choice == BY_ARRIVAL:
             patches.enter_context(patch.object(waiting, "OVERTAKING", 0))
             patches.enter_context(patch.object(kept, "LEAST", 2.0))  # nothing is kept
+        if choice == CONTEXTS_KEPT:
+            patches.enter_context(patch.object(cache, "KEPT", 1e9))
         if choice == BY_CACHED:
             patches.enter_context(patch.object(Snapshots, "deepest", lambda self, digests, most: most))
-        fleet = Fleet(clock, seed, states)
+        fleet = Fleet(clock, seed, states, 0 if choice == NO_HOST else host)
         one, when = make(fleet), 0.0
         for _ in range(max(4, int(times * scale))):
             when += fleet.rng.gamma(0.5, 2 / rate)
@@ -419,18 +428,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2, help="runs of each load, over which results are averaged")
     parser.add_argument("--quick", action="store_true", help="little of each load, to see that it runs")
     parser.add_argument("--states", type=int, default=0, help="recurrent states of each worker; 0: it has none")
+    parser.add_argument("--host", type=int, default=0, help="tokens that the host memory of each worker holds")
+    parser.add_argument("--loads", default=",".join(LOADS), help="comma-separated; not all: nothing is saved")
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # each worker says that it has few states
     rows = []
-    for load, choice in itertools.product(LOADS, WITH_STATES if args.states else CHOICES):
+    choices = WITH_HOST if args.host else WITH_STATES if args.states else CHOICES
+    for load, choice in itertools.product(args.loads.split(","), choices):
         seeds = range(1 if args.quick else args.seeds)
-        found = [measure(load, choice, seed, 0.02 if args.quick else 1.0, args.states) for seed in seeds]
+        found = [measure(load, choice, seed, 0.02 if args.quick else 1.0, args.states, args.host) for seed in seeds]
         means = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
         rows.append({"load": load, "choice": choice} | means)
         print(rows[-1], flush=True)
     print(table(rows))
-    if not args.quick:
+    if not args.quick and args.loads.split(",") == list(LOADS):
         name, more = ("placement_states", {"states": args.states}) if args.states else ("placement", {})
+        if args.host:
+            name, more = "placement_host", {"host": args.host}
         save(name, rows, workers=WORKERS, cache=CACHE, seeds=args.seeds, **more)
 
 

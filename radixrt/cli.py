@@ -84,6 +84,12 @@ def read_keys(args: argparse.Namespace) -> None:
         args.api_key = [key for given in args.api_key for key in (_keys_in(given[1:]) if given[:1] == "@" else [given])]
 
 
+def read_admin_key(args: argparse.Namespace) -> None:
+    """Replace `--admin-api-key @FILE` by the key in the file."""
+    if "admin_api_key" in args:
+        args.admin_api_key = read_key(args.admin_api_key)
+
+
 def read_key(given: str) -> str:
     """The key of a client, from `KEY` or `@FILE`. The file may be one for `serve`, with TENANT:KEY, if it has only one
     key."""
@@ -153,6 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _serve(args: argparse.Namespace) -> int:
     read_keys(args)
+    read_admin_key(args)
     _check_here(check_files if vars(args).get("fake") else check_model, args.model)
     _check_here(check_files, vars(args).get("tokenizer", ""))
     configs = {role: from_args(config, args) for role, config in ROLES.items()}
@@ -170,7 +177,7 @@ def _check_here(check: Callable[[str], None], name: str) -> None:
 
 def _check_adapters(config: WorkerConfig) -> None:
     """Check the LoRA adapters of a worker before any process is started."""
-    if config.lora_modules:
+    if config.lora_modules or config.allow_runtime_lora_updating:
         check_lora_modules(resolve(config))
 
 
@@ -180,6 +187,7 @@ def _role(args: argparse.Namespace) -> int:
         follow_parent()
     else:
         read_keys(args)
+        read_admin_key(args)
         config = from_args(ROLES[args.role], args)
         if args.role == "worker":
             _check_here(check_files if config.fake else check_model, config.model)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from radixrt.messages import (
     Ask,
+    ChangeAdapter,
     ChatPrompt,
     ClearCache,
     ClientRequest,
@@ -280,6 +281,10 @@ class AsyncClient:
         `parent`."""
         return await self._query("models")
 
+    async def check_model(self, name: str) -> None:
+        """Raise ServerError (404) if no model or LoRA adapter of that name is served."""
+        await self._query("model", name)
+
     async def report(self) -> dict[str, Any]:
         """The cache-hit-rate report, as `radixrt.report.Report.to_json` describes it."""
         return await self._query("report")
@@ -294,8 +299,21 @@ class AsyncClient:
         configured."""
         await self._ask_for(Done, ClearCache(id=0, api_key=self._api_key))
 
-    async def _query(self, what: str) -> Any:
-        request = Ask(id=0, what=what, api_key=self._api_key)
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> dict[str, str]:
+        """Load a LoRA adapter from a folder on the workers' machines as model `name`; one that is loaded is replaced
+        only with `in_place`. Requests that have the former one finish with it. Returns why workers could not load it,
+        by worker; they do not serve it. Raises ServerError if none could, and (401, 403) if the server does not allow
+        it, or not with this key. (With the admin's key only over ZMQ; over HTTP there is /v1/load_lora_adapter.)"""
+        message = ChangeAdapter(id=0, name=name, path=path, in_place=in_place, api_key=self._api_key)
+        return (await self._ask_for(Info, message)).data
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload a LoRA adapter; requests that have it finish with it. Raises ServerError as `load_adapter`, and (404)
+        if there is none of that name."""
+        await self._ask_for(Info, ChangeAdapter(id=0, name=name, api_key=self._api_key))
+
+    async def _query(self, what: str, model: str = "") -> Any:
+        request = Ask(id=0, what=what, model=model, api_key=self._api_key)
         try:
             async with asyncio.timeout(self._timeout):
                 return (await self._ask_for(Info, request)).data
@@ -397,6 +415,14 @@ class Client:
     def clear_cache(self) -> None:
         """See AsyncClient.clear_cache."""
         self._portal.call(self.aio.clear_cache)
+
+    def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> dict[str, str]:
+        """See AsyncClient.load_adapter."""
+        return self._portal.call(self.aio.load_adapter, name, path, in_place=in_place)
+
+    def unload_adapter(self, name: str) -> None:
+        """See AsyncClient.unload_adapter."""
+        self._portal.call(self.aio.unload_adapter, name)
 
     def run(self, work: Awaitable[T]) -> T:
         """Run a coroutine on the client's event loop and wait for it."""

@@ -32,6 +32,7 @@ NAME = Form(
     lambda text: text.isprintable() and len(text.encode(errors="replace")) <= 200,
     "at most 200 bytes, all of which can be printed",
 )
+GIBIBYTES = Form(re.compile(r"auto|none|[0-9]{1,6}(\.[0-9]{1,6})?").fullmatch, "auto, none or a number of GiB")
 MOST = 1 << 40
 """The largest value of a number setting for which no smaller limit is given."""
 MOST_TOKENS = (1 << 31) - 1
@@ -65,6 +66,11 @@ RESPONSE_BYTES = (
     "memory of a front end for responses that previous_response_id can refer to (0: none); when it is full, responses "
     "of the tenant that has most are dropped; several front ends keep them in the router (--shared-bytes) instead"
 )
+RUNTIME_LORA = (
+    "let clients load, replace and unload LoRA adapters while it serves (/v1/load_lora_adapter, "
+    "/v1/unload_lora_adapter): all clients if there are no API keys, else those with the --admin-api-key; needs "
+    "--enable-lora"
+)
 KEEP_THINKING = "keep the thinking of earlier answers in the prompt even if the chat template drops it"
 
 
@@ -94,6 +100,11 @@ class WorkerConfig:
         0, "recurrent states (of linear attention, Mamba-2) of running requests, drafted tokens and cached prefixes "
         "(0: what fits in half of the memory for the cache)", least=0, most=1 << 20
     )  # fmt: skip
+    kv_offloading_size: str = setting(
+        "auto", "GiB of host memory for evicted pages, of all GPUs of a worker together (auto: as much as its pages "
+        "take, at most a quarter of what is available, divided by the number of GPUs; none on a CPU, and none for "
+        "models with recurrent states)", form=GIBIBYTES
+    )  # fmt: skip
     max_model_len: int = setting(
         0, "most tokens of prompt and output together (0: the model's limit)", least=0, most=MOST_TOKENS
     )
@@ -111,7 +122,7 @@ class WorkerConfig:
     deterministic: bool = setting(
         False, "results are bitwise independent of the batch (slower; always so with FP8 pages on a CPU)"
     )
-    enable_lora: bool = setting(False, "serve the LoRA adapters of --lora-modules")
+    enable_lora: bool = setting(False, "serve LoRA adapters: those of --lora-modules, and those that clients load")
     lora_modules: tuple[str, ...] = setting(
         (),
         'LoRA adapters in PEFT\'s format, NAME=FOLDER or {"name": NAME, "path": FOLDER}, one or more; repeatable; each '
@@ -119,6 +130,14 @@ class WorkerConfig:
         several=True,
     )
     max_lora_rank: int = setting(16, "largest rank of a LoRA adapter", least=1, most=1 << 10)
+    max_loras: int = setting(
+        0,
+        "most LoRA adapters that are loaded at once; with --allow-runtime-lora-updating there is memory for one more, "
+        "so that one can be replaced (0: as many as --lora-modules has, at least one)",
+        least=0,
+        most=1 << 10,
+    )
+    allow_runtime_lora_updating: bool = setting(False, RUNTIME_LORA)
     attention_backend: str = setting("auto", "attention kernels: auto, flashinfer or triton (on a GPU), torch")
     tree_attention: str = setting(
         "auto", "prefixes that requests of a batch share are read from memory once: auto or on (where it pays off), off"
@@ -153,6 +172,10 @@ class RouterConfig:
     api_key: tuple[str, ...] = setting(
         (), "TENANT:KEY, or @FILE with one per line; repeatable; without keys, all requests are of tenant 'default'"
     )
+    admin_api_key: str = setting(
+        "", "KEY, or @FILE with it, of the one who may load LoRA adapters where there are API keys; it is no tenant's"
+    )
+    allow_runtime_lora_updating: bool = setting(False, RUNTIME_LORA)
     worker_timeout: float = setting(
         5.0,
         "a worker is lost after so many seconds without a message (it sends one per second)",

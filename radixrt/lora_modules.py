@@ -1,4 +1,4 @@
-"""Which LoRA adapters a worker loads: the values of `--lora-modules`, read and checked without torch."""
+"""Which LoRA adapters a worker loads, and how many: `--lora-modules`, `--max-loras`, read and checked without torch."""
 
 from __future__ import annotations
 
@@ -38,13 +38,31 @@ def lora_modules(config: WorkerConfig) -> tuple[LoraModule, ...]:
     values that cannot be read and names that are used twice."""
     if config.lora_modules and not config.enable_lora:
         raise ValueError(f"{FLAG} needs --enable-lora")
+    if config.allow_runtime_lora_updating and not config.enable_lora:
+        raise ValueError("--allow-runtime-lora-updating needs --enable-lora")
     modules = tuple(_parse(text) for text in config.lora_modules)
+    if 0 < config.max_loras < len(modules):
+        raise ValueError(f"--max-loras {config.max_loras}: {FLAG} names {len(modules)} adapters")
     known = {config.served_model_name}
     for name, _ in modules:
         if name in known:
             raise ValueError(f"{FLAG}: there are two models of the name {name!r}")
         known.add(name)
     return modules
+
+
+def most_loaded(config: WorkerConfig) -> int:
+    """How many adapters clients may have loaded at once, those of `--lora-modules` included; 0: they may load none."""
+    if not config.allow_runtime_lora_updating:
+        return 0
+    return config.max_loras or max(1, len(config.lora_modules))
+
+
+def slots(config: WorkerConfig) -> int:
+    """How many adapters there is memory for if clients may load them: one more than may be loaded, so that requests can
+    finish with an adapter that is being replaced; 0 if clients may load none."""
+    most = most_loaded(config)
+    return most + 1 if most else 0
 
 
 def check_lora_modules(config: WorkerConfig) -> None:

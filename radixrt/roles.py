@@ -17,7 +17,7 @@ import msgspec
 from radixrt import wire
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, check, flag, gpu_count
 from radixrt.garbage import settle
-from radixrt.lora_modules import lora_modules, names
+from radixrt.lora_modules import lora_modules, most_loaded, names
 from radixrt.messages import Leave
 from radixrt.wire.addresses import check_shared
 from radixrt.wire.watch import watched
@@ -148,7 +148,7 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
     more = 0 if config.fake else config.tensor_parallel_size - 1
     device = f"{config.device} and {more} more" if more else config.device
     kv_dtype, adapters = getattr(runner, "kv_dtype", ""), names(lora_modules(config))
-    identity = Identity(config.name, config.served_model_name, kv_dtype, device, adapters)
+    identity = Identity(config.name, config.served_model_name, kv_dtype, device, adapters, most_loaded(config))
     limits = Limits(max_num_batched_tokens=config.max_num_batched_tokens, max_num_seqs=most_running(config, runner))
     return Worker(
         runner,

@@ -18,6 +18,7 @@ TORCH = (
     "worker/runner.py",
     "worker/kv.py",
     "worker/mixed_pool.py",
+    "worker/host_pool.py",
     "worker/attention.py",
     "worker/sample.py",
     "worker/picking.py",

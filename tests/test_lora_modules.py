@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
 from radixrt import cli
-from radixrt.config import WorkerConfig
-from radixrt.lora_modules import CONFIG, WEIGHTS, lora_modules
+from radixrt.config import RouterConfig, WorkerConfig
+from radixrt.lora_modules import CONFIG, WEIGHTS, lora_modules, most_loaded, slots
 
 
 def modules(*texts: str, **changes):
@@ -80,3 +81,32 @@ def test_commands_look_for_the_files_first(tmp_path, capsys, files, words):
         assert cli.main([*command, *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"radixrt {command[0]}: --lora-modules sql: ") and words in line and str(folder) in line
+
+
+@pytest.mark.parametrize(
+    ("named", "most", "expected"), [((), 0, (1, 2)), (("a=1", "b=2"), 0, (2, 3)), (("a=1",), 4, (4, 5))]
+)
+def test_one_slot_more_than_may_be_loaded(named, most, expected):
+    config = WorkerConfig(enable_lora=True, lora_modules=named, max_loras=most)
+    assert (most_loaded(config), slots(config)) == (0, 0)
+    config = dataclasses.replace(config, allow_runtime_lora_updating=True)
+    assert (most_loaded(config), slots(config)) == expected
+
+
+def test_limits_that_contradict_others():
+    with pytest.raises(ValueError, match="--max-loras 1: --lora-modules names 2 adapters"):
+        modules("a=1", "b=2", max_loras=1)
+    with pytest.raises(ValueError, match="--allow-runtime-lora-updating needs --enable-lora"):
+        modules(enable_lora=False, allow_runtime_lora_updating=True)
+
+
+def test_the_admins_key_may_be_in_a_file(tmp_path):
+    path = tmp_path / "key"
+    path.write_text("root\n")
+    path.chmod(0o600)
+    flags = ["serve", "nano", "--enable-lora", "--allow-runtime-lora-updating", "--admin-api-key", f"@{path}"]
+    args = cli.build_parser().parse_args(flags)
+    cli.read_admin_key(args)
+    router, worker = cli.from_args(RouterConfig, args), cli.from_args(WorkerConfig, args)
+    assert (router.admin_api_key, router.allow_runtime_lora_updating) == ("root", True)
+    assert worker.allow_runtime_lora_updating

@@ -123,6 +123,21 @@ def test_a_second_turn_computes_only_what_is_new(pair):
         assert rows[0]["hit_tokens"] == second.usage.cached_tokens
 
 
+def test_what_a_worker_evicts_is_in_host_memory(folder):
+    """Its pages hold two of eight prompts. The router knows where the others are."""
+    settings = config(folder, 2, max_total_tokens=700, kv_offloading_size="0.02")
+    with LocalStack(settings) as local, Client(local.address) as client:
+        asked = prompts(8, 300, 300, seed=8)
+        first = [client.generate(prompt, Sampling(max_tokens=2, temperature=0.0)) for prompt in asked]
+        again = [client.generate(prompt, Sampling(max_tokens=2, temperature=0.0)) for prompt in asked]
+        assert [answer.usage.cached_tokens for answer in again] == [299] * 8
+        assert [(a.usage.worker, a.token_ids) for a in again] == [(a.usage.worker, a.token_ids) for a in first]
+        workers = client.report()["workers"]
+        assert sum(row["fetched_tokens"] for row in workers) > 1000 > sum(row["evicted_tokens"] for row in workers)
+        total = client.report()["total"]
+        assert total["hit_tokens"] == total["predicted_tokens"] == 8 * 299
+
+
 def test_scores_and_samples(pair):
     with Client(pair[0]) as client:
         scored = client.score("The answer is", [" yes", " no", " perhaps not"])

@@ -16,6 +16,7 @@ Further loads, run only if named, for a cache of 320,000 tokens, which holds a h
     pressed   160 agents at once on 3 system prompts of 3,000 tokens, with 1,000 to 3,000 of their own; 5 turns each, as
               in sessions, but with 150 to 500 new tokens and 64 generated ones
     tools     the same with a pause of 2 seconds between turns, for a tool
+    returning the same with four turns, and pauses of 10 seconds
     long      48 agents with 15,000 to 20,000 tokens of their own
     mixed     100 agents as in pressed, with ten turns, and 12 clients that each send ten requests, one after the other,
               of 1,000 to 6,000 tokens that nothing else shares
@@ -175,6 +176,10 @@ def tools(load: Load, size: Size) -> None:
     agents_with_much(load, size, agents=160, own=(1_000, 3_000), pause=2.0)
 
 
+def returning(load: Load, size: Size) -> None:
+    agents_with_much(load, size, agents=160, own=(1_000, 3_000), turns=4, pause=10.0)
+
+
 def long(load: Load, size: Size) -> None:
     agents_with_much(load, size, agents=48, own=(15_000, 20_000))
 
@@ -235,7 +240,7 @@ def twice(load: Load, size: Size) -> None:
 
 
 MEASURED = {make.__name__: make for make in (plain, trunk16k, trunk4k, sessions, tot, hit, cold)}
-ASKED_FOR = {make.__name__: make for make in (pressed, tools, long, mixed, tenants, uneven)}
+ASKED_FOR = {make.__name__: make for make in (pressed, tools, returning, long, mixed, tenants, uneven)}
 OTHERS = {"warm-up": warm_up, "twice": twice}
 
 

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from radixrt.config import FrontendConfig
 from radixrt.frontend.about import About
+from radixrt.frontend.adapters import AdapterRoutes
 from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.routes import MessageRoutes
@@ -77,6 +78,7 @@ class Frontend:
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
             *About(self._link.ask).routes(self._guarded),
+            *AdapterRoutes(self._link.ask, lambda request: self._body(request, keyless=True)).routes(self._unchecked),
         ]
         self.app = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)
 
@@ -109,21 +111,27 @@ class Frontend:
         self,
         handler: KeyedHandler,
         told: Callable[[ApiError], ApiError] = lambda error: error,
+        checked: bool = True,
     ) -> Handler:
-        """Wrap a handler: it gets the caller's key, which must be valid if keys are configured. Errors are sent in
-        OpenAI's format, or as `told` converts them. No local variable may keep an error: its traceback refers to this
-        frame and those below with the body, and such a cycle would live until the garbage collector runs, which is
-        seldom (`radixrt.garbage`)."""
+        """Wrap a handler: it gets the caller's key, which must be valid if keys are configured, unless it is not
+        `checked`. Errors are sent in OpenAI's format, or as `told` converts them. No local variable may keep an error:
+        its traceback refers to this frame and those below with the body, and such a cycle would live until the garbage
+        collector runs, which is seldom (`radixrt.garbage`)."""
 
         async def guarded(request: Request) -> Any:
             try:
                 key = key_of(request)
-                self._check(key)
+                if checked:
+                    self._check(key)
                 return await handler(request, key)
             except (ApiError, FieldError, ServerError) as problem:
                 return _response(told(api_error(problem)))
 
         return guarded
+
+    def _unchecked(self, handler: KeyedHandler) -> Handler:
+        """As `_guarded`, for handlers that check the key themselves."""
+        return self._guarded(handler, checked=False)
 
     def _check(self, key: str) -> None:
         if self._tenants and not any(hmac.compare_digest(key.encode(), known.encode()) for known in self._tenants):

@@ -14,7 +14,7 @@ from radixrt.frontend.errors import ApiError
 from radixrt.frontend.logprobs import Offsets, Tokens
 from radixrt.frontend.mailbox import Mailbox
 from radixrt.frontend.output import TEXT, Output
-from radixrt.frontend.parsing import Content, Piece
+from radixrt.frontend.parsing import Content, Piece, Reasoning
 from radixrt.frontend.reasoning import reasoning_tokens
 from radixrt.frontend.replies import Reply
 from radixrt.messages import TOKEN_BYTES, Cancel, Delta, Error, Generate, TokenLogprob, Usage
@@ -176,6 +176,10 @@ class Exchange(Mailbox):
             if logprobs:
                 choice.logprobs = (choice.logprobs or []) + logprobs
             return
+        if pieces and not self.reply.shows_reasoning:
+            pieces = [piece for piece in pieces if not isinstance(piece, Reasoning)]
+            if not pieces and not last:
+                return
         found, ids = self.reply.logprobs(logprobs, choice.offsets), choice.take_unsent()
         if self.counts_tokens:
             self.reply.count(choice.prompt_tokens, choice.tokens)

@@ -53,6 +53,7 @@ class Generation:
         transport = self._link.reachable()
         reply = reply_of(body.model or self._model, self._text.tokenizer)
         reply.session = session_json(ready[0].encoded)
+        reply.shows_reasoning = getattr(body, "include_reasoning", None) is not False
         exchange = exchange_of(transport, self._text, reply, bool(body.stream), usage)
         exchange.shows_ids = bool(getattr(body, "return_token_ids", False))
         exchange.counts_tokens = bool(body.stream) and isinstance(body, Common) and body.counts_tokens()
@@ -67,6 +68,10 @@ class Generation:
         if body.stream:
             return StreamAnswer(exchange, b"text/event-stream; charset=utf-8", reply.id)
         return WholeAnswer(exchange)
+
+    async def check_model(self, model: str | None, key: str) -> None:
+        """See `RouterLink.check_model`: for requests that the router does not see otherwise."""
+        await self._link.check_model(model, key)
 
     def on_answer(
         self, request: Generate, prompt: ChatPrompt, encoded: Encoded, message: dict[str, Any], ids: bytes

@@ -44,6 +44,11 @@ class RouterLink:
             raise ApiError(503, "the router cannot be reached", retry_after=1.0)
         return self.transport
 
+    async def check_model(self, model: str | None, key: str) -> None:
+        """Raise ServerError (404) if a request names a model that is not served."""
+        if model:
+            await self.ask(key).check_model(model)
+
     def ask(self, key: str) -> AsyncClient:
         """A client for questions to the router. Raises ApiError (503) as `reachable` does."""
         return AsyncClient(self.reachable(), key, timeout=ROUTER_SECONDS)

@@ -5,14 +5,16 @@ body --prepare--> Ready ... answered ... --remember--> the prompts of the next t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from radixrt.config import FrontendConfig
+from radixrt.frontend.bad_words import MOST_BAD_WORDS, MOST_CHARS, spellings
 from radixrt.frontend.defaults import Defaults, sampling_defaults
-from radixrt.frontend.errors import api_error
+from radixrt.frontend.errors import api_error, refuse
 from radixrt.frontend.output import TEXT, Formats, Output
 from radixrt.frontend.peers import Peers
 from radixrt.frontend.structured import Constraint
@@ -85,6 +87,8 @@ class Prompts:
     async def prepare(self, body: Body, key: str, use: ToolUse, wanted: Constraint | None) -> list[Ready]:
         """Prepare the prompts of a request. Raises ApiError that names an invalid field."""
         sampling, prompts = body.sampling(self._defaults), body.prompts(use)
+        if words := getattr(body, "bad_words", None):
+            sampling = msgspec.structs.replace(sampling, bad_token_ids=await self._spelled(words))
         found = []
         try:
             check_choices(body.choices())
@@ -120,6 +124,17 @@ class Prompts:
         if isinstance(prompt, TokenPrompt):
             return Encoded(self._text.encode_now(prompt), "")
         return await self._conversations.encode(prompt, self._tenant(key), cache_salt or "", key)
+
+    async def _spelled(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of words that are not to be generated. Raises ApiError if they are too many or empty."""
+        tokenizer = self._text.tokenizer
+        if tokenizer is None:
+            refuse("bad_words", "need a tokenizer, and none is loaded")
+        if len(words) > MOST_BAD_WORDS or any(len(word) > MOST_CHARS for word in words):
+            refuse("bad_words", f"at most {MOST_BAD_WORDS} words of {MOST_CHARS} characters")
+        if not all(word.strip() for word in words):
+            refuse("bad_words", "must not hold an empty word")
+        return await asyncio.to_thread(spellings, tokenizer, words)
 
     def _fitted(self, sampling: Sampling, ids: bytes) -> Sampling:
         """`sampling` with max_tokens within --max-model-len, if that is set (the router has its own limit). Raises

@@ -88,6 +88,7 @@ class Reply:
         self.model = model
         self.session: dict[str, Any] = {}
         """See `session_json`."""
+        self.shows_reasoning = True
         self._tokenizer = tokenizer
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -227,7 +228,10 @@ class ChatReply(Reply):
         self, index: int, message: AssistantMessage, logprobs: Any, finish: Finish, stop: str | int | None
     ) -> dict[str, Any]:
         about = {"logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
-        return {"index": index, "message": message.to_openai() | {"refusal": None}} | about
+        told = message.to_openai() | {"refusal": None}
+        if not self.shows_reasoning:
+            told.pop("reasoning_content", None)
+        return {"index": index, "message": told} | about
 
     def logprobs(self, found: list[TokenLogprob] | None, offsets: Offsets | None) -> Any:
         if found is None:

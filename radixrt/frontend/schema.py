@@ -35,7 +35,7 @@ Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """An int64, as messages have it: JSON numbers may be larger."""
 
 UNSERVED = (
-    "allowed_token_ids", "audio", "bad_words", "chat_template", "custom_logit_processor", "documents",
+    "audio", "chat_template", "custom_logit_processor", "documents",
     "guided_whitespace_pattern", "input_ids", "logits_processors", "logprob_token_ids", "lora_path", "no_stop_trim",
     "prompt_embeds", "prompt_logprobs", "repetition_detection", "return_hidden_states", "return_meta_info",
     "return_prompt_text", "return_prompt_token_ids", "return_routed_experts", "return_tokens_as_token_ids",
@@ -43,8 +43,8 @@ UNSERVED = (
     "use_beam_search", "watermarking", "web_search_options",
 )  # fmt: skip
 """Unsupported fields of OpenAI, vLLM and SGLang that would change an answer: they must not be ignored."""
-ALWAYS_ON = ("include_reasoning", "separate_reasoning", "stream_reasoning")
-"""Fields of vLLM and SGLang that are true by default, and that cannot be false here."""
+ALWAYS_ON = ("separate_reasoning", "stream_reasoning")
+"""Fields of SGLang that are true by default, and that cannot be false here."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -75,6 +75,8 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[Int] | None = None
+    bad_words: list[str] | None = None
     top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -110,7 +112,7 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
 
     def names(self) -> dict[str, str]:
         """Maps the fields of messages to the caller's names."""
-        return {"include_stop": "include_stop_str_in_output"}
+        return {"include_stop": "include_stop_str_in_output", "bad_token_ids": "bad_words"}
 
     def tool_use(self) -> ToolUse:
         """Which tools an answer may or must call."""
@@ -138,6 +140,8 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.stop_token_ids:
             fields["stop_token_ids"] = tuple(self.stop_token_ids)
+        if self.allowed_token_ids:
+            fields["allowed_token_ids"] = tuple(self.allowed_token_ids)
         if self.logit_bias:
             try:
                 fields["logit_bias"] = {int(token): value for token, value in self.logit_bias.items()}
@@ -225,6 +229,8 @@ class Chat(Common, kw_only=True):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool | None = None
+    """As in vLLM: false leaves the reasoning out of the answer."""
 
     def prompts(self, use: ToolUse = NO_TOOLS) -> list[Prompt]:
         """The chat; its template gets the tools of `use`."""
@@ -273,6 +279,7 @@ class Chat(Common, kw_only=True):
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """POST /tokenize: `prompt`, or `messages` of a chat."""
 
+    model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -328,6 +335,7 @@ def chat_prompt(
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """POST /detokenize."""
 
+    model: str | None = None
     tokens: list[Int]
 
 

@@ -31,7 +31,9 @@ class Tokenization:
 
     async def tokenize(self, request: Request, key: str) -> Response:
         body = parse(_tokenize, await self._read(request))
-        ids = token_list(await self._text.encode(body.to_prompt()))
+        prompt = body.to_prompt()
+        await self._link.check_model(body.model, key)
+        ids = token_list(await self._text.encode(prompt))
         answer = {"count": len(ids), "max_model_len": await self._max_model_len(key), "tokens": ids}
         tokenizer = self._text.tokenizer
         texts = [tokenizer.token_text(i) for i in ids] if body.return_token_strs and tokenizer else None
@@ -39,6 +41,7 @@ class Tokenization:
 
     async def detokenize(self, request: Request, key: str) -> Response:
         body = parse(_detokenize, await self._read(request))
+        await self._link.check_model(body.model, key)
         return json_response({"prompt": await self._text.decode(token_bytes(body.tokens), skip_special_tokens=False)})
 
     async def _max_model_len(self, key: str) -> int:

@@ -36,6 +36,7 @@ from radixrt.messages.replies import (
 from radixrt.messages.requests import (
     Ask,
     Cancel,
+    ChangeAdapter,
     ClearCache,
     ClientRequest,
     Detokenize,
@@ -66,6 +67,8 @@ from radixrt.messages.shared import (
 )
 from radixrt.messages.worker import (
     Abort,
+    Adapter,
+    AdapterLoaded,
     CacheEvent,
     Clear,
     Cleared,
@@ -73,6 +76,7 @@ from radixrt.messages.worker import (
     Heartbeat,
     Leave,
     Load,
+    LoadAdapter,
     Output,
     Pin,
     Register,
@@ -86,6 +90,7 @@ from radixrt.messages.worker import (
     ToRouter,
     ToWorker,
     Unknown,
+    UnloadAdapter,
     Unpin,
 )
 
@@ -93,9 +98,12 @@ __all__ = [
     "GONE",
     "TOKEN_BYTES",
     "Abort",
+    "Adapter",
+    "AdapterLoaded",
     "Ask",
     "CacheEvent",
     "Cancel",
+    "ChangeAdapter",
     "ChatPrompt",
     "Clear",
     "ClearCache",
@@ -120,6 +128,7 @@ __all__ = [
     "Info",
     "Leave",
     "Load",
+    "LoadAdapter",
     "Number",
     "Origin",
     "Output",
@@ -158,6 +167,7 @@ __all__ = [
     "TurnBegins",
     "TurnEnds",
     "Unknown",
+    "UnloadAdapter",
     "Unpin",
     "Usage",
     "tenant_of",

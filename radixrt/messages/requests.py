@@ -78,10 +78,12 @@ class Detokenize(msgspec.Struct, tag="detokenize", kw_only=True):
 
 
 class Ask(msgspec.Struct, tag="ask", kw_only=True):
-    """Query the router's health, the served models, the report or the metrics."""
+    """Query the router's health, the served models, the report or the metrics; or whether `model` is served: the name
+    that it is served by, or an Error as for a Generate."""
 
     id: int
-    what: Literal["health", "models", "report", "metrics"]
+    what: Literal["health", "models", "model", "report", "metrics"]
+    model: str = ""
     api_key: str = ""
 
 
@@ -139,6 +141,20 @@ class ClearCache(msgspec.Struct, tag="clear_cache", kw_only=True):
     api_key: str = ""
 
 
+class ChangeAdapter(msgspec.Struct, tag="change_adapter", kw_only=True, omit_defaults=True):
+    """Load a LoRA adapter from the folder `path` of each worker's machine as model `name`, or unload it (`path` "").
+    One that is loaded is replaced only with `in_place`. The reply is an Info with the errors of workers that could not
+    load it, by name; if none could, an Error. Refused (403) unless the router allows it and, where API keys are
+    configured, for all keys but the admin's."""
+
+    id: int
+    name: str
+    path: str = ""
+    in_place: bool = False
+    api_key: str = ""
+
+
 ClientRequest = (
     Generate | Score | Cancel | Tokenize | Detokenize | Ask | Fork | Pause | Forget | Share | Recall | ClearCache
-)
+    | ChangeAdapter
+)  # fmt: skip

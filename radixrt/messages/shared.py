@@ -33,6 +33,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     seed         None: the router chooses one, so that a request that moves to another worker continues with the same
                  random numbers (they depend on seed and position only)
     min_tokens   stop token ids and EOS are not sampled before this many tokens
+    allowed_token_ids  only these are sampled; empty: all
+    bad_token_ids      sequences that are not generated: of each, the last id is not sampled after the others
     temperature  0: the most likely token; so does a top_p of 0
     logprobs     number of alternatives reported for each token (0: only the chosen token, None: nothing)
     """
@@ -48,6 +50,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     seed: int | None = None
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False

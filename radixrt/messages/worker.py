@@ -16,7 +16,7 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     `score_from=k` (k >= 1): report the log-probability of each token of `ids` from index k on, with alternatives as
     `sampling.logprobs` says. With max_tokens 0 nothing is generated. `pin` is as in Generate. Runs of one `group` (0:
     none) are queued as if they had arrived with the first of them. `adapter`: the LoRA adapter that computes it ("":
-    none); the namespace differs from those of others.
+    none), of that `version`; the namespace differs from those of others.
     """
 
     id: int
@@ -28,6 +28,30 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     pin: list[tuple[int, float]] = []
     group: int = 0
     adapter: str = ""
+    version: int = 0
+
+
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter, which is a model for clients. `version` is 0 for what a worker has loaded at its start; what is
+    loaded later gets larger ones, and a higher version of a name is newer. `path`: its folder, on each worker's machine
+    ("" for version 0)."""
+
+    name: str
+    version: int = 0
+    path: str = ""
+
+
+class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+    """Load an adapter, beside other versions of its name. The reply is an AdapterLoaded."""
+
+    adapter: Adapter
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
+    """No Run will have this version of an adapter any more; those that have it finish with it."""
+
+    name: str
+    version: int
 
 
 class Pin(msgspec.Struct, tag="pin"):
@@ -69,7 +93,7 @@ class Stop(msgspec.Struct, tag="stop"):
     reason: str = ""
 
 
-ToWorker = Run | Abort | Snapshot | Clear | Unknown | Stop | Pin | Unpin
+ToWorker = Run | Abort | Snapshot | Clear | Unknown | Stop | Pin | Unpin | LoadAdapter | UnloadAdapter
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -132,7 +156,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     step_seconds: float = 0.0
     """Duration of a decode step."""
     evicted_tokens: int = 0
-    """Since start."""
+    """Since start; those that went to host memory count when they are evicted there."""
     preemptions: int = 0
     """Since start."""
     steps: int = 0
@@ -156,6 +180,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Id of the Run that arrived last; the router assigns ids in increasing order."""
     kept_tokens: int = 0
     """Tokens of ended requests that stay leased for a short time, for a request that continues them."""
+    fetched_tokens: int = 0
+    """Since start: tokens whose pages were evicted to host memory and came back from there."""
+    host_tokens: int = 0
+    """Tokens whose pages are in host memory."""
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):
@@ -179,8 +207,10 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     num_states: int = 0
     """Slots of recurrent states, a trash slot 0 included; 0: the model has none. If it has, a cached prefix can be
     continued only where there is a snapshot (see Saved)."""
-    adapters: list[str] = []
+    adapters: list[Adapter] = []
     """LoRA adapters of the model that it serves, each as a model of that name."""
+    max_loras: int = 0
+    """How many may be loaded at once; 0: none can be loaded or unloaded."""
 
 
 class Output(msgspec.Struct, array_like=True):
@@ -221,6 +251,13 @@ class StepDone(msgspec.Struct, tag="step"):
     number: int = 0
 
 
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):
+    """An adapter is loaded, or it cannot be, because of `error`."""
+
+    adapter: Adapter
+    error: str = ""
+
+
 class Heartbeat(msgspec.Struct, tag="heartbeat"):
     """Sent regularly by a thread of its own in a worker, so that a worker is not taken for lost during a long step."""
 
@@ -242,4 +279,4 @@ class Leave(msgspec.Struct, tag="leave"):
     """The worker was told to stop, so its requests are not suspected to be the cause."""
 
 
-ToRouter = Register | StepDone | Heartbeat | Leave
+ToRouter = Register | StepDone | AdapterLoaded | Heartbeat | Leave

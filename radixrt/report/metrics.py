@@ -128,6 +128,7 @@ class _Collector(Collector):
                 ("waiting", "waiting_requests", "Waiting sequences."),
                 ("queued_tokens", "queued_tokens", "Tokens to compute until all sequences decode."),
                 ("kept_tokens", "kept_tokens", "Tokens of ended requests that are leased for a follow-up request."),
+                ("host_tokens", "host_tokens", "Tokens whose pages are in host memory."),
             )
         }
         pages = GaugeMetricFamily("radixrt_worker_pages", "KV pages by state.", labels=["worker", "state"])
@@ -143,6 +144,7 @@ class _Collector(Collector):
                 ("forced_tokens", "Generated tokens that a grammar forced, and that were not sampled."),
                 ("drafted_tokens", "Tokens that were drafted and verified."),
                 ("accepted_tokens", "Of drafted_tokens, those that were accepted."),
+                ("fetched_tokens", "Tokens whose pages came back from host memory."),
             )
         }
         for name, state in self._states(serving).items():

@@ -126,8 +126,8 @@ def _bar(hit: float, bound: float) -> str:
 
 def _pages(workers: list[dict[str, Any]]) -> str:
     known = [row for row in workers if row.get("total_pages")][:SHOWN]
-    names = ("total_pages", "used_pages", "evictable_pages", "evicted_tokens", "preemptions", "steps")
-    heads = ("Pages", "all", "used", "evictable", "evicted tokens", "preempted", "steps", "KV read")
+    names = ("total_pages", "used_pages", "evictable_pages", "evicted_tokens", "fetched_tokens", "preemptions", "steps")
+    heads = ("Pages", "all", "used", "evictable", "evicted tokens", "fetched tokens", "preempted", "steps", "KV read")
     cells = [(row["worker"], *(f"{row[name]:,}" for name in names), read_share(row)) for row in known]
     used = [f'<div><b style="width:{row["used_pages"] / row["total_pages"]:.2%}"></b></div>' for row in known]
     return _table(heads, cells, used, "pages") if known else ""

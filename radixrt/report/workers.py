@@ -21,7 +21,7 @@ MOST_FORGOTTEN = 10_000
 """The most forgotten workers whose last counters are kept, so that one that returns is not counted twice."""
 SUMMED = (
     "evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys", "busy_seconds", "forced_tokens",
-    "drafted_tokens", "accepted_tokens",
+    "drafted_tokens", "accepted_tokens", "fetched_tokens",
 )  # fmt: skip
 """The fields of a Load that count since the worker's start."""
 _summed = operator.attrgetter(*SUMMED)

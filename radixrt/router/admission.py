@@ -1,11 +1,13 @@
 """Turns a client's message into a Request: finds its tenant and model, validates it, and checks that it fits.
 
 A namespace is three lines: tenant, model, salt. The tenant comes from the API key and has no line break, so nothing
-that a caller sends can name another tenant's namespace. A LoRA adapter counts as a model of its own.
+that a caller sends can name another tenant's namespace. A LoRA adapter counts as a model of its own, and so does each
+version of it.
 """
 
 from __future__ import annotations
 
+import hmac
 import random
 from collections.abc import Mapping
 
@@ -36,6 +38,8 @@ class Admission:
         self._vocab_size = vocab_size
         self._rng = rng
         self._tenants = validate.parse_api_keys(config.api_key)
+        if config.admin_api_key in self._tenants:
+            raise ValueError("--admin-api-key is the key of a tenant: it must be another one")
         several = len(set(self._tenants.values())) > 1
         self._spare = config.max_queued_requests // SPARE if several else 0
         """Places reserved for tenants with at most this many runs in flight."""
@@ -49,25 +53,37 @@ class Admission:
             raise Refused("api_key", "unknown API key", 401)
         return tenant
 
+    def check_admin(self, api_key: str) -> None:
+        """Raise Refused (401, 403) if LoRA adapters may not be changed here, or not with this key."""
+        if not self._config.allow_runtime_lora_updating:
+            raise Refused("", "LoRA adapters cannot be changed: --allow-runtime-lora-updating is off", 403)
+        admin = self._config.admin_api_key
+        if not admin and not self._tenants:
+            return
+        if not admin or not hmac.compare_digest(api_key.encode(), admin.encode()):
+            code = 403 if api_key in self._tenants else 401
+            raise Refused("api_key", "LoRA adapters are changed only with the key of --admin-api-key", code)
+
     def admit(
         self, client: Client, message: Generate | Score, runs_in_flight: int, runs_by_tenant: Mapping[str, int]
     ) -> Request:
         """Make the Request with its runs, none of which is dispatched yet. Raises Refused if the message is not valid
         or does not fit."""
         tenant = self.tenant(message.api_key)
-        model = self._model(message.model)
+        model = self.model(message.model)
         if not isinstance(message.prompt, TokenPrompt):
             raise Refused("prompt", "only token ids are served here")
-        serving = self._members.serving(model)
+        serving, version = self._members.serving(model), self._members.version(model)
         vocab_size = serving.vocab_size or self._vocab_size
         validate.check_token_bytes(message.prompt.ids, "prompt", vocab_size)
         request = Request(
             client,
             message.id,
             tenant,
-            f"{tenant}\n{model}\n{message.cache_salt}",
+            _namespace(tenant, model, version, message.cache_salt),
             message.origin,
             model,
+            version,
             stream=isinstance(message, Generate) and message.stream,
             scores=isinstance(message, Score),
         )
@@ -79,7 +95,9 @@ class Admission:
         self._check_capacity(serving, runs_in_flight + request.open, runs_by_tenant.get(tenant, 0) + request.open)
         return request
 
-    def _model(self, name: str) -> str:
+    def model(self, name: str) -> str:
+        """The name of the model that a request for `name` ("": any) gets. Raises Refused (404) if it is not served, and
+        (503) if no worker serves yet."""
         default = self._config.served_model_name
         if default and name in ("", default):
             return default
@@ -152,3 +170,8 @@ class Admission:
         if not self.has_places(runs, own):
             queue = min(m.load.queued_tokens / (m.load.prefill_rate or DEFAULT_PREFILL_RATE) for m in serving.members)
             raise Refused("", "too many requests in flight", 429, float(min(60, max(1, round(queue)))))
+
+
+def _namespace(tenant: str, model: str, version: int, salt: str) -> str:
+    """Names of models have no character that cannot be printed, so those of versions cannot be confused with them."""
+    return f"{tenant}\n{model}\n{salt}" if not version else f"{tenant}\n{model}\x1f{version:x}\n{salt}"

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 from radixrt.config import RouterConfig
 from radixrt.messages import (
     Abort,
+    AdapterLoaded,
+    ChangeAdapter,
     Clear,
     Delta,
     Deltas,
@@ -36,6 +38,7 @@ from radixrt.messages import (
     Stop,
     Usage,
 )
+from radixrt.router.adapters import AdapterChanges
 from radixrt.router.admission import Admission
 from radixrt.router.dispatch import Dispatcher
 from radixrt.router.effects import Effect, Order, Reply
@@ -80,6 +83,7 @@ class RouterCore:
         self._recorder = Recorder(report, self.counters)
         self.index = Index()
         self.members = Members(self.index, self.counters, config.worker_timeout)
+        self.adapters = AdapterChanges(self.members)
         self.groups = Groups()
         self.pauses = Pauses(report)
         self._admission = Admission(config, self.members, vocab_size, rng or random.Random())
@@ -99,6 +103,16 @@ class RouterCore:
     def tenant(self, api_key: str) -> str:
         """The tenant of a key. Raises Refused (401) if keys are configured and this is not one of them."""
         return self._admission.tenant(api_key)
+
+    def model(self, name: str) -> str:
+        """The model, or LoRA adapter, that a request for `name` gets. Raises Refused (404, 503) if there is none."""
+        return self._admission.model(name)
+
+    def change_adapter(self, client: Client, message: ChangeAdapter, at: int) -> list[Effect]:
+        """Load, replace or unload a LoRA adapter; `at` is the time in milliseconds since 1970. Raises Refused if the
+        key does not allow that."""
+        self._admission.check_admin(message.api_key)
+        return self.adapters.add(client, message, at)
 
     def has_place(self, tenant: str, beside: int, own: int) -> bool:
         """Whether the queue has a place for one more request of a tenant, `beside` requests that are not runs yet,
@@ -217,6 +231,7 @@ class RouterCore:
     def register(self, info: Register, now: float) -> list[Effect]:
         """A worker joins, or joins again (see `Members.register`)."""
         orphans, orders = self.members.register(info, now)
+        orders += self.adapters.joined(self.members.hear(info.name, now))
         return orders + self._redispatch(orphans, now) + self._dispatcher.send_waiting(now)
 
     def heartbeat(self, name: str, now: float) -> list[Effect]:
@@ -259,6 +274,13 @@ class RouterCore:
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
         return effects + others
 
+    def adapter_loaded(self, name: str, message: AdapterLoaded, now: float) -> list[Effect]:
+        """A worker has loaded a LoRA adapter, for which requests may wait, or could not."""
+        member = self.members.hear(name, now)
+        if member is None:
+            return self._revive(name, now)
+        return self.adapters.answered(member, message) + self._dispatcher.send_waiting(now)
+
     def tick(self, now: float) -> list[Effect]:
         """Handle timeouts: of workers that were not heard, of runs that wait for a worker, of groups and pauses. To be
         called about once a second."""
@@ -269,7 +291,11 @@ class RouterCore:
         effects += self.members.ask_again(now)
         self.groups.expire(now)
         effects += self.pauses.expire(now)
+        effects += self.adapters.tick(now)
         timeout = self._config.worker_timeout
+        for request in self._dispatcher.superseded():
+            message = f"the LoRA adapter {request.model!r} was replaced or unloaded, and the worker with it was lost"
+            effects += self._fail(request, Error(request.id, 503, message, retry_after=1.0))
         for request in self._dispatcher.waiting_longer_than(now, timeout * 2):
             message = "the worker was lost and no other serves this model"
             effects += self._fail(request, Error(request.id, 503, message, retry_after=timeout))
@@ -401,4 +427,5 @@ class RouterCore:
         orders = self.members.revive(name, now)
         if orders:
             log.info("worker %s is heard again, and serves", name)
+            orders += self.adapters.joined(self.members.hear(name, now))
         return orders + self._dispatcher.send_waiting(now) if orders else []

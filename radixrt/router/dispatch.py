@@ -18,7 +18,7 @@ from radixrt.router import placement
 from radixrt.router.effects import Effect, Order
 from radixrt.router.index import Index
 from radixrt.router.member import Member, Sent
-from radixrt.router.members import Members
+from radixrt.router.members import Members, Serving
 from radixrt.router.request import Request, RunState
 
 LEAST_SHARED = 256
@@ -70,7 +70,7 @@ class Dispatcher:
     def _fitting(self, run: RunState, tokens: int) -> dict[int, Member]:
         """By number, the workers with room for all tokens that were requested; if there are none, those with room for
         at least one more. A worker that has failed the run only if there is no other."""
-        members, remaining = self._members.serving(run.request.model).members, run.remaining
+        members, remaining = self._serving(run).members, run.remaining
         if run.failed_by is not None:
             members = [m for m in members if m is not run.failed_by] or members
         if run.request.bounded:
@@ -79,13 +79,16 @@ class Dispatcher:
                 return roomy
         return {m.number: m for m in members if tokens + min(1, remaining) <= m.token_limit}
 
+    def _serving(self, run: RunState) -> Serving:
+        return self._members.serving(run.request.model, run.request.version)
+
     def move(self, run: RunState, now: float) -> list[Effect] | None:
         """Move a run that ended early because it filled its worker's room to a worker with more. None if that is not
         why it ended, or no worker has more."""
         if run.member is None or run.remaining <= 0:
             return None
         tokens = run.prompt_len + len(run.emitted)
-        if not run.member.token_limit <= tokens < self._members.serving(run.request.model).token_limit:
+        if not run.member.token_limit <= tokens < self._serving(run).token_limit:
             return None
         self.drop(run)
         run.member, run.counts_hits = None, False
@@ -95,7 +98,7 @@ class Dispatcher:
         """Send a run that its worker failed, although the request is valid, to another worker: the cause may lie with
         the worker, or with another request in the same step. None if there is no other worker, or that was tried
         before."""
-        members = self._members.serving(run.request.model).members
+        members = self._serving(run).members
         if run.failed_by is not None or not any(m is not run.member for m in members):
             return None
         self.drop(run)
@@ -155,6 +158,11 @@ class Dispatcher:
     def waiting_longer_than(self, now: float, seconds: float) -> list[Request]:
         """Requests with a run that has waited for a worker longer than `seconds`."""
         return list({run.request: None for run in self._waiting if now - run.waiting_since > seconds})
+
+    def superseded(self) -> list[Request]:
+        """Requests that wait for a worker with a version of a LoRA adapter that no worker will have again."""
+        waiting = {run.request: None for run in self._waiting}
+        return [request for request in waiting if request.version != self._members.version(request.model)]
 
     def reclaim(self, ids: Iterable[int]) -> list[RunState]:
         """Take back runs that their worker no longer serves, to be sent again."""

@@ -12,6 +12,7 @@ An invalid message is answered with an Error.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from radixrt.config import RouterConfig
 from radixrt.messages import (
     Ask,
     Cancel,
+    ChangeAdapter,
     ChatPrompt,
     ClearCache,
     ClientReply,
@@ -110,6 +112,8 @@ class Handlers:
                     if len(set(keys)) < len(keys):  # the reply could be of any size
                         raise Refused("keys", "keys must not hold one twice")
                     self._answer(client, Info(message.id, [self._shared.get(tenant, key) for key in keys]))
+                case ChangeAdapter():
+                    self._perform(self._core.change_adapter(client, message, time.time_ns() // 1_000_000))
                 case ClearCache():
                     self._clear_cache(client, message)
                 case Ask():
@@ -256,6 +260,9 @@ class Handlers:
                 return status.health(self._core, self._programs.states)
             case "models":
                 return status.models(self._core)
+            case "model":
+                self._core.tenant(message.api_key)
+                return self._core.model(message.model)
             case "report":
                 decode = self._decode if self._text.has_tokenizer else None
                 return self._report.to_json(self._visible(message.api_key), decode)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from radixrt import wire
 from radixrt.config import RouterConfig, resolve
 from radixrt.messages import (
+    AdapterLoaded,
     ClientReply,
     ClientRequest,
     Deltas,
@@ -144,6 +145,9 @@ class RouterServer:
                     self._workers.refuse(identity)
                 else:
                     self._perform(self.core.step(name, message, now()))
+            case AdapterLoaded():
+                if (name := self._workers.name(identity)) is not None:
+                    self._perform(self.core.adapter_loaded(name, message, now()))
             case Heartbeat() | Leave() if not self.core.members.speaks_for(message.name, message.pid, message.life):
                 pass
             case Heartbeat():

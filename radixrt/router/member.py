@@ -64,9 +64,14 @@ class Member:
     def process(self) -> Process:
         return process(self.info)
 
-    def serves(self, model: str) -> bool:
-        """Whether it serves a model, which may be a LoRA adapter, of that name."""
-        return model == self.info.model or model in self.info.adapters
+    @property
+    def adapters(self) -> set[tuple[str, int]]:
+        """Names and versions of its LoRA adapters."""
+        return {(adapter.name, adapter.version) for adapter in self.info.adapters}
+
+    def serves(self, model: str, version: int) -> bool:
+        """Whether it serves a model of that name, or that version of a LoRA adapter."""
+        return model == self.info.model or (model, version) in self.adapters
 
     def adapter(self, model: str) -> str:
         """Of a model that it serves: its name if it is a LoRA adapter here, else "". Another worker may serve a model

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from radixrt.messages import Abort, Register, Snapshot, StepDone
+from radixrt.messages import Abort, Adapter, Register, Snapshot, StepDone
 from radixrt.router.effects import Effect, Order
 from radixrt.router.index import Index
 from radixrt.router.member import Member, Process, process
@@ -46,8 +46,10 @@ class Members:
         self._timeout = timeout
         self._serving: dict[str, Member] = {}
         self._lost: dict[str, Member] = {}
-        self._by_model: dict[str, Serving] = {}
-        """A cache by model, cleared when a worker joins or leaves."""
+        self._by_model: dict[tuple[str, int], Serving] = {}
+        """A cache by model and version, cleared when what workers serve changes."""
+        self.wanted: dict[str, Adapter] = {}
+        """The LoRA adapters that were loaded, or unloaded (path ""), while workers serve. Changed by `want`."""
         self._numbers = itertools.count()
         self._last_look: float | None = None
 
@@ -66,21 +68,47 @@ class Members:
         return {m.info.model for m in self._known()}
 
     def adapters(self) -> set[str]:
-        """Names of the LoRA adapters of these workers."""
-        return {name for m in self._known() for name in m.info.adapters}
+        """Names of the LoRA adapters of these workers, and of those that they are to load."""
+        wanted = {adapter.name for adapter in self.wanted.values() if adapter.path}
+        return wanted | {name for m in self._known() for name, version in m.adapters if version == self.version(name)}
+
+    def version(self, model: str) -> int:
+        """The version of a LoRA adapter that new requests get; 0 for models, and for adapters that workers have had
+        since their start."""
+        adapter = self.wanted.get(model)
+        return 0 if adapter is None else adapter.version
+
+    def want(self, adapter: Adapter) -> None:
+        """From now on new requests get this version of an adapter; none with path ""."""
+        self.wanted[adapter.name] = adapter
+        self._by_model.clear()
+
+    def loaded(self, member: Member, adapter: Adapter) -> None:
+        """A worker has loaded an adapter."""
+        if adapter not in member.info.adapters:
+            member.info.adapters.append(adapter)
+        self._by_model.clear()
+
+    def unloaded(self, member: Member, name: str, version: int) -> None:
+        """A worker was told to unload an adapter."""
+        adapters = member.info.adapters
+        adapters[:] = [adapter for adapter in adapters if (adapter.name, adapter.version) != (name, version)]
+        self._by_model.clear()
 
     def _known(self) -> Iterator[Member]:
         return itertools.chain(self._serving.values(), self._lost.values())
 
-    def serving(self, model: str) -> Serving:
-        """The workers that serve a model, or an adapter, now. The result must not be modified."""
-        found = self._by_model.get(model)
+    def serving(self, model: str, version: int | None = None) -> Serving:
+        """The workers that serve a model, or a version of an adapter (None: the one that new requests get), now. The
+        result must not be modified."""
+        key = model, self.version(model) if version is None else version
+        found = self._by_model.get(key)
         if found is None:
-            members = [member for member in self if member.serves(model)]
+            members = [member for member in self if member.serves(*key)]
             vocab_size = max((m.info.vocab_size for m in members), default=0)
             found = Serving(members, vocab_size, max((m.token_limit for m in members), default=0))
             if members:  # clients may request any name: others are not cached
-                self._by_model[model] = found
+                self._by_model[key] = found
         return found
 
     # ------------------------------------------------------------ come and go

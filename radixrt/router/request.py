@@ -35,6 +35,7 @@ class Request:
         "scores",
         "stream",
         "tenant",
+        "version",
     )  # fmt: skip
 
     def __init__(
@@ -45,6 +46,7 @@ class Request:
         namespace: str,
         origin: Origin,
         model: str,
+        version: int,
         *,
         stream: bool,
         scores: bool,
@@ -55,6 +57,8 @@ class Request:
         self.namespace = namespace
         self.origin = origin
         self.model = model
+        self.version = version
+        """Of its LoRA adapter; see `messages.Adapter`."""
         self.stream = stream
         self.scores = scores
         self.bounded = False
@@ -184,4 +188,5 @@ class RunState:
             pin=self.request.pin,
             group=self.request.group.id if self.request.group else 0,
             adapter=self.member.adapter(self.request.model),
+            version=self.request.version,
         )

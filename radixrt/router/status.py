@@ -48,7 +48,8 @@ def models(core: RouterCore) -> list[dict[str, Any]]:
     parents: dict[str, str] = {}
     longest: dict[str, int] = {}
     for member in core.members:
-        for name in (member.info.model, *member.info.adapters):
+        names = [name for name, version in member.adapters if version == core.members.version(name)]
+        for name in (member.info.model, *names):
             parent = member.info.model if member.adapter(name) else ""
             parents[name] = min(parents.get(name, parent), parent)
             longest[name] = max(longest.get(name, 0), member.token_limit)

@@ -19,6 +19,9 @@ MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_ALLOWED = 1 << 16
+MAX_BAD = 1024
+MAX_BAD_TOKENS = 256
 MAX_PINS = 4
 MAX_PIN_SECONDS = 3600.0
 MAX_NUMBER = (1 << 31) - 1
@@ -80,8 +83,23 @@ def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
         _check_ids(min(s.logit_bias), max(s.logit_bias), "logit_bias", vocab_size)
         if not all(-100 <= b <= 100 for b in s.logit_bias.values()):
             _refuse("logit_bias", "must be in [-100, 100]")
+    if s.allowed_token_ids:
+        if len(s.allowed_token_ids) > MAX_ALLOWED:
+            _refuse("allowed_token_ids", f"may have {MAX_ALLOWED} ids at most")
+        _check_ids(min(s.allowed_token_ids), max(s.allowed_token_ids), "allowed_token_ids", vocab_size)
+    if s.bad_token_ids:
+        _check_bad(s.bad_token_ids, vocab_size)
     if s.grammar is not None:
         _check_grammar(s.grammar)
+
+
+def _check_bad(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
+    if len(sequences) > MAX_BAD:
+        _refuse("bad_token_ids", f"may have {MAX_BAD} entries at most")
+    for ids in sequences:
+        if not 0 < len(ids) <= MAX_BAD_TOKENS:
+            _refuse("bad_token_ids", f"entries must have 1 to {MAX_BAD_TOKENS} tokens")
+        _check_ids(min(ids), max(ids), "bad_token_ids", vocab_size)
 
 
 def _check_stops(stops: Sequence[str]) -> None:

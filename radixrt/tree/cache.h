@@ -40,6 +40,14 @@ struct Event {
   std::vector<Token> tokens;
 };
 
+// What an eviction removed: of the path with these tokens, all but the first `keep`, and their values.
+struct Evicted {
+  std::string name;
+  std::vector<Token> tokens;
+  size_t keep;
+  std::vector<int32_t> values;
+};
+
 class Cache {
  public:
   using S = Structure<CacheExtra>;
@@ -116,14 +124,14 @@ class Cache {
 
   // Evict at least `wanted` tokens, or as many as are evictable. Appends their values to `freed`.
   void evict(size_t wanted, Values* freed) {
-    size_t done = 0;
-    while (done < wanted && !heap_.empty()) {
-      N* leaf = heap_[0];
-      size_t need = (wanted - done + tree.page_size - 1) / tree.page_size * tree.page_size;
-      size_t keep = leaf->length() > need ? leaf->length() - need : 0;
-      done += leaf->length() - keep;
-      cut(leaf, keep, freed);
-    }
+    evict_each(wanted, [&](N* leaf, size_t keep) { cut(leaf, keep, freed); });
+  }
+  // The same, with the paths of what is evicted. Copies them: takes time proportional to their lengths.
+  void evict_paths(size_t wanted, std::vector<Evicted>* gone) {
+    evict_each(wanted, [&](N* leaf, size_t keep) {
+      gone->push_back(Evicted{S::name_of(leaf), path_of(leaf), leaf->depth + keep, {}});
+      cut(leaf, keep, &gone->back().values);
+    });
   }
   // Remove the tokens of a path after the first `keep`, except those that are leased or have other continuations.
   void forget(N* root, const Token* data, size_t n, size_t keep, Values* freed) {
@@ -184,6 +192,17 @@ class Cache {
     }
   }
 
+  // Replace the values of the tokens [start, stop) of the path that ends with `node`.
+  void write_values(N* node, size_t start, size_t stop, const int32_t* values) {
+    const size_t p = tree.page_size;
+    for (; !node->is_root() && node->depth + node->length() > start; node = node->parent) {
+      size_t from = std::max<size_t>(start, node->depth), to = std::min<size_t>(stop, node->depth + node->length());
+      if (from < to)
+        std::memcpy(node->run->values.data() + (node->begin + from - node->depth) / p, values + (from - start) / p,
+                    (to - from) / p * sizeof(int32_t));
+    }
+  }
+
   void all_values(Values* out) const {
     tree.each([&](const std::string&, N* node) { append_values(node, 0, out); });
   }
@@ -228,6 +247,25 @@ class Cache {
   static bool evictable(const N* node) { return !node->is_root() && node->children.empty() && node->extra.pins == 0; }
   const int32_t* page(const int32_t* values, size_t token) const {
     return values ? values + token / tree.page_size : nullptr;
+  }
+
+  // Calls `cut_to(leaf, keep)` for one leaf after the other, in the order of eviction.
+  template <class F>
+  void evict_each(size_t wanted, F cut_to) {
+    size_t done = 0;
+    while (done < wanted && !heap_.empty()) {
+      N* leaf = heap_[0];
+      size_t need = (wanted - done + tree.page_size - 1) / tree.page_size * tree.page_size;
+      size_t keep = leaf->length() > need ? leaf->length() - need : 0;
+      done += leaf->length() - keep;
+      cut_to(leaf, keep);
+    }
+  }
+  static std::vector<Token> path_of(const N* node) {
+    std::vector<Token> path(node->depth + node->length());
+    for (; !node->is_root(); node = node->parent)
+      std::memcpy(path.data() + node->depth, node->tokens(), node->length() * sizeof(Token));
+    return path;
   }
 
   N* grow(N* node, bool pinned_by_caller, const Token* data, size_t n, const int32_t* values) {

@@ -233,6 +233,24 @@ PyObject* lease_values(PyObject* self, PyObject* const* given, Py_ssize_t n) {
   return read_values(lease->tree->cache, lease->node, lease->node->length(), start, stop);
 }
 
+PyObject* lease_assign(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  auto* lease = reinterpret_cast<LeaseObject*>(self);
+  PyObject* args[2];
+  IntBuffer values;
+  size_t start;
+  if (!live(lease) || !arguments(given, n, nullptr, 2, 2, nullptr, args) || !load_count(args[0], "start", &start) ||
+      !values.load(args[1], "values"))
+    return nullptr;
+  Cache* cache = lease->tree->cache;
+  const size_t p = cache->tree.page_size, stop = start + values.size() * p;
+  if (!cache->with_values || stop > lease->length || start % p) {
+    PyErr_SetString(PyExc_ValueError, "assign: expected values for whole pages within the lease");
+    return nullptr;
+  }
+  cache->write_values(lease->node, start, stop, values.data());
+  Py_RETURN_NONE;
+}
+
 PyObject* lease_path(PyObject* self, PyObject*) {
   auto* lease = reinterpret_cast<LeaseObject*>(self);
   if (!live(lease)) return nullptr;
@@ -475,6 +493,28 @@ PyObject* tree_evict(PyObject* self, PyObject* object) {
     std::vector<int32_t> freed;
     cache_of(self)->evict(wanted, &freed);
     return PyErr_Occurred() ? nullptr : bytes_of(freed);
+  });
+}
+
+PyObject* tree_evict_paths(PyObject* self, PyObject* object) {
+  size_t wanted;
+  if (!idle(reinterpret_cast<TreeObject*>(self)) || !load_count(object, "tokens", &wanted)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    std::vector<radix::Evicted> gone;
+    cache_of(self)->evict_paths(wanted, &gone);
+    if (PyErr_Occurred()) return nullptr;
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(gone.size()));
+    for (size_t i = 0; list && i < gone.size(); ++i) {
+      const radix::Evicted& one = gone[i];
+      PyObject* item = Py_BuildValue("(s#NnN)", one.name.data(), static_cast<Py_ssize_t>(one.name.size()),
+                                     bytes_of(one.tokens), static_cast<Py_ssize_t>(one.keep), bytes_of(one.values));
+      if (!item) {
+        Py_DECREF(list);
+        return nullptr;
+      }
+      PyList_SetItem(list, static_cast<Py_ssize_t>(i), item);
+    }
+    return list;
   });
 }
 
@@ -732,6 +772,8 @@ PyGetSetDef lease_getset[] = {{"length", lease_length, nullptr, "Tokens pinned, 
                               {}};
 PyMethodDef lease_methods[] = {
     {"values", method(lease_values), kFast, "values(start=0, stop=None) -> bytes: int32, one per page of tokens [start, stop)."},
+    {"assign", method(lease_assign), kFast,
+     "assign(start, values): replace the values of the pages from token `start` on. Matches stay valid."},
     {"extend_match", lease_extend_match, METH_O,
      "extend_match(tokens) -> int: extend the lease by those of `tokens`, which follow it, that are in the tree; how many."},
     {"path", lease_path, METH_NOARGS,
@@ -769,6 +811,9 @@ PyMethodDef tree_methods[] = {
      "insert(namespace or lease, tokens, values=None) -> int: how many leading tokens were in the tree already; the "
      "caller must free the values given for them."},
     {"evict", tree_evict, METH_O, "evict(tokens) -> bytes: free at least so many tokens, or all evictable ones; their values."},
+    {"evict_paths", tree_evict_paths, METH_O,
+     "evict_paths(tokens) -> list of (namespace, ids, keep, values): as evict, with what was evicted: of each path `ids`,\n"
+     "bytes of int32, all but the first `keep` tokens, which had these values."},
     {"forget", method(tree_forget), kNamed,
      "forget(namespace, tokens, keep) -> bytes: free the tokens of a path after the first `keep`, except those that are "
      "leased or have other continuations; their values."},

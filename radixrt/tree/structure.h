@@ -55,6 +55,7 @@ class Ints {
   ~Ints() { std::free(data_); }
 
   const int32_t* data() const { return data_; }
+  int32_t* data() { return data_; }
   size_t size() const { return size_; }
   size_t bytes() const { return capacity_ * sizeof(int32_t); }
 

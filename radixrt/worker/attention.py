@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -76,7 +77,23 @@ class TorchAttention:
 
     def one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Attention of the last tokens of one sequence over all of it: [count, heads, width of V] for q[count, heads,
-        D] and the sequence's slots."""
+        D] and the sequence's slots. On a CPU, a token whose K or V is not finite leaves the tokens before it as they
+        are."""
+        out = self._one(layer, q, slots)
+        # On a GPU the host would wait. A sum is the fastest look for NaN; it overflows seldom, and then costs time.
+        if len(q) > 1 and not out.is_cuda and not math.isfinite(out.sum()):
+            self._mend(layer, q, slots, out)
+        return out
+
+    def _mend(self, layer: int, q: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+        """Compute results that are NaN again, each over the tokens that its query sees, and no others: the masked ones
+        have weight 0, but 0 times NaN is NaN."""
+        lost = out.flatten(1).isnan().any(1).nonzero().flatten().tolist()
+        for query in lost:
+            seen = slots[: len(slots) - len(q) + query + 1]
+            out[query] = self._one(layer, q[query : query + 1], seen)[0]
+
+    def _one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         count, end, window = len(q), len(slots), self._windows[layer]
         first = first_key(end - count, window, self._chunked)
         k, v = self.pool.read(layer, slots[first:], q.dtype)
@@ -280,7 +297,7 @@ class BatchInvariantAttention(TorchAttention):
     KEYS = 128
     MASKED = -1e30
 
-    def one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def _one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         count, heads, _ = q.shape
         end, window = len(slots), self._windows[layer]
         start = end - count

@@ -125,10 +125,11 @@ class StepBuilder:
         if self.cache.states is not None:
             runs = _appended(decodes.ones, self.runs) if self.drafts else ()
             states = self.cache.state_work(_appended(decodes.states, self.states), runs)
+        moves = None if self.cache.host is None else self.cache.host.drain()
         if not self.requests:
             return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
                         decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states,
-                        adapters=decodes.adapters)  # fmt: skip
+                        adapters=decodes.adapters, moves=moves)  # fmt: skip
         requests = (*decodes.requests, *self.requests)
         return Plan(
             step=step,
@@ -144,6 +145,7 @@ class StepBuilder:
             drafts=tuple(replace(draft, first=draft.first + len(starts)) for draft in self.drafts),
             states=states,
             adapters=_adapters(requests),
+            moves=moves,
         )
 
 

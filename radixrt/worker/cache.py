@@ -10,6 +10,8 @@
 Prompt pages enter the tree when the step that fills them is planned, so that another request with the same prompt
 shares them in that very step. Pages of generated tokens enter it when their request leaves.
 
+With host memory for pages, what is evicted goes there, and comes back when a request needs it (see `host`).
+
 With linear attention a request also has a recurrent state, and goes on from a snapshot of it (see `states`): then
 `computed` is the token up to which its state is, and may be less than what its lease holds.
 """
@@ -22,11 +24,21 @@ import numpy as np
 
 from radixrt.messages.digests import prefix_digest
 from radixrt.tree import Lease, RadixTree
+from radixrt.worker.host import HostPages
 from radixrt.worker.kept import Kept
 from radixrt.worker.pins import Pins
 from radixrt.worker.plan import StateWork
 from radixrt.worker.request import Request
 from radixrt.worker.states import UNKNOWN, Prefix, States
+
+EVICTED = 1 / 256
+"""With host memory, at least this share of all pages is evicted at a time: a few large copies are faster than many
+small ones."""
+
+
+KEPT = 0.25
+"""With host memory for at least this share of the pages, contexts are not kept for their next turns (see `kept`): to
+copy one back takes little time, and its pages admit another request."""
 
 
 class OutOfPages(Exception):
@@ -43,6 +55,7 @@ class PageCache:
     `table` is the page table, int32[rows, max pages of a request]. Page 0 is the trash page: it is never allocated, and
     what is written there is never read. With `events` tree and states record their changes for the router's index.
     `num_states` slots, of which slot 0 is never allocated, hold recurrent states; 0: the model has none.
+    `num_host_pages` slots of host memory, of which slot 0 is not used, hold evicted pages; 0: there are none.
     """
 
     def __init__(
@@ -54,17 +67,22 @@ class PageCache:
         events: bool = True,
         max_pinned_share: float = 0.25,
         num_states: int = 0,
+        num_host_pages: int = 0,
     ) -> None:
         self.page_size = page_size
         self.total_pages = num_pages - 1
         self.tree = RadixTree(page_size, events=events)
         self.states = States(num_states, num_pages, events) if num_states else None
+        self.host = HostPages(num_host_pages, page_size, events) if num_host_pages else None
+        self._parts = [part for part in (self.states, self.host) if part is not None]
         self.pins = Pins(self.tree, self.total_pages, max_pinned_share, self.states)
         self.kept = Kept(self.total_pages * page_size)
+        self.keeps = num_host_pages - 1 < KEPT * self.total_pages
+        """Whether `kept` takes over leases of requests that have ended."""
         self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
         self.held = np.zeros(rows, dtype=np.int64)
         """How many pages each row has."""
-        self.evicted_tokens = 0
+        self._evicted_pages = 0
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self._num_free = self.total_pages
         self._rows = list(range(rows - 1, -1, -1))
@@ -100,7 +118,12 @@ class PageCache:
     @property
     def version(self) -> int:
         """Changes whenever a hit may be another."""
-        return self.tree.version + (0 if self.states is None else self.states.version)
+        return self.tree.version + sum(part.version for part in self._parts)
+
+    @property
+    def evicted_tokens(self) -> int:
+        """Tokens that were evicted since start, and did not go to host memory or were evicted there as well."""
+        return (self._evicted_pages if self.host is None else self.host.lost_pages) * self.page_size
 
     def held_only_by(self, leases: Sequence[Lease]) -> int:
         """Pages that would become evictable if all these leases were released."""
@@ -110,9 +133,12 @@ class PageCache:
         return sum(int(self.held[row]) - r.lease.length // self.page_size for row, r in self._running.items())
 
     def hit(self, request: Request) -> int:
-        """Tokens of a waiting request that the tree holds and that need not be computed."""
+        """Tokens of a waiting request that the tree or host memory holds and that need not be computed."""
         match = self.tree.match(request.namespace, request.tokens)
-        most = min(match.length, request.reusable)
+        length = match.length
+        if self.host is not None:
+            length = self.host.reach(request.namespace, request.tokens, length)
+        most = min(length, request.reusable)
         return most if self.states is None else self._covered(_int32(match.values()), most)
 
     def _covered(self, pages: np.ndarray, most: int) -> int:
@@ -155,6 +181,23 @@ class PageCache:
         if self.states is not None:
             return self._restore(request, most)
         request.computed = max(request.computed, most)
+
+    def fetch(self, request: Request) -> int:
+        """Copy back, before the step being planned, what host memory holds of a running request's path beyond its
+        lease. Returns how many tokens. Raises OutOfPages if there are not enough pages."""
+        start, size = request.lease.length, self.page_size
+        if self.host is None or request.computed > start:
+            return 0
+        with request.path(0, request.reusable) as path:
+            slots = self.host.hold(request.namespace, path, start)
+        if not len(slots):
+            return 0
+        stop = start + len(slots) * size
+        self.reserve(request, stop)
+        self.host.fetch(slots, self.table[request.row, start // size : stop // size])
+        self.publish(request, stop)
+        request.computed = stop
+        return stop - start
 
     def _restore(self, request: Request, most: int) -> None:
         """Let a running request go on from the deepest snapshot of its first `most` tokens, if that saves some."""
@@ -255,6 +298,8 @@ class PageCache:
         self.kept.release_along(request.namespace, path.tobytes(), keep)
         if self.states is not None:
             self.states.drop(_int32(self.tree.match(request.namespace, path).values())[keep // self.page_size :])
+        if self.host is not None:
+            self.host.forget(request.namespace, path, keep)
         self._give_back(_int32(self.tree.forget(request.namespace, path, keep)))
 
     def _leave(self, request: Request, keep: bool = False, state_kept: bool = False) -> None:
@@ -276,19 +321,21 @@ class PageCache:
         self._rows.append(row)
 
     def clear(self) -> None:
-        """Empty the tree, except for what running requests and pins hold."""
+        """Empty the tree, except for what running requests and pins hold, and host memory."""
         self.kept.clear()
+        if self.host is not None:
+            self.host.clear()
         self._give_back(_int32(self.tree.evict(self.tree.evictable_tokens)))
 
     # ------------------------------------------------------------ events
 
     def drain_events(self) -> list[tuple]:
         """What has changed since the last call, as events for the router's index: their tags and fields."""
-        return self.tree.drain_events() + ([] if self.states is None else self.states.drain_events())
+        return self.tree.drain_events() + [event for part in self._parts for event in part.drain_events()]
 
     def snapshot_events(self) -> list[tuple]:
         """All that is cached, as events; those that were not drained are dropped."""
-        return self.tree.snapshot() + ([] if self.states is None else self.states.snapshot_events())
+        return self.tree.snapshot() + [event for part in self._parts for event in part.snapshot_events()]
 
     # ------------------------------------------------------------ pages
 
@@ -323,11 +370,20 @@ class PageCache:
             while not self.can_take(count):
                 if not self.kept.release_oldest() and not self.pins.release_oldest():
                     raise OutOfPages
-            freed = _int32(self.tree.evict((count - self._num_free) * self.page_size))
-            self.evicted_tokens += len(freed) * self.page_size
-            self._give_back(freed)
+            self._evict((count - self._num_free) * self.page_size)
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count]
+
+    def _evict(self, tokens: int) -> None:
+        if self.host is None:
+            freed = _int32(self.tree.evict(tokens))
+            self._evicted_pages += len(freed)
+            return self._give_back(freed)
+        for namespace, ids, keep, values in self.tree.evict_paths(
+            max(tokens, int(EVICTED * self.total_pages) * self.page_size)
+        ):
+            self.host.store(namespace, ids, keep, _int32(values))
+            self._give_back(_int32(values))
 
     def _give_back(self, pages: np.ndarray) -> None:
         if self.states is not None:
@@ -362,5 +418,7 @@ class PageCache:
             places.append(self.table[row, shared : int(self.held[row])])
         pages = np.sort(np.concatenate(places))
         assert np.array_equal(pages, np.arange(1, self.total_pages + 1)), "every page is in exactly one place"
+        if self.host is not None:
+            self.host.check()
         if self.states is not None:
             self.states.check([request.state for request in self._running.values()], places[1])

@@ -34,6 +34,11 @@ class Compiling:
         """Tokens of all waiting requests."""
         return sum(request.total for request, _, _ in self._waiting.values())
 
+    @property
+    def adapters(self) -> set[int]:
+        """As `Scheduler.adapters`."""
+        return {request.adapter for request, _, _ in self._waiting.values()}
+
     def __contains__(self, id: int) -> bool:
         return id in self._waiting
 

@@ -3,7 +3,7 @@
 finished, or aborted by its client    all it computed; if finished while others wait, `kept` protects it for a while
 its grammar allows no token           all it computed
 its logits are not finite             nothing, except what other requests lease
-its step could not be run             what was cached before that step
+its step could not be run             what was cached before that step; nothing if the step copied from host memory
 """
 
 from __future__ import annotations
@@ -58,14 +58,17 @@ class Ending:
     def fail_step(self, plan: Plan, reason: str) -> list[Output]:
         """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""
         outputs: list[Output] = []
+        copied = plan.moves is not None and plan.moves.back.size > 0
+        if self._cache.host is not None:
+            self._cache.host.clear()  # what the step was to copy there may be missing
         for request in [r for r in self._running.behind if r not in plan.requests]:
             # Admitted but not in this plan: it may lease what this step was to compute.
             self._running.remove(request)
-            self._cache.discard(request, request.lease.length)
+            self._cache.discard(request, 0 if copied else request.lease.length)
             self._waiting.add(request)
         # In reverse: later ones may lease what earlier ones were to compute.
         for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
-            start -= start % self._cache.page_size  # a partly filled page is useless
+            start = 0 if copied else start - start % self._cache.page_size  # a partly filled page is useless
             had_left = request.row < 0
             if not request.over:
                 outputs.append(self._fail(request, start, reason))

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
+from radixrt.lora_modules import LoraModule, check_files
 from radixrt.messages import TokenLogprob
 from radixrt.worker.matching import fill_masks
 from radixrt.worker.plan import FROM_DEVICE, Plan, Result
@@ -41,7 +43,8 @@ def prefix_hashes(tokens: np.ndarray) -> np.ndarray:
 
 class FakeRunner:
     """A Runner whose steps take `decode_step` seconds, plus `decode_each` seconds for each decode, plus the time of
-    chunks at `prefill_rate` tokens per second (0: no time)."""
+    chunks at `prefill_rate`, and of pages that come back from host memory at `fetch_rate` tokens per second (0: no
+    time)."""
 
     sparse = False
 
@@ -57,14 +60,18 @@ class FakeRunner:
         check: bool = False,
         overlaps: bool = False,
         num_states: int = 0,
+        num_host_pages: int = 0,
+        fetch_rate: float = 0.0,
     ) -> None:
         self.num_pages = num_pages
         self.num_states = num_states
+        self.num_host_pages = num_host_pages
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_ids = frozenset({EOS})
         self.prefill_rate = prefill_rate
+        self.fetch_rate = fetch_rate
         self.decode_step = decode_step
         self.decode_each = decode_each
         self.overlaps = overlaps
@@ -77,6 +84,8 @@ class FakeRunner:
         self._check = check
         self._hashes = np.zeros(num_pages * page_size if check else 0, dtype=np.uint64)
         """With `check`: the prefix hash of each slot."""
+        self._host = np.zeros((num_host_pages if check else 0, page_size), dtype=np.uint64)
+        """With `check`: those of the pages in host memory."""
         self._states = np.zeros(num_states if check else 0, dtype=np.uint64)
         """With `check`: the hash of the prefix that each slot has the state of; 0: of no token."""
         self._drawn: dict[int, int] = {}
@@ -102,6 +111,12 @@ class FakeRunner:
     def draw(self) -> None:
         """Nothing to do: tokens are computed when the result is read."""
 
+    def read_adapter(self, module: LoraModule) -> None:
+        check_files(module.name, Path(module.path))
+
+    def put_adapter(self, slot: int, module: LoraModule, adapter: None) -> None:
+        """Nothing to do: tokens do not depend on adapters."""
+
     def works(self) -> bool:
         return True
 
@@ -109,11 +124,14 @@ class FakeRunner:
         """There is nothing to release."""
 
     def _seconds(self, plan: Plan) -> float:
+        fetched = 0.0
+        if plan.moves is not None and self.fetch_rate:
+            fetched = plan.moves.back.shape[1] * self.page_size / self.fetch_rate
         if not self.prefill_rate and not self.decode_each:
-            return self.decode_step
+            return fetched + self.decode_step
         decodes = int((plan.counts == 1).sum())
         chunks = (len(plan.tokens) - decodes) / self.prefill_rate if self.prefill_rate else 0.0
-        return chunks + self.decode_step + decodes * self.decode_each
+        return fetched + chunks + self.decode_step + decodes * self.decode_each
 
     def _wait(self, plan: Plan, done_at: float, read: list[np.ndarray] | None) -> Result:
         if (rest := done_at - time.monotonic()) > 0:
@@ -185,6 +203,12 @@ class FakeRunner:
 
     def _check_step(self, plan: Plan, last: np.ndarray, read: list[np.ndarray]) -> None:
         """Write the hashes of a step, then compare those it reads with the expected ones."""
+        if plan.moves is not None:
+            pages = self._hashes.reshape(-1, self.page_size)
+            (page, slot), (held, to) = plan.moves.out, plan.moves.back
+            assert len(set(slot.tolist())) == len(slot) and slot.all() and held.all() and to.all()
+            self._host[slot] = pages[page]
+            pages[to] = self._host[held]
         expected, end = [], 0
         guessed = {draft.first + i: draft.ids[:i] for draft in plan.drafts for i in range(1, len(draft.ids) + 1)}
         for b, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):

@@ -8,7 +8,8 @@ admitted in between takes its pages, and the next turn has to compute its contex
                             |                        |
                             +---- after SECONDS, or when pages run out ----> evictable
 
-Contexts are kept only while others wait, and only if enough of them are continued.
+Contexts are kept only while others wait, only if enough of them are continued, and only if there is little host memory
+for evicted pages.
 """
 
 from __future__ import annotations

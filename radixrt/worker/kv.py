@@ -75,6 +75,12 @@ class KVPool:
         keys = self._values[layer, 0]
         return keys, keys[..., : self.latent]
 
+    def planes(self, page_size: int) -> list[torch.Tensor]:
+        """Views of all that is stored, each int64[planes, pages, words of 8 bytes]: what a page has in one plane is
+        contiguous. Where its size is no multiple of 8 bytes the views are uint8."""
+        index = [] if self.index is None else [self.index.keys]
+        return [by_page(x, page_size) for x in (self._values.flatten(0, 1), *index)]
+
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at int64 slots[T]. If slots are equal, any one of the tokens is stored."""
         keys, values = self._stored(layer)
@@ -110,23 +116,24 @@ class IndexPool:
     code. In 16 bits they are 256 of the 832 bytes that a token takes in a layer of DeepSeek V3.2, with K in FP8."""
 
     def __init__(self, layers: int, slots: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._keys = zeros((layers, slots, dim), dtype, device)
+        self.keys = zeros((layers, slots, dim), dtype, device)
+        """[layers, slots, dim]"""
 
     @property
     def nbytes(self) -> int:
-        return self._keys.nbytes
+        return self.keys.nbytes
 
     def layer(self, number: int) -> torch.Tensor:
         """A view of the keys of the `number`-th layer with an indexer, [slots, dim]."""
-        return self._keys[number]
+        return self.keys[number]
 
     def write(self, number: int, slots: torch.Tensor, keys: torch.Tensor) -> None:
         """Store keys[T, dim] of the `number`-th layer with an indexer at int64 slots[T]."""
-        self._keys[number, slots] = keys
+        self.keys[number, slots] = keys
 
     def read(self, number: int, slots: torch.Tensor) -> torch.Tensor:
         """[L, dim]: the keys at int64 slots[L]."""
-        return self._keys[number, slots]
+        return self.keys[number, slots]
 
 
 class StatePool:
@@ -165,6 +172,13 @@ class StatePool:
         for states in (self.convs, self.rules):
             states[new] = 0
             states[target] = states[source]
+
+
+def by_page(x: torch.Tensor, page_size: int) -> torch.Tensor:
+    """[planes, slots, ...] -> [planes, pages, words]"""
+    planes, slots = x.shape[:2]
+    found = x.view(torch.uint8).view(planes, slots // page_size, -1)
+    return found if found.shape[2] % 8 else found.view(torch.int64)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

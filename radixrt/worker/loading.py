@@ -15,13 +15,14 @@ from torch import distributed
 
 from radixrt.checkpoint_files import check_model
 from radixrt.config import WorkerConfig
-from radixrt.lora_modules import lora_modules
+from radixrt.lora_modules import lora_modules, slots
 from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES
 from radixrt.worker.model import checkpoint, int4, read_spec
 from radixrt.worker.model.adapter import Adapter, read_adapters
 from radixrt.worker.model.blocks import named
 from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.lora_slots import Room
 from radixrt.worker.model.quantized import (
     Products,
     block_size,
@@ -35,7 +36,7 @@ from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.plan import Runner
-from radixrt.worker.pools import make_pool, make_states, pool_tokens
+from radixrt.worker.pools import begin_host, make_pool, make_states, pool_tokens
 from radixrt.worker.ranks import Followers, Leader
 from radixrt.worker.runner import ModelRunner, TorchRunner
 from radixrt.worker.scales import SOURCES, Scales, choose_scales
@@ -158,10 +159,16 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
     elif group is not None and loaded.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // group.shard.size))
     began = time.monotonic()
+    by_torch = loaded.device.type == "cuda" and (config.attention_backend == "torch" or bool(_no_kernels(loaded)))
+    host = begin_host(config, loaded, group, by_torch)
     try:
         runner = make_runner(config, loaded, group)
     except torch.OutOfMemoryError as error:
         raise ValueError(_out_of_memory(config, loaded, error)) from error
+    runner.host = host(runner.pool)
+    if runner.host is not None:
+        tokens = (runner.host.slots - 1) * config.page_size
+        log.info("%d token slots in host memory, %.2f GB", tokens, runner.host.nbytes / 1e9)
     if runner.states is not None:
         log.info("%d recurrent states, %.2f GB", runner.num_states - 1, runner.states.nbytes / 1e9)
     log.info(
@@ -275,7 +282,7 @@ def load_model(
     packed = keeps_packed(config.quantization, loaded, ops is not None)
     weights = open_weights(config, loaded, progress=not is_follower, products=products, packed=packed)
     try:
-        model = Decoder(loaded.whole, weights, exact, ops, group, read_lora(config, loaded))
+        model = Decoder(loaded.whole, weights, exact, ops, group, read_lora(config, loaded), lora_room(config))
         expanded = is_expanded(loaded.hf_config) and products is not Products.ALL
         wide = (
             "weights" if expanded or products is Products.NONE else "experts" if model.has_unquantized_experts else ""
@@ -306,9 +313,14 @@ def load_model(
 def read_lora(config: WorkerConfig, loaded: Loaded) -> list[Adapter]:
     """The LoRA adapters of a worker. Raises ValueError if one of them, or any for this model, is not served."""
     modules = lora_modules(config)
-    if modules and (loaded.whole.multipliers or loaded.whole.layer_heads):
+    if (modules or slots(config)) and (loaded.whole.multipliers or loaded.whole.layer_heads):
         raise ValueError(f"LoRA adapters are not served for models of type {loaded.hf_config.get('model_type')}")
     return read_adapters(modules, config.max_lora_rank)
+
+
+def lora_room(config: WorkerConfig) -> Room | None:
+    """Space for adapters that clients load; None if they may load none."""
+    return Room(slots(config), config.max_lora_rank) if slots(config) else None
 
 
 def _drafting(loaded: Loaded) -> tuple[str, ...]:

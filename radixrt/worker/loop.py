@@ -21,6 +21,7 @@ import msgspec
 
 from radixrt import messages as m
 from radixrt.worker import status
+from radixrt.worker.adapter_slots import AdapterSlots
 from radixrt.worker.cache import PageCache
 from radixrt.worker.compiling import POLL_SECONDS, Compiling
 from radixrt.worker.drafting import Drafter
@@ -88,6 +89,7 @@ class Worker:
             self.max_model_len,
             max_pinned_share=max_pinned_share,
             num_states=runner.num_states,
+            num_host_pages=runner.num_host_pages,
         )
         self.scheduler = Scheduler(self.cache, limits, drafter)
         runner.bind(self.cache.table)
@@ -104,6 +106,8 @@ class Worker:
         self._stopped = stopped or threading.Event()
         self._last_report = 0.0
         self._refused: list[m.Output] = []
+        most = identity.max_loras
+        self._adapters = AdapterSlots(runner, identity.adapters, most + 1 if most else 0)
         self._compiling = Compiling(grammars or Grammars("", runner.vocab_size, runner.eos_ids))
         self._snapshot_wanted = False
         self._joined = False
@@ -122,7 +126,7 @@ class Worker:
         try:
             while not self._stopped.is_set():
                 self._receive()
-                outputs = self._step()
+                outputs = self._load_adapters() + self._step()
                 self._pin(outputs)
                 self._reply(outputs)
             self._land_last()  # no step may be in flight when the runner is closed
@@ -130,6 +134,7 @@ class Worker:
             self._stopped.set()
             self._link.close()
             beat.join()
+            self._adapters.close()
             self.runner.close()
 
     def stop(self) -> None:
@@ -150,6 +155,16 @@ class Worker:
             outputs += self._land_last()
         if self._check:
             self.cache.check()
+        return outputs
+
+    def _load_adapters(self) -> list[m.Output]:
+        """Put LoRA adapters that have been read into their slots. Before that, the step in flight has to end."""
+        outputs = []
+        while self._adapters.is_ready(lambda: self.scheduler.adapters | self._compiling.adapters):
+            outputs += self._land_last()
+            loaded = self._adapters.take()
+            self._registration.adapters = self._adapters.loaded
+            self._send(loaded)
         return outputs
 
     def _launch(self, plan: Plan) -> list[m.Output]:
@@ -231,7 +246,7 @@ class Worker:
             self._join_again("the connection to the router has broken")
         busy = self.scheduler.has_work or self._flight
         idle = not busy and not self._refused and not self._snapshot_wanted
-        timeout = POLL_SECONDS if self._compiling else HEARTBEAT_SECONDS / 4
+        timeout = POLL_SECONDS if self._compiling or self._adapters else HEARTBEAT_SECONDS / 4
         payload = self._link.recv(timeout if idle else 0)
         while payload is not None:
             self._handle(payload)
@@ -259,6 +274,11 @@ class Worker:
                 self.cache.pins.release(message.name)
             case m.Clear():
                 self.cache.clear()
+            case m.LoadAdapter(adapter=adapter):
+                self._adapters.load(adapter)
+            case m.UnloadAdapter(name=name, version=version):
+                self._adapters.unload(name, version)
+                self._registration.adapters = self._adapters.loaded
             case m.Snapshot():
                 self._snapshot_wanted = True
             case m.Unknown():
@@ -301,7 +321,7 @@ class Worker:
         try:
             if run.id in self._compiling:
                 raise ValueError(f"id: request {run.id} exists")
-            runner, adapters = self.runner, self.identity.adapters
+            runner, adapters = self.runner, self._adapters.numbers
             request = from_run(run, self.max_model_len, runner.vocab_size, runner.eos_ids, adapters)
             self.cache.pins.want(run)
             if run.sampling.grammar is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from radixrt.worker.kv import KVPool, zeros
+from radixrt.worker.kv import KVPool, by_page, zeros
 from radixrt.worker.model.spec import LayerSpec
 
 
@@ -40,6 +40,9 @@ class MixedKVPool(KVPool):
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for own in self._own if own is not None for x in own)
+
+    def planes(self, page_size: int) -> list[torch.Tensor]:
+        return [by_page(x[None], page_size) for own in self._own if own is not None for x in own]
 
     def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._own[self._sources[layer]]

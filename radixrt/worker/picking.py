@@ -18,6 +18,7 @@ from radixrt.worker.plan import Plan, Result
 from radixrt.worker.sample import Ahead, Masks, Sampler, choose, to_device
 
 NOT_FINITE = "the model gave logits that are not finite"
+NONE_ALLOWED = "allowed_token_ids, bad_words and the rest of the request allow no token, or " + NOT_FINITE
 
 
 class Picking:
@@ -112,9 +113,11 @@ class Picking:
         for b, following, count in self._scored:
             found[b] = _read_scores(following, *rest[:count])
             rest = rest[count:]
-        failed = {
-            int(np.searchsorted(self._ends, row, side="right")): NOT_FINITE for row in np.flatnonzero(finite == 0)
-        }
+        failed = {}
+        for row in np.flatnonzero(finite == 0):
+            b = int(np.searchsorted(self._ends, row, side="right"))
+            s = self._plan.requests[b].sampling
+            failed[b] = NONE_ALLOWED if s.allowed_token_ids or s.bad_token_ids else NOT_FINITE
         tokens = np.zeros(len(self._plan.requests), dtype=np.int64)
         tokens[self._chosen] = rest[0]
         return Result(tokens.tolist(), self._read_logprobs(*rest), found, failed, self._problems)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from radixrt.messages import TokenLogprob
 from radixrt.worker.request import Request
+
+if TYPE_CHECKING:
+    from radixrt.lora_modules import LoraModule
 
 FROM_DEVICE = -1
 """Placeholder for a token id that the host does not know yet: the token that the step before sampled for this row of
@@ -81,6 +84,16 @@ class StateWork:
 
 
 @dataclass(frozen=True, slots=True)
+class Moves:
+    """Copies of pages between the device and host memory before a step (see `host`): first `out`, then `back`."""
+
+    out: np.ndarray
+    """int32[2, N]: (page, slot), copied to host memory."""
+    back: np.ndarray
+    """int32[2, M]: (slot, page), copied from host memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class Parts:
     """Parts of the sequences of a step, one after the other, int64 each."""
 
@@ -131,11 +144,20 @@ class Plan:
     """None if the model has no recurrent states."""
     adapters: np.ndarray | None = None
     """int32[B]: number of each request's LoRA adapter, -1: none; None if no request has one."""
+    moves: Moves | None = None
+    """None if there are none."""
 
     @property
     def token_adapters(self) -> np.ndarray | None:
         """int32[T]: the same by token."""
         return None if self.adapters is None else np.repeat(self.adapters, self.counts)
+
+    @property
+    def needs_back(self) -> bool:
+        """Whether its requests have pages that come back from host memory before this step. Otherwise there is time
+        until the next step."""
+        rows, _, pages = self.table_writes
+        return bool(np.isin(pages[np.isin(rows, self.rows)], self.moves.back[1]).any())
 
     @property
     def wants_logits(self) -> bool:
@@ -194,6 +216,8 @@ class Runner(Protocol):
     num_pages: int
     num_states: int
     """Slots of recurrent states, the trash slot 0 included; 0 if the model has none."""
+    num_host_pages: int
+    """Slots of pages in host memory, slot 0, which is not used, included; 0: there are none."""
     vocab_size: int
     eos_ids: frozenset[int]
     max_model_len: int
@@ -217,6 +241,14 @@ class Runner(Protocol):
     def draw(self) -> None:
         """Sample the tokens of the last launched step that depend on the tokens before them (`Request.serial`), unless
         that is done. Called once the result of the step before is applied."""
+
+    def read_adapter(self, module: LoraModule) -> Any:
+        """Read a LoRA adapter, for `put_adapter`. Called in a thread beside the loop. Raises ValueError if it is not
+        served."""
+
+    def put_adapter(self, slot: int, module: LoraModule, adapter: Any) -> None:
+        """Make an adapter that was read the one of number `slot`. Called when no step is in flight, and no request has
+        that number. Raises ValueError, and changes nothing, if it does not fit the model."""
 
     def works(self) -> bool:
         """Called when a step has failed: whether other steps can be run. Some errors of a device persist."""

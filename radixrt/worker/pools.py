@@ -1,19 +1,25 @@
-"""The pools of KV pages and of recurrent states: how large they are by default, and their creation."""
+"""The pools of KV pages, on the device and in host memory, and of recurrent states: how large they are by default, and
+their creation."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup
+from radixrt.worker.host_pool import HostPool, host_bytes, plain_memory
 from radixrt.worker.kv import IndexPool, KVPool, StatePool
 from radixrt.worker.mixed_pool import MixedKVPool
 
 if TYPE_CHECKING:
     from radixrt.worker.loading import Loaded
+
+log = logging.getLogger("radixrt.loading")
 
 CPU_MEMORY_SHARE = 0.25
 """Share of the machine's free memory that KV pages take on a CPU, unless `max_total_tokens` sets their number."""
@@ -76,6 +82,34 @@ def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: Torc
             "--gpu-memory-utilization and --max-num-batched-tokens"
         )
     return tokens
+
+
+def begin_host(
+    config: WorkerConfig, loaded: Loaded, group: TorchGroup | None, by_torch: bool
+) -> Callable[[KVPool], HostPool | None]:
+    """Begin to allocate host memory for evicted pages, as `kv_offloading_size` asks. The returned function waits for it
+    and makes its pool, which is None if there is none, and if everything is computed by torch on a GPU. Both raise
+    ValueError if memory that was asked for cannot be had."""
+    size = host_bytes(config, loaded.spec.recurrent is not None, loaded.device, config.tensor_parallel_size)
+    if not size or by_torch:
+        return lambda pool: None
+    if loaded.device.type == "cpu":
+        return lambda pool: HostPool(pool, config.page_size, plain_memory(size), group)
+    from radixrt.worker.cuda.host_pool import CudaHostPool
+    from radixrt.worker.cuda.pinned import PinnedMemory
+
+    memory = PinnedMemory(size, loaded.device)
+
+    def finish(pool: KVPool) -> HostPool | None:
+        try:
+            return CudaHostPool(pool, config.page_size, memory, group)
+        except ValueError as error:
+            if config.kv_offloading_size != "auto" or group is not None:
+                raise ValueError(f"kv_offloading_size: {error}") from error
+            log.warning("evicted pages are lost: %s", error)
+            return None
+
+    return finish
 
 
 def _cache_bytes(loaded: Loaded, gpu_share: float, reserved: int, group: TorchGroup | None = None) -> int:

@@ -30,9 +30,10 @@ import msgspec
 import numpy as np
 
 from radixrt.config import WorkerConfig
+from radixrt.lora_modules import LoraModule
 from radixrt.messages import Run, Sampling
 from radixrt.worker.group import leave
-from radixrt.worker.plan import GroupLost, Plan, Result, StateWork
+from radixrt.worker.plan import GroupLost, Moves, Plan, Result, StateWork
 from radixrt.worker.request import Request
 from radixrt.worker.sharing import Path as Nodes
 
@@ -70,6 +71,14 @@ class Bind(msgspec.Struct, tag="bind", array_like=True):
     columns: int
 
 
+class PutAdapter(msgspec.Struct, tag="adapter", array_like=True):
+    """Read a LoRA adapter and make it the one of number `slot` (`Runner.put_adapter`)."""
+
+    slot: int
+    name: str
+    path: str
+
+
 class Step(msgspec.Struct, tag="step", array_like=True):
     """A Plan: its arrays as bytes, its requests by `Request.number`, `Plan.wants_logits`, and the tree paths
     (`sharing.Path`) that rank 0 looked up, by index of the request."""
@@ -89,6 +98,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     states: tuple[bytes, bytes, bytes, bytes, bytes] | None = None
     """Slots, restores, saves, within and runs of `Plan.states`."""
     adapters: bytes | None = None
+    moves: tuple[bytes, bytes] | None = None
 
     @classmethod
     def of(cls, plan: Plan, paths: Mapping[int, Nodes]) -> Step:
@@ -103,6 +113,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             (work := plan.states)
             and tuple(x.tobytes() for x in (work.slots, work.restores, work.saves, work.within, work.runs)),
             None if plan.adapters is None else plan.adapters.tobytes(),
+            plan.moves and (plan.moves.out.tobytes(), plan.moves.back.tobytes()),
         )
 
     def plan(self, requests: tuple[Request, ...]) -> Plan:
@@ -115,9 +126,10 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             slots, *copies, within, runs = (_array(x, np.int32) for x in self.states)
             states = StateWork(slots, *(x.reshape(2, -1) for x in copies), within.reshape(3, -1), runs)
         adapters = None if self.adapters is None else _array(self.adapters, np.int32)
+        moves = self.moves and Moves(*(_array(x, np.int32).reshape(2, -1) for x in self.moves))
         return ReceivedPlan(
             self.step, requests, *integers, _array(self.samples, np.bool_), writes, states=states, adapters=adapters,
-            logits_wanted=self.wants_logits,
+            moves=moves, logits_wanted=self.wants_logits,
         )  # fmt: skip
 
 
@@ -127,7 +139,7 @@ def _array(content: bytes, dtype: type) -> np.ndarray:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Bind | Step).decode
+_decode = msgspec.msgpack.Decoder(Bind | PutAdapter | Step).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +172,7 @@ class Followers:
             self._pipes.append(mine)
             threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
-    def send(self, message: Bind | Step) -> None:
+    def send(self, message: Bind | PutAdapter | Step) -> None:
         payload = _encode(message)
         for pipe in self._pipes:
             pipe.send_bytes(payload)
@@ -227,6 +239,11 @@ class Leader:
     def bind(self, table: np.ndarray) -> None:
         self._followers.send(Bind(*table.shape))
         self._runner.bind(table)
+
+    def put_adapter(self, slot: int, module: LoraModule, adapter: Any) -> None:
+        """Here first: what does not fit is refused before the others hear of it."""
+        self._runner.put_adapter(slot, module, adapter)
+        self._followers.send(PutAdapter(slot, *module))
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         self._sent = False
@@ -313,6 +330,13 @@ def follow(runner: ModelRunner, pipe: Connection) -> None:
         if isinstance(message, Bind):
             table = np.zeros((message.rows, message.columns), dtype=np.int32)
             runner.bind(table)
+            continue
+        if isinstance(message, PutAdapter):
+            if wait_before is not None:
+                wait_before()
+                wait_before = None
+            module = LoraModule(message.name, message.path)
+            runner.put_adapter(message.slot, module, runner.read_adapter(module))
             continue
         plan = book.plan(message)
         rows, columns, pages = plan.table_writes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,6 +84,8 @@ class Request:
     matcher        state of its grammar (set before it is scheduled, if it has one)
     draft_state    what its drafts are made from (set when drafts are first looked for)
     adapter        number of its LoRA adapter, -1 if it has none
+    allowed        int64: the ids of allowed_token_ids; None: all
+    adjusted       whether its sampling adds to or bans logits of certain ids (`sample.adjust`)
     """
 
     __slots__ = (
@@ -91,7 +93,7 @@ class Request:
         "row", "computed", "lease", "age", "hit", "cached_tokens", "reached", "scores",
         "pending", "over", "serial", "greedy", "matcher", "jumps",
         "initial_len", "reported", "discard_until", "group", "hit_version", "draft_state", "state", "marks",
-        "pinned", "adapter",
+        "pinned", "adapter", "allowed", "adjusted",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int], adapter: int = -1) -> None:
@@ -130,7 +132,11 @@ class Request:
         self.draft_state: DraftState | None = None
         self.initial_len = self.reported = len(self.tokens)
         self.discard_until = 0
-        self.jumps = run.score_from is None and run.sampling.logprobs is None and not run.sampling.logit_bias
+        s = run.sampling
+        self.allowed = np.unique(np.array(s.allowed_token_ids, dtype=np.int64)) if s.allowed_token_ids else None
+        restricted = bool(s.logit_bias or s.allowed_token_ids or s.bad_token_ids)
+        self.adjusted = restricted or s.min_tokens > 0
+        self.jumps = run.score_from is None and s.logprobs is None and not restricted
         self.serial = run.score_from is not None or _depends_on_tokens(run.sampling)
 
     @property
@@ -191,10 +197,11 @@ class Request:
 
 
 def from_run(
-    run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[int], adapters: Sequence[str] = ()
-) -> Request:
-    """Make a Request from a Run; `adapters` are the names of the LoRA adapters that are loaded, in order. Raises
-    ValueError that names the invalid field."""
+    run: Run, max_model_len: int, vocab_size: int, eos_ids: frozenset[int],
+    adapters: Mapping[tuple[str, int], int] = {},
+) -> Request:  # fmt: skip
+    """Make a Request from a Run; `adapters` are the numbers of the LoRA adapters that are loaded, by name and version.
+    Raises ValueError that names the invalid field."""
     if not run.ids or len(run.ids) % TOKEN_BYTES:
         raise ValueError("ids: expected int32 token ids, at least one")
     total = len(run.ids) // TOKEN_BYTES
@@ -206,9 +213,9 @@ def from_run(
         raise ValueError(f"ids: {total} tokens, at most {max_model_len} fit")
     if run.score_from is not None and not 1 <= run.score_from <= total:
         raise ValueError(f"score_from: {run.score_from} of {total} tokens")
-    if run.adapter and run.adapter not in adapters:
+    adapter = adapters.get((run.adapter, run.version), -1)
+    if run.adapter and adapter < 0:
         raise ValueError(f"adapter: {run.adapter!r} is not loaded")
-    adapter = adapters.index(run.adapter) if run.adapter else -1
     wanted = run.sampling.max_tokens
     limit = max_model_len if wanted is None else min(run.prompt_len + max(wanted, 0), max_model_len)
     return Request(run, max(limit, total), eos_ids, adapter)
@@ -221,6 +228,8 @@ def _depends_on_tokens(s: Sampling) -> bool:
         or s.presence_penalty
         or s.frequency_penalty
         or s.logit_bias
+        or s.allowed_token_ids
+        or s.bad_token_ids
         or s.min_tokens
         or s.logprobs is not None
         or s.grammar is not None

@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from radixrt.lora_modules import LoraModule
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention
+from radixrt.worker.host_pool import HostPool
 from radixrt.worker.kv import DTYPES, KVPool, StatePool
+from radixrt.worker.model.adapter import Adapter, read_adapter
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.delta_net import Recurrence
 from radixrt.worker.picking import Picking
@@ -35,6 +38,8 @@ class ModelRunner:
         spec = model.spec
         self.num_states = 0 if states is None else states.slots
         self.states = states
+        self.host: HostPool | None = None
+        """Pages in host memory; set before the runner is used, if there are any."""
         self.num_pages = pool.slots // page_size
         self.page_size = page_size
         self.vocab_size = spec.vocab_size
@@ -47,6 +52,19 @@ class ModelRunner:
         self.on_planned: OnPlanned | None = None
         self._model = model
         self._device = pool.device
+
+    @property
+    def num_host_pages(self) -> int:
+        """See `plan.Runner`."""
+        return 0 if self.host is None else self.host.slots
+
+    def read_adapter(self, module: LoraModule) -> Adapter:
+        """See `plan.Runner`."""
+        return read_adapter(module, self._model.max_lora_rank)
+
+    def put_adapter(self, slot: int, module: LoraModule, adapter: Adapter) -> None:
+        """See `plan.Runner`."""
+        self._model.put_adapter(slot, adapter)
 
     def works(self) -> bool:
         """See `plan.Runner`."""
@@ -112,6 +130,8 @@ class TorchRunner(ModelRunner):
     @torch.inference_mode()
     def logits(self, plan: Plan) -> torch.Tensor:
         """Compute a step. Returns float32[plan.wants.sum(), vocab], the logits of the wanted positions in order."""
+        if plan.moves is not None:
+            self.host.move(plan.moves)
         if plan.states is not None:
             self.states.copy(plan.states.restores)
         adapters = plan.token_adapters

@@ -1,7 +1,8 @@
 """Samples tokens from logits. A request's logits go through these steps, where its Sampling has the parameter:
 
     raw logits -> log-probabilities that are reported
-      repetition, presence, frequency penalty -> logit_bias -> stop ids banned below min_tokens
+      repetition, presence, frequency penalty -> allowed_token_ids, logit_bias, bad_token_ids
+      -> stop ids banned below min_tokens
       -> mask of the grammar (with a grammar, the mask includes the ban of stop ids)
       greedy: argmax
       else: / temperature -> min_p -> top_k -> top_p -> + Gumbel noise -> argmax
@@ -80,8 +81,8 @@ def choose(
     ahead = ahead or {}
     sampler.penalize(logits, requests, rows, ahead)
     for row, request in enumerate(requests):
-        if request.sampling.logit_bias or request.sampling.min_tokens:
-            adjust(logits[row], request, len(ahead.get(row, ())))
+        if request.adjusted:
+            adjust(logits[row], request, ahead.get(row, ()))
     if masks is not None:
         sampler.mask(logits, masks)
     drawn = [row for row, request in enumerate(requests) if not request.greedy]
@@ -113,16 +114,31 @@ def penalize(logits: torch.Tensor, request: Request, ahead: Sequence[int] = ()) 
         logits[_index(ids, logits)] -= s.presence_penalty + s.frequency_penalty * times
 
 
-def adjust(logits: torch.Tensor, request: Request, ahead: int = 0) -> None:
-    """Apply logit_bias and the ban of stop ids below min_tokens to one request's logits[vocab], in place, as if it had
-    `ahead` more tokens."""
+def adjust(logits: torch.Tensor, request: Request, ahead: Sequence[int] = ()) -> None:
+    """Apply allowed_token_ids, logit_bias, bad_token_ids, and the ban of stop ids below min_tokens to one request's
+    logits[vocab], in place, as if it had the tokens `ahead` as well."""
     s = request.sampling
+    if request.allowed is not None:
+        at = _index(request.allowed, logits)
+        kept = logits[at]
+        logits.fill_(-torch.inf)
+        logits[at] = kept
     if s.logit_bias:
         bias = to_device(np.array(list(s.logit_bias.values()), dtype=np.float32), logits.device)
         logits[_index(list(s.logit_bias), logits)] += bias
-    generated = len(request.tokens) + ahead - request.prompt_len
+    if s.bad_token_ids and (banned := _ends_of_bad(request, ahead)):
+        logits[_index(banned, logits)] = -torch.inf
+    generated = len(request.tokens) + len(ahead) - request.prompt_len
     if generated < s.min_tokens and request.stop_ids and request.matcher is None:
         logits[_index(list(request.stop_ids), logits)] = -torch.inf
+
+
+def _ends_of_bad(request: Request, ahead: Sequence[int]) -> list[int]:
+    """The ids with which sequences of bad_token_ids would be complete, after the generated tokens and `ahead`."""
+    sequences = request.sampling.bad_token_ids
+    longest = max(map(len, sequences)) - 1
+    recent = [*request.tokens[max(request.prompt_len, len(request.tokens) - longest) :], *ahead]
+    return [last for *before, last in sequences if not before or recent[-len(before) :] == before]
 
 
 def _index(ids: np.ndarray | list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,12 @@ from radixrt.worker.running import Running
 from radixrt.worker.speculation import Speculation
 from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
+FETCHED = 16
+"""So many tokens are copied from host memory in the time of computing one, or more."""
+MANY, FEW = 512, 2048
+"""If many tokens of a request are copied from host memory, and the step has other work but computes few prompt tokens,
+the request's chunk comes in the next step: this one need not wait for the copy."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -99,6 +105,11 @@ class Scheduler:
     def ids(self) -> list[int]:
         """Ids of all requests."""
         return list(self._requests)
+
+    @property
+    def adapters(self) -> set[int]:
+        """The numbers of the LoRA adapters that requests have; -1 for none."""
+        return {request.adapter for request in self._requests.values()}
 
     @property
     def num_waiting(self) -> int:
@@ -199,24 +210,28 @@ class Scheduler:
         return victim
 
     def _chunk(self, request: Request, budget: int, builder: StepBuilder) -> int:
-        """Plan the next chunk of a request that is behind. Returns its length; 0 if none was planned."""
+        """Plan the next chunk of a request that is behind. Returns how much of the budget it takes."""
+        fetched = 0
         while True:
             # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
             self.cache.catch_up(request)
-            count = min(budget, builder.max_count(request))
-            if request.marks:
-                count = until_mark(request, count)
-            if not count:  # the step scores MOST_SCORED tokens already
-                return 0
             try:
+                fetched += self.cache.fetch(request)
+                if fetched >= MANY and (self.running.decoding or builder.requests) and sum(builder.counts) < FEW:
+                    return fetched // FETCHED
+                count = min(max(1, budget - fetched // FETCHED), builder.max_count(request))
+                if request.marks:
+                    count = until_mark(request, count)
+                if not count:  # the step scores MOST_SCORED tokens already
+                    return fetched // FETCHED
                 self.cache.reserve(request, request.computed + count)
                 break
             except OutOfPages:
                 if self._preempt(builder.requests) is request:
-                    return 0
+                    return fetched // FETCHED
         request.reach(request.computed, request.computed + count)
         builder.add(request, count)
-        return count
+        return fetched // FETCHED + count
 
     # ------------------------------------------------------------ apply
 
@@ -329,7 +344,7 @@ class Scheduler:
         # as they are then the ones after that token.
         if output.tokens and self.cache.states is None:
             request.computed = min(request.computed, len(request.tokens) - 1)
-        self._ending.end(request, keep=bool(self._waiting) and request.score_from is None)
+        self._ending.end(request, keep=self.cache.keeps and bool(self._waiting) and request.score_from is None)
 
     def fail(self, plan: Plan, reason: str) -> list[Output]:
         """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.messages import Load, Register
+from radixrt.messages import Adapter, Load, Register
 from radixrt.worker.cache import PageCache
 from radixrt.worker.plan import Plan, Runner
 from radixrt.worker.scheduler import Limits, Scheduler
@@ -26,7 +26,9 @@ class Identity:
     kv_dtype: str = ""
     device: str = "cpu"
     adapters: tuple[str, ...] = ()
-    """By number: the names of the model's adapters."""
+    """By number: the names of the adapters that are loaded at the start."""
+    max_loras: int = 0
+    """See `Register`."""
 
 
 def registration(identity: Identity, runner: Runner, cache: PageCache, limits: Limits, max_model_len: int) -> Register:
@@ -44,7 +46,8 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
         life=LIFE,
         vocab_size=runner.vocab_size,
         num_states=runner.num_states,
-        adapters=list(identity.adapters),
+        adapters=[Adapter(name) for name in identity.adapters],
+        max_loras=identity.max_loras,
     )
 
 
@@ -110,4 +113,6 @@ def load(
         launched_tokens=0 if flight is None else _prompt_tokens(flight),
         newest_run=newest_run,
         kept_tokens=cache.kept.tokens(),
+        fetched_tokens=cache.host.fetched_pages * cache.page_size if cache.host else 0,
+        host_tokens=cache.host.used_slots * cache.page_size if cache.host else 0,
     )

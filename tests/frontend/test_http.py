@@ -154,6 +154,24 @@ def test_tokenize_and_detokenize(http):
         assert http.post("/detokenize", json={"tokens": tokens}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/messages/count_tokens", {"messages": HELLO}),
+        ("/v1/responses/input_tokens", {"input": "a"}),
+    ],
+)
+def test_routes_that_only_count_know_which_models_are_served(http, path, body):
+    served = http.get("/v1/models").json()["data"][0]["id"]
+    assert http.post(path, json=body | {"model": served}).status_code == 200
+    answer = http.post(path, json=body | {"model": "other"})
+    error = answer.json()["error"]
+    assert answer.status_code == 404 and "'other' is not served here" in error["message"]
+    assert error["type"] == "not_found_error"
+
+
 @pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache", "client"])
 def test_caches_are_cleared_on_request(http, url, path):
     prompt = {"prompt": list(range(3, 60)), "max_tokens": 1}

@@ -213,7 +213,6 @@ def test_one_grammar_by_its_old_and_its_new_name(model):
         {"return_prompt_text": True},
         {"return_routed_experts": True},
         {"guided_whitespace_pattern": "[ ]?"},
-        {"include_reasoning": False},
         {"separate_reasoning": False},
         {"stream_reasoning": False},
         {"add_special_tokens": True},

@@ -181,6 +181,23 @@ def test_a_template_that_drops_thinking(forgetful):
         assert session == {"kept_turns": 0, "dropped": ["message 1: the template drops its thinking"]}
 
 
+def test_thinking_that_was_left_out_of_the_answer_is_kept_all_the_same(forgetful):
+    keeps, model = forgetful
+    model.answers.clear()
+    messages = [user("Think again.")]
+    first = (
+        ask(model, messages, "<think>\nHm, hm.\n</think>\n\nDone.", extra_body={"include_reasoning": False})
+        .choices[0]
+        .message
+    )
+    assert not hasattr(first, "reasoning_content")
+    messages += [echoed(first), user("And now?")]
+    second = ask(model, messages, "Nothing more.")
+    assert second.model_extra["radixrt"]["session"]["kept_turns"] == keeps
+    if keeps:
+        assert cached(second) == len(sequences(model)[0])
+
+
 def test_the_report_and_the_metrics_sum_up(forgetful):
     keeps, model = forgetful
     ask(model, [user("Sum.")], "<think>\nHm.\n</think>\n\nI sum up.")

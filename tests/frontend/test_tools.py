@@ -368,6 +368,31 @@ def test_reasoning(thinking, text, arguments, reasoning, content, stream):
     assert thinking.answers[0][2].get("reasoning_content", "") == reasoning
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_reasoning_that_is_left_out_of_the_answer(thinking, logprobs, stream):
+    """It counts as before, and sessions know the whole answer."""
+    extra = {"include_reasoning": False, "return_token_ids": True}
+    text = "<think>\nLet me see.\n</think>\n\nYes."
+    answer = thinking.chat(text, extra_body=extra, stream=stream, logprobs=logprobs)
+    if stream:
+        chunks = list(answer)
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert not any(hasattr(delta, "reasoning_content") for delta in deltas)
+        assert "".join(delta.content or "" for delta in deltas) == "Yes."
+        ids = [id for chunk in chunks for id in getattr(chunk.choices[0], "token_ids", None) or []]
+        likely = [one.token for chunk in chunks if chunk.choices[0].logprobs
+                  for one in chunk.choices[0].logprobs.content]  # fmt: skip
+    else:
+        choice = answer.choices[0]
+        assert not hasattr(choice.message, "reasoning_content") and choice.message.content == "Yes."
+        assert answer.usage.completion_tokens_details.reasoning_tokens > 3
+        ids, likely = choice.token_ids, [one.token for one in choice.logprobs.content] if logprobs else []
+    assert thinking.tokenizer.decode(ids).startswith(text)
+    assert "".join(likely).strip() == ("Yes." if logprobs else "")
+    assert thinking.answers[0][2]["reasoning_content"] == "Let me see."
+
+
 def test_reasoning_then_calls(thinking):
     messages, ends = gathered(thinking.chat(f"<think>\nHm\n</think>\n\n{CALLS['hermes']}", tools=TOOLS, stream=True))
     assert messages[0]["reasoning_content"] == "Hm" and messages[0]["content"] == "One moment."

@@ -11,6 +11,7 @@ from sim_workers import continuation, ids, register
 from radixrt.config import RouterConfig
 from radixrt.messages import (
     Abort,
+    Adapter,
     Delta,
     Deltas,
     Error,
@@ -754,7 +755,7 @@ def test_only_workers_of_the_model_are_asked():
 
 def test_only_workers_with_the_adapter_are_asked():
     """Under its own namespace, by its name; a request without a name gets the model."""
-    core = core_with(register("w0"), register("w1", adapters=["sql"]))
+    core = core_with(register("w0"), register("w1", adapters=[Adapter("sql")]))
     for number in range(4):
         name, run = only_run(core.submit(b"c", generate(number, model="sql"), 1.0))
         assert (name, run.adapter, run.namespace) == ("w1", "sql", "default\nsql\n")
@@ -768,13 +769,13 @@ def test_only_workers_with_the_adapter_are_asked():
 
 def test_a_name_may_be_an_adapter_at_one_worker_and_a_model_at_another():
     """Each worker is asked for what it has, also when a run goes on elsewhere; the name is listed once."""
-    core = core_with(register("w0", adapters=["sql", "bot"]))
+    core = core_with(register("w0", adapters=[Adapter("sql"), Adapter("bot")]))
     name, run = only_run(core.submit(b"c", generate(1, model="sql"), 1.0))
     assert (name, run.adapter) == ("w0", "sql")
     core.register(register("w1", model="sql", max_model_len=99), 1.0)
     name, again = only_run(core.leave("w0", 1.0))
     assert (name, again.adapter, again.namespace) == ("w1", "", run.namespace)
-    core.register(register("w0", pid=2, adapters=["sql", "bot"]), 1.0)
+    core.register(register("w0", pid=2, adapters=[Adapter("sql"), Adapter("bot")]), 1.0)
     listed = status.models(core)
     name, again = only_run(core.leave("w1", 1.0))
     assert (name, again.adapter, again.namespace) == ("w0", "sql", run.namespace)
@@ -787,11 +788,11 @@ def test_a_name_may_be_an_adapter_at_one_worker_and_a_model_at_another():
 
 def test_a_run_waits_for_a_worker_with_its_adapter():
     """It is not computed by another worker of the same model."""
-    core = core_with(register("w0"), register("w1", adapters=["sql"]))
+    core = core_with(register("w0"), register("w1", adapters=[Adapter("sql")]))
     only_run(core.submit(b"c", generate(1, model="sql"), 1.0))
     assert core.lose(["w1"], 2.0) == []
-    assert core.register(register("w2", adapters=["bot"]), 2.0) == []
-    name, run = only_run(core.register(register("w3", adapters=["bot", "sql"]), 3.0))
+    assert core.register(register("w2", adapters=[Adapter("bot")]), 2.0) == []
+    name, run = only_run(core.register(register("w3", adapters=[Adapter("bot"), Adapter("sql")]), 3.0))
     assert (name, run.adapter) == ("w3", "sql")
 
 

@@ -173,6 +173,29 @@ class CacheMachine(RuleBasedStateMachine):
         freed = sorted(as_list(self.tree.evict(count)))
         assert freed == sorted(self.oracle.take(freed) if self.policy else self.oracle.evict(count))
 
+    @rule(count=st.integers(0, 30))
+    def evict_paths(self, count: int) -> None:
+        before, freed = {page: value for page, (value, _) in self.oracle.pages.items()}, []
+        for name, ids, keep, values in self.tree.evict_paths(count):
+            path = tuple(as_list(ids))
+            ends = range(keep + self.page_size, len(path) + 1, self.page_size)
+            assert as_list(values) == [before[name, path[:end]] for end in ends]
+            freed += as_list(values)
+        assert sorted(freed) == sorted(self.oracle.take(freed) if self.policy else self.oracle.evict(count))
+
+    @precondition(lambda self: self.leases)
+    @rule(pick=st.integers(0, 99), first=st.integers(0, 20), count=st.integers(0, 20))
+    def assign(self, pick: int, first: int, count: int) -> None:
+        lease, name, held = self.leases[pick % len(self.leases)]
+        size, before = self.page_size, self.tree.version
+        ends = range((first + 1) * size, len(held) + 1, size)[:count]
+        values = self.new_values(held[: len(ends) * size])
+        lease.assign(min(first * size, len(held)), ints(values))
+        for end, value in zip(ends, values, strict=True):
+            self.oracle.pages[name, held[:end]][0] = value
+        assert as_list(lease.values()) == self.oracle.values(name, held)
+        assert self.tree.version == before
+
     @rule(name=names, path=tokens, keep=st.integers(0, 20))
     def forget(self, name: str, path: list[int], keep: int) -> None:
         whole = self.whole(path)

@@ -34,7 +34,10 @@ class Engine:
         drafter: Drafter | None = None,
     ) -> None:  # fmt: skip
         self.runner = runner
-        self.cache = PageCache(runner.num_pages, runner.page_size, rows, max_model_len, num_states=runner.num_states)
+        self.cache = PageCache(
+            runner.num_pages, runner.page_size, rows, max_model_len, num_states=runner.num_states,
+            num_host_pages=runner.num_host_pages,
+        )  # fmt: skip
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows), drafter)
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[Output]] = {}

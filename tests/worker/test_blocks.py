@@ -111,11 +111,6 @@ def test_time_steps_are_limited_in_prompts_and_answers_alike(checkpoint, tmp_pat
     assert (one - many).abs().max() < 1e-4
 
 
-def test_several_ranks_are_refused(checkpoint):
-    with pytest.raises(ValueError, match="tensor_parallel_size 2 is not served with Mamba layers"):
-        load(checkpoint("nemotron_h")[0], tensor_parallel_size=2)
-
-
 def test_shapes_without_kernels_on_a_gpu(checkpoint, tmp_path, monkeypatch):
     """Then torch runs the model, with this reason as a warning."""
     pytest.importorskip("triton")

@@ -290,6 +290,16 @@ def test_a_checkpoint_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
 
 
 @pytest.mark.usefixtures("wider")
+def test_multiplied_weights_are_dequantized(checkpoint, tmp_path):
+    """Falcon-H1's factors are part of its weights."""
+    folder, _ = store(checkpoint("falcon_h1")[0], tmp_path, "w4a16", ("proj.weight",))
+    (kept, _), (wide, _) = decoders(folder)
+    for ours, theirs in zip(kept._layers, wide._layers, strict=True):
+        assert torch.equal(ours.beside.projection.weight, theirs.beside.projection.weight)
+        assert torch.equal(ours.heads.qkv.weight, theirs.heads.qkv.weight)
+
+
+@pytest.mark.usefixtures("wider")
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
 def test_linear_attention_in_int4_may_stay_so(checkpoint, tmp_path, family):
     """Also where the rows of q, k, v and z are stored head by head."""

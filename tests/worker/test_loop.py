@@ -555,5 +555,5 @@ def test_what_depends_on_the_tokens_before_is_drawn_when_they_are_known(overlaps
 @pytest.mark.parametrize(("rate", "seconds"), [(0.0, 0.01 + 2 * 0.001), (100.0, 0.01 + 2 * 0.001 + 5 / 100)])
 def test_steps_of_the_fake_take_as_long_as_is_said(rate, seconds):
     runner = FakeRunner(prefill_rate=rate, decode_step=0.01, decode_each=0.001)
-    plan = SimpleNamespace(tokens=np.zeros(7), counts=np.array([1, 5, 1]))
+    plan = SimpleNamespace(tokens=np.zeros(7), counts=np.array([1, 5, 1]), moves=None)
     assert runner._seconds(plan) == pytest.approx(seconds)

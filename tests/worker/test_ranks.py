@@ -25,7 +25,7 @@ from radixrt.worker import ranks
 from radixrt.worker.group import TorchGroup
 from radixrt.worker.loading import load_runner, rank_device
 from radixrt.worker.model.sharding import Shard
-from radixrt.worker.plan import Plan, StateWork
+from radixrt.worker.plan import Moves, Plan, StateWork
 from radixrt.worker.ranks import GroupLost, Leader, StandIns, Step
 from radixrt.worker.request import Request
 from tests.checkpoints import make_model
@@ -80,6 +80,14 @@ def test_adapters_arrive():
     plan = replace(plan_of((request(1), request(2))), adapters=np.array([-1, 3], np.int32))
     assert StandIns().plan(told(plan, {})).adapters.tolist() == [-1, 3]
     assert StandIns().plan(told(plan_of((request(1),)), {})).adapters is None
+
+
+def test_moves_arrive():
+    pair = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+    plan = replace(plan_of((request(1),)), moves=Moves(pair, pair[:, :0]))
+    found = StandIns().plan(told(plan, {})).moves
+    assert np.array_equal(found.out, pair) and found.back.shape == (2, 0)
+    assert StandIns().plan(told(plan_of((request(1),)), {})).moves is None
 
 
 def test_requests_are_known_again():

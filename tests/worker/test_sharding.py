@@ -15,6 +15,7 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.quantized import Products, part_of_scale
 from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.scaled import FP8, LIMIT
@@ -25,6 +26,7 @@ from tests.worker.test_scaled import KINDS, SIZES, store
 from tests.worker.thread_group import on_ranks
 
 CPU = torch.device("cpu")
+MAMBA = MambaSpec(frozenset({0}), 6, 8, 1, 5, 4, conv_bias=True, bias=False, out_bias=False)
 DELTA = DeltaSpec(frozenset({0}), key_heads=6, value_heads=6, key_dim=8, value_dim=8, kernel=4)
 
 
@@ -63,11 +65,33 @@ def test_a_rank_has_the_kv_heads_that_its_queries_read(checkpoint, heads, size, 
         ({"intermediate_size": 126}, 4, "intermediate_size, 126"),
         ({"recurrent": DELTA}, 4, "linear_num_key_heads, 6"),
         ({"recurrent": dataclasses.replace(DELTA, key_heads=4)}, 4, "linear_num_value_heads, 6"),
+        ({"recurrent": MAMBA}, 4, "mamba_n_heads .mamba_num_heads., 6"),
+        ({"recurrent": dataclasses.replace(MAMBA, heads=12, groups=3)}, 4, "no multiple of .* mamba_n_groups .*, 3"),
+        ({"recurrent": dataclasses.replace(MAMBA, heads=12, groups=6)}, 4, "mamba_n_groups .n_groups., 6"),
     ],
 )
 def test_what_does_not_divide_is_named(checkpoint, changes, size, words):
     with pytest.raises(ValueError, match=words):
         Shard(0, size).spec(dataclasses.replace(spec_of(checkpoint), **changes))
+
+
+@pytest.mark.parametrize(
+    ("groups", "norm", "expected"),
+    [(8, "after_gate", (2, 1)), (4, "after_gate", (1, 1)), (2, "after_gate", (1, 2)), (1, "before_gate", (1, 4)),
+     (1, "none", (1, 1))],
+)  # fmt: skip
+def test_groups_of_heads_are_divided_or_shared(checkpoint, groups, norm, expected):
+    """A rank has B and C of the groups of its heads. States are divided as heads are."""
+    mamba = dataclasses.replace(MAMBA, heads=24, groups=groups, norm=norm)
+    spec = dataclasses.replace(spec_of(checkpoint), recurrent=mamba)
+    for rank in range(4):
+        own = Shard(rank, 4).spec(spec).recurrent
+        assert (own.groups, own.group_ranks) == expected
+        assert own.rule_shape == (6, 8, 5) and own.channels == 6 * 8 + 2 * own.groups * 5
+        assert own.state_bytes(2) == 2 * 3 * own.channels + 4 * 6 * 8 * 5
+        part = Shard(rank, 4).kv_rows(groups, 5)
+        wanted = {head * groups // 24 for head in range(6 * rank, 6 * rank + 6)}
+        assert wanted == set(range(part.start // 5, part.stop // 5))
 
 
 # ---------------------------------------------------------------- parts of a checkpoint
@@ -191,6 +215,14 @@ def mix(layer, heads):
         ("kimi_linear", {"linear_num_heads": 4}),
         ("lfm2", {"conv_bias": True}),
         ("lfm2_moe", {}),
+        ("nemotron_h", {}),
+        ("nemotron_h", {"n_groups": 4}),
+        ("granitemoehybrid", {"mamba_proj_bias": True}),
+        ("granitemoehybrid", {"mamba_n_heads": 12, "mamba_expand": 3}),
+        ("bamba", {}),
+        ("falcon_h1", {"attention_bias": True, "projectors_bias": True, "mamba_proj_bias": True}),
+        ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 1}),
+        ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_heads": 12}),
         ("cohere", {"use_qk_norm": True, "attention_bias": True}),
         ("cohere2", {}),
         ("cohere2_moe", {"num_shared_experts": 2}),
@@ -236,7 +268,7 @@ def test_all_ranks_together_are_the_model(checkpoint, family, changes, size):
     for found, turns, local, width in on_ranks(size, act):
         assert width == -(-spec.vocab_size // (64 * size)) * 64, "all ranks gather as much"
         assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
-        assert turns == [0, 1] * (2 * spec.num_layers - 1), "a room is used again when others have read it"
+        assert turns == [0, 1] * (2 * spec.num_layers - 1), "a buffer is used again when others have read it"
         assert local.num_heads * size == spec.num_heads
         if spec.experts:
             assert local.experts.shared_size * size == spec.experts.shared_size

@@ -30,11 +30,16 @@ class Bench:
         rows: int = 4,
         max_len: int = 128,
         states: int = 0,
+        host: int = 0,
     ):
         self.runner = FakeRunner(
-            pages + 1, page_size, VOCAB, max_len, check=True, overlaps=self.overlaps, num_states=states and states + 1
-        )
-        self.cache = PageCache(pages + 1, page_size, rows, max_len, num_states=self.runner.num_states)
+            pages + 1, page_size, VOCAB, max_len, check=True, overlaps=self.overlaps, num_states=states and states + 1,
+            num_host_pages=host and host + 1,
+        )  # fmt: skip
+        self.cache = PageCache(
+            pages + 1, page_size, rows, max_len, num_states=self.runner.num_states,
+            num_host_pages=self.runner.num_host_pages,
+        )  # fmt: skip
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows))
         self.runner.bind(self.cache.table)
         self.mirror = np.zeros_like(self.cache.table)
@@ -117,14 +122,15 @@ def random_prompt(rng: random.Random, trunks: list[list[int]]) -> list[int]:
     return trunk[: rng.randint(0, len(trunk))] + [rng.randint(3, 9) for _ in range(rng.randint(1, 12))]
 
 
+@pytest.mark.parametrize("host", [0, 7, 100])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("pages", [24, 48, 400])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_load(seed: int, pages: int, page_size: int) -> None:
+def test_random_load(seed: int, pages: int, page_size: int, host: int) -> None:
     rng = random.Random(seed)
     pages = max(pages // page_size, 16)
     chunk, rows = rng.choice([5, 16, 64]), rng.choice([1, 3, 8])
-    bench = Bench(pages, page_size, chunk, rows, max_len=60)
+    bench = Bench(pages, page_size, chunk, rows, max_len=60, host=host)
     trunks = [[rng.randint(3, 9) for _ in range(30)] for _ in range(3)]
     expected: dict[int, list[int]] = {}
     aborted = set()

@@ -28,8 +28,8 @@ class Mirror:
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
-        self._index = Index()
-        self._index.add_worker(0, fresh=True, num_states=bench.runner.num_states)
+        self.index = Index()
+        self.index.add_worker(0, fresh=True, num_states=bench.runner.num_states)
         self._seq = 0
 
     def tell(self, lost: bool = False, snapshot: bool = False) -> None:
@@ -37,17 +37,17 @@ class Mirror:
         cache = self._bench.cache
         events = [_EVENTS[kind](*rest) for kind, *rest in cache.drain_events()]
         step, self._seq = StepDone([], Load(), self._seq, events), self._seq + len(events)
-        assert lost or self._index.apply(0, step)
+        assert lost or self.index.apply(0, step)
         if lost or snapshot:
             events = [_EVENTS[kind](*rest) for kind, *rest in cache.snapshot_events()]
-            assert self._index.apply(0, StepDone([], Load(), self._seq, events, snapshot=True))
+            assert self.index.apply(0, StepDone([], Load(), self._seq, events, snapshot=True))
 
     def check(self, prompt: list[int], namespace: str, most: int) -> int:
         """Assert that the index predicts the hit of a prompt, at most `most` tokens, and return it."""
         cache, ids = self._bench.cache, np.array(prompt, np.int32)
         match = cache.tree.match(namespace, ids)
         hit = cache._covered(np.frombuffer(match.values(), np.int32), min(match.length, most))
-        assert self._index.match(namespace, ids.tobytes(), most).get(0, 0) == hit
+        assert self.index.match(namespace, ids.tobytes(), most).get(0, 0) == hit
         return hit
 
 

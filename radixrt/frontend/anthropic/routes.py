@@ -52,6 +52,7 @@ class MessageRoutes:
         body = parse(_counted, await self._read(request))
         prompt = body.prompt(body.tool_use())
         breakpoints(body)
+        await self._generation.check_model(body.model, key)
         return json_response({"input_tokens": await self._prompts.num_tokens(prompt, key, body)})
 
     async def _pins(self, body: Messages, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:

@@ -63,6 +63,7 @@ class Responses:
         """Count the tokens of a request's prompt."""
         asked, _ = await self._read_asked(request, key)
         (prompt,) = asked.prompts(asked.tool_use())
+        await self._generation.check_model(asked.model, key)
         tokens = await self._prompts.num_tokens(prompt, key, asked)
         counted = {"object": "response.input_tokens", "input_tokens": tokens}
         return Response(encode(counted), media_type="application/json")

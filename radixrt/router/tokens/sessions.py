@@ -161,7 +161,8 @@ class Sessions:
         tokenizer = self._tokenizer
         ids, last = memoryview(generated).cast("i").tolist(), memoryview(encoded.ids).cast("i")[-1]
         ended = ids[-1] in tokenizer.special_ids or ids[-1] in tokenizer.eos_ids
-        body = b"".join(map(tokenizer.token_bytes, ids[:-1] if ended else ids)).decode("utf-8", "replace")
+        inner = ids[:-1] if ended else ids
+        body = b"".join(map(tokenizer.token_bytes, inner)).decode("utf-8", "replace")
         if body.startswith(" ") and last in tokenizer.special_ids and tokenizer.puts_space_after(last):
             body = body[1:]
         return Answer(
@@ -172,6 +173,7 @@ class Sessions:
             reasoning=reasoning_of(message),
             offset=len(encoded.text),
             before=encoded.text[-BEFORE_CHARS:],
+            specials=tuple(map(tokenizer.token_text, sorted(tokenizer.special_ids.intersection(inner)))),
         )
 
     def _find(self, tenant: str, prompt: ChatPrompt, keys: list[Key]) -> dict[int, Answer]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -37,7 +37,8 @@ class Answer:
 
     `body` + `end` is the text of `ids`, special tokens included: `end` is the text of the last token if that is
     special, and `end_id` its id. `offset` is the length of the text of its prompt, after which it began, and `before`
-    the end of that text. `respelled` is what the template last wrote in place of `body`.
+    the end of that text. `respelled` is what the template last wrote in place of `body`. `specials` are the texts of
+    the special tokens in `body`, which clients do not see.
     """
 
     ids: bytes
@@ -48,6 +49,7 @@ class Answer:
     offset: int
     before: str
     respelled: str | None = None
+    specials: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +80,9 @@ class Speller:
     """Finds answers in the texts of one tokenizer's chat template.
 
     Text outside of spans stays as the template wrote it, and a span replaces only text of the same content: apart from
-    white space and the formatting of JSON, and with `keep_thinking` from thinking that the template drops. So the
-    meaning of a prompt is always that of the template, wherever spans are found.
+    white space, the formatting of JSON and special tokens that the text has nowhere (see `_unseen`), and with
+    `keep_thinking` from thinking that the template drops. So the meaning of a prompt is always that of the template,
+    wherever spans are found.
     """
 
     def __init__(self, tokenizer: Tokenizer, keep_thinking: bool) -> None:
@@ -90,6 +93,7 @@ class Speller:
     def find(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> Spelling:
         """Find the spans of `answers` (by index of the message) in `text`, which the template rendered for `prompt`."""
         spelling = Spelling()
+        answers = {index: _as_seen(answer, text) for index, answer in answers.items()}
         for index, answer in answers.items():
             if not text.endswith(answer.before, 0, answer.offset):
                 continue
@@ -106,6 +110,9 @@ class Speller:
             else:
                 spelling.dropped[index] = "it cannot be told from the rest of what the template writes"
         self._part(spelling)
+        for index in spelling.spans:
+            if unseen := _unseen(answers[index], text):
+                spelling.respelled[index] = f"the template leaves out {', '.join(unseen)}"
         return spelling
 
     def _places(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> dict[int, tuple[int, int]]:
@@ -227,6 +234,20 @@ class Speller:
                 spelling.dropped[index] = "it cannot be told from the rest of what the template writes"
             else:
                 at = span.end
+
+
+def _unseen(answer: Answer, text: str) -> list[str]:
+    """Special tokens of an answer that `text` has nowhere: the client did not see them, and the template does not write
+    them. Others may mark messages and calls: with them, an answer says something else."""
+    return [special for special in answer.specials if special not in text]
+
+
+def _as_seen(answer: Answer, text: str) -> Answer:
+    """The answer without its `_unseen` tokens."""
+    body = answer.body
+    for special in _unseen(answer, text):
+        body = body.replace(special, "")
+    return answer if body == answer.body else replace(answer, body=body)
 
 
 def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, str]:

@@ -164,10 +164,11 @@ def _counts(device: torch.device) -> torch.Tensor:
     return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
-def fitting_stages(tile: Tile, words: int, weights: int, memory: int) -> int:
+def fitting_stages(tile: Tile, words: int, facts: int, weights: int, memory: int, hopper: bool) -> int:
     """Pipeline stages of a tile, no more than fit `memory` bytes of shared memory, with a buffer each for x, and one
-    less for `words` words of each row of `weights` weights."""
-    x, w = 16 * tile.rows * words, 4 * weights * (tile.columns + 8) * words
+    less for `words` words and `facts` words of scales and zeros of each row of `weights` weights. Where x is not read
+    from its buffer by tensor cores, as on Hopper, it has one less, too, which is more than scales take."""
+    x, w = 16 * tile.rows * words, 4 * weights * tile.columns * (words + (facts if hopper else 0))
     return max(1, min(tile.stages, (memory + w) // (x + w)))
 
 
@@ -196,7 +197,8 @@ def multiply(
     launch(
         _product_kernel, (tiles, splits, 1), cache,
         *pointers, rows, columns, depth, blocks, *kinds,
-        num_warps=tile.warps, num_stages=fitting_stages(tile, WORDS, 1, room()),
+        num_warps=tile.warps,
+        num_stages=fitting_stages(tile, WORDS, weight.facts.shape[1], 1, room(), of_hopper(x.device)),
     )  # fmt: skip
 
 

@@ -210,9 +210,24 @@ def by_tokens(
 
 
 @triton.jit
+def _mean_squares_kernel(
+    y_ptr, z_ptr, means_ptr, z_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    i = tl.arange(0, BLOCK)
+    inside = i < SIZE
+    token = tl.program_id(0).to(tl.int64)
+    wait(EARLY)
+    y = tl.load(y_ptr + token * SIZE + i, mask=inside, other=0.0).to(tl.float32)
+    if not NORM_FIRST:
+        y = y * silu(tl.load(z_ptr + token * z_stride + i, mask=inside, other=0.0).to(tl.float32))
+    tl.store(means_ptr + token, tl.sum(y * y, 0) / SIZE)
+
+
+@triton.jit
 def _group_norm_kernel(
-    y_ptr, z_ptr, norm_ptr, eps, z_stride, GROUPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    NORM_FIRST: tl.constexpr, EARLY: tl.constexpr,
+    y_ptr, z_ptr, norm_ptr, means_ptr, eps, z_stride, means_stride, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr, NORM_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     i = tl.arange(0, BLOCK)
     inside = i < SIZE
@@ -225,7 +240,14 @@ def _group_norm_kernel(
     gate = silu(tl.load(z_ptr + token * z_stride + column, mask=inside, other=0.0).to(tl.float32))
     if not NORM_FIRST:
         y = y * gate
-    y = weight * (y * tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps))
+    if RANKS > 1:
+        mean = tl.load(means_ptr + token * means_stride)
+        for rank in tl.static_range(1, RANKS):
+            mean += tl.load(means_ptr + token * means_stride + rank)
+        mean = mean / RANKS
+    else:
+        mean = tl.sum(y * y, 0) / SIZE
+    y = weight * (y * tl.rsqrt(mean + eps))
     if NORM_FIRST:
         y = y * gate
     tl.store(at, y.to(y_ptr.dtype.element_ty), mask=inside)
@@ -233,14 +255,22 @@ def _group_norm_kernel(
 
 def finish(inputs: MambaInputs, net: Mamba, out: torch.Tensor, cache: KernelCache | None = None) -> None:
     """Gate and normalize a layer's results out[T, H * P] in place (see `model.mamba.gated`). Where there is no norm,
-    they have been gated already."""
+    they have been gated already. Where ranks share a group of heads, a collective."""
     if net.norm is None:
         return
-    spec = net.spec
-    size = spec.values // spec.groups
+    spec, z = net.spec, inputs.z
+    size, norm_first, ranks = spec.values // spec.groups, spec.norm == "before_gate", spec.group_ranks
     block = triton.next_power_of_2(size)
+    warps, means = max(1, min(8, block // 512)), z
+    if ranks > 1:
+        mine = torch.empty((len(out), 1), dtype=torch.float32, device=out.device)
+        launch(
+            _mean_squares_kernel, (len(out), 1, 1), cache,
+            out, z, mine, z.stride(0), size, block, norm_first, num_warps=warps,
+        )  # fmt: skip
+        means = net.over_ranks(mine)
     launch(
         _group_norm_kernel, (spec.groups, len(out), 1), cache,
-        out, inputs.z, net.norm, net.eps, inputs.z.stride(0), spec.groups, size, block, spec.norm == "before_gate",
-        num_warps=max(1, min(8, block // 512)),
+        out, z, net.norm, means, net.eps, z.stride(0), means.stride(0), spec.groups, size, ranks, block, norm_first,
+        num_warps=warps,
     )  # fmt: skip

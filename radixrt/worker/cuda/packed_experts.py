@@ -265,7 +265,8 @@ def product(
         len(order.tiles), columns, weight.columns, blocks, before, splits, *kind,
         ACTIVATIONS.get(activation or "", 0), activation is not None,
         bias is not None, bits, tile.rows, tile.columns, words, TILE_FIELDS, GROUP,
-        num_warps=tile.warps, num_stages=fitting_stages(tile, words, height // columns, room()),
+        num_warps=tile.warps,
+        num_stages=fitting_stages(tile, words, kind[2], height // columns, room(), of_hopper(x.device)),
     )  # fmt: skip
     return out
 

@@ -180,6 +180,10 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[[], Result]:
         self._steps += 1
+        if self.host is not None:
+            self.host.arrive()
+        if plan.moves is not None:
+            self.host.move(plan.moves, wait=plan.needs_back)
         packer = self._packers[self._steps % 2]
         packer.clear()
         serial = self._leads and any(request.serial for request in plan.requests)

@@ -46,6 +46,23 @@ def paired(mixes: Iterable[bool]) -> Blocks:
     return tuple(found)
 
 
+def turn(blocks: Blocks, layer: int, place: int) -> int:
+    """On several ranks, the buffer of the sum after a layer's mixer (`place` 0) or its MLP (1): both buffers are used
+    in turn (see `parallel.Group`). The last layer begins with the first one, as `Decoder` makes the number of sums
+    before it even."""
+    own = blocks[layer]
+    number = own[place]
+    assert number is not None
+    first = 0 if layer < len(blocks) - 1 else min(n for n in own if n is not None)
+    return (number - first) % 2
+
+
+def odd_sums(blocks: Blocks) -> tuple[bool, bool]:
+    """Whether the sums before the last layer, and those in it, are odd in number."""
+    counts = [sum(number is not None for number in own) for own in blocks]
+    return sum(counts[:-1]) % 2 == 1, counts[-1] % 2 == 1 if counts else False
+
+
 @dataclass(frozen=True, slots=True)
 class NoMixer:
     """In place of `layers.Projections`."""

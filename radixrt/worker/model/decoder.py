@@ -11,18 +11,19 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.adapter import Adapter
-from radixrt.worker.model.blocks import NoMixer
+from radixrt.worker.model.blocks import NoMixer, odd_sums
 from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.delta_net import DeltaNet, Mix
 from radixrt.worker.model.experts_beside import ExpertsBeside
 from radixrt.worker.model.int4 import Int4Linear
 from radixrt.worker.model.layers import Attend, Layer, NoNorm, Product
 from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.lora import Adapters, LoraLinear
+from radixrt.worker.model.lora import LoraLinear
+from radixrt.worker.model.lora_slots import Adapters, Room
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.ops import Ops, TorchOps
-from radixrt.worker.model.parallel import Group
+from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.reading import Reader
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.scaled import Rounded, ScaledLinear
@@ -38,7 +39,7 @@ class Decoder:
     """The weights of a model on one device, and the forward pass over tokens of any number of sequences.
 
     `spec` describes the whole model. In a tensor-parallel `group` this rank has a part of it, which `Decoder.spec`
-    describes. LoRA `adapters` are numbered in their order."""
+    describes. LoRA `adapters` are numbered in their order; with `room`, others can be put in their place."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Decoder:
         ops: Ops | None = None,
         group: Group | None = None,
         adapters: Sequence[Adapter] = (),
+        room: Room | None = None,
     ) -> None:
         shard = group.shard if group else Shard()
         self.spec = shard.spec(spec)
@@ -55,7 +57,8 @@ class Decoder:
         """Token ids whose logits this rank computes."""
         self._ops = ops or TorchOps()
         self._group = group
-        lora = Adapters(adapters, self._ops, weights.dtype, batch_invariant) if adapters else None
+        self._odd_sums = odd_sums(spec.blocks)
+        lora = Adapters(adapters, room, self._ops, weights.dtype, batch_invariant) if adapters or room else None
         reader = Reader(spec, weights, batch_invariant, self._ops, group, lora)
         self._embedding = reader.embedding()
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
@@ -63,7 +66,8 @@ class Decoder:
         self._numbers = [next(numbers[_kind(layer)]) for layer in self._layers]
         """By layer: its place among those with attention, or among those with a recurrent state."""
         if lora is not None:
-            lora.check_all_used()
+            lora.fill()
+        self._lora = lora
         self._adapters = None if lora is None else lora.rows
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
@@ -108,8 +112,18 @@ class Decoder:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA adapters are loaded."""
+        """Whether LoRA adapters are loaded, or can be."""
         return self._adapters is not None
+
+    @property
+    def max_lora_rank(self) -> int:
+        """The largest rank of an adapter for which there is room; 0 if there is none."""
+        return 0 if self._lora is None else self._lora.max_rank
+
+    def put_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Make an adapter the one of number `slot`, which no step in flight may use. Raises ValueError, and changes
+        nothing, if it does not fit this model."""
+        self._lora.put(slot, adapter)
 
     def use_adapters(self, adapters: torch.Tensor | None) -> None:
         """Set the LoRA adapter of each token of the next forward pass, int32[T], -1: none. None: no token has one."""
@@ -186,6 +200,8 @@ class Decoder:
         """Run the layers of these numbers, from the normalized input x of the first one, but of the model's last layer
         only attention. Returns (the last result, the residual stream, which is changed in place)."""
         for number in numbers:
+            if number == len(self._layers) - 1 and self._odd_sums[0]:
+                self._sum_nothing(residual)
             x = self._attended(number, x, context, attend, mix)
             if number < len(self._layers) - 1:
                 inputs = None if context.inputs is None else context.inputs[:, number]
@@ -240,13 +256,22 @@ class Decoder:
         last, inputs = len(self._layers) - 1, None
         if self._layer_inputs is not None:
             inputs = self._layer_inputs(tokens, self._embed(tokens), self._ops, first=last)[:, 0]
-        logits = self._logits(self._after_attention(last, x, residual, inputs), out)
+        x = self._after_attention(last, x, residual, inputs)
+        if self._odd_sums[1]:
+            self._sum_nothing(residual)
+        logits = self._logits(x, out)
         if self._head_bias is not None:
             logits.add_(self._head_bias)
         factor, cap = self.spec.logits_factor, self.spec.logits_cap
         if factor != 1:
             logits.mul_(factor)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _sum_nothing(self, residual: torch.Tensor) -> None:
+        """One more sum over ranks, so that the next one begins with the first buffer again (see `blocks.turn`)."""
+        if self._group is not None:
+            one = torch.zeros_like(residual[:1])
+            self._group.add(AFTER_MLP, self._group.buffer(AFTER_MLP, one).zero_(), one, NoNorm(), self._ops)
 
     def _after_attention(
         self,

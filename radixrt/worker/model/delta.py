@@ -9,6 +9,9 @@ whatever else is in the step. Slot 0 is the trash slot: several sequences may ha
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
 
@@ -108,7 +111,7 @@ def gated_delta(
     out = []
     targets = slots if to is None else to
     for slot, target, *part in zip(slots.tolist(), targets.tolist(), *parts, strict=True):
-        rule = _by_tokens if exact or len(part[0]) == 1 else _by_chunks
+        rule = _by_tokens if exact or len(part[0]) == 1 else in_order(_by_chunks, _by_tokens)
         found, states[target] = rule(*part, states[slot])
         out.append(found)
     return torch.cat(out).to(kind)
@@ -135,6 +138,21 @@ def _normalized(x: torch.Tensor) -> torch.Tensor:
 
 def _repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+Rule = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""(the inputs of a sequence's tokens, its state) -> (output [T, heads, D], new state)."""
+
+
+def in_order(by_chunks: Rule, by_tokens: Rule) -> Rule:
+    """`by_chunks`; but on a CPU, if a result is not finite, `by_tokens`: in the products of a chunk, a token that is
+    NaN reaches those before it, since 0 times NaN is NaN. On a GPU the host would wait."""
+
+    def rule(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, state = by_chunks(*inputs)
+        return (out, state) if out.is_cuda or math.isfinite(out.sum()) else by_tokens(*inputs)
+
+    return rule
 
 
 def _by_tokens(

@@ -2,7 +2,8 @@
 
     residual += after(after_mlp(mlp(before(residual))) + after_experts(experts(before_experts(residual))))
 
-The router's input is the residual stream, normalized and multiplied by a vector."""
+The router's input is the residual stream, normalized and multiplied by a vector. Ranks have to add up both outputs,
+2 T rows: a norm of a sum needs the whole sum, so that ranks cannot add the two beforehand."""
 
 from __future__ import annotations
 

@@ -7,10 +7,12 @@ else is in the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.delta import VECTOR
+from radixrt.worker.model.delta import VECTOR, in_order
 from radixrt.worker.model.moe import sigmoid
 
 CHUNK = 64
@@ -53,7 +55,7 @@ def state_space(
         for count, slot, target in zip(counts.tolist(), slots.tolist(), targets.tolist(), strict=True):
             if count > 1 or to is not None:
                 part = [value[start : start + count] for value in inputs]
-                rule = _by_tokens if exact or count == 1 else _by_chunks
+                rule = _by_tokens if exact or count == 1 else in_order(_by_chunks, _by_tokens)
                 found, states[target] = rule(*part, states[slot])
                 out[start : start + count] += found
             start += count
@@ -67,17 +69,30 @@ def state_space(
 
 
 def gated(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, groups: int, eps: float, norm_first: bool = False
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    groups: int,
+    eps: float,
+    norm_first: bool = False,
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """RMSNorm of x[T, D] silu(gate[T, D]), for each of `groups` equal parts alone, times weight[D], in float32. Without
-    a weight there is no norm; with `norm_first` the norm is that of x alone, and comes before the gate."""
+    a weight there is no norm; with `norm_first` the norm is that of x alone, and comes before the gate. `over_ranks`:
+    of the mean of squares float32[T, 1] of the only part, of which other ranks have as many elements, the means of all
+    of these, [T, ranks]."""
     # As in `delta.short_conv`.
     wide = gate.float()
     silu = F.silu(wide) if wide.is_cuda or wide.shape[1] % VECTOR == 0 else wide * sigmoid(wide)
     if weight is None:
         return (x.float() * silu).to(x.dtype)
     parts = (x.float() if norm_first else x.float() * silu).unflatten(1, (groups, -1))
-    normed = weight.float() * (parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + eps)).flatten(1)
+    means = parts.square().mean(-1, keepdim=True)
+    if over_ranks is not None:
+        every = over_ranks(means[:, 0])
+        # Added rank by rank: how torch.sum rounds may depend on the shape.
+        means = (sum(every.unbind(1)) / every.shape[1])[:, None, None]
+    normed = weight.float() * (parts * torch.rsqrt(means + eps)).flatten(1)
     return (normed * silu if norm_first else normed).to(x.dtype)
 
 

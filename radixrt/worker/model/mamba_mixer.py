@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.checkpoint import Weights, load_float32
 from radixrt.worker.model.delta import short_conv
 from radixrt.worker.model.mamba import gated, state_space
 from radixrt.worker.model.mamba_spec import MambaSpec
@@ -17,12 +16,14 @@ from radixrt.worker.model.moe import softplus
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import Recurrence
     from radixrt.worker.model.layers import Product
+    from radixrt.worker.model.parallel import Group
     from radixrt.worker.model.scaled import Rounded, Rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba:
-    """Takes the place of `layers.Projections` in a layer with a Mamba-2 mixer."""
+    """Takes the place of `layers.Projections` in a layer with a Mamba-2 mixer. In a `group`, each rank has a part of
+    its heads, which `spec` describes."""
 
     spec: MambaSpec
     projection: Product
@@ -42,36 +43,28 @@ class Mamba:
     eps: float
     exact: bool
     """Results must not depend on how sequences are cut into steps."""
-
-    @classmethod
-    def read(cls, spec: MambaSpec, projection: Product, weights: Weights, at: str, eps: float, exact: bool) -> Mamba:
-        """From the tensors `model.<at>*` of a checkpoint, of which `projection` is read already."""
-        at = f"model.{at}"
-        return cls(
-            spec=spec,
-            projection=projection,
-            conv=weights.load(f"{at}conv1d.weight", (spec.channels, 1, spec.kernel)).squeeze(1),
-            conv_bias=weights.load(f"{at}conv1d.bias", (spec.channels,)) if spec.conv_bias else None,
-            rates=-load_float32(weights, f"{at}A_log", spec.heads).exp(),
-            skip=load_float32(weights, f"{at}D", spec.heads),
-            step_bias=load_float32(weights, f"{at}dt_bias", spec.heads),
-            norm=None if spec.norm == "none" else weights.load(f"{at}norm.weight", (spec.values,)),
-            eps=eps,
-            exact=exact,
-        )
+    group: Group | None = None
 
     def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence) -> torch.Tensor:
         """As `DeltaNet.mix`: [T, values]."""
         spec, (convs, rules) = self.spec, states.layer(number)
         z, xbc, step = self.projection(x).split((spec.values, spec.channels, spec.heads), dim=1)
         xbc = short_conv(xbc, self.conv, self.conv_bias, convs, states.slots, states.bounds, to=states.to)
-        each = spec.groups * spec.state
-        x, b, c = xbc.split((spec.values, each, each), dim=1)
+        x, b, c = xbc.split(spec.conv_sizes, dim=1)
         x, b, c = x.unflatten(1, (spec.heads, -1)), *(part.unflatten(1, (spec.groups, -1)) for part in (b, c))
         out = state_space(
             x, self.steps(step), self.rates, b, c, self.skip, rules, states.slots, states.bounds, self.exact, states.to
         )
-        return gated(out.flatten(1), z, self.norm, spec.groups, self.eps, spec.norm == "before_gate")
+        over_ranks = self.over_ranks if spec.group_ranks > 1 else None
+        return gated(out.flatten(1), z, self.norm, spec.groups, self.eps, spec.norm == "before_gate", over_ranks)
+
+    def over_ranks(self, mine: torch.Tensor) -> torch.Tensor:
+        """float32[T, ranks]: the numbers of all ranks that share this rank's group of heads, its own ones being
+        mine[T, 1]. A collective of all ranks."""
+        assert self.group is not None
+        count = self.spec.group_ranks
+        first = self.group.shard.rank // count * count
+        return self.group.gather(mine)[:, first : first + count]
 
     def steps(self, step: torch.Tensor) -> torch.Tensor:
         """Time steps float32[T, heads] of their projection [T, heads]."""

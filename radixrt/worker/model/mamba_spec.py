@@ -36,6 +36,9 @@ class MambaSpec:
     """The mixers are beside attention, in all layers, with the same input, and not in its place."""
     norms: None = None
     """Those of other layers."""
+    group_ranks: int = 1
+    """In a part of a model: tensor-parallel ranks among which the heads of a group are divided, if a norm is over them.
+    Each of these ranks has B and C of the group."""
 
     @property
     def values(self) -> int:
@@ -46,6 +49,11 @@ class MambaSpec:
     def channels(self) -> int:
         """Channels of the short convolution: x, B and C."""
         return self.values + 2 * self.groups * self.state
+
+    @property
+    def conv_sizes(self) -> tuple[int, int, int]:
+        """Elements of all heads of x, and of all groups of B and of C."""
+        return self.values, self.groups * self.state, self.groups * self.state
 
     @property
     def rule_shape(self) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.lora import LoraLinear
 from radixrt.worker.model.moe import Experts, sigmoid
 from radixrt.worker.model.ops import Ops
-from radixrt.worker.model.parallel import AFTER_MLP, Group
+from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.scaled import Rounded, Rounding
 
 
@@ -140,6 +140,8 @@ class Mixture:
 
     experts: Experts
     group: Group | None
+    turn: int
+    """See `layers.Output`."""
     shared: SharedMlp | UngatedShared | None = None
     after: Norm | None = None
     """Norm of the experts' sum, before it is added to the residual stream."""
@@ -156,18 +158,18 @@ class Mixture:
         if self.group is None and self.after is None and self.factor == 1:
             self._add(x, residual, ops)
             return norm(residual, ops)
-        part = torch.zeros_like(residual) if self.group is None else self.group.buffer(AFTER_MLP, residual).zero_()
+        part = torch.zeros_like(residual) if self.group is None else self.group.buffer(self.turn, residual).zero_()
         self._add(x, part, ops)
         if self.after is not None:
             if self.group is None:
                 return ops.add_normed(part, self.after, residual, norm)
-            residual.add_(self.group.add(AFTER_MLP, part, torch.zeros_like(part), self.after, ops))
+            residual.add_(self.group.add(self.turn, part, torch.zeros_like(part), self.after, ops))
             return norm(residual, ops)
         if self.factor != 1:
             part *= self.factor
         if self.group is None:
             return norm(residual.add_(part), ops)
-        return self.group.add(AFTER_MLP, part, residual, norm, ops)
+        return self.group.add(self.turn, part, residual, norm, ops)
 
     def _add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         self.experts.add(x, residual, ops)

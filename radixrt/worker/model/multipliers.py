@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from radixrt.worker.model.checkpoint import Renamed, Weights, copied_part
+from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.scaled import Scaled
 from radixrt.worker.model.sharding import Part
 
@@ -39,6 +40,10 @@ class Multiplied(Renamed):
     def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
         """None if multiplied: such weights are dequantized."""
         return None if self._rows(name) else super().scaled(name, shape, part)
+
+    def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
+        """As `scaled`."""
+        return None if self._rows(name) else super().int4(name, shape, part)
 
     def _rows(self, name: str) -> tuple[tuple[int, float], ...]:
         return next((rows for end, rows in self._multipliers if name.endswith(end)), ())

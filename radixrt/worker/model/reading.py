@@ -6,9 +6,8 @@ import dataclasses
 
 import torch
 
-from radixrt.worker.model.blocks import NoMixer, NoMlp, NoOutput
+from radixrt.worker.model.blocks import NoMixer, NoMlp, NoOutput, turn
 from radixrt.worker.model.checkpoint import load_float32
-from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.expert_spec import ExpertsSpec
 from radixrt.worker.model.experts_beside import ExpertsBeside
@@ -18,13 +17,11 @@ from radixrt.worker.model.interleaved_experts import read_interleaved_experts
 from radixrt.worker.model.latent import NORM_EPS, Latent, UpProjections
 from radixrt.worker.model.layers import Gate, Grouped, Layer, NoNorm, Norm, Projections
 from radixrt.worker.model.linear import HeadLinear, Linear
-from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.mlp import UNGATED, Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
 from radixrt.worker.model.moe import Experts, read_experts
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP
-from radixrt.worker.model.reading_heads import HeadsReader
-from radixrt.worker.model.short_conv import ShortConv
+from radixrt.worker.model.reading_recurrent import RecurrentReader
 from radixrt.worker.model.spec import SQUARED_RELU, XIELU, GateSpec, NormsSpec
 from radixrt.worker.model.tensors import Piece
 
@@ -32,7 +29,7 @@ XIELU_FIXED = 0.5, -1e-6
 """Defaults of `beta` and `eps`."""
 
 
-class Reader(HeadsReader):
+class Reader(RecurrentReader):
     """Reads the layers of a decoder."""
 
     def layer(self, number: int) -> Layer:
@@ -52,7 +49,7 @@ class Reader(HeadsReader):
             biases = spec.output_bias, spec.recurrent.out_bias
             output = self._outputs(both, (inner, spec.recurrent.values), biases, AFTER_ATTENTION)
         else:
-            output = self._output(name, shape, spec.output_bias, AFTER_ATTENTION, after)
+            output = self._output(name, shape, spec.output_bias, self._turn(number, AFTER_ATTENTION), after)
         return Layer(
             attention_norm=attention_norm,
             heads=heads,
@@ -64,6 +61,10 @@ class Reader(HeadsReader):
             beside=beside,
             end=self._layer_end(at) if spec.layer_scalars else None,
         )
+
+    def _turn(self, number: int, place: int) -> int:
+        """The buffer of a layer's sum after its mixer or its MLP, AFTER_ATTENTION or AFTER_MLP (see `blocks.turn`)."""
+        return turn(self._spec.blocks, number, place) if self._spec.blocks else place
 
     def _heads(self, number: int, at: str) -> Projections:
         if self._spec.layers:
@@ -93,79 +94,10 @@ class Reader(HeadsReader):
         return Layer(
             attention_norm=self._norm_before(at, norms.before_attention, net.rounding),
             heads=net,
-            output=self._output(at + name, (spec.hidden_size, inner), bias, AFTER_ATTENTION, after),
+            output=self._output(at + name, (spec.hidden_size, inner), bias, self._turn(number, AFTER_ATTENTION), after),
             mlp_norm=self._mlp_norm(at, norms, mlp),
             mlp=mlp,
         )
-
-    def _gated_conv(self, at: str, spec: ShortConvSpec) -> ShortConv:
-        own = self._shard.part(0, spec.channels)
-        each = Piece("", (spec.channels, self._spec.hidden_size), own)
-        conv = self._weights.load(f"model.{at}conv.weight", (spec.channels, 1, spec.kernel), own)
-        bias = self._weights.load(f"model.{at}conv.bias", (spec.channels,), own) if spec.bias else None
-        return ShortConv(self._linear(self._fused(at + "in_proj", [each] * 3), spec.bias), conv.squeeze(1), bias)
-
-    def _mamba(self, at: str, mamba: MambaSpec) -> Mamba:
-        rows = mamba.values + mamba.channels + mamba.heads
-        projection = self._linear([Piece(at + "in_proj", (rows, self._spec.hidden_size))], mamba.bias)
-        return Mamba.read(mamba, projection, self._weights, at, self._spec.norm_eps, self._batch_invariant)
-
-    def _delta_net(self, at: str, delta: DeltaSpec) -> DeltaNet:
-        heads, own, ups = delta.value_heads, self._shard.spec(self._spec).recurrent, None
-        qkv = [self._rows(at + name, size) for name, size in zip(delta.qkv, delta.qkv_sizes, strict=False)]
-        ba = [self._rows(at + name, heads) for name in (delta.b, delta.a)]
-        if delta.fused:  # grouped by heads of k, of which ranks have consecutive ones
-            qkv = [self._rows(at + "in_proj_qkvz", delta.channels + delta.values, order=qkvz_order(own))]
-            ba = [self._rows(at + "in_proj_ba", 2 * heads, order=ba_order(own))]
-        elif len(delta.qkv) == 1:
-            qkv = self._fused(at + delta.qkv[0], [self._rows("", size) for size in delta.qkv_sizes])
-        if delta.rank:
-            low = [Piece(at + name, (delta.rank, self._spec.hidden_size)) for name in ("f_a_proj", "g_a_proj")]
-            f, g = (
-                self._rows(at + n, k, delta.rank) for n, k in (("f_b_proj", delta.keys), ("g_b_proj", delta.values))
-            )
-            qkv, ba, ups = qkv + low, ba[:1], (self._linear([f], False), self._linear([g], False))
-        elif not delta.fused:
-            qkv.append(self._rows(at + delta.z, delta.values))
-        return DeltaNet(
-            spec=own,
-            qkvz=self._linear(qkv, False),
-            ba=self._linear(ba, False),
-            conv=self._short_conv(at, delta),
-            rates=-self._float32(at + "A_log", heads).exp(),
-            dt_bias=self._float32(at + "dt_bias", delta.keys if delta.rank else heads),
-            norm=self._vector(at + delta.norm, delta.value_dim),
-            eps=delta.norm_eps or self._spec.norm_eps,
-            exact=self._batch_invariant,
-            ups=ups,
-        )
-
-    def _rows(self, name: str, rows: int, columns: int = 0, order: torch.Tensor | None = None) -> Piece:
-        """A projection whose rows are divided among ranks; of hidden states, unless `columns` are given."""
-        return Piece(name, (rows, columns or self._spec.hidden_size), self._shard.part(0, rows), order=order)
-
-    def _short_conv(self, at: str, delta: DeltaSpec) -> torch.Tensor:
-        """The convolutions of this rank's channels [channels, kernel]. Those of all may be stored as three tensors (by
-        transformers in equal parts, whatever the sizes of q, k and v are)."""
-        shape = delta.channels, 1, delta.kernel
-        names = [f"model.{at}{part}_conv1d.weight" for part in "qkv"]
-        if names[0] in self._weights:
-            conv = torch.cat([self._weights.load(name, self._weights.shape(name)) for name in names])
-            if conv.shape != shape:
-                raise ValueError(f"{', '.join(names)} have shape {list(conv.shape)}, config.json says {list(shape)}")
-        else:
-            conv = self._weights.load(f"model.{at}conv1d.weight", shape)
-        parts = conv.squeeze(1).split(delta.qkv_sizes)
-        return torch.cat([self._own(part) for part in parts])
-
-    def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows."""
-        part = self._shard.part(0, len(whole))
-        return whole if part is None else whole[part.start : part.stop]
-
-    def _float32(self, name: str, size: int) -> torch.Tensor:
-        """This rank's part of a small parameter that keeps its precision if it is stored in float32."""
-        return self._own(load_float32(self._weights, f"model.{name}", size))
 
     def _grouped_query(self, number: int, at: str) -> Projections:
         spec = self._spec
@@ -292,16 +224,16 @@ class Reader(HeadsReader):
         spec, at = self._spec, f"layers.{number}.mlp."
         if spec.blocks and spec.blocks[number][1] is None:
             return NoMlp()
-        after = self._norm_after(f"layers.{number}.", norms.after_mlp)
+        after, turn = self._norm_after(f"layers.{number}.", norms.after_mlp), self._turn(number, AFTER_MLP)
         if spec.experts is not None and number in spec.experts.layers:
             read = read_interleaved_experts if spec.experts.interleaved_gate_up else read_experts
             experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
             if spec.experts.beside:
                 return self._experts_beside(number, experts, after)
             factor = spec.residual_factor * spec.experts.factor
-            return Mixture(experts, self._group, self._shared(at, spec.experts), after, factor)
+            return Mixture(experts, self._group, turn, self._shared(at, spec.experts), after, factor)
         inner = spec.layer(number).intermediate_size
-        return (self._gated_mlp if spec.gated else self._ungated_mlp)(at, inner, after)
+        return (self._gated_mlp if spec.gated else self._ungated_mlp)(at, inner, turn, after)
 
     def _experts_beside(self, number: int, experts: Experts, after: Norm | None) -> ExpertsBeside:
         """With the names of Gemma 4."""
@@ -321,10 +253,10 @@ class Reader(HeadsReader):
             group=self._group,
         )
 
-    def _ungated_mlp(self, at: str, inner: int, after: Norm | None = None) -> UngatedMlp:
+    def _ungated_mlp(self, at: str, inner: int, turn: int = AFTER_MLP, after: Norm | None = None) -> UngatedMlp:
         spec, hidden = self._spec, self._spec.hidden_size
         up = Piece(at + "up_proj", (inner, hidden), self._shard.part(0, inner))
-        down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, AFTER_MLP, after)
+        down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, turn, after)
         activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else None
         if spec.activation not in (XIELU, SQUARED_RELU):
             activation = UNGATED[spec.activation]
@@ -337,7 +269,7 @@ class Reader(HeadsReader):
         fixed = [alphas[0].new_tensor(x) if s is None else s for x, s in zip(XIELU_FIXED, stored, strict=True)]
         return Xielu.learned(*alphas, *fixed)
 
-    def _gated_mlp(self, at: str, inner: int, after: Norm | None = None) -> Mlp:
+    def _gated_mlp(self, at: str, inner: int, turn: int = AFTER_MLP, after: Norm | None = None) -> Mlp:
         spec, hidden = self._spec, self._spec.hidden_size
         own = self._shard.part(0, inner)
         gate_up = [Piece(at + name, (inner, hidden), own) for name in ("gate_proj", "up_proj")]
@@ -345,6 +277,6 @@ class Reader(HeadsReader):
             gate_up = self._fused(at + "gate_up_proj", gate_up)
         return Mlp(
             gate_up=self._linear(gate_up, spec.mlp_bias),
-            down=self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, AFTER_MLP, after),
+            down=self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, turn, after),
             activation=spec.activation,
         )

@@ -6,7 +6,8 @@
 
 Between two sums, no communication is needed. Norms and the embedding are replicated on all ranks; in latent attention
 (`latent`), also the projections to latents and the pages that hold the latents. Recurrent states are divided as heads
-are. This file computes with integers only.
+are. Where Mamba-2's norm is over heads of several ranks, these exchange one number for each token, the mean of squares.
+This file computes with integers only.
 """
 
 from __future__ import annotations
@@ -47,8 +48,6 @@ class Shard:
         stay. ValueError if sizes are not divisible by the number of ranks."""
         if self.size == 1:
             return whole
-        if isinstance(whole.recurrent, MambaSpec):
-            raise ValueError(f"tensor_parallel_size {self.size} is not served with Mamba layers; 1 is")
         changes = {
             "num_heads": self._share("num_attention_heads", whole.num_heads),
             "num_kv_heads": self._kv_share(whole.num_kv_heads),
@@ -64,10 +63,15 @@ class Shard:
             changes["recurrent"] = self._recurrent(whole.recurrent)
         return dataclasses.replace(whole, **changes)
 
-    def _recurrent(self, whole: DeltaSpec | ShortConvSpec) -> DeltaSpec | ShortConvSpec:
-        """Linear attention is divided by heads, short convolutions by channels."""
+    def _recurrent(self, whole: DeltaSpec | ShortConvSpec | MambaSpec) -> DeltaSpec | ShortConvSpec | MambaSpec:
+        """Linear attention and Mamba-2 are divided by heads, short convolutions by channels."""
         if isinstance(whole, ShortConvSpec):
             return dataclasses.replace(whole, channels=self._share("hidden_size", whole.channels))
+        if isinstance(whole, MambaSpec):
+            groups = self._share_or_one("mamba_n_groups (n_groups)", whole.groups)
+            shared = 1 if whole.norm == "none" else max(1, self.size // whole.groups)
+            heads = self._share("mamba_n_heads (mamba_num_heads)", whole.heads)
+            return dataclasses.replace(whole, heads=heads, groups=groups, group_ranks=shared)
         keys = self._share("linear_num_key_heads", whole.key_heads)
         return dataclasses.replace(
             whole, key_heads=keys, value_heads=self._share("linear_num_value_heads", whole.value_heads)
@@ -83,12 +87,14 @@ class Shard:
         return dataclasses.replace(whole, kv_heads=self._kv_share(whole.kv_heads), intermediate_size=inner)
 
     def _kv_share(self, kv_heads: int) -> int:
-        if kv_heads >= self.size:
-            return self._share("num_key_value_heads", kv_heads)
-        if self.size % kv_heads:
-            raise ValueError(
-                f"tensor_parallel_size {self.size} is no multiple of the model's num_key_value_heads, {kv_heads}"
-            )
+        return self._share_or_one("num_key_value_heads", kv_heads)
+
+    def _share_or_one(self, name: str, total: int) -> int:
+        """If there are fewer than ranks, several ranks have the same one."""
+        if total >= self.size:
+            return self._share(name, total)
+        if self.size % total:
+            raise ValueError(f"tensor_parallel_size {self.size} is no multiple of the model's {name}, {total}")
         return 1
 
     def part(self, dim: int, total: int) -> Part | None:
@@ -107,7 +113,8 @@ class Shard:
 
     def kv_rows(self, kv_heads: int, dim: int) -> Part | None:
         """This rank's rows of a projection to K or V, of heads of `dim` elements. If there are fewer KV heads than
-        ranks, several ranks have the same head: those whose query heads use it."""
+        ranks, several ranks have the same head: those whose query heads use it. In Mamba-2, B and C are to groups of
+        heads what K and V are to those of query heads."""
         if self.size == 1:
             return None
         first = self.rank * kv_heads // self.size

@@ -14,7 +14,7 @@ from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
 from radixrt.worker.model.interleaved_experts import deinterleave
 from radixrt.worker.model.layers import NoNorm, Norm, Output, Product
 from radixrt.worker.model.linear import Linear, concatenate
-from radixrt.worker.model.lora import Adapters
+from radixrt.worker.model.lora_slots import Adapters
 from radixrt.worker.model.multipliers import Multiplied
 from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.padded_heads import PaddedHeads
@@ -213,8 +213,11 @@ class TensorReader:
     ) -> Output:
         """Two projections back to the residual stream as one, of their inputs one after the other."""
         hidden, found = self._spec.hidden_size, zip(names, columns, strict=True)
-        weight = torch.cat([self._weight(Piece(name, (hidden, size))) for name, size in found], dim=1)
-        own = [self._bias(Piece(name, (hidden, 0))) for name, bias in zip(names, biases, strict=True) if bias]
+        pieces = [Piece(name, (hidden, size), self._shard.part(1, size)) for name, size in found]
+        weight = torch.cat([self._weight(piece) for piece in pieces], dim=1)
+        own = [self._bias(piece) for piece, bias in zip(pieces, biases, strict=True) if bias]
+        if self._shard.rank:  # one of the ranks adds the biases
+            own = []
         product = Linear(weight, sum(own) if own else None, self._batch_invariant, self._ops)
         return Output(product, self._group, turn, None, self._spec.residual_factor)
 

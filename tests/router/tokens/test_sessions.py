@@ -239,6 +239,37 @@ def test_the_end_of_a_turn_is_there_once(talk: Talk, end: str | None, kept: bool
     assert encoded.kept_turns == 1
 
 
+@pytest.mark.parametrize("template", ["plain", "trim", "thinking"])
+def test_a_special_token_within_an_answer_is_not_lost(folder: Path, template: str) -> None:
+    """The client does not see it, and sends the answer back without."""
+    talk = make_talk(folder, template)
+    encoded = talk.ask(said("user", "What is it?"))
+    encode, id_of = talk.tokenizer.encode_continuation, talk.tokenizer.token_id
+    ids = [*encode("The question "), id_of("<|endoftext|>"), *encode("again."), id_of("<|im_end|>")]
+    seen = said("assistant", talk.tokenizer.decode(ids))
+    assert seen["content"] == "The question again."
+    talk.sessions.remember(encoded, seen, to_bytes(ids))
+    talk.messages.append(seen)
+    for question in ("More.", "And?"):
+        following = talk.ask(said("user", question))
+        assert following.ids.startswith(encoded.ids + to_bytes(ids))
+        assert following.respelled == ("message 1: the template leaves out <|endoftext|>",) and not following.dropped
+        talk.answer("No.")
+
+
+def test_a_special_token_that_begins_a_message_is_not_part_of_another(talk: Talk) -> None:
+    """The template writes it elsewhere: the answer would seem to be two messages."""
+    encoded = talk.ask(said("user", "What is it?"))
+    encode, id_of = talk.tokenizer.encode_continuation, talk.tokenizer.token_id
+    ids = [*encode("It is. "), id_of("<|im_start|>"), *encode("user\nGo on."), id_of("<|im_end|>")]
+    seen = said("assistant", talk.tokenizer.decode(ids))
+    talk.sessions.remember(encoded, seen, to_bytes(ids))
+    talk.messages.append(seen)
+    following = talk.ask(said("user", "More."))
+    assert following.kept_turns == 0 and following.dropped == ("message 1: the template writes it differently",)
+    assert shown(talk) == following.text
+
+
 def test_what_another_process_remembers(folder: Path) -> None:
     """Learned, an answer is as if it had been generated here; what cannot be read is not learned."""
     one, other = (make_talk(folder, "thinking") for _ in range(2))

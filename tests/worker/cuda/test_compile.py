@@ -229,7 +229,7 @@ room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 mamba_chunks.room = lambda: room
 t, fields = mamba_chunks.best_tiles(), {"TOKENS": cutting.TOKENS, "FIELDS": cutting.CHUNK_FIELDS}
 sequences = {"FIELDS": cutting.SEQUENCE_FIELDS, "CHUNK_FIELDS": cutting.CHUNK_FIELDS}
-shapes = [(128, 8, 64, 128), (24, 1, 128, 256)] if every else [(24, 1, 128, 256)]
+shapes = [(128, 8, 64, 128), (24, 1, 128, 256), (6, 1, 64, 128)] if every else [(24, 1, 128, 256)]
 for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in shapes]:
     state, gated = heads["STATE"], {"GATED": heads["GROUPS"] == 1}
     pointers = [*["*bf16"] * 3, *["*fp32"] * 3, "*i32", "*i32", "*fp32", "*bf16"]
@@ -252,7 +252,10 @@ for heads in [dict(zip(("HEADS", "GROUPS", "DIM", "STATE"), shape)) for shape in
         build(mamba_chunks._mixed_kernel, pointers, numbers, which, t.mixed_warps, room=room)
 for first in (False, True):
     constants = {"GROUPS": 1, "SIZE": 3072, "BLOCK": 4096, "NORM_FIRST": first}
-    build(mamba._group_norm_kernel, ["*bf16"] * 3, numbers, constants, 8)
+    which = constants | {"RANKS": 1 + first}
+    build(mamba._group_norm_kernel, ["*bf16", "*bf16", "*bf16", "*fp32"], numbers, which, 8)
+    which = {name: value for name, value in constants.items() if name != "GROUPS"}
+    build(mamba._mean_squares_kernel, ["*bf16", "*bf16", "*fp32"], numbers, which, 8)
 """
 
 PACKED = """
@@ -267,7 +270,7 @@ for t, gated, kind in [(*one, kind) for one in some for kind in (8, 0)][: None i
     which |= dict(zip(("ZEROS", "FACTS"), groups[kind]))
     numbers = dict.fromkeys(("tiles", "columns", "depth", "blocks", "before"), i)
     pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16", "*fp32", "*i32"]
-    stages = int4.fitting_stages(t, words, 1 + gated, room)
+    stages = int4.fitting_stages(t, words, groups[kind][1], 1 + gated, room, target.arch >= 90)
     build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
 few = [(int4.FEW, *kind) for kind in ((2, "*bf16"), (4, "*bf16"), (8, "*fp16"))]
@@ -279,7 +282,7 @@ for t, kind, half in [*few, *more] if every else few[-1:]:
     numbers = dict.fromkeys(("rows", "columns", "depth", "blocks"), i)
     pointers = [half, "*i32", "*i32", half, half, "*fp32", "*i32"]
     for room in (164_000, 101_376) if t.rows * t.columns in (64 * 64, 128 * 128) else (164_000,):
-        stages = int4.fitting_stages(t, 32, 1, room)
+        stages = int4.fitting_stages(t, 32, groups[kind][1], 1, room, target.arch >= 90)
         build(int4._product_kernel, pointers, numbers, fixed | tile | which, t.warps, stages, room)
     if t is int4.FEW:
         which |= {"COLUMNS": 64, "WORDS": 32, "MIDDLE": 8, "BITS": True}

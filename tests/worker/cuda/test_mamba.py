@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.mamba import gated, state_space
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
+from radixrt.worker.model.sharding import Shard
 from tests.worker.cuda import recurrent
 from tests.worker.cuda.recurrent import BOUNDS, DRAFTED, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
 
@@ -235,6 +237,31 @@ def test_a_step_of_a_layer(device):
         ones, part = DeltaStep(pools[0], first, by_tokens=True), case.projected[:2]
         two = Cut.of(parts_of([2, 5], [0, 1, 2]), device)
         assert torch.equal(ones(0, net, part), DeltaStep(pools[1], None, two, by_tokens=True)(0, net, part))
+
+
+@pytest.mark.parametrize("norm", ["after_gate", "before_gate"])
+def test_a_norm_over_the_heads_of_several_ranks(norm, device):
+    """Four ranks have six heads each, of two groups of twelve."""
+    spec, ranks = replace(specs(device)[0], heads=24, groups=2, norm=norm), 4
+    case = Case(spec, 9, device)
+    out, z = torch.randn_like(case.inputs.z), case.inputs.z
+    first = norm == "before_gate"
+    expected = gated(out, z, case.net.norm, 2, 1e-5, first)
+    whole = out.float() if first else out.float() * F.silu(z.float())
+    means = whole.unflatten(1, (ranks, -1)).square().mean(2)
+    for rank in range(ranks):
+
+        def gather(mine, rank=rank):
+            assert torch.allclose(mine, means[:, rank : rank + 1], rtol=1e-4)
+            return means
+
+        part = slice(rank * spec.values // ranks, (rank + 1) * spec.values // ranks)
+        own = replace(spec, heads=6, groups=1, group_ranks=2)
+        group = SimpleNamespace(shard=Shard(rank, ranks), gather=gather)
+        net = replace(case.net, spec=own, norm=case.net.norm[part], group=group)
+        found = out[:, part].contiguous()
+        mamba.finish(MambaInputs(z[:, part], None, None), net, found)
+        assert torch.allclose(found.float(), expected[:, part].float(), rtol=limit(device), atol=limit(device))
 
 
 @pytest.mark.parametrize("by_tokens", [False, True])

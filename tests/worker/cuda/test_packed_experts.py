@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch.nn import functional as F
 
 from radixrt.worker.cuda import experts as fused
 from radixrt.worker.cuda import packed_experts, products, routing
+from radixrt.worker.cuda.int4 import fitting_stages
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts
@@ -111,11 +115,7 @@ def test_how_many_splits(tokens, count, chosen, splits):
     """Of gpt-oss, whose products have 23 blocks and as many tiles of an expert."""
     tiles = 23 * min(tokens * chosen, count)
     assert packed_experts.splits_for(tiles, 23, torch.device("cpu")) == splits
-    assert (
-        packed_experts.splits_for(4, 5, torch.device("cpu"))
-        == packed_experts.splits_for(0, 23, torch.device("cpu"))
-        == 1
-    )
+    assert [packed_experts.splits_for(*one, torch.device("cpu")) for one in ((4, 5), (0, 23))] == [1, 1]
 
 
 @pytest.mark.parametrize("splits", [2, 4])
@@ -136,10 +136,30 @@ def test_splits_of_products(splits, activation, device):
     assert not products.split_counts(x.device).any()
 
 
-@pytest.mark.parametrize("tile", [tile for pair in TILES for tile in pair])
-def test_products_in_int4_are_exact_sums(tile, device):
+@pytest.mark.parametrize("pair", TILES)
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_products_in_int4_are_exact_sums(pair, activation, device):
+    """Each tile for the product that it is for: with gate and up, or with down."""
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
-    assert packed_experts._apart(device, tile, dtype) < packed_experts.ALIKE
+    tile, counts = pair[activation is None], packed_experts.COUNTS
+    stack, chosen = packed_experts.drawn(torch.Generator(device).manual_seed(0), device, dtype)
+    order = routing.sort(chosen, len(counts), tile.rows)
+    x = 0.1 * torch.randn((len(chosen), stack.columns), device=device).to(dtype)
+    found = packed_experts.product(x, order, stack, tile, activation)
+    rows = (x if activation is None else x[order.tokens]).float().split(counts)
+    exact = torch.cat([own @ stack.dequantized(n, torch.float32).T for n, own in enumerate(rows)])
+    if activation is not None:
+        gate, up = exact.chunk(2, 1)
+        exact = F.silu(gate) * up
+    assert error(found, exact) < packed_experts.ALIKE
+
+
+def test_stages_that_fit():
+    """As compiled for Hopper (Triton 3.6), the tile with down takes 229,376 bytes for three stages, and 1,024 for each
+    word of scales and zeros: of 6, there are groups of 32 columns with zeros."""
+    stages = partial(fitting_stages, packed_experts.MOST[1], 32, weights=1, memory=232_448, hopper=True)
+    assert [stages(facts) for facts in (1, 2, 3, 4, 6)] == [3, 3, 3, 2, 2]
+    assert fitting_stages(packed_experts.MOST[0], 32, 6, 2, 166_912, hopper=False) == 2
 
 
 @pytest.mark.usefixtures("steady_products")

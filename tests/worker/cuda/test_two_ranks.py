@@ -18,12 +18,14 @@ from radixrt.worker.cuda import ops
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.model.sharding import Shard
+from radixrt.worker.pools import make_states
 from radixrt.worker.ranks import Bind, Leader, StandIns, Step
 from tests.checkpoints import make_model
 from tests.worker import test_drafting as drafting
 from tests.worker.cuda.ragged import PlainFlashInfer
 from tests.worker.cuda.test_runner import INDEXED, SIZES
 from tests.worker.engine import GREEDY, Engine, prompts
+from tests.worker.families import GRANITE_HYBRID, GRANITE_MOE, NEMOTRON
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 WAIT = 60
@@ -77,14 +79,14 @@ class BatonGroup:
 
 
 def make(folder, group):
-    config = resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=1200))
+    config = resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=1200, max_mamba_cache_size=24))
     loaded = loading.look_up(config, group.shard if group else Shard())
     model = loading.load_model(config, loaded, False, ops=ops, group=group)
     pool = loading.make_pool(loaded, 1201, 1)
     spec = loaded.spec
     shape = Shape.of(spec, 1)
     return CudaRunner(
-        model, pool, 1, rows=8, eos_ids=loaded.eos_ids, processors=4, group=group,
+        model, pool, 1, rows=8, eos_ids=loaded.eos_ids, processors=4, group=group, states=make_states(config, loaded),
         flashinfer=None if spec.latent or spec.layers else PlainFlashInfer(shape, torch.float32, 300),
     )  # fmt: skip
 
@@ -167,6 +169,7 @@ def traffic(engine):
 
 
 MIXED = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+MAMBA = {"num_hidden_layers": 2, "mamba_n_heads": 4, "mamba_d_state": 16, "ssm_state_size": 16}
 CHANGES = {
     "mistral": {"sliding_window": 16},
     "gpt_oss": {"layer_types": ["full_attention"]},
@@ -176,6 +179,8 @@ CHANGES = {
     "minimax_m2": {"rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {"layer_types": ["full_attention"]},
     "gemma4_text": MIXED | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 100},
+    "granitemoehybrid": GRANITE_MOE | GRANITE_HYBRID | MAMBA | {"layer_types": ["mamba", "attention"]},
+    "nemotron_h": NEMOTRON | MAMBA | {"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3},
     "mimo_v2_flash": MIXED | {"head_dim": 24, "moe_intermediate_size": 24},
 }
 

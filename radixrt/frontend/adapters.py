@@ -1,0 +1,71 @@
+"""LoRA adapters that are loaded and unloaded while the server runs, as in vLLM's API."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from radixrt.client import AsyncClient, ServerError
+from radixrt.frontend.errors import api_error, refuse
+from radixrt.frontend.guard import Handler, KeyedHandler
+from radixrt.frontend.schema import parse
+
+NAMES = {"name": "lora_name", "path": "lora_path", "in_place": "load_inplace"}
+"""The names of a message's fields here."""
+
+
+class LoadBody(msgspec.Struct, kw_only=True):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadBody(msgspec.Struct, kw_only=True):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+
+
+_load, _unload = msgspec.json.Decoder(LoadBody), msgspec.json.Decoder(UnloadBody)
+
+
+class AdapterRoutes:
+    """`ask` returns a client with an API key, which the router checks: it may be the admin's, which is no tenant's.
+    `read` reads the body of a request whose key is not checked yet."""
+
+    def __init__(self, ask: Callable[[str], AsyncClient], read: Callable[[Request], Awaitable[bytes]]) -> None:
+        self._ask = ask
+        self._read = read
+
+    def routes(self, unchecked: Callable[[KeyedHandler], Handler]) -> list[Route]:
+        """The routes; `unchecked` makes handlers of them that pass on any key."""
+        return [
+            Route("/v1/load_lora_adapter", unchecked(self.load), methods=["POST"]),
+            Route("/v1/unload_lora_adapter", unchecked(self.unload), methods=["POST"]),
+        ]
+
+    async def load(self, request: Request, key: str) -> Response:
+        body = parse(_load, await self._read(request))
+        if not body.lora_path:
+            refuse("lora_path", "must not be empty")
+        try:
+            failed = await self._ask(key).load_adapter(body.lora_name, body.lora_path, in_place=body.load_inplace)
+        except ServerError as problem:
+            raise api_error(problem, NAMES) from None
+        text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        but = "".join(f" Not by worker {name}: {why}" for name, why in failed.items())
+        return PlainTextResponse(text + but)
+
+    async def unload(self, request: Request, key: str) -> Response:
+        body = parse(_unload, await self._read(request))
+        try:
+            await self._ask(key).unload_adapter(body.lora_name)
+        except ServerError as problem:
+            raise api_error(problem, NAMES) from None
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -1,0 +1,190 @@
+"""LoRA adapters that clients load, replace and unload while workers serve.
+
+    change -> its turn comes -> refused
+                             -> unload: no longer wanted -------------------------------> workers unload it -> answered
+                             -> load: all workers with room load the new version
+                                        first one has it: new requests get this version
+                                        all have answered: workers unload the former one -> answered
+
+What is wanted is `Members.wanted`. A worker that joins is told to unload what is not, and to load what it lacks; if it
+has a newer version than is known here, the router was restarted, and that one is wanted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import NamedTuple
+
+from radixrt.messages import Adapter, AdapterLoaded, ChangeAdapter, Info, LoadAdapter, UnloadAdapter
+from radixrt.router.effects import Effect, Order, Reply
+from radixrt.router.member import Member
+from radixrt.router.members import Members
+from radixrt.router.request import Client
+from radixrt.router.validate import Refused
+
+log = logging.getLogger("radixrt.router")
+
+RETRY_SECONDS = 60.0
+"""How often a worker is asked to load what it could not."""
+
+
+class Change(NamedTuple):
+    client: Client
+    message: ChangeAdapter
+    at: int
+    """Milliseconds since 1970."""
+
+
+class AdapterChanges:
+    """One change after the other."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._queue: deque[Change] = deque()
+        self._current: Change | None = None
+        self._adapter = Adapter("")
+        """Of the current change."""
+        self._waiting: set[int] = set()
+        """Numbers of the members that have not answered yet."""
+        self._errors: dict[str, str] = {}
+        self._next_try = 0.0
+
+    def add(self, client: Client, message: ChangeAdapter, at: int) -> list[Effect]:
+        """Make a change when those before it are done. Its client gets an Info or an Error."""
+        self._queue.append(Change(client, message, at))
+        return self._next()
+
+    def joined(self, member: Member) -> list[Effect]:
+        """A worker has joined, with what it has loaded."""
+        for name, version in member.adapters:
+            if version > self._members.version(name):
+                path = next(one.path for one in member.info.adapters if (one.name, one.version) == (name, version))
+                self._members.want(Adapter(name, version, path))
+        return [effect for one in self._members for effect in self._sync(one)]
+
+    def answered(self, member: Member, message: AdapterLoaded) -> list[Effect]:
+        """A worker has loaded an adapter, or has failed to."""
+        adapter = message.adapter
+        if message.error:
+            log.warning("worker %s cannot load adapter %s: %s", member.name, adapter.name, message.error)
+        else:
+            self._members.loaded(member, adapter)
+        if self._current is None or adapter.version != self._adapter.version or member.number not in self._waiting:
+            return self._sync(member, load=False)
+        if message.error:
+            self._errors[member.name] = message.error
+        elif self._members.version(adapter.name) < adapter.version:
+            self._members.want(adapter)
+        self._waiting.discard(member.number)
+        return self._check()
+
+    def tick(self, now: float) -> list[Effect]:
+        """To be called about once a second. Workers that have left do not answer any more; those that could not load
+        what is wanted are asked again now and then."""
+        if self._current is not None:
+            return self._check()
+        if now < self._next_try:
+            return []
+        self._next_try = now + RETRY_SECONDS
+        return [effect for member in self._members for effect in self._sync(member)]
+
+    def _check(self) -> list[Effect]:
+        """End the current change if no worker is left that has not answered."""
+        serving = {member.number for member in self._members}
+        self._waiting &= serving
+        return [] if self._waiting else self._end()
+
+    # ------------------------------------------------------------ one change
+
+    def _next(self) -> list[Effect]:
+        """Begin with the next changes, unless one is being made."""
+        effects: list[Effect] = []
+        while self._queue and self._current is None:
+            change = self._queue.popleft()
+            try:
+                effects += self._load(change) if change.message.path else self._unload(change)
+            except Refused as refused:
+                effects.append(Reply(change.client, refused.error(change.message.id)))
+        return effects
+
+    def _load(self, change: Change) -> list[Effect]:
+        name, path = change.message.name, change.message.path
+        self._check_name(name)
+        if self._members.serving(name).members and not change.message.in_place:
+            raise Refused("name", f"the LoRA adapter {name!r} has already been loaded; load_inplace replaces it")
+        able = self._able()
+        roomy = [m for m in able if len({*self._names(m), name}) <= m.info.max_loras]
+        if not roomy:
+            loaded = ", ".join(sorted({other for m in able for other in self._names(m)}))
+            most = max(m.info.max_loras for m in able)
+            raise Refused("name", f"{most} LoRA adapters are loaded ({loaded}), as many as --max-loras allows")
+        self._current, self._adapter = change, Adapter(name, self._new_version(name, change.at), path)
+        self._waiting, self._errors = {m.number for m in roomy}, {}
+        return [Order(m.name, LoadAdapter(self._adapter)) for m in roomy]
+
+    def _unload(self, change: Change) -> list[Effect]:
+        name = change.message.name
+        self._check_name(name)
+        if name not in self._members.adapters():
+            raise Refused("name", f"the LoRA adapter {name!r} cannot be found", 404)
+        self._able()
+        self._members.want(Adapter(name, self._new_version(name, change.at)))
+        effects = [effect for member in self._members for effect in self._sync(member)]
+        return [*effects, Reply(change.client, Info(change.message.id, {}))]
+
+    def _end(self) -> list[Effect]:
+        """All workers have answered, or are lost."""
+        change, self._current = self._current, None
+        assert change is not None
+        adapter, id = self._adapter, change.message.id
+        effects = [effect for member in self._members for effect in self._sync(member)]
+        if self._members.version(adapter.name) == adapter.version:
+            reply = Reply(change.client, Info(id, self._errors))
+        elif self._errors:
+            reply = Reply(change.client, Refused("path", next(iter(self._errors.values()))).error(id))
+        else:
+            problem = Refused("", f"the workers were lost that were to load {adapter.name!r}", 503, 1.0)
+            reply = Reply(change.client, problem.error(id))
+        return [*effects, reply, *self._next()]
+
+    def _check_name(self, name: str) -> None:
+        if not name or not name.isprintable():  # line breaks separate the parts of a namespace
+            raise Refused("name", "the name is empty, or has characters that cannot be printed")
+        if name in self._members.models():
+            raise Refused("name", f"{name!r} is a model, not a LoRA adapter")
+
+    def _able(self) -> list[Member]:
+        """The workers that load adapters. Raises Refused if there are none."""
+        if not len(self._members):
+            raise Refused("", "no worker serves now", 503, 1.0)
+        if not (able := [member for member in self._members if member.info.max_loras]):
+            raise Refused("", "no worker has --enable-lora and --allow-runtime-lora-updating", 403)
+        return able
+
+    def _names(self, member: Member) -> set[str]:
+        """The adapters of a worker that are wanted."""
+        return {name for name, version in member.adapters if version == self._members.version(name)}
+
+    def _new_version(self, name: str, at: int) -> int:
+        """By time, so that it is new even after a restart of the router."""
+        known = [version for m in self._members for other, version in m.adapters if other == name]
+        return max([at, self._members.version(name) + 1, *(version + 1 for version in known)])
+
+    # ------------------------------------------------------------ what workers are to have
+
+    def _sync(self, member: Member, load: bool = True) -> list[Effect]:
+        """Orders for a worker that has not what is wanted."""
+        if not member.info.max_loras:
+            return []
+        effects: list[Effect] = []
+        for name, version in sorted(member.adapters):
+            if version != self._members.version(name) and not self._is_current(name, version):
+                self._members.unloaded(member, name, version)
+                effects.append(Order(member.name, UnloadAdapter(name, version)))
+        missing = [a for a in self._members.wanted.values() if a.path and (a.name, a.version) not in member.adapters]
+        return effects + [Order(member.name, LoadAdapter(adapter)) for adapter in missing if load]
+
+    def _is_current(self, name: str, version: int) -> bool:
+        """Whether a version is being loaded by the current change."""
+        return self._current is not None and (name, version) == (self._adapter.name, self._adapter.version)

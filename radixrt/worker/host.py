@@ -1,0 +1,179 @@
+"""Pages in host memory. What is evicted from the device is copied there, and copied back when a request needs it, which
+takes a small part of the time of computing it again. Integers only.
+
+A second radix tree has the slot in host memory of every page that was copied; 0: that page was not, so far.
+
+    on the device    [ a b c d e f ]                    evicted from the leaves upwards
+    in host memory   [ a b c d e f | g h i j ]
+                       0 0 0 0 3 4   5 6 7 8            what was copied back stays here, too
+
+Slots are freed least recently used first, leaves first. A request's hit is what the device has, and then what the
+host has without a gap.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+import numpy as np
+
+from radixrt.tree import Lease, RadixTree
+from radixrt.worker.plan import Moves
+
+_Tokens = array | memoryview | bytes
+
+
+class HostPages:
+    """`num_slots` slots of a page each, of which slot 0 is never used. With `events` the tree records its changes for
+    the router's index, as runs with negative numbers: to the router the device and the host are one cache."""
+
+    def __init__(self, num_slots: int, page_size: int, events: bool = True) -> None:
+        self.total_slots = num_slots - 1
+        self.tree = RadixTree(page_size, events=events)
+        self.lost_pages = 0
+        """Pages that were evicted from host memory, or did not fit there, since start."""
+        self.fetched_pages = 0
+        """Pages that were copied back since start."""
+        self._page_size = page_size
+        self._free = np.arange(num_slots - 1, 0, -1, dtype=np.int32)
+        self._num_free = self.total_slots
+        self._stored: list[tuple[np.ndarray, np.ndarray]] = []
+        """(pages, slots) to be copied before the next step."""
+        self._fetched: list[tuple[np.ndarray, np.ndarray]] = []
+        """(slots, pages) to be copied before the next step, after `_stored`."""
+        self._held: list[Lease] = []
+        """Of what is to be copied back: until the step is planned, its slots must not be reused."""
+        self._changes = 0
+
+    @property
+    def version(self) -> int:
+        """Changes whenever `reach` may be another."""
+        return self.tree.version + self._changes
+
+    @property
+    def used_slots(self) -> int:
+        return self.total_slots - self._num_free
+
+    # ------------------------------------------------------------ from the device
+
+    def store(self, namespace: str, ids: bytes, keep: int, pages: np.ndarray) -> None:
+        """Copy `pages` here, which are evicted from the device: those of the path `ids`, int32, after its first `keep`
+        tokens. What is here already is not copied, and what there is no slot for is lost."""
+        self._changes += 1
+        first = keep // self._page_size
+        with self.tree.lease(self.tree.match(namespace, ids)) as lease:
+            slots = np.zeros(first + len(pages), dtype=np.int32)
+            known = np.frombuffer(lease.values(), np.int32)
+            slots[: len(known)] = known
+            lacking = first + np.flatnonzero(slots[first:] == 0)
+            lacking = lacking[: self._make_room(len(lacking))]
+            self.lost_pages += int(np.count_nonzero(slots[first:] == 0)) - len(lacking)
+            if not len(lacking):
+                return
+            slots[lacking] = taken = self._take(len(lacking))
+            self._stored.append((pages[lacking - first], taken))
+            end = int(lacking[-1]) + 1
+            path = memoryview(ids).cast("i")[len(known) * self._page_size : end * self._page_size]
+            self.tree.insert(lease, path, slots[len(known) : end])
+            lease.assign(0, slots[: len(known)])
+
+    def _make_room(self, count: int) -> int:
+        """Free slots until there are `count`, if possible. Returns how many of these there are."""
+        while self._num_free < count and self.tree.evictable_tokens:
+            self._give_back(self.tree.evict((count - self._num_free) * self._page_size))
+        return min(count, self._num_free)
+
+    def _take(self, count: int) -> np.ndarray:
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count][::-1].copy()
+
+    def _give_back(self, values: bytes) -> None:
+        slots = np.frombuffer(values, np.int32)
+        slots = slots[slots > 0][::-1]  # so that they are taken in this order again: copies of a range are one copy
+        self._free[self._num_free : self._num_free + len(slots)] = slots
+        self._num_free += len(slots)
+        self.lost_pages += len(slots)
+
+    # ------------------------------------------------------------ to the device
+
+    def reach(self, namespace: str, tokens: _Tokens, start: int) -> int:
+        """How many leading `tokens` can be had, of which the device has `start`, in whole pages."""
+        return start + len(self._slots(namespace, tokens, start)) * self._page_size
+
+    def hold(self, namespace: str, tokens: _Tokens, start: int) -> np.ndarray:
+        """int32: the slots of the pages of `tokens` after the first `start`, as far as they are here without a gap.
+        They are not reused before the next step."""
+        slots = self._slots(namespace, tokens, start)
+        if len(slots):
+            stop = start + len(slots) * self._page_size
+            self._held.append(self.tree.lease(self.tree.match(namespace, tokens, stop)))
+        return slots
+
+    def _slots(self, namespace: str, tokens: _Tokens, start: int) -> np.ndarray:
+        match = self.tree.match(namespace, tokens)
+        if match.length <= start:
+            return np.zeros(0, dtype=np.int32)
+        slots = np.frombuffer(match.values(), np.int32)[start // self._page_size :]
+        return slots if slots.all() else slots[: int(np.argmin(slots != 0))]
+
+    def fetch(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        """Copy slots that are held to pages of the device."""
+        self._fetched.append((slots, pages.copy()))
+        self.fetched_pages += len(slots)
+
+    # ------------------------------------------------------------ both
+
+    def drain(self) -> Moves | None:
+        """The copies to be made before the step that is being planned; None if there are none."""
+        if not self._stored and not self._fetched:
+            return None
+        stored, fetched = _joined(self._stored), _joined(self._fetched)
+        _, last = np.unique(stored[1, ::-1], return_index=True)  # a slot may have been reused: the last one counts
+        moves = Moves(stored[:, np.sort(stored.shape[1] - 1 - last)], fetched)
+        self._stored, self._fetched = [], []
+        for lease in self._held:
+            lease.release()
+        self._held = []
+        return moves
+
+    def forget(self, namespace: str, path: _Tokens, keep: int) -> None:
+        """Remove a path after its first `keep` tokens, except where others go on."""
+        self._changes += 1
+        self._give_back(self.tree.forget(namespace, path, keep))
+
+    def clear(self) -> None:
+        """Remove everything but what is held."""
+        self._give_back(self.tree.evict(self.tree.evictable_tokens))
+
+    # ------------------------------------------------------------ events
+
+    def drain_events(self) -> list[tuple]:
+        """As those of `PageCache`."""
+        return list(_renumbered(self.tree.drain_events()))
+
+    def snapshot_events(self) -> list[tuple]:
+        """As those of `PageCache`, to follow those of the device's tree."""
+        return list(_renumbered(self.tree.snapshot()[1:]))  # the first one empties the index
+
+    def check(self) -> None:
+        """Assert that every slot is free or in the tree, once."""
+        self.tree.check()
+        used = np.frombuffer(self.tree.values(), np.int32)
+        slots = np.sort(np.concatenate([self._free[: self._num_free], used[used > 0]]))
+        assert np.array_equal(slots, np.arange(1, self.total_slots + 1)), "every slot is in exactly one place"
+
+
+def _joined(pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    if not pairs:
+        return np.zeros((2, 0), dtype=np.int32)
+    return np.stack([np.concatenate(side) for side in zip(*pairs, strict=True)])
+
+
+def _renumbered(events: list[tuple]) -> Iterator[tuple]:
+    for event in events:
+        match event:
+            case ("stored", namespace, run, at, parent, parent_at, ids):
+                yield "stored", namespace, -run, at, -parent, parent_at, ids
+            case ("removed", run, keep):
+                yield "removed", -run, keep

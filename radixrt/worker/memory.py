@@ -1,0 +1,35 @@
+"""How much memory of the host is available."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+"""Files with the limit of a container and what it uses, in versions 2 and 1 of control groups."""
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Bytes that this process could still allocate: what the machine has available, or its container if less."""
+    found = [_of_machine(root)]
+    for limit, usage in _CGROUPS:
+        most, used = (_number(root / "sys/fs/cgroup" / name) for name in (limit, usage))
+        if most is not None and used is not None:
+            found.append(max(0, most - used))
+    return min(found)
+
+
+def _of_machine(root: Path) -> int:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _number(path: Path) -> int | None:
+    """None if there is no such file, or no limit ("max")."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,75 @@
+"""Pages in host memory, on the GPU."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from radixrt.worker.cuda import host_pool
+from radixrt.worker.cuda.host_pool import CudaHostPool
+from radixrt.worker.cuda.pinned import PinnedMemory
+from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.plan import Moves
+from tests.checkpoints import make_model
+from tests.gpu.test_models import SIZES, load
+from tests.worker.engine import Engine, prompts
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("page_size", "kv_dtype"), [(1, "fp8_e4m3"), (16, "bfloat16")])
+def test_pages_come_back_as_they_were(page_size, kv_dtype, monkeypatch):
+    """Through slots in any order, in more parts than staging has, while slots and pages are reused."""
+    pool = KVPool(5, 200 * page_size, 2, 96, DTYPES[kv_dtype], DEVICE)
+    page = pool.nbytes // 200
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", 8 * 7 * page)
+    host = CudaHostPool(pool, page_size, PinnedMemory(301 * page, DEVICE))
+    planes = pool.planes(page_size)
+    rng = np.random.default_rng(0)
+    content = {}
+    for _ in range(20):
+        pages = rng.permutation(np.arange(1, 200, dtype=np.int32))[:100]
+        slots = rng.permutation(np.arange(1, 301, dtype=np.int32))[:100]
+        for x in planes:
+            x[:, torch.from_numpy(pages).long()] = torch.randint(0, 1 << 50, (len(x), 100, x.shape[2]), device=DEVICE)
+        saved = [x[:, torch.from_numpy(pages).long()].cpu() for x in planes]
+        content |= {int(slot): [x[:, n] for x in saved] for n, slot in enumerate(slots)}
+        known = np.array([slot for slot in content], np.int32)
+        back = rng.choice(known, min(60, len(known)), replace=False)
+        to = rng.permutation(np.arange(1, 200, dtype=np.int32))[: len(back)]
+        host.move(Moves(np.stack([pages, slots]), np.stack([back, to])))
+        for n, slot in enumerate(back):
+            assert all(torch.equal(x[:, to[n]].cpu(), old) for x, old in zip(planes, content[int(slot)], strict=True))
+
+
+@pytest.mark.parametrize("settings", [{}, {"page_size": 16, "kv_cache_dtype": "bfloat16"}, {"enforce_eager": True}])
+def test_what_comes_back_is_what_was_computed(tmp_path, settings):
+    """Exact, so that warm is cold: the pool holds a few of the prompts only."""
+    make_model(tmp_path, "llama", **SIZES)
+    config = {"kv_cache_dtype": "fp8_e4m3", "enforce_eager": False, "deterministic": True} | settings
+    runner = load(tmp_path, max_total_tokens=4096, kv_offloading_size="1", **config)
+    engine = Engine(runner, chunk=512, rows=16, max_model_len=2048)
+    asked = prompts(24, 600, 900, vocab_size=4096)
+    cold = engine.generate(asked)
+    ids = [engine.add(prompt) for prompt in asked]
+    engine.finish()
+    assert [engine.tokens(id) for id in ids] == cold
+    size = runner.page_size
+    assert [engine.last(id).cached_tokens for id in ids] == [(len(p) - 1) // size * size for p in asked]
+    assert engine.cache.evicted_tokens == 0 and engine.cache.host.fetched_pages * size > 4096
+
+
+def test_memory_can_be_locked_again(monkeypatch):
+    """Addresses that were locked are used again, and an error does not stay."""
+    for _ in range(3):
+        assert PinnedMemory(64 << 20, DEVICE).wait().sum() == 0
+    made, make = [], mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", lambda *size: made.append(make(*size)) or made[0])
+    first = PinnedMemory(1 << 20, DEVICE)
+    first.wait()
+    with pytest.raises(ValueError, match="cannot be page-locked: CUDA error"):
+        PinnedMemory(1 << 20, DEVICE).wait()
+    assert torch.ones(2, device="cuda").sum() == 2

@@ -1,0 +1,128 @@
+"""Which adapter gets which slot, and when: with a runner that only notes what it is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from radixrt.messages import Adapter
+from radixrt.worker.adapter_slots import AdapterSlots
+
+
+class Notes:
+    """A runner that has put adapters into slots."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, str] = {}
+        self.may_read = threading.Event()
+        self.may_read.set()
+
+    def read_adapter(self, module):
+        assert self.may_read.wait(10)
+        if module.path == "broken":
+            raise ValueError(f"--lora-modules {module.name}: there is no folder broken")
+        return module.path
+
+    def put_adapter(self, slot, module, adapter):
+        if adapter == "misshapen":
+            raise ValueError(f"--lora-modules {module.name}: its rank is 99")
+        if adapter == "cursed":
+            raise RuntimeError("the device said no")
+        self.slots[slot] = adapter
+
+
+@pytest.fixture
+def runner():
+    return Notes()
+
+
+@pytest.fixture
+def slots(runner):
+    """One adapter from the start, and room for one more, and for a replacement."""
+    found = AdapterSlots(runner, ["first"], 3)
+    yield found
+    found.close()
+
+
+def load(slots: AdapterSlots, *adapter, used=()):
+    """Loads it, and returns the error, or None while it waits for a slot."""
+    slots.load(Adapter(*adapter))
+    until = time.monotonic() + 5
+    while slots and not slots._loading[-1][1].done():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    return take(slots, used)
+
+
+def take(slots: AdapterSlots, used=()):
+    return slots.take().error if slots.is_ready(lambda: set(used)) else None
+
+
+def test_a_new_adapter_gets_a_free_slot(slots, runner):
+    assert load(slots, "sql", 5, "folder") == ""
+    assert slots.numbers == {("first", 0): 0, ("sql", 5): 1} and runner.slots == {1: "folder"}
+    assert slots.loaded == [Adapter("first"), Adapter("sql", 5, "folder")]
+    assert not slots, "nothing is being loaded"
+
+
+def test_versions_stand_beside_each_other_until_the_former_is_unloaded(slots, runner):
+    load(slots, "sql", 5, "old")
+    load(slots, "sql", 6, "new")
+    assert slots.numbers[("sql", 5)] == 1 and slots.numbers[("sql", 6)] == 2
+    slots.unload("sql", 5)
+    assert ("sql", 5) not in slots.numbers
+    assert load(slots, "sql", 7, "newest") == "" and runner.slots == {1: "newest", 2: "new"}
+
+
+def test_a_slot_is_not_overwritten_while_a_request_has_it(slots, runner):
+    load(slots, "sql", 5, "old")
+    load(slots, "sql", 6, "new")
+    slots.unload("sql", 5)
+    assert load(slots, "sql", 7, "newest", used={-1, 1}) is None and slots
+    assert take(slots, {1}) is None and runner.slots[1] == "old"
+    assert take(slots, {-1, 0, 2}) == "" and runner.slots[1] == "newest"
+
+
+def test_without_a_slot_that_will_be_free_it_is_refused(slots, runner):
+    load(slots, "a", 1, "a")
+    load(slots, "b", 2, "b")
+    assert load(slots, "c", 3, "c") == "c: no slot is free"
+    assert "c" not in runner.slots.values() and len(slots.numbers) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [("broken", "sql: there is no folder broken"), ("misshapen", "sql: its rank is 99"),
+     ("cursed", "sql: the device said no")],
+)  # fmt: skip
+def test_what_cannot_be_loaded_leaves_its_slot_free(slots, runner, path, error):
+    assert load(slots, "sql", 5, path) == error
+    assert load(slots, "sql", 6, "folder") == "" and slots.numbers[("sql", 6)] == 1
+
+
+def test_what_is_loaded_or_being_loaded_is_not_read_again(slots, runner):
+    runner.may_read.clear()
+    slots.load(Adapter("sql", 5, "folder"))
+    slots.load(Adapter("sql", 5, "folder"))
+    assert len(slots._loading) == 1 and not slots.is_ready(set)
+    runner.may_read.set()
+    assert load(slots, "sql", 5, "folder") == ""
+    assert load(slots, "sql", 5, "folder") == "", "the router had missed the reply"
+    assert slots.numbers == {("first", 0): 0, ("sql", 5): 1}
+
+
+def test_an_adapter_of_the_start_can_go(slots):
+    slots.unload("first", 0)
+    slots.unload("first", 0)
+    assert slots.loaded == []
+    for number in range(3):
+        assert load(slots, f"a{number}", 1, "folder") == ""
+    assert sorted(slots.numbers.values()) == [0, 1, 2]
+
+
+def test_without_slots_nothing_is_loaded(runner):
+    slots = AdapterSlots(runner, ["first"], 0)
+    assert load(slots, "sql", 5, "folder") == "sql: no slot is free"
+    slots.close()
