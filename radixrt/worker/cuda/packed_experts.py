@@ -240,8 +240,8 @@ def product(
 ) -> torch.Tensor:  # fmt: skip
     """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] for x[T * chosen, K]. With an
     activation, x is [T, K] (tokens), bias[E, N] is added if given, and the result [T * chosen, N / 2] is
-    `kernels.gated` of gate and up. `splits` programs have a part of K each; None: as many as
-    is best."""
+    `kernels.gated` of gate and up. `splits` programs have a part of K each; None: as many
+    as `splits_for`, in MXFP4."""
     if isinstance(weight, Int4):
         facts, before, bits = weight.facts, 0, by_instructions()
         kind = weight.groups, weight.has_zeros, facts.shape[2], MIDDLE
@@ -280,7 +280,8 @@ def there(device: torch.device, int4: torch.dtype | None = None) -> bool:
     INT4 of that dtype; None: for experts in MXFP4."""
     name = "MXFP4" if int4 is None else "INT4"
     try:
-        error = max(_apart(device, tiles[1], int4, splits) for tiles, splits in ((FEW, 1), (MOST, 1), (FEW, 4)))
+        tried = ((FEW, 4 if int4 is None else 1), (MOST, 1))
+        error = max(_apart(device, tiles[1], int4, splits) for tiles, splits in tried)
     except Exception as problem:  # another version of the compiler
         words = type(problem).__name__, str(problem)[:300]
         log.warning("experts in %s are expanded: their kernel does not work here: %s: %s", name, *words)

@@ -83,7 +83,7 @@ for t, scales in (kinds if every else kinds[1::6]):
         continue
     at_once = products.AT_ONCE if scales == 2 and t.columns < 128 else 1
     which = {"SPLITS": 1 if scales else 4, "SCALES": scales, "AT_ONCE": at_once}
-    which |= {  "BIAS": True, "ADD": True, "WHOLE": True, "AHEAD": products.AHEAD}
+    which |= {"BIAS": True, "ADD": True, "WHOLE": True, "AHEAD": products.AHEAD}
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BLOCK": 128}
     numbers = dict.fromkeys(("rows", "columns", "depth", "x_stride", "stride"), i)
     kind, room = fp8 if scales else "*bf16", 232_448 if target.arch >= 90 else 166_912
