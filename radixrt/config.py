@@ -101,9 +101,9 @@ class WorkerConfig:
         "(0: what fits in half of the memory for the cache)", least=0, most=1 << 20
     )  # fmt: skip
     kv_offloading_size: str = setting(
-        "auto", "GiB of host memory for evicted pages, of all GPUs of a worker together (auto: as much as its pages "
-        "take, at most a quarter of what is available, divided by the number of GPUs; none on a CPU, and none for "
-        "models with recurrent states)", form=GIBIBYTES
+        "auto", "GiB of host memory for evicted pages, of all GPUs of a worker together (auto: a quarter of what "
+        "is available, divided by the number of GPUs; none on a CPU, and for models with recurrent states)",
+        form=GIBIBYTES,
     )  # fmt: skip
     max_model_len: int = setting(
         0, "most tokens of prompt and output together (0: the model's limit)", least=0, most=MOST_TOKENS
