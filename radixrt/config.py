@@ -101,9 +101,9 @@ class WorkerConfig:
         "(0: what fits in half of the memory for the cache)", least=0, most=1 << 20
     )  # fmt: skip
     kv_offloading_size: str = setting(
-        "auto", "GiB of host memory for evicted pages, of all GPUs of a worker together (auto: as much as its pages "
-        "take, at most a quarter of what is available, divided by the number of GPUs; none on a CPU, and none for "
-        "models with recurrent states)", form=GIBIBYTES
+        "auto", "GiB of host memory for evicted pages, of all GPUs of a worker together (auto: a quarter of what "
+        "is available, divided by the number of GPUs; none on a CPU, and for models with recurrent states)",
+        form=GIBIBYTES,
     )  # fmt: skip
     max_model_len: int = setting(
         0, "most tokens of prompt and output together (0: the model's limit)", least=0, most=MOST_TOKENS
@@ -146,7 +146,9 @@ class WorkerConfig:
         True, "append text that a grammar forces instead of sampling it; JSON of a schema is then on one line"
     )
     speculative_algorithm: str = setting(
-        "auto", "drafting of tokens: ngram (prompt lookup), none, auto (ngram on a GPU, none on a CPU)"
+        "auto",
+        "drafting of tokens: ngram (prompt lookup), mtp or nextn (ngram, and the model's layer for multi-token "
+        "prediction), none, auto (ngram on a GPU, none on a CPU)",
     )
     speculative_num_draft_tokens: int = setting(8, "most draft tokens per request and step", least=1, most=1 << 10)
     enforce_eager: bool = setting(False, "do not use CUDA graphs")
@@ -329,8 +331,10 @@ def resolve(config: AnyConfig) -> AnyConfig:
         on_gpu = config.device.startswith("cuda") or (config.device == "auto" and gpu_count() > 0 and not config.fake)
         if config.device == "auto":
             changes["device"] = "cuda" if on_gpu else "cpu"
-        if config.speculative_algorithm == "auto":
-            changes["speculative_algorithm"] = "ngram" if on_gpu else "none"
+        algorithm = config.speculative_algorithm.lower()
+        if algorithm == "auto" and not on_gpu:
+            algorithm = "none"  # on a GPU it depends on the checkpoint
+        changes["speculative_algorithm"] = "mtp" if algorithm == "nextn" else algorithm
         if not config.name:
             changes["name"] = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         if not config.max_num_batched_tokens:
