@@ -45,7 +45,7 @@ class HostPages:
         self._held: list[Lease] = []
         """Of what is to be copied back: until the step is planned, its slots must not be reused."""
         self._changes = 0
-        """Of slots of what the tree has already."""
+        """How often slots may have been set of pages that the tree knew already, which does not change its version."""
 
     @property
     def version(self) -> int:
