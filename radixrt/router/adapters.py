@@ -114,9 +114,10 @@ class AdapterChanges:
         if self._members.serving(name).members and not change.message.in_place:
             raise Refused("name", f"the LoRA adapter {name!r} has already been loaded; load_inplace replaces it")
         able = self._able()
-        roomy = [m for m in able if len({*self._names(m), name}) <= m.info.max_loras]
+        kept = {m.number: self._names(m) | {adapter.name for adapter in self._missing(m)} for m in able}
+        roomy = [m for m in able if len(kept[m.number] | {name}) <= m.info.max_loras]
         if not roomy:
-            loaded = ", ".join(sorted({other for m in able for other in self._names(m)}))
+            loaded = ", ".join(sorted(set().union(*kept.values())))
             most = max(m.info.max_loras for m in able)
             raise Refused("name", f"{most} LoRA adapters are loaded ({loaded}), as many as --max-loras allows")
         self._current, self._adapter = change, Adapter(name, self._new_version(name, change.at), path)
@@ -182,8 +183,12 @@ class AdapterChanges:
             if version != self._members.version(name) and not self._is_current(name, version):
                 self._members.unloaded(member, name, version)
                 effects.append(Order(member.name, UnloadAdapter(name, version)))
-        missing = [a for a in self._members.wanted.values() if a.path and (a.name, a.version) not in member.adapters]
-        return effects + [Order(member.name, LoadAdapter(adapter)) for adapter in missing if load]
+        return effects + [Order(member.name, LoadAdapter(adapter)) for adapter in self._missing(member) if load]
+
+    def _missing(self, member: Member) -> list[Adapter]:
+        """The adapters that a worker is to load, as far as it has room."""
+        loaded, room = member.adapters, max(0, member.info.max_loras - len(self._names(member)))
+        return [a for a in self._members.wanted.values() if a.path and (a.name, a.version) not in loaded][:room]
 
     def _is_current(self, name: str, version: int) -> bool:
         """Whether a version is being loaded by the current change."""

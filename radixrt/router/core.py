@@ -276,10 +276,11 @@ class RouterCore:
 
     def adapter_loaded(self, name: str, message: AdapterLoaded, now: float) -> list[Effect]:
         """A worker has loaded a LoRA adapter, for which requests may wait, or could not."""
+        effects = [] if self.members.hear(name, now) else self._revive(name, now)
         member = self.members.hear(name, now)
         if member is None:
-            return self._revive(name, now)
-        return self.adapters.answered(member, message) + self._dispatcher.send_waiting(now)
+            return effects
+        return effects + self.adapters.answered(member, message) + self._dispatcher.send_waiting(now)
 
     def tick(self, now: float) -> list[Effect]:
         """Handle timeouts: of workers that were not heard, of runs that wait for a worker, of groups and pauses. To be

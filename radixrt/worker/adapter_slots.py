@@ -75,6 +75,9 @@ class AdapterSlots:
         """Whether `take` has something to do. `used` returns the numbers of the adapters that requests have."""
         if not self._loading or not self._loading[0][1].done():
             return False
+        adapter, read = self._loading[0]
+        if (adapter.name, adapter.version) in self.numbers or read.exception() is not None:
+            return True  # it needs no slot
         if not self._free and self._leaving:
             self._free = sorted(self._leaving - used())
             self._leaving.difference_update(self._free)

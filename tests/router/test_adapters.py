@@ -255,6 +255,40 @@ def test_a_lost_worker_comes_back_with_what_it_had():
     assert told == [UnloadAdapter("sql", 1000), LoadAdapter(Adapter("b", 1000, "/a"))]
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_lost_worker_comes_back_with_what_it_has_loaded_meanwhile(is_over):
+    """What nobody waits for any more must not keep a slot."""
+    core = core_with(worker("w0"), worker("w1"))
+    new = orders(change(core), LoadAdapter)["w0"].adapter
+    core.lose(["w0", "w1"], 1.0)
+    assert not is_over or refused(core.tick(1.0)).code == 503
+    effects = core.adapter_loaded("w0", AdapterLoaded(new), 2.0)
+    assert is_over == (orders(effects, UnloadAdapter) == {"w0": UnloadAdapter("sql", new.version)})
+    effects += core.tick(2.0)
+    assert core.members.version("sql") == 0 and orders(effects, UnloadAdapter)["w0"].version == new.version
+
+
+def test_a_worker_never_gets_more_than_it_has_room_for():
+    core = core_with(worker("w0", max_loras=1), worker("w1", max_loras=2))
+    load(core, "a")
+    assert list(orders(change(core, "b"), LoadAdapter)) == ["w1"]
+    new = core.members.wanted
+    effects = core.adapter_loaded("w1", AdapterLoaded(Adapter("b", 1000, "/a")), 1.0)
+    assert "b" in new and orders(effects, LoadAdapter) == {}
+    assert orders(core.tick(1.0), LoadAdapter) == {}, "nor later"
+    effects = change(core, "a", path="")
+    assert orders(effects, LoadAdapter) == {"w0": LoadAdapter(Adapter("b", 1000, "/a"))}, "now there is room"
+
+
+def test_what_a_worker_could_not_load_keeps_its_place():
+    """It is tried again, so another must not take the last slot."""
+    core = core_with(worker("w0"), worker("w1"))
+    answer(core, change(core, "a"), w0="full disk")
+    load(core, "b")
+    assert "2 LoRA adapters are loaded (a, b)" in refused(change(core, "c")).message
+    assert orders(core.tick(1.0), LoadAdapter) == {"w0": LoadAdapter(Adapter("a", 1000, "/a"))}
+
+
 def test_a_restarted_router_learns_the_newest_from_workers():
     core = core_with(worker("w0", Adapter("sql", 1000, "/a")))
     assert asked(core)[1].version == 1000

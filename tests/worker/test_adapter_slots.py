@@ -92,6 +92,19 @@ def test_without_a_slot_that_will_be_free_it_is_refused(slots, runner):
     assert "c" not in runner.slots.values() and len(slots.numbers) == 3
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_an_answer_that_needs_no_slot_does_not_wait_for_one(slots, runner, again):
+    """Requests can keep one for long."""
+    load(slots, "a", 1, "a")
+    load(slots, "b", 2, "b")
+    slots.unload("first", 0)
+    if again:
+        assert load(slots, "a", 1, "a", used={0}) == ""
+    else:
+        assert load(slots, "c", 3, "broken", used={0}) == "c: there is no folder broken"
+    assert load(slots, "c", 4, "c", used={0}) is None
+
+
 @pytest.mark.parametrize(
     ("path", "error"),
     [("broken", "sql: there is no folder broken"), ("misshapen", "sql: its rank is 99"),
