@@ -27,6 +27,8 @@ log = logging.getLogger("radixrt.router")
 
 RETRY_SECONDS = 60.0
 """How often a worker is asked to load what it could not."""
+MOST_NAME_CHARS = 256
+"""Each namespace, and each error that lists what is served, has names in it."""
 
 
 class Change(NamedTuple):
@@ -37,10 +39,11 @@ class Change(NamedTuple):
 
 
 class AdapterChanges:
-    """One change after the other."""
+    """One change after the other. `default_model`: the name of a model even while no worker serves it ("": none)."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, default_model: str = "") -> None:
         self._members = members
+        self._default_model = default_model
         self._queue: deque[Change] = deque()
         self._current: Change | None = None
         self._adapter = Adapter("")
@@ -152,7 +155,9 @@ class AdapterChanges:
     def _check_name(self, name: str) -> None:
         if not name or not name.isprintable():  # line breaks separate the parts of a namespace
             raise Refused("name", "the name is empty, or has characters that cannot be printed")
-        if name in self._members.models():
+        if len(name) > MOST_NAME_CHARS:
+            raise Refused("name", f"the name has {len(name)} characters, more than {MOST_NAME_CHARS}")
+        if name == self._default_model or name in self._members.models():
             raise Refused("name", f"{name!r} is a model, not a LoRA adapter")
 
     def _able(self) -> list[Member]:

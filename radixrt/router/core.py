@@ -83,7 +83,7 @@ class RouterCore:
         self._recorder = Recorder(report, self.counters)
         self.index = Index()
         self.members = Members(self.index, self.counters, config.worker_timeout)
-        self.adapters = AdapterChanges(self.members)
+        self.adapters = AdapterChanges(self.members, config.served_model_name)
         self.groups = Groups()
         self.pauses = Pauses(report)
         self._admission = Admission(config, self.members, vocab_size, rng or random.Random())

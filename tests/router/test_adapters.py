@@ -165,9 +165,9 @@ def test_a_worker_without_a_slot_is_left_out():
     assert set(orders(change(core), LoadAdapter)) == {"w1"}
 
 
-@pytest.mark.parametrize("name", ["", "two\nlines", "\x1f", "m"])
+@pytest.mark.parametrize("name", ["", "two\nlines", "\x1f", "m", "default", "x" * 300])
 def test_names_that_cannot_be_an_adapters(name):
-    core = core_with(worker("w0"))
+    core = core_with(worker("w0"), served_model_name="default")
     for path in ("/a", ""):
         problem = refused(change(core, name, path))
         assert (problem.code, problem.field) == (400, "name")

@@ -23,6 +23,8 @@ class Notes:
         assert self.may_read.wait(10)
         if module.path == "broken":
             raise ValueError(f"--lora-modules {module.name}: there is no folder broken")
+        if module.path == "verbose":
+            raise ValueError("sql: " + "no " * 1000)
         return module.path
 
     def put_adapter(self, slot, module, adapter):
@@ -108,7 +110,7 @@ def test_an_answer_that_needs_no_slot_does_not_wait_for_one(slots, runner, again
 @pytest.mark.parametrize(
     ("path", "error"),
     [("broken", "sql: there is no folder broken"), ("misshapen", "sql: its rank is 99"),
-     ("cursed", "sql: the device said no")],
+     ("cursed", "sql: the device said no"), ("verbose", "sql: " + "no " * 330 + "no...")],
 )  # fmt: skip
 def test_what_cannot_be_loaded_leaves_its_slot_free(slots, runner, path, error):
     assert load(slots, "sql", 5, path) == error
