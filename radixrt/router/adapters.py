@@ -52,6 +52,7 @@ class AdapterChanges:
         """Numbers of the members that have not answered yet."""
         self._errors: dict[str, str] = {}
         self._next_try = 0.0
+        self._last_version = 0
 
     def add(self, client: Client, message: ChangeAdapter, at: int) -> list[Effect]:
         """Make a change when those before it are done. Its client gets an Info or an Error."""
@@ -173,9 +174,10 @@ class AdapterChanges:
         return {name for name, version in member.adapters if version == self._members.version(name)}
 
     def _new_version(self, name: str, at: int) -> int:
-        """By time, so that it is new even after a restart of the router."""
-        known = [version for m in self._members for other, version in m.adapters if other == name]
-        return max([at, self._members.version(name) + 1, *(version + 1 for version in known)])
+        """By time, so that it is new even after a restart of the router, and higher than the last one, as a worker may
+        have that although its change failed."""
+        self._last_version = max(at, self._last_version + 1, self._members.version(name) + 1)
+        return self._last_version
 
     # ------------------------------------------------------------ what workers are to have
 
