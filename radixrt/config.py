@@ -68,7 +68,7 @@ RESPONSE_BYTES = (
 )
 RUNTIME_LORA = (
     "let clients load, replace and unload LoRA adapters while it serves (/v1/load_lora_adapter, "
-    "/v1/unload_lora_adapter): all clients if the router has no API keys, else those with the --admin-api-key; needs "
+    "/v1/unload_lora_adapter): all clients if there are no API keys, else those with the --admin-api-key; needs "
     "--enable-lora"
 )
 KEEP_THINKING = "keep the thinking of earlier answers in the prompt even if the chat template drops it"

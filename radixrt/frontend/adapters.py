@@ -37,11 +37,14 @@ _load, _unload = msgspec.json.Decoder(LoadBody), msgspec.json.Decoder(UnloadBody
 
 class AdapterRoutes:
     """`ask` returns a client with an API key, which the router checks: it may be the admin's, which is no tenant's.
-    `read` reads the body of a request whose key is not checked yet."""
+    `read` reads the body of a request whose key is not checked yet. `keyed`: whether this front end has API keys."""
 
-    def __init__(self, ask: Callable[[str], AsyncClient], read: Callable[[Request], Awaitable[bytes]]) -> None:
+    def __init__(
+        self, ask: Callable[[str], AsyncClient], read: Callable[[Request], Awaitable[bytes]], keyed: bool
+    ) -> None:
         self._ask = ask
         self._read = read
+        self._keyed = keyed
 
     def routes(self, unchecked: Callable[[KeyedHandler], Handler]) -> list[Route]:
         """The routes; `unchecked` makes handlers of them that pass on any key."""
@@ -55,7 +58,9 @@ class AdapterRoutes:
         if not body.lora_path:
             refuse("lora_path", "must not be empty")
         try:
-            failed = await self._ask(key).load_adapter(body.lora_name, body.lora_path, in_place=body.load_inplace)
+            failed = await self._ask(key).load_adapter(
+                body.lora_name, body.lora_path, in_place=body.load_inplace, admin_only=self._keyed
+            )
         except ServerError as problem:
             raise api_error(problem, NAMES) from None
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
@@ -65,7 +70,7 @@ class AdapterRoutes:
     async def unload(self, request: Request, key: str) -> Response:
         body = parse(_unload, await self._read(request))
         try:
-            await self._ask(key).unload_adapter(body.lora_name)
+            await self._ask(key).unload_adapter(body.lora_name, admin_only=self._keyed)
         except ServerError as problem:
             raise api_error(problem, NAMES) from None
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

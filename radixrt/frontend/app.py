@@ -69,7 +69,7 @@ class Frontend:
             f"{RESPONSES_PATH}/input_tokens": self._guarded(responses.count),
             MESSAGES_PATH: self._guarded(messages.create, AnthropicError.wrap),
             f"{MESSAGES_PATH}/count_tokens": self._guarded(messages.count, AnthropicError.wrap),
-            NATIVE_PATH: Native(self._link, self._check, self._body).handle,
+            NATIVE_PATH: Native(self._link, self._check, self._body, bool(self._tenants)).handle,
             "/tokenize": self._guarded(tokenization.tokenize),
             "/detokenize": self._guarded(tokenization.detokenize),
         }
@@ -78,7 +78,9 @@ class Frontend:
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
             *About(self._link.ask).routes(self._guarded),
-            *AdapterRoutes(self._link.ask, lambda request: self._body(request, keyless=True)).routes(self._unchecked),
+            *AdapterRoutes(
+                self._link.ask, lambda request: self._body(request, keyless=True), bool(self._tenants)
+            ).routes(self._unchecked),
         ]
         self.app = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)
 

@@ -111,7 +111,7 @@ class RouterCore:
     def change_adapter(self, client: Client, message: ChangeAdapter, at: int) -> list[Effect]:
         """Load, replace or unload a LoRA adapter; `at` is the time in milliseconds since 1970. Raises Refused if the
         key does not allow that."""
-        self._admission.check_admin(message.api_key)
+        self._admission.check_admin(message.api_key, message.admin_only)
         return self.adapters.add(client, message, at)
 
     def has_place(self, tenant: str, beside: int, own: int) -> bool:

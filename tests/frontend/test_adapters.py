@@ -36,10 +36,11 @@ def made(tmp_path_factory) -> SimpleNamespace:
 
 
 @contextmanager
-def serving(made, *, keys=(), admin="", **worker) -> Iterator[SimpleNamespace]:
+def serving(made, *, keys=(), admin="", router_keys=None, **worker) -> Iterator[SimpleNamespace]:
     given = {"enable_lora": True, "allow_runtime_lora_updating": True, "max_loras": 2, "max_total_tokens": 8192}
     settings = WorkerConfig(model=str(made.folder), device="cpu", max_model_len=2048, cpu_threads=1, **(given | worker))
-    router = RouterConfig(model=str(made.folder), allow_runtime_lora_updating=True, api_key=keys, admin_api_key=admin)
+    known = keys if router_keys is None else router_keys
+    router = RouterConfig(model=str(made.folder), allow_runtime_lora_updating=True, api_key=known, admin_api_key=admin)
     with LocalStack(StackConfig(resolve(router), settings, FrontendConfig(), workers=2)) as stack:
         http = resolve(FrontendConfig(model=str(made.folder), router=stack.address, port=0, api_key=keys))
         frontends = [FrontendThread(http) for _ in range(2)]
@@ -204,3 +205,14 @@ def test_where_there_are_keys_only_the_admin_may(made):
                 client.generate(PROMPT, model="sql")
             assert tenant.generate(PROMPT, Sampling(max_tokens=1), model="sql").usage.completion_tokens == 1
         assert [unload(url, "sql", key).status_code for key in ("k2", "other", "root")] == [403, 401, 200]
+
+
+def test_front_ends_with_keys_let_nobody_through_to_a_router_without(made):
+    with serving(made, keys=("a:k1",), router_keys=()) as found:
+        url = found.urls[0]
+        assert {load(url, "sql", made.adapters[0], key).status_code for key in ("k1", "", "other")} <= {401, 403}
+        assert unload(url, "sql", "k1").status_code in (401, 403)
+        with Client(url, api_key="k1") as tenant, pytest.raises(ServerError, match="only with the key of"):
+            tenant.load_adapter("sql", made.adapters[0])
+        with Client(found.address) as direct:
+            assert direct.load_adapter("sql", made.adapters[0]) == {}, "the router has no keys"
