@@ -294,23 +294,23 @@ class AsyncClient:
         configured."""
         await self._ask_for(Done, ClearCache(id=0, api_key=self._api_key))
 
-    async def load_adapter(
-        self, name: str, path: str, *, in_place: bool = False, admin_only: bool = False
-    ) -> dict[str, str]:
+    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> dict[str, str]:
         """Load a LoRA adapter from a folder on the workers' machines as model `name`; one that is loaded is replaced
         only with `in_place`. Requests that have the former one finish with it. Returns why workers could not load it,
         by worker; they do not serve it. Raises ServerError if none could, and (401, 403) if the server does not allow
-        it, or not with this key. (With the admin's key only over ZMQ; over HTTP there is /v1/load_lora_adapter.)
-        `admin_only`: see ChangeAdapter."""
-        key = self._api_key
-        message = ChangeAdapter(id=0, name=name, path=path, in_place=in_place, admin_only=admin_only, api_key=key)
-        return (await self._ask_for(Info, message)).data
+        it, or not with this key. (With the admin's key only over ZMQ; over HTTP there is /v1/load_lora_adapter.)"""
+        return await self.change_adapter(
+            ChangeAdapter(id=0, name=name, path=path, in_place=in_place, api_key=self._api_key)
+        )
 
-    async def unload_adapter(self, name: str, *, admin_only: bool = False) -> None:
+    async def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter; requests that have it finish with it. Raises ServerError as `load_adapter`, and (404)
         if there is none of that name."""
-        message = ChangeAdapter(id=0, name=name, admin_only=admin_only, api_key=self._api_key)
-        await self._ask_for(Info, message)
+        await self.change_adapter(ChangeAdapter(id=0, name=name, api_key=self._api_key))
+
+    async def change_adapter(self, message: ChangeAdapter) -> dict[str, str]:
+        """Load or unload a LoRA adapter, as the message says. Returns and raises as `load_adapter`."""
+        return (await self._ask_for(Info, message)).data
 
     async def _query(self, what: str, model: str = "") -> Any:
         request = Ask(id=0, what=what, model=model, api_key=self._api_key)

@@ -26,19 +26,19 @@ _request = msgspec.json.Decoder(ClientRequest)
 
 class Native:
     """The route. `check` raises ApiError (401) for an unknown key. `read` reads a body; its second argument is whether
-    there was no key in the header. `keyed`: whether this front end has API keys."""
+    there was no key in the header. `restrict` says who may change a LoRA adapter, or raises ApiError (403)."""
 
     def __init__(
         self,
         link: RouterLink,
         check: Callable[[str], None],
         read: Callable[[Request, bool], Awaitable[bytes]],
-        keyed: bool,
+        restrict: Callable[[Request, ChangeAdapter], None],
     ) -> None:
         self._link = link
         self._check = check
         self._read = read
-        self._keyed = keyed
+        self._restrict = restrict
 
     async def handle(self, request: Request) -> Any:
         """Handle a request. Errors are sent as lines of the protocol; a small message may have its key in itself."""
@@ -57,8 +57,8 @@ class Native:
             raise ApiError(400, "type: a request is cancelled by closing its connection", "type")
         message.api_key = key or message.api_key
         self._check(message.api_key)
-        if isinstance(message, ChangeAdapter) and self._keyed:
-            message.admin_only = True
+        if isinstance(message, ChangeAdapter):
+            self._restrict(request, message)
         transport = self._link.reachable()
         try:
             return StreamAnswer(NativeExchange(transport, message), CONTENT_TYPE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConf
 from radixrt.frontend.server import FrontendThread
 from radixrt.local import LocalStack
 from radixrt.messages import Sampling
+from radixrt.transports import NATIVE_PATH
 from tests.adapters import make_adapter, merged
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import prompts
@@ -216,3 +218,14 @@ def test_front_ends_with_keys_let_nobody_through_to_a_router_without(made):
             tenant.load_adapter("sql", made.adapters[0])
         with Client(found.address) as direct:
             assert direct.load_adapter("sql", made.adapters[0]) == {}, "the router has no keys"
+
+
+def test_a_web_page_that_somebody_visits_cannot_change_them(made, served):
+    """Browsers let every page send a POST of plain text; it only cannot read the answer."""
+    url, page = served.urls[0], {"origin": "https://somewhere.example", "content-type": "text/plain"}
+    body = {"lora_name": "sql", "lora_path": made.adapters[0]}
+    message = {"type": "change_adapter", "id": 1, "name": "sql", "path": made.adapters[0]}
+    for path, content in (("/v1/load_lora_adapter", body), ("/v1/unload_lora_adapter", body), (NATIVE_PATH, message)):
+        answer = httpx.post(url + path, content=json.dumps(content), headers=page, timeout=30)
+        assert answer.status_code == 403 and "--allowed-origins" in answer.text, path
+    assert names(url) == {"m"}
