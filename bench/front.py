@@ -1,6 +1,6 @@
 """CPU time of everything but the model, over HTTP and ZMQ: front end, router and a fake worker, all processes summed.
 
-    python -m bench.front [--quick]
+    python -m bench.front [--runs 5] [--quick]
 
 A request has 4,096 token ids, half of which all requests share, and generates one token; 64 are in flight at a time,
 and the caches are full and evict. Tokens are those of 64 and 128 streams of 400 tokens. The worker makes a step every
@@ -18,9 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -165,14 +166,25 @@ def measure_references() -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer requests, to see that it runs")
+    parser.add_argument("--runs", type=int, default=1, help="runs of all, of which the medians are shown")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(Path(folder))
-        rows = measure_stack(Path(folder), 0.1 if args.quick else 1.0)
-    rows += measure_references()
+    runs = []
+    for _ in range(args.runs):
+        with tempfile.TemporaryDirectory() as folder:
+            make_checkpoint(Path(folder))
+            rows = measure_stack(Path(folder), 0.1 if args.quick else 1.0)
+        runs.append(rows + measure_references())
+    rows = [medians(row) for row in zip(*runs, strict=True)]
     print("microseconds of CPU, by process\n", table(rows), sep="\n")
     if not args.quick:
-        save("front", rows, tokens=TOKENS, unit="us of CPU")
+        save("front", rows, tokens=TOKENS, unit="us of CPU", runs=args.runs)
+
+
+def medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of several runs: the median of each figure, and the least and the largest sum."""
+    found = {name: median(row[name] for row in rows) for name, one in rows[0].items() if isinstance(one, float)}
+    sums = [row["sum"] for row in rows]
+    return rows[0] | found | ({"least": min(sums), "most": max(sums)} if len(rows) > 1 else {})
 
 
 if __name__ == "__main__":

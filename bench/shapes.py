@@ -306,7 +306,38 @@ def sized(
 TIED = {"tie_word_embeddings": True}
 
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}}
+GLM_47_FLASH: dict[str, Any] = {
+    "model_type": "glm4_moe_lite",
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+    "num_hidden_layers": 47,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 154880,
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "rope_theta": 1000000.0,
+    "eos_token_id": 154820,
+    "bos_token_id": 154820,
+}
+"""GLM 4.7 Flash, with its layer for multi-token prediction."""
+
 SHAPES = {
+    "glm-4.7-flash": GLM_47_FLASH,
     "llama-8b": LLAMA_8B,
     "llama-8b-awq": LLAMA_8B | AWQ,
     "qwen3-30b-awq": QWEN3_30B | AWQ,

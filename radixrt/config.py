@@ -146,7 +146,9 @@ class WorkerConfig:
         True, "append text that a grammar forces instead of sampling it; JSON of a schema is then on one line"
     )
     speculative_algorithm: str = setting(
-        "auto", "drafting of tokens: ngram (prompt lookup), none, auto (ngram on a GPU, none on a CPU)"
+        "auto",
+        "drafting of tokens: ngram (prompt lookup), mtp or nextn (ngram, and the model's layer for multi-token "
+        "prediction), none, auto (on a GPU mtp if the checkpoint has that layer, else ngram; none on a CPU)",
     )
     speculative_num_draft_tokens: int = setting(8, "most draft tokens per request and step", least=1, most=1 << 10)
     enforce_eager: bool = setting(False, "do not use CUDA graphs")
@@ -329,8 +331,10 @@ def resolve(config: AnyConfig) -> AnyConfig:
         on_gpu = config.device.startswith("cuda") or (config.device == "auto" and gpu_count() > 0 and not config.fake)
         if config.device == "auto":
             changes["device"] = "cuda" if on_gpu else "cpu"
-        if config.speculative_algorithm == "auto":
-            changes["speculative_algorithm"] = "ngram" if on_gpu else "none"
+        algorithm = config.speculative_algorithm.lower()
+        if algorithm == "auto" and not on_gpu:
+            algorithm = "none"  # on a GPU it depends on the checkpoint
+        changes["speculative_algorithm"] = "mtp" if algorithm == "nextn" else algorithm
         if not config.name:
             changes["name"] = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
         if not config.max_num_batched_tokens:

@@ -180,14 +180,14 @@ def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
     """The drafter of a worker, or None if tokens are not drafted. Raises ValueError for invalid settings."""
     from radixrt.worker.drafting import MOST_SPARSE, Drafter
 
-    if config.speculative_algorithm not in ("auto", "ngram", "none"):
-        raise ValueError(f"speculative_algorithm: {config.speculative_algorithm!r}; expected auto, ngram or none")
+    if config.speculative_algorithm not in ("auto", "ngram", "mtp", "none"):
+        raise ValueError(f"speculative_algorithm: {config.speculative_algorithm!r}; expected auto, ngram, mtp or none")
     if config.speculative_num_draft_tokens < 1:
         raise ValueError(f"speculative_num_draft_tokens: {config.speculative_num_draft_tokens}, at least 1")
-    if config.speculative_algorithm != "ngram":
+    if config.speculative_algorithm == "none":
         return None
     among = MOST_SPARSE if runner.sparse else sys.maxsize
-    return Drafter(config.speculative_num_draft_tokens, overlaps=runner.overlaps, among=among)
+    return Drafter(config.speculative_num_draft_tokens, runner.overlaps, among, runner.predicts)
 
 
 def make_runner(config: WorkerConfig) -> Runner:

@@ -13,6 +13,9 @@ from radixrt.messages import Grammar
 from radixrt.roles import make_drafter
 from radixrt.worker.drafting import MOST_SPARSE
 from radixrt.worker.fake import FakeRunner
+from tests.checkpoints import make_tokenizer
+from tests.worker.families import make_model
+from tests.worker.multi_token import add_layer, make_markov
 
 NOTES = "Here are the notes.\nThe access code of the old mill is 4817. The owner of the red tower is Mia Bren."
 ASKED = "What is the access code of the old mill?"
@@ -30,10 +33,10 @@ WAYS = {
 }
 
 
-def answers(algorithm: str) -> tuple[list[Any], dict[str, Any]]:
+def answers(algorithm: str, model: str = "nano") -> tuple[list[Any], dict[str, Any]]:
     """(what is said in all ways, also as a stream where it is cut; the worker's counters)."""
-    worker = resolve(WorkerConfig(model="nano", device="cpu", speculative_algorithm=algorithm, check=True))
-    stack = StackConfig(resolve(RouterConfig(model="nano")), worker, resolve(FrontendConfig(model="nano")))
+    worker = resolve(WorkerConfig(model=model, device="cpu", speculative_algorithm=algorithm, check=True))
+    stack = StackConfig(resolve(RouterConfig(model=model)), worker, resolve(FrontendConfig(model=model)))
     said = []
     with LocalStack(stack) as running, Client(running.address) as client:
         chat = [{"role": "system", "content": NOTES}, {"role": "user", "content": ASKED}]
@@ -59,10 +62,29 @@ def test_the_same_is_said_in_fewer_steps():
     assert together["steps"] < 0.6 * alone["steps"]
 
 
+def test_a_model_s_own_layer_drafts(tmp_path):
+    """Of a model that says a fixed token after each: all that it proposes is right."""
+    made = make_model(tmp_path / "plain", "glm4_moe")
+    add_layer(tmp_path / "plain", made, tmp_path / "model")
+    make_markov(tmp_path / "model")
+    make_tokenizer(tmp_path / "model")
+    plain, alone = answers("none", str(tmp_path / "model"))
+    drafted, together = answers("NEXTN", str(tmp_path / "model"))
+    assert drafted == plain
+    assert together["drafted_tokens"] >= together["accepted_tokens"] > 100
+    assert together["steps"] < 0.5 * alone["steps"]
+
+
 def test_settings_of_drafts():
     runner = FakeRunner()
+    for name in ("mtp", "NEXTN", "nextn"):
+        assert resolve(WorkerConfig(device="cpu", speculative_algorithm=name)).speculative_algorithm == "mtp"
+    drafter = make_drafter(WorkerConfig(speculative_algorithm="mtp"), FakeRunner(truth=3))
+    assert drafter is not None and drafter.predicts
+    assert not make_drafter(WorkerConfig(speculative_algorithm="ngram"), runner).predicts
     assert resolve(WorkerConfig(device="cpu")).speculative_algorithm == "none"
-    assert resolve(WorkerConfig(device="cuda")).speculative_algorithm == "ngram"
+    assert resolve(WorkerConfig(device="cuda")).speculative_algorithm == "auto", "it depends on the checkpoint"
+    assert make_drafter(WorkerConfig(speculative_algorithm="auto"), runner) is not None
     assert resolve(WorkerConfig(device="cpu", speculative_algorithm="ngram")).speculative_algorithm == "ngram"
     assert make_drafter(WorkerConfig(speculative_algorithm="none"), runner) is None
     drafter = make_drafter(WorkerConfig(speculative_algorithm="ngram", speculative_num_draft_tokens=3), runner)

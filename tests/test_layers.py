@@ -22,6 +22,7 @@ TORCH = (
     "worker/attention.py",
     "worker/sample.py",
     "worker/picking.py",
+    "worker/predicting.py",
     "worker/pools.py",
     "worker/scales.py",
     "worker/model/",

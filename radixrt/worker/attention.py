@@ -67,6 +67,7 @@ class TorchAttention:
         self._table = table
 
     def begin(self, plan: Plan, device: torch.device) -> TorchStep:
+        """The attention of a step's tokens, of which only rows, starts, counts and slots matter."""
         return SparseStep(self, plan, device) if self.top_k else TorchStep(self, plan, device)
 
     def slots(self, row: int, tokens: int) -> np.ndarray:

@@ -20,13 +20,14 @@ class Decodes:
     """The decodes of a step, as the arrays of a Plan. All but `positions` and `last` stay the same until the batch
     changes. Plans share the arrays, so they are never written to."""
 
-    __slots__ = ("adapters", "last", "ones", "positions", "requests", "rows", "rows32", "_states", "all_true")
+    __slots__ = ("adapters", "last", "limits", "ones", "positions", "requests", "rows", "rows32", "_states", "all_true")
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = tuple(requests)
         self.rows = np.array([r.row for r in requests], dtype=np.int64)
         self.rows32 = self.rows.astype(np.int32)
         self._states: np.ndarray | None = None
+        self.limits = np.array([r.limit for r in requests], dtype=np.int64)
         self.adapters = _adapters(requests)
         self.ones = np.ones(len(requests), dtype=np.int32)
         self.all_true = np.ones(len(requests), dtype=bool)
@@ -41,6 +42,10 @@ class Decodes:
         if self._states is None:
             self._states = np.array([r.state for r in self.requests], dtype=np.int32)
         return self._states
+
+    def proposes(self, most: int) -> np.ndarray:
+        """`Plan.proposes` of the decodes, int64: at most `most`, and no more than their limits leave room for."""
+        return np.clip(self.limits - self.positions - 3, 0, most)
 
     def advance(self) -> None:
         """Move on to the next step, whose tokens are those that the planned step samples."""
@@ -67,6 +72,7 @@ class StepBuilder:
         self.states: list[int] = []
         """Slots of recurrent states (`StateWork.slots`), and `StateWork.runs`, if the model has any."""
         self.runs: list[int] = []
+        self.proposes: list[int] = []
         self.drafts: list[Draft] = []
         """Their entries come before those of chunks."""
         self.scored = 0
@@ -79,9 +85,10 @@ class StepBuilder:
             return request.behind
         return min(request.behind, max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored)
 
-    def add_draft(self, request: Request, ids: list[int], states: list[int]) -> None:
+    def add_draft(self, request: Request, ids: list[int], states: list[int], proposes: int = 0) -> None:
         """Plan the last token of a request and the drafted `ids` after it. Their pages must be reserved; they are not
-        published to the tree. `states`: slots for the recurrent states after each of `ids`, if the model has any."""
+        published to the tree. `states`: slots for the recurrent states after each of `ids`, if the model has any. For
+        `proposes` see `Plan`."""
         count, start = 1 + len(ids), request.computed
         self.drafts.append(Draft(request, ids, len(self.requests)))
         self.requests += [request] * count
@@ -93,9 +100,11 @@ class StepBuilder:
         self.starts += range(start, start + count)
         self.states += [request.state, *states]
         self.runs += [count, *[0] * len(ids)]
+        self.proposes += [proposes, *[0] * len(ids)]
 
-    def add(self, request: Request, count: int) -> None:
-        """Plan the next `count` tokens of a request, and publish them to the tree. Their pages must be reserved."""
+    def add(self, request: Request, count: int, proposes: int = 0) -> None:
+        """Plan the next `count` tokens of a request, and publish them to the tree. Their pages must be reserved. For
+        `proposes` see `Plan`."""
         start, stop = request.computed, request.computed + count
         slots = self.cache.row_slots(request.row, start, stop)
         if request.lease.length > start:
@@ -117,19 +126,23 @@ class StepBuilder:
         self.starts.append(start)
         self.states.append(request.state)
         self.runs.append(1)
+        self.proposes.append(proposes)
 
-    def build(self, step: int, decodes: Decodes) -> Plan:
-        """The decodes and what was collected, as one Plan."""
+    def build(self, step: int, decodes: Decodes, proposes: int = 0) -> Plan:
+        """The decodes and what was collected, as one Plan. `proposes`: the most for each decode."""
         slots, starts = self.cache.slots(decodes.rows, decodes.positions), decodes.positions.astype(np.int32)
         states = None
         if self.cache.states is not None:
             runs = _appended(decodes.ones, self.runs) if self.drafts else ()
             states = self.cache.state_work(_appended(decodes.states, self.states), runs)
+        proposed = None
+        if proposes or any(self.proposes):
+            proposed = _appended(decodes.proposes(proposes).astype(np.int32), self.proposes)
         moves = None if self.cache.host is None else self.cache.host.drain()
         if not self.requests:
             return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
                         decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states,
-                        adapters=decodes.adapters, moves=moves)  # fmt: skip
+                        adapters=decodes.adapters, proposes=proposed, moves=moves)  # fmt: skip
         requests = (*decodes.requests, *self.requests)
         return Plan(
             step=step,
@@ -145,6 +158,7 @@ class StepBuilder:
             drafts=tuple(replace(draft, first=draft.first + len(starts)) for draft in self.drafts),
             states=states,
             adapters=_adapters(requests),
+            proposes=proposed,
             moves=moves,
         )
 

@@ -232,6 +232,18 @@ class PageCache:
         if missing > 0:
             self._fill(request.row, held, self._take(missing))
 
+    def reserve_up_to(self, rows: np.ndarray, positions: np.ndarray) -> None:
+        """As `reserve_next`, where a row may lack several pages."""
+        held, index = self.held[rows], positions // self.page_size
+        missing = np.maximum(index + 1 - held, 0)
+        if not missing.any():
+            return
+        pages = self._take(int(missing.sum()))
+        where = np.flatnonzero(missing)
+        parts = np.split(pages, np.cumsum(missing[where])[:-1])
+        for row, first, part in zip(rows[where].tolist(), held[where].tolist(), parts, strict=True):
+            self._fill(row, first, part)
+
     def reserve_next(self, rows: np.ndarray, positions: np.ndarray) -> None:
         """Ensure that each row has a page for the token at its position; both are int64[N]. Raises OutOfPages if there
         are not enough, and then allocates none."""

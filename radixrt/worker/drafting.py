@@ -1,4 +1,5 @@
-"""Speculative decoding (arXiv 2211.17192) without a second model: draft tokens are looked up in earlier text.
+"""Speculative decoding (arXiv 2211.17192) without a second model: draft tokens are looked up in earlier text, or come
+from the model's own layer for it (`predictions`).
 
 Agents repeat what they have read and generated before: names, file contents, calls, in this conversation and in others.
 Where the last tokens of a request occur earlier in it, or in recent outputs of its namespace, the tokens that follow
@@ -20,10 +21,11 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from radixrt.worker._repeats import Repeats
+from radixrt.worker.predictions import Passes, Proposals, best_count, expected, mean
 
 if TYPE_CHECKING:
     from radixrt.worker.plan import Draft
@@ -108,7 +110,10 @@ class DraftState:
     repeats: Repeats
     """Its own tokens."""
     acceptance: float = ACCEPTANCE
-    """Moving average of the share of its drafted tokens that were accepted."""
+    """Moving average of the share of its drafted tokens that were accepted; of those that were looked up."""
+    proposals: Proposals = field(default_factory=Proposals)
+    proposed: bool = False
+    """Whether its last draft was of these."""
 
 
 def should_wait(drafting: int, requests: int) -> bool:
@@ -134,21 +139,32 @@ class Costs:
     def row(self, requests: int) -> float:
         """Cost of an additional row: tokens that `requests` requests, one row each, lose together because their step
         takes longer."""
+        slope, base = self._fit() or (ROW, 1.0)
+        return requests * slope / (base + requests * slope)
+
+    def seconds(self, rows: int) -> float | None:
+        """Of a step of so many rows: the mean of all until steps of different sizes were timed; None before any."""
+        if fit := self._fit():
+            return fit[1] + rows * fit[0]
+        return self._seconds / self._count if self._count else None
+
+    def _fit(self) -> tuple[float, float] | None:
+        """(seconds of a row, of a step without any); None until steps of different sizes were timed."""
         spread = self._count * self._squares - self._rows**2
         if spread <= 0.01 * self._rows**2:
-            slope = ROW
-            base = 1.0
-        else:
-            slope = max(0.0, self._count * self._products - self._rows * self._seconds) / spread
-            base = max(1e-9, (self._seconds - slope * self._rows) / self._count)
-        return requests * slope / (base + requests * slope)
+            return None
+        slope = max(0.0, self._count * self._products - self._rows * self._seconds) / spread
+        return slope, max(1e-9, (self._seconds - slope * self._rows) / self._count)
 
 
 class Drafter:
-    """Drafts up to `most` tokens for a request, while at most `among` requests generate. `overlaps` is the runner's."""
+    """Drafts up to `most` tokens for a request. They are looked up while at most `among` requests generate. `overlaps`
+    and `predicts` are the runner's."""
 
-    def __init__(self, most: int, overlaps: bool, among: int = sys.maxsize) -> None:
+    def __init__(self, most: int, overlaps: bool, among: int = sys.maxsize, predicts: bool = False) -> None:
         self.most = most
+        self.predicts = predicts
+        self.passes = Passes()
         self.among = among
         self.drafted = 0
         self.accepted = 0
@@ -162,6 +178,8 @@ class Drafter:
         if request.score_from is not None or request.total + 2 > request.limit:
             return False
         draft_state = self._draft_state(request)
+        if self._proposals(request, self.most, requests):
+            return True
         matched, _, _ = self._match(request, draft_state)
         least = SHORTEST_IF_ALTERNATING if self._overlaps and not should_wait(1, requests) else SHORTEST
         return matched >= least and self._pays(request, matched, requests)
@@ -170,9 +188,46 @@ class Drafter:
         """Draft up to `most` tokens for one of `requests` that generate; its last token must be known. Empty if nothing
         is likely enough to be accepted."""
         draft_state = self._draft_state(request)
-        matched, text, tail = self._match(request, draft_state)
         # The last token before the limit is always sampled, after the draft.
-        most = min(most, self.most, matched, request.limit - len(request.tokens) - 1)
+        most = min(most, self.most, request.limit - len(request.tokens) - 1)
+        found, own = self._look_up(request, most, requests), self._proposals(request, most, requests)
+        likely = expected(draft_state.proposals.acceptance, len(own))
+        draft_state.proposed = bool(own) and likely >= draft_state.acceptance * len(found)
+        return own if draft_state.proposed else found
+
+    def proposes(self, requests: Sequence[Request]) -> int:
+        """How many tokens the next step is to propose for each of the requests that generate: none if that does not
+        pay, by the acceptance of their proposals so far."""
+        if not self.predicts or len(requests) > MOST_ROWS // 2:
+            return 0
+        states = [r.draft_state.proposals.acceptance for r in requests if r.draft_state is not None]
+        count = max(len(requests), 1)
+        return self._worth(mean(states), count, self.most, self.passes.share(self.costs.seconds(count)))
+
+    def proposed(self, request: Request, length: int, ids: list[int]) -> None:
+        """Remember what the model proposes to follow the first `length` tokens of a request."""
+        proposals = self._draft_state(request).proposals
+        proposals.ids, proposals.length = ids, length
+
+    def _proposals(self, request: Request, most: int, requests: int) -> list[int]:
+        """What the model proposed to follow the request's tokens, as much of it, up to `most` tokens, as is worth
+        drafting."""
+        own = self._draft_state(request).proposals
+        if own.length != len(request.tokens) or (request.matcher is not None and requests > MOST_MATCHED):
+            return []
+        return own.ids[: self._worth(own.acceptance, requests, most)]
+
+    def _worth(self, acceptance: float, requests: int, most: int, each: float = 0.0) -> int:
+        """How many proposals, at most `most`, are worth drafting for each of `requests` requests, if one for each costs
+        a share `each` of a step's time beside their rows."""
+        cost = max(self.costs.row(requests) + each, LEAST_ACCEPTANCE)
+        return best_count(acceptance, cost, WAIT if self._overlaps else 0.0, most)
+
+    def _look_up(self, request: Request, most: int, requests: int) -> list[int]:
+        """What followed the request's last tokens in earlier text, up to `most` tokens; empty if it is not likely
+        enough to follow again."""
+        matched, text, tail = self._match(request, self._draft_state(request))
+        most = min(most, matched)
         if most < 1 or matched < SHORTEST or not self._pays(request, matched, requests):
             return []
         return text.propose(most, tail)
@@ -180,13 +235,19 @@ class Drafter:
     def refuse(self, request: Request) -> None:
         """A request's grammar does not allow the first drafted token: count the draft as one of which none was
         accepted."""
-        if request.draft_state is not None:
-            request.draft_state.acceptance *= MEMORY
+        if (state := request.draft_state) is None:
+            return
+        if state.proposed:
+            state.proposals.learn(1, 0)
+        else:
+            state.acceptance *= MEMORY
 
     def learn(self, draft: Draft, accepted: int) -> None:
         """Count a draft, of which the first `accepted` tokens were right."""
         draft_state = draft.request.draft_state
-        if draft_state is not None:
+        if draft_state is not None and draft_state.proposed:
+            draft_state.proposals.learn(len(draft.ids), accepted)
+        elif draft_state is not None:
             draft_state.acceptance = MEMORY * draft_state.acceptance + (1 - MEMORY) * accepted / len(draft.ids)
         self.drafted += len(draft.ids)
         self.accepted += accepted

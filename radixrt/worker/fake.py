@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,9 +61,13 @@ class FakeRunner:
         check: bool = False,
         overlaps: bool = False,
         num_states: int = 0,
+        truth: int = 0,
         num_host_pages: int = 0,
         fetch_rate: float = 0.0,
     ) -> None:
+        """`truth`: it proposes tokens, of which one in so many is wrong (1: all); 0: it proposes none."""
+        self.predicts = truth > 0
+        self._truth = truth
         self.num_pages = num_pages
         self.num_states = num_states
         self.num_host_pages = num_host_pages
@@ -105,6 +110,7 @@ class FakeRunner:
             self.steps.append((len(plan.requests), len(plan.tokens)))
             # As on a device, the slots that a step reads and writes are fixed at launch, and steps run in order.
             read = self._read_slots(plan)
+            self._check_proposals(plan, read)
             return lambda: self._wait(plan, done_at, read)
         return lambda: self._wait(plan, done_at, None)
 
@@ -152,7 +158,21 @@ class FakeRunner:
         stuck = self._follow_grammars(plan, tokens) if serial else {}
         if self.overlaps:
             self._drawn.update(zip(rows, tokens, strict=True))
-        return self._result(plan, tokens, stuck) if serial else Result(tokens)
+        result = self._result(plan, tokens, stuck) if serial else Result(tokens)
+        return result if plan.proposes is None else replace(result, proposals=self._propose(plan, tokens, stuck))
+
+    def _propose(self, plan: Plan, tokens: list[int], stuck: dict[int, str]) -> dict[int, list[int]]:
+        """The formula's next tokens, some of them wrong. (Those of a grammar differ.)"""
+        found, drafts = {}, {draft.first: draft for draft in plan.drafts}
+        for index in np.flatnonzero(plan.proposes).tolist():
+            last = index + drafts[index].accepted(tokens) if index in drafts else index
+            position, token, ids = int(plan.starts[last] + plan.counts[last]), tokens[last], []
+            for at in range(position, position + int(plan.proposes[index])):
+                token = fake_token(token, at, self.vocab_size)
+                ids.append(token if (token + at) % self._truth else EOS + 1)
+            if index not in stuck:
+                found[index] = ids
+        return found
 
     def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, str]:
         """Replace tokens by ones that the grammars allow, stop ids first. Returns, by index, why a request is stuck."""
@@ -200,6 +220,22 @@ class FakeRunner:
             page, offset = np.divmod(np.arange(start + count), self.page_size)
             found.append(self._table[row, page] * self.page_size + offset)
         return found
+
+    def _check_proposals(self, plan: Plan, read: list[np.ndarray]) -> None:
+        """Assert that all proposals are of use and have pages, which no other request of the step reads."""
+        if plan.proposes is None:
+            return
+        drafts = {draft.first: len(draft.ids) for draft in plan.drafts}
+        for index in np.flatnonzero(plan.proposes).tolist():
+            row, last = plan.rows[index], index + drafts.get(index, 0)
+            first = int(plan.starts[index] + plan.counts[index])
+            stop = int(plan.starts[last] + plan.counts[last] + plan.proposes[index])
+            assert stop <= plan.requests[index].limit - 2, "all can be drafted, and another token sampled after them"
+            page, offset = np.divmod(np.arange(first, stop), self.page_size)
+            slots = self._table[row, page] * self.page_size + offset
+            assert slots.min() >= self.page_size and len(set(slots.tolist())) == stop - first, "each has a slot"
+            for other, theirs in zip(plan.rows, read, strict=True):
+                assert other == row or not np.isin(slots, theirs).any(), "no other request reads these slots"
 
     def _check_step(self, plan: Plan, last: np.ndarray, read: list[np.ndarray]) -> None:
         """Write the hashes of a step, then compare those it reads with the expected ones."""

@@ -23,6 +23,7 @@ from radixrt.worker.model.adapter import Adapter, read_adapters
 from radixrt.worker.model.blocks import named
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.lora_slots import Room
+from radixrt.worker.model.predictor import has_predictor, is_stored, with_predictor
 from radixrt.worker.model.quantized import (
     Products,
     block_size,
@@ -204,11 +205,25 @@ def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[s
     dtype = choose_dtype(config.dtype, hf_config, device)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
     spec = read_spec(hf_config, config.max_model_len)
+    if predicts(config, hf_config, folder, device):
+        spec = with_predictor(spec, hf_config)
     for note in notes(hf_config, spec):
         log.warning("%s: %s", folder.name, note)
     # A tokenizer may have ids for which the model has no logits.
     eos_ids = frozenset(id for id in checkpoint.eos_ids(folder) if id < spec.vocab_size)
     return Loaded(folder, hf_config, spec, shard.spec(spec), device, dtype, kv_dtype, eos_ids)
+
+
+def predicts(config: WorkerConfig, hf_config: Mapping[str, Any], folder: Path, device: torch.device) -> bool:
+    """Whether the model's layer for multi-token prediction is used: by default on a GPU, if the checkpoint has it. Then
+    it is measured whether its proposals pay. Raises ValueError if it is asked for where it is not served."""
+    alone = config.tensor_parallel_size == 1
+    if config.speculative_algorithm == "mtp" and not alone:
+        raise ValueError("speculative_algorithm: mtp is served with tensor_parallel_size 1 only; use ngram")
+    if config.speculative_algorithm != "auto":
+        return config.speculative_algorithm == "mtp"
+    stored = config.load_format != "dummy" and has_predictor(hf_config)
+    return device.type == "cuda" and alone and stored and is_stored(folder)
 
 
 def notes(hf_config: Mapping[str, Any], spec: ModelSpec) -> Iterator[str]:
@@ -324,7 +339,7 @@ def lora_room(config: WorkerConfig) -> Room | None:
 
 
 def _drafting(loaded: Loaded) -> tuple[str, ...]:
-    """Name prefixes of the layers that predict further tokens (DeepSeek-V3, section 2.2), which are not used."""
+    """Name prefixes of the layers that predict further tokens (see `model.predictor`): what is not used of them."""
     first, more = loaded.whole.num_layers, loaded.hf_config.get("num_nextn_predict_layers") or 0
     return "mtp.", "model.mtp.", *(f"model.layers.{layer}." for layer in range(first, first + more))
 

@@ -200,7 +200,7 @@ class Worker:
             return self._fail(flight.plan, error)
         done = time.perf_counter()
         self._rates.add(flight.plan, done - max(flight.launched, self._last_done))
-        self._time_decodes(flight, done)
+        self._time_decodes(flight, done, result)
         self._last_done = done
         return self.scheduler.apply(flight.plan, result)
 
@@ -219,12 +219,15 @@ class Worker:
             outputs += self.scheduler.fail(behind.plan, reason)
         return outputs + self.scheduler.fail(plan, reason)
 
-    def _time_decodes(self, flight: Flight, done: float) -> None:
-        """Tell the drafter how long a step of decodes took. The time before its launch counts if the loop was busy."""
+    def _time_decodes(self, flight: Flight, done: float, result: Result) -> None:
+        """Tell the drafter how long a step of decodes took, without its proposals. The time before its launch counts if
+        the loop was busy."""
         drafter, plan = self.scheduler.drafter, flight.plan
         if drafter is not None and len(plan.tokens) == len(plan.requests):
             gap = flight.launched - self._last_done
-            drafter.costs.add(len(plan.tokens), done - (self._last_done if gap < BUSY_SECONDS else flight.launched))
+            seconds = done - (self._last_done if gap < BUSY_SECONDS else flight.launched)
+            passes = 0 if plan.proposes is None else int(plan.proposes.max())
+            drafter.costs.add(len(plan.tokens), max(seconds - passes * result.proposing_seconds, 0.0))
 
     def _pin(self, outputs: list[m.Output]) -> None:
         """Set the pins of requests that have just ended, before their pages can be evicted, and drop expired pins."""

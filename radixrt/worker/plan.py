@@ -6,7 +6,7 @@ tokens of a step, concatenated:   d0 d1 d2 | p3 p3 p3 p3 | p4 p4
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +32,12 @@ class Draft:
     request: Request
     ids: list[int]
     first: int
+
+    def accepted(self, sampled: Sequence[int]) -> int:
+        """How many guesses are right, from the first on, by the tokens that were sampled at each of the plan's
+        indices."""
+        right = (sampled[self.first + n] == id for n, id in enumerate(self.ids))
+        return next((n for n, same in enumerate(right) if not same), len(self.ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,10 @@ class Plan:
     """None if the model has no recurrent states."""
     adapters: np.ndarray | None = None
     """int32[B]: number of each request's LoRA adapter, -1: none; None if no request has one."""
+    proposes: np.ndarray | None = None
+    """int32[B]: how many tokens are proposed to follow the token that is sampled at each index, by a runner that
+    `predicts`; for a draft it stands at its first index, and they follow the last token that the step gives. Their
+    request has pages for them. None: none."""
     moves: Moves | None = None
     """None if there are none."""
 
@@ -199,6 +209,10 @@ class Result:
     """Requests whose logits are not finite, with the reason. Only they fail; the KV they computed is discarded."""
     stuck: dict[int, str] = field(default_factory=dict)
     """Requests whose grammar allows no token, with the reason. Only they fail; the KV they computed is valid."""
+    proposals: dict[int, list[int]] = field(default_factory=dict)
+    """What `Plan.proposes` asked for."""
+    proposing_seconds: float = 0.0
+    """How long that took for each token of a request; all requests together are one pass."""
 
 
 class GroupLost(BaseException):
@@ -228,6 +242,9 @@ class Runner(Protocol):
     overlaps: bool
     """Whether step n+1 may be launched before the result of step n is read: sampled tokens stay on the device, by row
     of the page table."""
+
+    predicts: bool
+    """Whether it proposes tokens with the model's multi-token prediction layer (`Plan.proposes`)."""
 
     sparse: bool
     """Whether the model has experts, so that tokens differ in which weights they read."""

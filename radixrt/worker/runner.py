@@ -17,6 +17,7 @@ from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.delta_net import Recurrence
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import Plan, Result
+from radixrt.worker.predicting import Predicting
 from radixrt.worker.sample import TorchSampler
 from radixrt.worker.sharing import Path
 
@@ -46,6 +47,7 @@ class ModelRunner:
         self.eos_ids = eos_ids
         self.max_model_len = spec.max_model_len
         self.sparse = spec.experts is not None
+        self.predicts = spec.predicts
         self.kv_dtype = next(name for name, dtype in DTYPES.items() if dtype == pool.dtype)
         self.busy_seconds = 0.0
         self.pool = pool
@@ -108,6 +110,7 @@ class TorchRunner(ModelRunner):
         """Steps of at most this many tokens are computed by one thread."""
         self._threads = torch.get_num_threads()
         self._sampler = TorchSampler()
+        self._predicting = Predicting(model, self._attention) if model.predictor is not None else None
 
     def bind(self, table: np.ndarray) -> None:
         self._attention.bind(table)
@@ -121,6 +124,8 @@ class TorchRunner(ModelRunner):
         with torch.inference_mode():
             picking = Picking(plan, self.logits(plan), self._sampler)
             result = picking.read(picking.packed.cpu().numpy())
+            if self._predicting is not None:
+                result = self._predicting.propose(plan, result)
         self.busy_seconds += time.monotonic() - began
         return lambda: result
 
@@ -136,13 +141,16 @@ class TorchRunner(ModelRunner):
             self.states.copy(plan.states.restores)
         adapters = plan.token_adapters
         self._model.use_adapters(None if adapters is None else torch.from_numpy(adapters).to(self._device))
-        logits = self._model.forward(
-            torch.from_numpy(plan.tokens).to(self._device, torch.int64),
-            torch.from_numpy(ranges(plan.starts, plan.counts)).to(self._device),
-            self._attention.begin(plan, self._device),
-            torch.from_numpy(wanted(plan)).to(self._device),
-            None if plan.states is None else self._recurrence(plan),
-        )
+        tokens = torch.from_numpy(plan.tokens).to(self._device, torch.int64)
+        positions = torch.from_numpy(ranges(plan.starts, plan.counts)).to(self._device)
+        at, attend = torch.from_numpy(wanted(plan)).to(self._device), self._attention.begin(plan, self._device)
+        mix = None if plan.states is None else self._recurrence(plan)
+        if self._predicting is None:
+            logits = self._model.forward(tokens, positions, attend, at, mix)
+        else:
+            hidden = self._model.hidden(*self._model.attend_all(tokens, positions, attend, mix))
+            self._predicting.store(plan, tokens, positions, hidden)
+            logits = self._model.logits(hidden[at])
         if plan.states is not None:
             self.states.copy(plan.states.saves)
         return logits

@@ -47,8 +47,12 @@ def choose_scales(source: str, weights: Weights, model: Decoder, dtype: torch.dt
     numbers = model.spec.attention_layers
     layers = len(numbers)
     own = [numbers[place] for place in model.spec.kv_sources]
+    if model.spec.predicts:  # its layer may have none even where all others do
+        own = own[:-1]
     if source == "auto" and (stated := stated_scales(weights, own)) is not None:
         stated = [(max(pair),) * 2 for pair in stated] if model.spec.latent else stated  # V is a part of K
+        if model.spec.predicts:
+            stated.append((stated_scales(weights, numbers[-1:]) or [stated[-1]])[0])
         _report_stated(stated)
         return stated
     largest = largest_values(model, bos_id)
@@ -122,7 +126,13 @@ def largest_values(model: Decoder, bos_id: object = None) -> list[tuple[float, f
         for ids in calibration_prompts(model.spec.vocab_size, model.spec.max_model_len, bos_id):
             tokens = torch.from_numpy(ids).to(model.device)
             at = torch.arange(len(ids), device=model.device)
-            model.forward(tokens, at, attend, wanted=none, mix=_states_of_one(model, len(ids)))
+            mix = _states_of_one(model, len(ids))
+            if model.predictor is None:
+                model.forward(tokens, at, attend, wanted=none, mix=mix)
+            else:
+                hidden = model.hidden(*model.attend_all(tokens, at, attend, mix))
+                before = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
+                model.predictor.guess(tokens, at, before, attend)
     return [(k, v) for k, v in attend.largest.tolist()]
 
 

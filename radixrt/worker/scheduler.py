@@ -139,23 +139,24 @@ class Scheduler:
             kept.expire() if self._waiting else kept.clear()
         if running.drafting and should_wait(sum(r.pending > 0 for r in running.drafting), running.generating):
             return None
-        drafts = self._speculation.plan(self.drafter) if running.drafting else []
-        self._reserve_decodes()
+        proposes = self._speculation.proposes(self.drafter) if self.drafter is not None else 0
+        drafts = self._speculation.plan(self.drafter, proposes) if running.drafting else []
+        proposes = self._reserve_decodes(proposes)
         builder = StepBuilder(self.cache)
-        for request, ids, states in drafts:
+        for request, *draft in drafts:
             if request.row >= 0:
-                builder.add_draft(request, ids, states)
+                builder.add_draft(request, *draft)
         budget = self.limits.max_num_batched_tokens - len(running.decoding) - len(builder.requests)
         behind = [*running.behind]
         while budget > 0 and (request := self._admission.next(behind, self.steps)):
-            taken = self._chunk(request, budget, builder)
+            taken = self._chunk(request, budget, builder, proposes)
             self._counter.count_prompt(request.tenant, taken)
             budget -= taken
         if not running.decoding and not builder.requests:
             return None
         self.steps += 1
         decodes = running.decodes()
-        plan = builder.build(self.steps, decodes)
+        plan = builder.build(self.steps, decodes, proposes)
         self._clock += len(plan.tokens)
         self._advance(decodes, builder)
         return plan
@@ -192,13 +193,22 @@ class Scheduler:
             request.pending += samples
         self.running.sort_behind()
 
-    def _reserve_decodes(self) -> None:
+    def _reserve_decodes(self, proposes: int) -> int:
+        """Reserve pages for the decodes, and for up to `proposes` proposals of each. Returns how many of these there
+        is room for: all or none."""
         while self.running.decoding:
             decodes = self.running.decodes()
             try:
-                return self.cache.reserve_next(decodes.rows, decodes.positions)
+                if proposes:
+                    self.cache.reserve_up_to(decodes.rows, decodes.positions + decodes.proposes(proposes))
+                else:
+                    self.cache.reserve_next(decodes.rows, decodes.positions)
+                break
             except OutOfPages:
-                self._preempt()
+                if not proposes:
+                    self._preempt()
+                proposes = 0
+        return proposes
 
     def _preempt(self, planned: Sequence[Request] = ()) -> Request:
         """Move the youngest running request that is not `planned` for this step back to the queue, and return it."""
@@ -209,8 +219,9 @@ class Scheduler:
         self.preemptions += 1
         return victim
 
-    def _chunk(self, request: Request, budget: int, builder: StepBuilder) -> int:
-        """Plan the next chunk of a request that is behind. Returns how much of the budget it takes."""
+    def _chunk(self, request: Request, budget: int, builder: StepBuilder, proposes: int = 0) -> int:
+        """Plan the next chunk of a request that is behind, with up to `proposes` proposals if it is the last one.
+        Returns how much of the budget it takes."""
         fetched = 0
         while True:
             # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
@@ -229,8 +240,9 @@ class Scheduler:
             except OutOfPages:
                 if self._preempt(builder.requests) is request:
                     return fetched // FETCHED
-        request.reach(request.computed, request.computed + count)
-        builder.add(request, count)
+        stop = request.computed + count
+        request.reach(request.computed, stop)
+        builder.add(request, count, self._speculation.reserve_proposals(request, stop, proposes) if proposes else 0)
         return fetched // FETCHED + count
 
     # ------------------------------------------------------------ apply
@@ -263,6 +275,8 @@ class Scheduler:
                 self._finish(request, output, outputs)
         for draft in plan.drafts:
             self._verify(plan, draft, result, outputs)
+        if result.proposals:
+            self._speculation.take_proposals(self.drafter, plan, result)
         self.running.set_drawn(result.tokens)
         if self.drafter is not None:
             self._speculation.begin(self.drafter)

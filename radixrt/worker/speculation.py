@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.drafting import MOST_ROWS, Drafter
-from radixrt.worker.plan import Draft, Result
+from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 
@@ -39,10 +39,20 @@ class Speculation:
         if most > 0 and (found := [r for r in running.decoding if drafter.begins(r, requests)]):
             running.draft(found[:most])
 
-    def plan(self, drafter: Drafter) -> list[tuple[Request, list[int], list[int]]]:
+    def proposes(self, drafter: Drafter) -> int:
+        """How many tokens the next step is to propose for each request that gets a token (`Plan.proposes`): none if
+        that does not pay, or if pages for them are not to be had but by taking them from what is kept."""
+        if not drafter.predicts:
+            return 0
+        requests = [*self._running.decoding, *self._running.drafting]
+        count = drafter.proposes(requests)
+        pages = (len(requests) + 1) * (count // self._cache.page_size + 2)
+        return count if count and self._cache.can_take(pages) else 0
+
+    def plan(self, drafter: Drafter, proposes: int = 0) -> list[tuple[Request, list[int], list[int], int]]:
         """Draft tokens for the drafting requests whose last token is known, and reserve pages and states for them.
         Requests for which there is no draft, or no room, move back to `decoding`. Returns (request, drafted ids, slots
-        of recurrent states) of the others."""
+        of recurrent states, how many tokens are to be proposed, at most `proposes`) of the others."""
         running, states = self._running, self._cache.states
         requests, ready = running.generating, [r for r in running.drafting if not r.pending]
         rows = self._most_rows - len(running.decoding)
@@ -54,11 +64,36 @@ class Speculation:
             ids = drafter.draft(request, room, requests)
             if ids and request.matcher is not None and not (ids := request.matcher.drafted(request, ids)):
                 drafter.refuse(request)
-            if ids and self._has_pages(request, len(ids)):
-                found.append((request, ids, [] if states is None else states.draft(request.state, len(ids))))
+            more = 0 if not ids else self.room_for(request, request.computed + 1 + len(ids), proposes)
+            if ids and self._has_pages(request, len(ids) + more):
+                slots = [] if states is None else states.draft(request.state, len(ids))
+                found.append((request, ids, slots, more))
             else:
                 running.decode(request)
         return found
+
+    def room_for(self, request: Request, position: int, proposes: int) -> int:
+        """How many of so many proposals can be of use to a request, if they follow a token at this position: after
+        those that are drafted, the last token before its limit is sampled."""
+        return max(0, min(proposes, request.limit - position - 2))
+
+    def reserve_proposals(self, request: Request, stop: int, proposes: int) -> int:
+        """How many tokens a chunk that ends before position `stop` is to propose, at most `proposes`, and reserve pages
+        for them; none if no token is sampled after it."""
+        count = self.room_for(request, stop, proposes)
+        if stop < request.total or request.score_from is not None or not count:
+            return 0
+        return count if self._has_pages(request, stop + count - request.computed - 1) else 0
+
+    def take_proposals(self, drafter: Drafter, plan: Plan, result: Result) -> None:
+        """Remember a step's proposals, with the number of tokens that they follow."""
+        drafts = {draft.first: draft for draft in plan.drafts}
+        drafter.passes.add(result.proposing_seconds)
+        for index, ids in result.proposals.items():
+            accepted = drafts[index].accepted(result.tokens) if index in drafts else 0
+            if not plan.requests[index].over:
+                length = int(plan.starts[index] + plan.counts[index]) + accepted + 1
+                drafter.proposed(plan.requests[index], length, ids)
 
     def _has_pages(self, request: Request, count: int) -> bool:
         """Reserve pages for `count` drafted tokens. False if there are not enough."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -50,9 +51,9 @@ def test_what_is_said_is_the_same(asked, data, by_words):
     expected = [alone.say(text, sampling) for text, sampling in zip(texts, asked, strict=True)]
     finishes = [(alone.last(id).finish, alone.last(id).stop) for id in alone.outputs]
     ways = (False, {}, 0), (False, {"chunk": 6}, 60), (True, {}, 60), (True, {"rows": 2, "chunk": 9}, 0)
-    for overlapped, sizes, states in ways:
-        drafter = told(overlapped, texts, expected)
-        runner = fake(250, 540, overlaps=overlapped, num_states=states)
+    for (overlapped, sizes, states), truth in itertools.product(ways, (0, 3)):
+        drafter = Drafter(8, overlapped, predicts=True) if truth else told(overlapped, texts, expected)
+        runner = fake(250, 540, overlaps=overlapped, num_states=states, truth=truth)
         engine = Follower(by_words, runner, drafter=drafter, **sizes)
         ids = [engine.add(text, sampling) for text, sampling in zip(texts, asked, strict=True)]
         engine.finish()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from radixrt.worker.host import HostPages
+from radixrt.worker.plan import Plan
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
 from tests.worker.test_states import Mirror
 
@@ -132,6 +133,31 @@ def test_an_emptied_cache_is_empty_on_the_host_as_well() -> None:
     bench.add(10, [*prompt, 99], 1)
     bench.drain()
     assert bench.cached[10] == 0
+
+
+def test_the_copy_of_a_long_context_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its chunk comes a step later, if the step has other work, but not many prompt tokens."""
+    monkeypatch.setattr("radixrt.worker.scheduler.MANY", 20)
+    monkeypatch.setattr("radixrt.worker.scheduler.FEW", 10)
+    bench = Bench(pages=90, chunk=64, host=1000)
+    plans: list[Plan] = []
+    launch = bench.runner.launch
+    monkeypatch.setattr(bench.runner, "launch", lambda plan: plans.append(plan) or launch(plan))
+    prompts = [fill(bench, id) for id in range(3)]
+
+    def asked(id: int, prompt: list[int]) -> tuple[list[set[int]], bool]:
+        """The requests of the step that copies the prompt back, and of the one after it; whether the first waits."""
+        del plans[:]
+        bench.add(id, [*prompt, 99], 2)
+        bench.drain()
+        assert bench.tokens[id] == alone([*prompt, 99], 2) and bench.cached[id] == len(prompt)
+        at = next(n for n, plan in enumerate(plans) if plan.moves is not None and plan.moves.back.size)
+        return [{request.id for request in plan.requests} for plan in plans[at : at + 2]], plans[at].needs_back
+
+    bench.add(9, [7, 8, 9], 30)
+    bench.step()
+    assert asked(10, prompts[0]) == ([{9}, {9, 10}], False)
+    assert asked(11, prompts[1]) == ([{11}, {11}], True), "there is nothing else to do"
 
 
 @pytest.mark.parametrize("host", [0, 20, 1000])

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from radixrt.worker.cuda import drawing, kernels
+from radixrt.worker.cuda.predicting import PackedRequests
 from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.picking import NOT_FINITE
@@ -25,6 +26,13 @@ class Launched:
     """See `LastTokens.pick_greedy`."""
     logit_rows: int
     """How many of the answer's first integers are flags for finite logits; tokens follow them."""
+    tokens: torch.Tensor
+    """int32[T]: the step's, FROM_DEVICE among them."""
+    sent: torch.Tensor
+    """What the Packer sent."""
+    hidden: torch.Tensor | None = None
+    """[T, hidden], if the model's multi-token prediction layer is used, and then `asked`: for `Predicting.finish`."""
+    asked: PackedRequests | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +104,9 @@ class Answer:
         self._on_gpu = device.type == "cuda"
         self._host = torch.empty(4096, dtype=torch.int32, pin_memory=self._on_gpu)
         self._size = 0
-        self._begin, self._end = (torch.cuda.Event(enable_timing=True) if self._on_gpu else None for _ in range(2))
+        self._begin, self._middle, self._end = (
+            torch.cuda.Event(enable_timing=True) if self._on_gpu else None for _ in range(3)
+        )
 
     def begin(self) -> None:
         """Record the start of a step's device time. Call before the step is launched."""
@@ -107,6 +117,16 @@ class Answer:
     def seconds(self) -> float:
         """Device time of the step, once `wait` has returned; 0 without a GPU."""
         return self._begin.elapsed_time(self._end) / 1e3 if self._begin and self._end else 0.0
+
+    def propose(self) -> None:
+        """Record the start of the proposals' device time."""
+        if self._middle:
+            self._middle.record()
+
+    @property
+    def proposing_seconds(self) -> float:
+        """Device time from `propose` on, once `wait` has returned; 0 without a GPU."""
+        return self._middle.elapsed_time(self._end) / 1e3 if self._middle and self._end else 0.0
 
     def fetch(self, integers: torch.Tensor) -> None:
         """Start to copy int32 `integers` to the host, and record the end of the step's device time."""

@@ -22,6 +22,8 @@ from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decodes import Cuts, DecodeWork, Lists, Room
 from radixrt.worker.cuda.delta_step import DeltaStep, PackedRuns
 from radixrt.worker.cuda.layer_kinds import LayerKinds, MixedAttention, Works
+from radixrt.worker.cuda.predicting import INTEGERS as REQUEST_INTEGERS
+from radixrt.worker.cuda.predicting import MOST_REQUESTS, Predicting
 from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.step import DecodeLists, StepAttention
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items
@@ -49,6 +51,8 @@ class Inputs:
     """Slots of recurrent states, if the model has any."""
     adapters: PackedArray | None
     """See `Decoder.use_adapters`; None in graphs for batches without adapters."""
+    before: PackedArray | None
+    """See `Predicting.before`; None without a multi-token prediction layer."""
     lists: list[dict[int | None, Lists]]
     """By kind of layers, and by window."""
 
@@ -63,6 +67,13 @@ class Graph:
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
     answer: torch.Tensor
+    hidden: torch.Tensor | None
+    """[size, hidden], if there is a multi-token prediction layer."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int32[size]: as the host sent them."""
+        return self.inputs.tokens.of(self.integers)
 
 
 class DecodeGraphs:
@@ -72,6 +83,7 @@ class DecodeGraphs:
     def __init__(
         self, model: Decoder, pages: Callable[[int], Pages], kinds: LayerKinds, last_tokens: LastTokens,
         table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool, states: StatePool | None, by_tokens: bool,
+        predicting: Predicting | None = None,
     ) -> None:  # fmt: skip
         """`table` is the page table, whose last row is for padding. `packer` is used only while capturing. `shown`:
         whether to show a progress bar."""
@@ -83,6 +95,7 @@ class DecodeGraphs:
         self._table = table
         self._states = states
         self._by_tokens = by_tokens
+        self._predicting = predicting
         self._sizes = sizes
         rooms = [Room.of(most, kind.cuts) for kind in kinds.all]
         # Graphs hold only their addresses, so they must be kept alive here.
@@ -110,8 +123,9 @@ class DecodeGraphs:
 
     def packed(self, packer: Packer, plan: Plan, size: int, works: list[Works]) -> Graph:
         """Pack a step's integers, and return its graph. The caller may pack sampling parameters after them."""
+        before = self._predicting.before(plan, size) if self._predicting else None
         self._pack(packer, works, size, plan.tokens, plan.starts, plan.slots, plan.rows, plan.table_writes,
-                   plan.states, plan.adapters)  # fmt: skip
+                   plan.states, plan.adapters, before)  # fmt: skip
         return self._graphs[size, _shared(works), plan.adapters is not None]
 
     def close(self) -> None:
@@ -122,7 +136,7 @@ class DecodeGraphs:
     def _pack(
         self, packer: Packer, works: list[Works], size: int, tokens: np.ndarray, positions: np.ndarray,
         slots: np.ndarray, rows: np.ndarray, writes: np.ndarray, states: StateWork | None,
-        adapters: np.ndarray | None,
+        adapters: np.ndarray | None, before: np.ndarray | None,
     ) -> Inputs:  # fmt: skip
         """Pack the integers at the offsets where the graph of this size, with or without sharing, reads them."""
         row = len(self._table) - 1
@@ -140,6 +154,7 @@ class DecodeGraphs:
             packer.add(np.concatenate([writes, padding], axis=1)),
             None if states is None else PackedRuns.pack(packer, states, len(tokens), size),
             None if adapters is None else packer.add(adapters, size, fill=-1),
+            None if before is None else packer.add(before, size, fill=-1),
             [
                 {window: Lists.pack(packer, work, room, size) for window, work in each.items()}
                 for each, room in zip(works, rooms, strict=True)
@@ -157,8 +172,9 @@ class DecodeGraphs:
         ]
         inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32),
                             None if self._states is None else StateWork.nothing(),
-                            none if adapted else None)  # fmt: skip
+                            none if adapted else None, none if self._predicting else None)  # fmt: skip
         room = packer.used + (DRAW_INTEGERS + COPY_INTEGERS) * size + 1024
+        room += REQUEST_INTEGERS * max(size, MOST_REQUESTS) if self._predicting else 0
         integers = torch.zeros(room, dtype=torch.int32, device=self._model.device)
         packer.send(integers)
         torch.cuda.synchronize(self._model.device)
@@ -168,11 +184,13 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Other threads (NCCL's) call CUDA during the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            answer = self._decode(inputs, integers, logits)
-        return Graph(inputs, integers, graph, logits, answer)
+            answer, hidden = self._decode(inputs, integers, logits)
+        return Graph(inputs, integers, graph, logits, answer, hidden)
 
-    def _decode(self, inputs: Inputs, integers: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Launch the kernels of a graph; returns what `LastTokens.pick_greedy` does."""
+    def _decode(
+        self, inputs: Inputs, integers: torch.Tensor, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Launch the kernels of a graph; returns what `LastTokens.pick_greedy` does, and `Graph.hidden`."""
         rows = inputs.rows.of(integers)
         kernels.scatter(inputs.writes.of(integers), self._table)
         tokens = self._last_tokens.resolve(inputs.tokens.of(integers), rows)
@@ -181,9 +199,14 @@ class DecodeGraphs:
         if self._states is not None and inputs.states is not None:
             mix = DeltaStep(self._states, inputs.states.of(integers), by_tokens=self._by_tokens)
         self._model.use_adapters(None if inputs.adapters is None else inputs.adapters.of(integers))
-        x, residual = self._model.attend_all(tokens, inputs.positions.of(integers), attention, mix)
-        self._model.finish(x, residual, out=logits, tokens=tokens)
-        return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows)
+        positions = inputs.positions.of(integers)
+        x, residual = self._model.attend_all(tokens, positions, attention, mix)
+        hidden = self._model.hidden(x, residual, tokens=tokens)
+        self._model.logits(hidden, logits)
+        if self._predicting is None or inputs.before is None:
+            return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows), None
+        self._predicting.store(tokens, positions, inputs.slots.of(integers), hidden, inputs.before.of(integers))
+        return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows), hidden
 
     def _attention(self, inputs: Inputs, integers: torch.Tensor) -> StepAttention | MixedAttention:
         slots, steps = inputs.slots.of(integers), []

@@ -88,8 +88,9 @@ class LayerKind:
 
 def _last_layers(spec: ModelSpec, places: Sequence[int]) -> tuple[int, set[int | None]] | None:
     """Those of the layers at `places` that may be computed for few tokens (see `ChunkPlanner`): those after
-    `ModelSpec.writers`, or the model's last layer; None if there are none."""
-    if spec.index or not spec.ends_with_attention:
+    `ModelSpec.writers`, or the model's last layer; None if there are none, or if a predictor needs the hidden
+    states of all tokens."""
+    if spec.index or spec.predicts or not spec.ends_with_attention:
         return None
     first = min(spec.writers, spec.num_layers - 1)
     last = [place for place in places if spec.attention_layers[place] >= first]

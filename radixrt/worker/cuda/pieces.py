@@ -217,7 +217,8 @@ class Pieces:
         writes = self._append(inputs)
         self._between = []
         spec = self._model.spec
-        most = len(spec.attention_layers) + (len(spec.recurrent.layers) if spec.recurrent else 0) + (ending(spec) > 0)
+        most = len(spec.attention_layers) - spec.predicts + (ending(spec) > 0)
+        most += len(spec.recurrent.layers) if spec.recurrent else 0
 
         def next_graph() -> None:
             graphs[-1].capture_end()

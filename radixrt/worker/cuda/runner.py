@@ -27,6 +27,7 @@ from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.layer_kinds import LayerKinds, PlannedStep, Works
 from radixrt.worker.cuda.pieces import Pieces, sizes_up_to
+from radixrt.worker.cuda.predicting import MOST_REQUESTS, Predicting
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.sampler import CudaSampler, Thresholds
 from radixrt.worker.cuda.sparse import Sparse, SparseAttention
@@ -48,7 +49,7 @@ class DeferredStep:
     """A launched step whose tokens are sampled only when the host knows the tokens before them (`Request.serial`)."""
 
     plan: Plan
-    logits: torch.Tensor
+    step: Launched
     answer: Answer
     picking: Picking | None = None
 
@@ -118,6 +119,8 @@ class CudaRunner(ModelRunner):
         """Whether this is rank 0: only its sampled tokens are used, so other ranks do not sample."""
         self._last_tokens = LastTokens(rows, self._device, group)
         layers = (pool.pages(layer, page_size) for layer in range(len(spec.attention_layers)))
+        self._processors = processors
+        self._predicting: Predicting | None = None
         self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
 
     def _make_sparse(self, page_size: int, exact: bool) -> Sparse:
@@ -133,8 +136,13 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def bind(self, table: np.ndarray) -> None:
         self._table = torch.zeros((self._rows + 1, table.shape[1]), dtype=torch.int32, device=self._device)
-        if self._graphs_wanted:
-            with garbage.held():
+        with garbage.held():
+            if self._model.predictor is not None:
+                most = min(MOST_REQUESTS, self._rows) if self._graphs_wanted else 0
+                self._predicting = Predicting(
+                    self._model, self._pages, self._table, self.page_size, self._processors, graph_sizes(most)
+                )
+            if self._graphs_wanted:
                 self._capture()
 
     def close(self) -> None:
@@ -142,10 +150,10 @@ class CudaRunner(ModelRunner):
         is lost."""
         if not self.works():
             return
-        for graphs in (self._graphs, self._pieces):
+        for graphs in (self._graphs, self._pieces, self._predicting):
             if graphs is not None:
                 graphs.close()
-        self._graphs = self._pieces = None
+        self._graphs = self._pieces = self._predicting = None
 
     @property
     def plain_keys(self) -> int:
@@ -195,10 +203,24 @@ class CudaRunner(ModelRunner):
         else:
             step = self._run(plan, packer, answer, serial, works)
         if serial:
-            self._deferred = deferred = DeferredStep(plan, step.logits, answer)
+            self._deferred = deferred = DeferredStep(plan, step, answer)
             return lambda: self._read(deferred)
-        answer.fetch(step.answer)
-        return lambda: make_result(plan, step.logit_rows, self._wait(answer))
+        answer.fetch(self._propose(step, answer, step.answer[step.logit_rows :], step.answer))
+        return lambda: self._proposed(step, answer, make_result(plan, step.logit_rows, self._wait(answer)))
+
+    def _propose(self, step: Launched, answer: Answer, tokens: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+        """The integers of a step's answer with its proposals, once its `tokens` are sampled."""
+        if self._predicting is None or step.asked is None or step.hidden is None:
+            return integers
+        answer.propose()
+        return self._predicting.finish(step.asked, step.sent, step.tokens, step.hidden, tokens, integers)
+
+    def _proposed(self, step: Launched, answer: Answer, result: Result) -> Result:
+        """A step's result with its proposals, once the answer is there."""
+        if step.asked is None or not step.asked.indices:
+            return result
+        proposals, seconds = step.asked.proposals(answer.wait()), answer.proposing_seconds / step.asked.passes
+        return dataclasses.replace(result, proposals=proposals, proposing_seconds=seconds)
 
     def _wait(self, answer: Answer) -> np.ndarray:
         found = answer.wait()
@@ -216,15 +238,17 @@ class CudaRunner(ModelRunner):
         deferred, self._deferred = self._deferred, None
         if deferred is None:
             return
-        deferred.picking = picking = Picking(deferred.plan, deferred.logits, self._sampler)
+        step = deferred.step
+        deferred.picking = picking = Picking(deferred.plan, step.logits, self._sampler)
         self._last_tokens.store(to_device(picking.rows, self._device), picking.tokens)
-        deferred.answer.fetch(picking.packed)
+        deferred.answer.fetch(self._propose(step, deferred.answer, picking.tokens, picking.packed))
 
     def _read(self, deferred: DeferredStep) -> Result:
         if deferred.picking is None:
             self.draw()
         assert deferred.picking is not None
-        return deferred.picking.read(self._wait(deferred.answer))
+        picking, answer = deferred.picking, self._wait(deferred.answer)
+        return self._proposed(deferred.step, deferred.answer, picking.read(answer[: len(picking.packed)]))
 
     def _plan_decodes(self, plan: Plan, count: int, size: int) -> list[Works]:
         """The work of the first `count` requests, by kind of layers, which fits the graph of a `size`, if not 0."""
@@ -237,6 +261,7 @@ class CudaRunner(ModelRunner):
         graph = self._graphs.packed(packer, plan, size, works)
         copies = PackedCopies.pack(packer, plan.states) if plan.states else None
         drawing = PackedDraws.pack(packer, plan, np.arange(count), plan.rows) if self._leads and not serial else None
+        asked = self._predicting.pack(packer, plan) if self._predicting else None
         if self.on_planned:
             self.on_planned(plan, self._looked_up(True, False))
         answer.begin()
@@ -249,7 +274,7 @@ class CudaRunner(ModelRunner):
         logits = self._gathered(plan, graph.logits[:count])
         if drawing:
             self._draw(logits, drawing, sent, graph.answer[size:])
-        return Launched(logits, graph.answer, size)
+        return Launched(logits, graph.answer, size, graph.tokens, sent, graph.hidden, asked)
 
     def _run(
         self, plan: Plan, packer: Packer, answer: Answer, serial: bool,
@@ -287,6 +312,10 @@ class CudaRunner(ModelRunner):
         sampled = packer.add(sampled_at.astype(np.int32))
         sampled_rows = packer.add(plan.rows[chosen])
         drawing = PackedDraws.pack(packer, plan, sampled_at, plan.rows) if self._leads and not serial else None
+        asked = before = hidden = None
+        if self._predicting:
+            asked = self._predicting.pack(packer, plan)
+            before = packer.add(self._predicting.before(plan, padded))
         if self.on_planned:
             paths = self._looked_up(singles > 0, True)
             if sparse is not None:
@@ -316,7 +345,11 @@ class CudaRunner(ModelRunner):
             x, residual = self._model.attend_all(resolved, positions_there, attention, mix, at if narrow else None)
         if copies:
             copies.save(self.states, sent)
-        if narrow and len(at):
+        if self._predicting and before is not None:
+            hidden = self._model.hidden(x, residual, tokens=resolved)
+            self._predicting.store(resolved, positions_there, slots, hidden, before.of(sent))
+            logits = self._model.logits(hidden[at])
+        elif narrow and len(at):
             logits = self._model.finish(x, residual, tokens=resolved[at])
         else:
             logits = self._model.finish(x, residual, at, tokens=resolved)
@@ -326,7 +359,7 @@ class CudaRunner(ModelRunner):
         logits = self._gathered(plan, logits)
         if drawing:
             self._draw(logits, drawing, sent, picked[len(logits) :])
-        return Launched(logits, picked, len(logits))
+        return Launched(logits, picked, len(logits), tokens, sent, hidden, asked)
 
     def _narrows(self, plan: Plan, decodes: int) -> bool:
         """Whether layers after `ModelSpec.writers` are computed only for tokens whose logits are wanted."""
@@ -354,7 +387,7 @@ class CudaRunner(ModelRunner):
         if sizes := self._graph_sizes:
             self._graphs = DecodeGraphs(
                 self._model, self._pages, self._kinds, self._last_tokens, self._table, sizes, self._packers[0],
-                shown=self._leads, states=self.states, by_tokens=self._by_tokens,
+                shown=self._leads, states=self.states, by_tokens=self._by_tokens, predicting=self._predicting,
             )  # fmt: skip
         if pieces := self._piece_sizes:
             has_full = self._kinds.all[0].chunks.has_full

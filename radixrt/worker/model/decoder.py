@@ -23,6 +23,7 @@ from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.ops import Ops, TorchOps
 from radixrt.worker.model.parallel import AFTER_MLP, Group
+from radixrt.worker.model.predictor import Predictor, read_predictor, reading_spec
 from radixrt.worker.model.reading import Reader
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.scaled import Rounded, ScaledLinear
@@ -75,6 +76,11 @@ class Decoder:
         self._head_bias = reader.head_bias(self.own_ids, self.own_width) if spec.head_bias else None
         self._positions = _Positions(spec, self._embedding.device)
         self._embedding_factor = float(torch.tensor(spec.embedding_factor, dtype=self.dtype))
+        self.predictor: Predictor | None = None
+        """See `ModelSpec.predicts`."""
+        if spec.predicts:
+            own = Reader(reading_spec(spec), weights, batch_invariant, self._ops, group)  # adapters have nothing of it
+            self.predictor = read_predictor(own, spec, self._embed, self._positions.last, self._ops)
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +94,8 @@ class Decoder:
     def sinks(self) -> tuple[torch.Tensor | None, ...]:
         """By layer with attention: the sinks of this rank's query heads, float32[heads], or None (see
         `ModelSpec.sinks`)."""
-        return tuple(layer.sinks for layer in self._layers if _kind(layer) == "attention")
+        layers = self._layers if self.predictor is None else [*self._layers, self.predictor.layer]
+        return tuple(layer.sinks for layer in layers if _kind(layer) == "attention")
 
     @property
     def has_unquantized_experts(self) -> bool:
@@ -245,9 +252,19 @@ class Decoder:
     ) -> torch.Tensor:
         """The rest of the forward pass, from the results of `attend_all`: this rank's logits, float32[S, own_width],
         written to `out` if given. `tokens` are needed if layers have inputs."""
+        if wanted is not None and not len(wanted):
+            return torch.empty((0, self.own_width), device=x.device)
+        return self.logits(self.hidden(x, residual, wanted, tokens), out)
+
+    def hidden(
+        self,
+        x: torch.Tensor | Rounded,
+        residual: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `finish`, without the output projection: the hidden states after the final norm, [S, hidden]."""
         if wanted is not None:
-            if not len(wanted):
-                return torch.empty((0, self.own_width), device=x.device)
             residual, tokens = residual[wanted], None if tokens is None else tokens[wanted]
             if self._adapters is not None:
                 self._adapters.select(wanted)
@@ -259,7 +276,14 @@ class Decoder:
         x = self._after_attention(last, x, residual, inputs)
         if self._odd_sums[1]:
             self._sum_nothing(residual)
-        logits = self._logits(x, out)
+        return x
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's logits, float32[S, own_width], of hidden states after the final norm; written to `out` if
+        given."""
+        if not len(hidden):
+            return torch.empty((0, self.own_width), device=hidden.device)
+        logits = self._logits(hidden, out)
         if self._head_bias is not None:
             logits.add_(self._head_bias)
         factor, cap = self.spec.logits_factor, self.spec.logits_cap
@@ -283,20 +307,9 @@ class Decoder:
         """The rest of layer `number`, from attention's output x. Adds to residual[T, hidden], in place, and returns the
         normalized input of the next layer or, after the last one, of the output projection. `inputs`: see
         `layer_inputs`."""
-        layer, last = self._layers[number], number == len(self._layers) - 1
+        last = number == len(self._layers) - 1
         norm = self._norm if last else self._layers[number + 1].attention_norm
-        attended = layer.heads.gather(x)
-        if layer.gate is not None:
-            attended = layer.gate(attended, residual, self._ops)
-        if self.spec.parallel:
-            x = layer.mlp_norm(residual, self._ops)
-            layer.output.add(attended, residual, NoNorm(), self._ops)
-        else:
-            x = layer.output.add(attended, residual, layer.mlp_norm, self._ops)
-        if layer.end is None:
-            return layer.mlp.add(x, residual, norm, self._ops)
-        layer.mlp.add(x, residual, NoNorm(), self._ops)
-        return layer.end.apply(residual, inputs, norm, self._ops)
+        return self._layers[number].after_attention(x, residual, norm, self._ops, self.spec.parallel, inputs)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits, float32[S, vocab], from those of each rank (`finish`)."""
@@ -367,6 +380,10 @@ class _Positions:
             angle = positions[:, None, None].float() * angles
             found.append(((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)))
         return found
+
+    def last(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of the last layer."""
+        return self.rotations(positions, dtype)[self.kinds[-1]]
 
     def query_factors(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         """Factors [T, 1, 1] of queries at int positions[T] (see `ModelSpec.query_scaling`); None if there are none."""

@@ -16,7 +16,7 @@ ROUTED |= {"norm_topk_prob": True, "rope_interleave": True}
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
-    """Multi-token prediction layers (`num_nextn_predict_layers`) are ignored."""
+    """For multi-token prediction layers see `predictor`."""
     config = DEFAULTS | ROUTED | config
     check_served(config, {"scoring_func": "sigmoid", "topk_method": "noaux_tc"})
     spec = latent_decoder(config, interleaved=bool(config["rope_interleave"]))

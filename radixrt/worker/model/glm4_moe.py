@@ -16,8 +16,8 @@ DEFAULTS |= {"num_key_value_heads": 8}
 
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
-    """`attention_bias` is for q, k and v only, not for the output. Multi-token prediction layers
-    (`num_nextn_predict_layers`) are ignored. `features`: other fields of ModelSpec, for derived families."""
+    """`attention_bias` is for q, k and v only, not for the output. For multi-token prediction layers see `predictor`.
+    `features`: other fields of ModelSpec, for derived families."""
     config = DEFAULTS | config
     plain = common(
         config,

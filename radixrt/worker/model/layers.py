@@ -270,3 +270,27 @@ class Layer:
     """A mixer with the same input as attention. The input of `output` is attention's output, and then that of this."""
     end: LayerEnd | None = None
     """What follows the MLP."""
+
+    def after_attention(
+        self,
+        x: torch.Tensor | Rounded,
+        residual: torch.Tensor,
+        norm: Norm | NoNorm,
+        ops: Ops,
+        parallel: bool = False,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor | Rounded:
+        """The rest of the layer, from attention's output x. Adds to residual[T, hidden], in place, and returns the
+        `norm` of it, which is that of what comes next. `parallel`: see `ModelSpec`; `inputs`: see `layer_inputs`."""
+        attended = self.heads.gather(x)
+        if self.gate is not None:
+            attended = self.gate(attended, residual, ops)
+        if parallel:
+            x = self.mlp_norm(residual, ops)
+            self.output.add(attended, residual, NoNorm(), ops)
+        else:
+            x = self.output.add(attended, residual, self.mlp_norm, ops)
+        if self.end is None:
+            return self.mlp.add(x, residual, norm, ops)
+        self.mlp.add(x, residual, NoNorm(), ops)
+        return self.end.apply(residual, inputs, norm, ops)

@@ -226,6 +226,9 @@ class ModelSpec:
     """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
     other_names: tuple[tuple[str, str], ...] = ()
     """(part of a tensor's name, its replacement in some checkpoints); see `weights.Renamed`."""
+    predicts: bool = False
+    """The checkpoint's multi-token prediction layer is used (see `predictor`). It counts as one more layer with
+    attention, after all others."""
 
     @property
     def kv_elements(self) -> int:
@@ -248,11 +251,13 @@ class ModelSpec:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers with attention. Others have no K and V, and pools and `Attend` count only these."""
+        """The layers with attention, at the end that of `predicts`. Others have no K and V, and pools and `Attend`
+        count only these."""
         beside = isinstance(self.recurrent, MambaSpec) and self.recurrent.beside
         others = self.recurrent.layers if self.recurrent and not beside else frozenset()
         without = {i for i, (mixer, _) in enumerate(self.blocks) if mixer is None}
-        return tuple(i for i in range(self.num_layers) if i not in others and i not in without)
+        layers = range(self.num_layers + self.predicts)
+        return tuple(i for i in layers if i not in others and i not in without)
 
     @property
     def kv_sources(self) -> tuple[int, ...]:
@@ -271,7 +276,7 @@ class ModelSpec:
     @property
     def ends_with_attention(self) -> bool:
         """Whether the last layer has attention, and not linear attention."""
-        return self.attention_layers[-1] == self.num_layers - 1
+        return self.num_layers - 1 in self.attention_layers
 
     @property
     def writers(self) -> int:
@@ -282,7 +287,7 @@ class ModelSpec:
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """`windows` of the layers with attention."""
-        return tuple(self.windows[i] for i in self.attention_layers)
+        return tuple(self.windows[i] if i < self.num_layers else None for i in self.attention_layers)
 
     @property
     def layer_elements(self) -> int:
@@ -304,7 +309,7 @@ class ModelSpec:
         if self.gate is not None:
             attention += hidden * heads * (1 if self.gate.per_head else self.head_dim)
         if self.recurrent is not None:
-            attention *= len(self.attention_layers)
+            attention *= len(self.attention_layers) - self.predicts
             attention += self.recurrent.elements(hidden) * len(self.recurrent.layers)
             attention //= self.num_layers
         inner = sum(self.layer(i).intermediate_size for i in range(self.num_layers)) / self.num_layers

@@ -81,6 +81,10 @@ class TensorReader:
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
         return self._weights.load(f"model.{name}.weight", (rows, columns))
 
+    def projection(self, name: str, rows: int, columns: int) -> Product:
+        """A projection without a bias, whole on every rank."""
+        return self._linear([Piece(name, (rows, columns))], False)
+
     def _vector(self, name: str, size: int, part: Part | None = None) -> torch.Tensor:
         return self._weights.load(f"model.{name}.weight", (size,), part)
 

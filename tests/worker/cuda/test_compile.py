@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
 from radixrt.worker.cuda import dequantizing, index_scores, int4, lora, mixed_append, packed_experts, residuals, routing
-from radixrt.worker.cuda import sampler, scaled, selection, sinks, variants
+from radixrt.worker.cuda import predicting, sampler, scaled, selection, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -113,6 +113,9 @@ build(kernels._resolve_kernel, ["*i32"] * 4, {"count": i}, {"BLOCK": 256})
 build(drawing._mask_kernel, ["*fp32", "*i64", "*i32"], {"words": i, "vocab": i, "stride": i}, {"BLOCK": 64})
 numbers = {"vocab": i, "stride": i, "blocks": i}
 build(drawing._largest_kernel, ["*fp32", "*fp32", "*i32"], {"first": i} | numbers, {"BLOCK": 4096}, 8)
+build(predicting._accept_kernel, ["*i32"] * 9, {}, {}, 1)
+places = {"PAGE": 16, "PARTS": 12, "WIDTH": 16, "KEYS": 32, "ITEM": 8}
+build(predicting._place_kernel, ["*i32"] * 6, {"stride": i}, places)
 build(drawing._largest_block_kernel, ["*fp32", "*i32", "*i32"], {"rows": i, "blocks": i}, {"BLOCKS": 32}, 1)
 pointers = ["*fp32", "*i32", "*fp32", "*i64", "*fp32", "*fp32", "*i64"]
 numbers = {"vocab": i, "stride": i, "blocks": i}
