@@ -92,7 +92,8 @@ def multiply(x: Inputs, weight: Weight, out: torch.Tensor, tile: Tile | None, ad
         else:
             scaled._by_torch(x, weight, None, torch.bfloat16)
     elif tile is not None:
-        products.multiply(x, weight, out, tile, add=add)
+        splits = products.splits_for(*weight.shape, x.device) if tile == chosen(x, weight) else 1
+        products.multiply(x, weight, out, tile, splits=splits, add=add)
     elif add:
         out.addmm_(x, weight.t())
     else:

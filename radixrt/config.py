@@ -101,9 +101,9 @@ class WorkerConfig:
         "(0: what fits in half of the memory for the cache)", least=0, most=1 << 20
     )  # fmt: skip
     kv_offloading_size: str = setting(
-        "auto", "GiB of host memory for evicted pages, of all GPUs of a worker together (auto: as much as its pages "
-        "take, at most a quarter of what is available, divided by the number of GPUs; none on a CPU, and none for "
-        "models with recurrent states)", form=GIBIBYTES
+        "auto", "GiB of host memory for evicted pages, of all GPUs of a worker together (auto: a quarter of what "
+        "is available, divided by the number of GPUs; none on a CPU, and for models with recurrent states)",
+        form=GIBIBYTES,
     )  # fmt: skip
     max_model_len: int = setting(
         0, "most tokens of prompt and output together (0: the model's limit)", least=0, most=MOST_TOKENS
@@ -148,7 +148,7 @@ class WorkerConfig:
     speculative_algorithm: str = setting(
         "auto",
         "drafting of tokens: ngram (prompt lookup), mtp or nextn (ngram, and the model's layer for multi-token "
-        "prediction), none, auto (on a GPU mtp if the checkpoint has that layer, else ngram; none on a CPU)",
+        "prediction), none, auto (ngram on a GPU, none on a CPU)",
     )
     speculative_num_draft_tokens: int = setting(8, "most draft tokens per request and step", least=1, most=1 << 10)
     enforce_eager: bool = setting(False, "do not use CUDA graphs")

@@ -69,6 +69,8 @@ class PageCache:
         num_states: int = 0,
         num_host_pages: int = 0,
     ) -> None:
+        if num_states and num_host_pages:
+            raise ValueError("num_host_pages: pages of models with recurrent states are not kept in host memory")
         self.page_size = page_size
         self.total_pages = num_pages - 1
         self.tree = RadixTree(page_size, events=events)

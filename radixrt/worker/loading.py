@@ -215,15 +215,17 @@ def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[s
 
 
 def predicts(config: WorkerConfig, hf_config: Mapping[str, Any], folder: Path, device: torch.device) -> bool:
-    """Whether the model's layer for multi-token prediction is used: by default on a GPU, if the checkpoint has it. Then
-    it is measured whether its proposals pay. Raises ValueError if it is asked for where it is not served."""
+    """Whether the model's layer for multi-token prediction is used. Where it could be, but was not asked for, the log
+    says so. Raises ValueError if it is asked for where it is not served."""
     alone = config.tensor_parallel_size == 1
-    if config.speculative_algorithm == "mtp" and not alone:
-        raise ValueError("speculative_algorithm: mtp is served with tensor_parallel_size 1 only; use ngram")
-    if config.speculative_algorithm != "auto":
-        return config.speculative_algorithm == "mtp"
+    if config.speculative_algorithm == "mtp":
+        if not alone:
+            raise ValueError("speculative_algorithm: mtp is served with tensor_parallel_size 1 only; use ngram")
+        return True
     stored = config.load_format != "dummy" and has_predictor(hf_config)
-    return device.type == "cuda" and alone and stored and is_stored(folder)
+    if config.speculative_algorithm == "auto" and device.type == "cuda" and alone and stored and is_stored(folder):
+        log.info("%s has a layer for multi-token prediction: --speculative-algorithm mtp drafts with it", folder.name)
+    return False
 
 
 def notes(hf_config: Mapping[str, Any], spec: ModelSpec) -> Iterator[str]:

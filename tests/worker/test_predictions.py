@@ -138,7 +138,8 @@ def test_any_load_on_few_pages(data):
     page_size, states = data.draw(st.sampled_from([1, 4])), data.draw(st.sampled_from([0, 5, 16, 60]))
     pages, overlaps = data.draw(st.integers(60, 160)) // page_size + 2, data.draw(st.booleans())
     truth, chunk = data.draw(st.sampled_from([1, 2, 4, 1000])), data.draw(st.integers(8, 64))
-    runner = fake(truth, page_size, pages, overlaps, states, data.draw(st.sampled_from([0, 30])))
+    host = 0 if states else data.draw(st.sampled_from([0, 30]))
+    runner = fake(truth, page_size, pages, overlaps, states, host)
     drafter = Drafter(data.draw(st.integers(1, 9)), overlaps, predicts=True)
     engine = Engine(runner, chunk=chunk, rows=data.draw(st.integers(1, 6)), drafter=drafter)
     asked = {}

@@ -191,18 +191,24 @@ def test_what_is_not_served_is_named(made, checkpoint, tmp_path):
     assert has_predictor({"model_type": "qwen3_next"}) and not has_predictor({"model_type": "deepseek_v32"})
 
 
-def test_by_default_a_gpu_uses_the_layer_if_the_checkpoint_has_it(made, checkpoint):
+def test_a_layer_that_could_be_used_is_named(made, checkpoint, caplog):
+    caplog.set_level("INFO")
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     with_it, without = made("qwen3_next")[0], checkpoint("qwen3_next")[0]
     config = read_json(with_it / "config.json")
     base = WorkerConfig(str(with_it))
-    assert predicts(base, config, with_it, gpu)
-    assert predicts(base, config, made("glm4_moe")[0], gpu)
-    assert not predicts(base, config, without, gpu)
-    assert not predicts(base, config, with_it, cpu)
-    assert not predicts(base, read_json(checkpoint("llama")[0] / "config.json"), with_it, gpu)
+    llama = read_json(checkpoint("llama")[0] / "config.json")
+
+    def is_named(config: WorkerConfig, *rest: object) -> bool:
+        caplog.clear()
+        assert not predicts(config, *rest)
+        return "multi-token prediction" in caplog.text
+
+    assert is_named(base, config, with_it, gpu) and is_named(base, config, made("glm4_moe")[0], gpu)
+    for rest in ((config, without, gpu), (config, with_it, cpu), (llama, with_it, gpu)):
+        assert not is_named(base, *rest)
     for changes in ({"tensor_parallel_size": 2}, {"load_format": "dummy"}, {"speculative_algorithm": "ngram"}):
-        assert not predicts(dataclasses.replace(base, **changes), config, with_it, gpu)
+        assert not is_named(dataclasses.replace(base, **changes), config, with_it, gpu)
 
 
 def test_random_weights(made):

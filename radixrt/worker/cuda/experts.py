@@ -1,4 +1,5 @@
-"""Mixture of experts in five launches, four for a single token, without synchronizing with the host.
+"""Mixture of experts in six launches, router included, without synchronizing with the host; for a single token in five,
+on Hopper in four (`router`).
 
     logits --route--> weights, experts [T, k] --sort--> place of each row among its expert's rows, tiles of rows
     x --product, by tiles: gate, up, activation--> inner [T k, I] --product--> [T k, hidden] --combine--> residual
@@ -27,14 +28,15 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from radixrt.worker.cuda import kernels, packed_experts, routing, scaled_experts
+from radixrt.worker.cuda import kernels, packed_experts, router, routing, scaled_experts
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import Tile, stages
+from radixrt.worker.cuda.products import Tile, small_linear, stages
 from radixrt.worker.cuda.routing import ALIGNED, TILE_FIELDS, Order
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.expert_spec import ExpertsSpec
 from radixrt.worker.model.moe import Experts
+from radixrt.worker.model.mxfp4 import PackedStack
 from radixrt.worker.model.scaled import Rounded, Rounding
 from radixrt.worker.model.spec import SQUARED_RELU
 
@@ -244,12 +246,16 @@ def combine(
 # ---------------------------------------------------------------- all of it
 
 
+Logits = torch.Tensor | tuple[torch.Tensor, Order]
+"""Router logits [T, E]; or of a single token already what follows from them (`router.begin`)."""
+
+
 def add(
     experts: Experts, x: torch.Tensor, residual: torch.Tensor, for_router: torch.Tensor | None = None
 ) -> None:  # fmt: skip
     """See `Ops.experts`. With `batch_invariant` the same tile computes all products, so that the rounding of a row does
     not depend on the others."""
-    logits = experts.logits(x if for_router is None else for_router)
+    logits = _begun(experts, x if for_router is None else for_router)
     if experts.latent is None:
         return _add(experts, logits, x, residual)
     into, back = experts.latent
@@ -259,7 +265,23 @@ def add(
     residual.add_(back(total))
 
 
-def _add(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor) -> None:
+def _logits(experts: Experts, x: torch.Tensor) -> torch.Tensor:
+    """As `Experts.logits`, of few rows by `small_linear`: a router has few columns, whose K programs divide."""
+    linear, wide = experts.router, experts.routing.float32_logits
+    few = None
+    if not experts.batch_invariant:
+        out = x.new_empty((len(x), len(linear.weight)), dtype=torch.float32) if wide else None
+        few = small_linear(x, linear.weight, linear.bias, out)
+    return experts.logits(x) if few is None else few
+
+
+def _begun(experts: Experts, x: torch.Tensor) -> Logits:
+    """For the router's input x[T, hidden]."""
+    begun = None if experts.is_fp8 or experts.routing.scales_inputs else router.begin(experts, x)
+    return _logits(experts, x) if begun is None else begun
+
+
+def _add(experts: Experts, logits: Logits, x: torch.Tensor, residual: torch.Tensor) -> None:
     """As `add`, for x in the space that experts are computed in."""
     count = len(experts.down)
     if experts.routing.scales_inputs:  # a token has one expert (see `no_kernels`), whose output has the weight 1
@@ -314,8 +336,10 @@ def _hopper(device: torch.device) -> ModuleType | None:
 
 
 def _begin(
-    experts: Experts, logits: torch.Tensor, rows: int, x: torch.Tensor, rounding: Rounding | None
+    experts: Experts, logits: Logits, rows: int, x: torch.Tensor, rounding: Rounding | None
 ) -> tuple[torch.Tensor, Order, Rounded | None]:
+    if isinstance(logits, tuple):
+        return *logits, None
     kind = experts.routing
     return routing.begin(logits, experts.top_k, _normalized(experts), rows, x, rounding, kind, experts.bias)
 
@@ -351,7 +375,7 @@ def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
     return F.grouped_mm(inner, experts.down.transpose(1, 2), offs=order.ends)
 
 
-def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, tile: Tile) -> None:
+def _add_scaled(experts: Experts, logits: Logits, x: torch.Tensor, residual: torch.Tensor, tile: Tile) -> None:
     """As `add`, for experts in FP8, which have no biases."""
     gate_up, down = experts.gate_up, experts.down
     weights, order, known = _begin(experts, logits, tile.rows, x, gate_up.rounding)
@@ -363,7 +387,7 @@ def _add_scaled(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
     _combine(experts, scaled_experts.product(inner, order, down, tile, x.dtype), weights, order, residual)
 
 
-def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residual: torch.Tensor, rows: float) -> None:
+def _add_packed(experts: Experts, logits: Logits, x: torch.Tensor, residual: torch.Tensor, rows: float) -> None:
     """Of experts in MXFP4 or INT4, with so many rows each, on average."""
     down, exact = experts.down, experts.batch_invariant
     hopper = None if exact else packed_experts.hopper_kernel(x, down, down.columns, rows)
@@ -373,7 +397,8 @@ def _add_packed(experts: Experts, logits: torch.Tensor, x: torch.Tensor, residua
         inner = _inner(experts, partial(hopper.product, kind=kind), spread(x, order), order, is_sorted=True)
         made = hopper.product(inner, order, down, None, kind=kind)
     else:
-        first, second = packed_experts.MANY if exact else packed_experts.tiles_for(rows)
+        mxfp4 = isinstance(down, PackedStack)
+        first, second = packed_experts.MANY if exact else packed_experts.tiles_for(rows, mxfp4)
         weights, order, _ = _begin(experts, logits, first.rows, x, None)
         inner = _inner(experts, partial(packed_experts.product, tile=first), x, order)
         made = packed_experts.product(inner, order, down, second, None)

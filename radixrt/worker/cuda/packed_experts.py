@@ -8,6 +8,8 @@ another slice of 16 columns, so a thread expands its own words, without data of 
                           values 1 * scale [N, 16]   times x[:, 16:32]
                           ...
 
+With few rows several programs have a part of K each, and the last one to end adds up their sums (as in `products`).
+
 Words of both kinds have the same layout, and are expanded by other instructions. Experts in MXFP4 with many rows have
 another kernel on Hopper (`hopper_packed_experts`).
 """
@@ -28,7 +30,7 @@ from radixrt.worker.cuda.int4 import fitting_stages
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import Tile, of_hopper
+from radixrt.worker.cuda.products import Tile, all_ended, of_hopper, processors, split_counts
 from radixrt.worker.cuda.routing import TILE_FIELDS, sort
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.int4 import MIDDLE, Int4
@@ -41,7 +43,7 @@ log = logging.getLogger("radixrt.cuda")
 
 Pair = tuple[Tile, Tile]
 """The tiles of the product with gate and up and of that with down. `columns`: of gate and of up each."""
-FEWEST = Tile(16, 64, WIDTH, 4, 4), Tile(16, 64, WIDTH, 4, 6)
+FEWEST = Tile(16, 64, WIDTH, 4, 4), Tile(16, 64, WIDTH, 4, 6)  # of INT4
 FEW = Tile(16, 128, WIDTH, 4, 3), Tile(16, 128, WIDTH, 4, 4)
 SOME = Tile(32, 128, WIDTH, 4, 3), Tile(32, 128, WIDTH, 4, 4)
 MANY = Tile(64, 64, WIDTH, 4, 3), Tile(64, 128, WIDTH, 4, 3)
@@ -50,10 +52,27 @@ ALIKE = 2e-2
 """The largest relative error at which the kernel is used (see `there`)."""
 
 
-def tiles_for(rows: float) -> Pair:
-    """The tiles for this number of rows per expert, on average (bench/packed_experts.py --sweep)."""
-    kinds = (0.25, FEWEST), (8, FEW), (24, SOME), (96, MANY)
+MOST_SPLITS, LEAST, PROGRAMS = 6, 3, 6
+"""Limits of `splits_for`: splits of a product, blocks of a split, programs per multiprocessor."""
+
+
+def tiles_for(rows: float, mxfp4: bool = True) -> Pair:
+    """The tiles for this number of rows per expert, on average, in MXFP4 or INT4 (bench/packed_experts.py --sweep)."""
+    if rows <= 0.25 and not mxfp4:
+        return FEWEST
+    kinds = (8, FEW), (24, SOME), (96, MANY)
     return next((pair for most, pair in kinds if rows <= most), MOST)
+
+
+def splits_for(tiles: int, blocks: int, device: torch.device) -> int:
+    """The number of programs that divide the `blocks` of each of about so many tiles of a product of experts in MXFP4
+    with few rows (bench/splits.py). The warps of a program wait for the words that they expand, so several programs
+    should share a multiprocessor."""
+    programs = PROGRAMS * processors(device)
+    if not 0 < tiles <= programs:
+        return 1
+    most = max(1, min(max(2, programs // tiles), MOST_SPLITS, blocks // LEAST))
+    return triton.cdiv(blocks, triton.cdiv(blocks, most))  # none without blocks
 
 
 EXPAND: tl.constexpr = tl.constexpr(
@@ -138,8 +157,9 @@ def _slice(x_at, real, k, depth):
 
 @triton.jit(do_not_specialize=["tiles"])
 def _product_kernel(
-    x_ptr, rows_ptr, tiles_ptr, values_ptr, facts_ptr, bias_ptr, out_ptr, tiles, columns, depth, blocks, before,
-    GROUPS: tl.constexpr, ZEROS: tl.constexpr, FACTS: tl.constexpr, MIDDLE: tl.constexpr, ACTIVATION: tl.constexpr,
+    x_ptr, rows_ptr, tiles_ptr, values_ptr, facts_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, tiles, columns, depth,
+    blocks, before, SPLITS: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, FACTS: tl.constexpr,
+    MIDDLE: tl.constexpr, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WORDS: tl.constexpr, FIELDS: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -162,12 +182,14 @@ def _product_kernel(
     source = tl.load(rows_ptr + row) if GATED else row
     x_at = x_ptr + source.to(tl.int64)[:, None] * depth + (i - before)[None, :]
     height = columns * 2 if GATED else columns
-    of_expert = expert * blocks * height
+    each = tl.cdiv(blocks, SPLITS)
+    first = tl.program_id(1) * each
+    of_expert = (expert * blocks + first) * height
     w_at = values_ptr + (of_expert + n % columns)[:, None] * WORDS + i[None, :]
     f_at = facts_ptr + of_expert * FACTS + n % columns
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     up = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for block in range(0, blocks):
+    for block in range(first, tl.minimum(first + each, blocks)):
         begin = block * WORDS * 8
         k = begin + i - before
         x0 = _slice(x_at + begin, real, k, depth)
@@ -185,6 +207,22 @@ def _product_kernel(
         w_at += height * WORDS
         f_at += height * FACTS
     acc, up = tl.trans(acc), tl.trans(up)
+    if SPLITS > 1:
+        KEPT: tl.constexpr = ROWS * COLUMNS * (2 if GATED else 1)
+        kept = sums_ptr + tl.program_id(0) * (SPLITS * KEPT) + m[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        own = kept + tl.program_id(1) * KEPT
+        tl.store(own, acc, mask=real[:, None])
+        if GATED:
+            tl.store(own + ROWS * COLUMNS, up, mask=real[:, None])
+        if not all_ended(counts_ptr + tl.program_id(0), SPLITS):
+            return
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for split in tl.static_range(SPLITS):  # all are loaded before the first one is there
+            one = kept + split * KEPT
+            acc += tl.load(one, mask=real[:, None], other=0.0, cache_modifier=".cg")
+            if GATED:
+                up += tl.load(one + ROWS * COLUMNS, mask=real[:, None], other=0.0, cache_modifier=".cg")
     dtype = out_ptr.dtype.element_ty
     if GATED:  # rounded where the model rounds
         if BIAS:
@@ -198,11 +236,12 @@ def _product_kernel(
 
 def product(
     x: torch.Tensor, order: Order, weight: PackedStack | Int4, tile: Tile, activation: str | None,
-    bias: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, splits: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Rows by expert of `order` times weight[E, N, K] transposed: [T * chosen, N] for x[T * chosen, K]. With an
     activation, x is [T, K] (tokens), bias[E, N] is added if given, and the result [T * chosen, N / 2] is
-    `kernels.gated` of gate and up."""
+    `kernels.gated` of gate and up. `splits` programs have a part of K each; None: as many
+    as `splits_for`, in MXFP4."""
     if isinstance(weight, Int4):
         facts, before, bits = weight.facts, 0, by_instructions()
         kind = weight.groups, weight.has_zeros, facts.shape[2], MIDDLE
@@ -212,10 +251,19 @@ def product(
     _, blocks, height, words = weight.values.shape
     columns = height if activation is None else height // 2
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
+    entries, count, across = len(order.tokens), len(weight), triton.cdiv(columns, tile.columns)
+    if splits is None:
+        few = isinstance(weight, PackedStack) and tile.rows == FEW[0].rows
+        splits = splits_for(min(entries, count) * across, blocks, x.device) if few else 1
+    programs, sums, counts = len(order.tiles) * across, x, x
+    if splits > 1:
+        kept = splits * programs * tile.rows * tile.columns * (height // columns)
+        sums, counts = torch.empty(kept, dtype=torch.float32, device=x.device), split_counts(x.device)
     launch(
-        _product_kernel, (len(order.tiles) * triton.cdiv(columns, tile.columns),), None,
-        x, order.tokens, order.tiles, weight.values, facts, x if bias is None else bias, out, len(order.tiles),
-        columns, weight.columns, blocks, before, *kind, ACTIVATIONS.get(activation or "", 0), activation is not None,
+        _product_kernel, (programs, splits), None,
+        x, order.tokens, order.tiles, weight.values, facts, x if bias is None else bias, out, sums, counts,
+        len(order.tiles), columns, weight.columns, blocks, before, splits, *kind,
+        ACTIVATIONS.get(activation or "", 0), activation is not None,
         bias is not None, bits, tile.rows, tile.columns, words, TILE_FIELDS, GROUP,
         num_warps=tile.warps,
         num_stages=fitting_stages(tile, words, kind[2], height // columns, room(), of_hopper(x.device)),
@@ -232,7 +280,8 @@ def there(device: torch.device, int4: torch.dtype | None = None) -> bool:
     INT4 of that dtype; None: for experts in MXFP4."""
     name = "MXFP4" if int4 is None else "INT4"
     try:
-        error = max(_apart(device, tiles[1], int4) for tiles in (FEW, MOST))
+        tried = ((FEW, 4 if int4 is None else 1), (MOST, 1))
+        error = max(_apart(device, tiles[1], int4, splits) for tiles, splits in tried)
     except Exception as problem:  # another version of the compiler
         words = type(problem).__name__, str(problem)[:300]
         log.warning("experts in %s are expanded: their kernel does not work here: %s: %s", name, *words)
@@ -271,14 +320,15 @@ COUNTS, CHECKED_ROWS, CHECKED_BLOCKS, BEFORE = (40, 0, 150, 1), 200, 9, 8
 
 
 def _apart(
-    device: torch.device, tile: Tile, int4: torch.dtype | None = None, dtype: torch.dtype = torch.bfloat16
-) -> float:
+    device: torch.device, tile: Tile, int4: torch.dtype | None = None, splits: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:  # fmt: skip
     """The relative error of products with a few random experts, in MXFP4 for x in `dtype`, or in INT4."""
     generator = torch.Generator(device).manual_seed(0)
     stack, chosen = drawn(generator, device, int4)
     order = sort(chosen, len(COUNTS), tile.rows)
     x = torch.randn((len(chosen), stack.columns), generator=generator, device=device).to(int4 or dtype)
-    found = product(x, order, stack, tile, None).float()
+    found = product(x, order, stack, tile, None, splits=splits).float()
     each = zip(x.float().split(COUNTS), range(len(COUNTS)), strict=True)
     exact = torch.cat([a @ stack.dequantized(number, torch.float32).T for a, number in each])
     return float((found - exact).norm() / exact.norm())

@@ -7,7 +7,12 @@ converted, for which there would be no time.
     fewer than 64 tokens per tile     out[T, n]' = weight[n, K] x[T, K]'
     64 and more                       out[T, n] = x[T, K] weight[n, K]'
 
-The beginning of a weight is prefetched while the kernel before still runs: no kernel writes weights.
+The beginning of a weight is prefetched while the kernel before still runs: no kernel writes weights. Where there
+are too few columns for all multiprocessors, several programs have a part of K each, and the last to end adds
+their sums:
+
+    split 0   w[n, 0:k] x[T, 0:k]'  --> sums 0 --+
+    split 1   w[n, k:K] x[T, k:K]'  --> sums 1 --+--> out[T, n]
 
 The last section decides which products of many rows are computed together with their gate (`hopper_gated`).
 """
@@ -15,7 +20,7 @@ The last section decides which products of many rows are computed together with 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -88,23 +93,37 @@ def _factors(by_row, by_block, at, x_stride, real, FLIPPED: tl.constexpr, BLOCK:
     return found[None, :] if FLIPPED else found[:, None]
 
 
+@triton.jit
+def all_ended(count_ptr, SPLITS: tl.constexpr):
+    """Count this program, whose sums are stored; whether it is the last one of SPLITS. It clears the count."""
+    tl.debug_barrier()  # the sums of all threads are there before they are counted
+    ended = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+    if ended:
+        tl.store(count_ptr, 0)  # for the next product
+    return ended
+
+
 @triton.jit(do_not_specialize=["rows", "x_stride"])
 def _product_kernel(
-    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, rows, columns, depth, x_stride, stride,
-    SCALES: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, x_scales_ptr, weight_ptr, scales_ptr, bias_ptr, out_ptr, sums_ptr, counts_ptr, rows, columns, depth,
+    x_stride, stride, SPLITS: tl.constexpr, SCALES: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     FLIPPED: tl.constexpr = ROWS < 64
     LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
     tl.static_assert(AT_ONCE == 1 or AT_ONCE == 4)
+    tl.static_assert(SPLITS == 1 or SCALES == 0)
     first = tl.program_id(0) * COLUMNS
     n = first + tl.arange(0, COLUMNS)
     # Lanes past the last column compute a column again, which is not stored. Lanes past the last row are masked
     # instead: to read a row again would cost as much as to read another one.
     w_row = weight_ptr + (n % columns).to(tl.int64)[:, None] * depth
+    each = tl.cdiv(tl.cdiv(depth, DEPTH), SPLITS) * DEPTH
+    begin = tl.program_id(2) * each
     if EARLY and AHEAD > 0:
-        _ask(w_row + (tl.arange(0, AHEAD // 128) * LINE)[None, :])
+        asked = tl.minimum(begin, depth - AHEAD // 128 * LINE)
+        _ask(w_row + asked + (tl.arange(0, AHEAD // 128) * LINE)[None, :])
     wait(EARLY)
     m = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, DEPTH)
@@ -140,11 +159,21 @@ def _product_kernel(
                 acc += tl.dot(left, right) * d
                 b, c, d = next_b, next_c, next_d
     else:
-        for at in range(0, depth, DEPTH):
+        for at in range(begin, tl.minimum(begin + each, depth), DEPTH):
             left, right = _part(x_at, w_at, at, k, depth, real, FLIPPED, WHOLE)
             acc = tl.dot(left, right, acc, input_precision="ieee")
     if FLIPPED:
         acc = tl.trans(acc)
+    if SPLITS > 1:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        kept = sums_ptr + tile * (SPLITS * ROWS * COLUMNS) + tl.arange(0, ROWS)[:, None] * COLUMNS
+        kept += tl.arange(0, COLUMNS)[None, :]
+        tl.store(kept + tl.program_id(2) * (ROWS * COLUMNS), acc, mask=real[:, None])
+        if not all_ended(counts_ptr + tile, SPLITS):
+            return
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for split in tl.static_range(SPLITS):  # all are loaded before the first one is there
+            acc += tl.load(kept + split * (ROWS * COLUMNS), mask=real[:, None], other=0.0, cache_modifier=".cg")
     if SCALES == 1:
         of_rows = tl.load(by_row, mask=real, other=0.0)
         acc *= of_rows[:, None] * tl.load(scales_ptr + n % columns)[None, :]
@@ -160,31 +189,48 @@ def _product_kernel(
 _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 """By everything that the kernel is compiled for and that may differ between calls. (Steps without graphs launch it for
 every layer.)"""
+MOST_TILES = 4096
+"""The most tiles whose K can be divided."""
+
+
+@functools.cache
+def split_counts(device: torch.device) -> torch.Tensor:
+    """int32[MOST_TILES], programs of each tile that have ended: all 0 before and after a product. Created where kernels
+    are compiled, which is before graphs are captured."""
+    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
 
 
 def multiply(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Tile, *, bias: torch.Tensor | None = None,
-    add: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None, rounding: Rounding | None = None,
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Tile, *, splits: int = 1,
+    bias: torch.Tensor | None = None, add: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    rounding: Rounding | None = None,
 ) -> None:  # fmt: skip
     """Write x[T, K] times weight[N, K] transposed, plus bias[N], to out[T, N], or with `add` add it there. All are
     contiguous. Sums are float32, except those of FP8, which are as wide as the tensor cores' accumulators. With a
     `rounding`, `scales` are those of x and of the weight (see `model.scaled`); with block scales, `tile.depth` must be
-    that of a block. If the tile's stages do not fit the shared memory, fewer are used."""
+    that of a block. If the tile's stages do not fit the shared memory, fewer are used. Without a `rounding`, `splits`
+    programs can have a part of K each."""
     (rows, depth), columns = x.shape, len(weight)
     of_x, of_weight = (x, weight) if scales is None else scales
     more = out if bias is None else bias
     at_once = blocks_at_once(tile, depth, room()) if rounding is Rounding.BLOCKS else 1
-    pointers = x, of_x, weight, of_weight, more, out
+    across, down = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)
+    sums = counts = out
+    if splits > 1:
+        assert across * down <= MOST_TILES
+        sums = torch.empty(splits * across * down * tile.rows * tile.columns, dtype=torch.float32, device=x.device)
+        counts = split_counts(x.device)
+    pointers = x, of_x, weight, of_weight, more, out, sums, counts
     kinds = (
-        SCALES[rounding], bias is not None, add, depth % tile.depth == 0, tile.rows, tile.columns, tile.depth, at_once,
-        BLOCK, AHEAD if depth * weight.itemsize >= AHEAD else 0,
+        splits, SCALES[rounding], bias is not None, add, depth % tile.depth == 0, tile.rows, tile.columns, tile.depth,
+        at_once, BLOCK, AHEAD if depth * weight.itemsize >= AHEAD else 0,
     )  # fmt: skip
     cache = None
     if all(pointer.data_ptr() % ALIGNED == 0 for pointer in pointers):
         given = x.device, x.dtype, weight.dtype, more.dtype, out.dtype, columns, depth, of_weight.stride(0), tile
         cache = _kernel_caches.setdefault((*given, *kinds), {})
     launch(
-        _product_kernel, (triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows), 1), cache,
+        _product_kernel, (across, down, splits), cache,
         *pointers, rows, columns, depth, of_x.stride(1), of_weight.stride(0), *kinds,
         num_warps=tile.warps, num_stages=stages(tile, at_once * weight.itemsize, room()),
     )  # fmt: skip
@@ -224,21 +270,31 @@ def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> T
     return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
 
 
-FEWEST = 3072
-"""The fewest columns for which there are enough programs to read a weight at full bandwidth, unless K is at most
-SHORT."""
-SHORT = 2048
+MOST_SPLITS, FEWEST_SPLITS, LEAST = 8, 3, 2
+"""Limits of `splits_for`: splits of a product, and steps along K of a split (bench/splits.py)."""
+
+
+@functools.cache
+def splits_for(columns: int, depth: int, device: torch.device) -> int:
+    """The number of programs that divide K of a weight [columns, depth] of 16 bits in the tiles of `streaming`: as many
+    as there are multiprocessors for, if that is at least FEWEST_SPLITS. (With half of the multiprocessors a weight is
+    read as fast as with two splits.)"""
+    blocks = triton.cdiv(depth, BYTES // 2)
+    most = min(MOST_SPLITS, processors(device) // triton.cdiv(columns, COLUMNS), blocks // LEAST)
+    if most < FEWEST_SPLITS:
+        return 1
+    return triton.cdiv(blocks, triton.cdiv(blocks, most))  # none without steps
 
 
 @functools.cache
 def tile_for(rows: int, columns: int, depth: int, device: torch.device) -> Tile | None:
     """The tile for x[rows, depth] and weight[columns, depth] of 16 bits; None where torch's product is faster, or where
-    it was not measured: this is for Hopper. (cuBLAS divides K among programs where columns are few and long.)"""
-    if not 0 < rows <= STREAMED[-1] or not of_hopper(device):
+    it was not measured: this is for Hopper."""
+    if not 0 < rows <= STREAMED[-1] or not of_hopper(device) or depth % (BYTES // 4):
         return None
-    if depth % (BYTES // 2) or columns < FEWEST and depth > SHORT:
-        return None
-    return streaming(next(most for most in STREAMED if rows <= most), columns, 2, device)
+    tile = streaming(next(most for most in STREAMED if rows <= most), columns, 2, device)
+    splits = splits_for(columns, depth, device)
+    return replace(tile, stages=4) if splits > 1 and depth < splits * tile.depth * tile.stages else tile
 
 
 @functools.cache
@@ -257,7 +313,7 @@ def small_linear(
         return None
     if out is None:
         out = x.new_empty((len(x), len(weight)))
-    multiply(x, weight, out, tile, bias=bias, add=add)
+    multiply(x, weight, out, tile, splits=splits_for(*weight.shape, x.device), bias=bias, add=add)
     return out
 
 

@@ -2,8 +2,8 @@
 
     logits [T, experts] --route--> weights, experts [T, k] --sort--> places of rows, by expert, and tiles of rows
 
-For a single token both are one launch (`begin`). Sorting is one launch where each expert can look at all entries, and
-three where these are many:
+For a single token both are one launch (`begin`), on Hopper together with the router (`router`). Sorting is one launch
+where each expert can look at all entries, and three where these are many:
 
     entries --count--> by block and expert --before--> of the blocks before, and all --put--> places, tiles
 """
@@ -63,7 +63,7 @@ def _mixed_share(logits, left, best, JITTER: tl.constexpr):
 
 
 @triton.jit
-def _route(
+def route_token(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr,
     GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, JITTER: tl.constexpr,
@@ -71,7 +71,8 @@ def _route(
     """Choose the experts of one token, and store their weights and numbers; returns the numbers."""
     e = tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
-    logits = tl.load(logits_ptr + token * count + e, mask=e < count, other=float("-inf")).to(tl.float32)
+    at = logits_ptr + token * count + e  # not from the L1 cache: other programs may just have written them (`router`)
+    logits = tl.load(at, mask=e < count, other=float("-inf"), cache_modifier=".cg").to(tl.float32)
     nan = tl.max((logits != logits).to(tl.int32), 0) > 0
     left = tl.where(logits == logits, logits, float("-inf"))  # with NaN there would be no valid expert number
     peak = tl.max(left, 0)
@@ -110,6 +111,20 @@ def _route(
 
 
 @triton.jit
+def place_single(
+    experts, places_ptr, tokens_ptr, tiles_ptr, CHOSEN: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr
+):  # fmt: skip
+    """Store the order of the rows of a single token, which has these experts."""
+    slot = tl.arange(0, SLOTS)
+    there = slot < CHOSEN
+    tl.store(places_ptr + slot, slot, mask=there)
+    tl.store(tokens_ptr + slot, slot * 0, mask=there)
+    tl.store(tiles_ptr + slot * FIELDS, experts, mask=there)
+    tl.store(tiles_ptr + slot * FIELDS + 1, slot, mask=there)
+    tl.store(tiles_ptr + slot * FIELDS + 2, slot * 0 + 1, mask=there)
+
+
+@triton.jit
 def _route_kernel(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr,
@@ -118,7 +133,7 @@ def _route_kernel(
 ):  # fmt: skip
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    _route(
+    route_token(
         logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID,
         BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST, JITTER,
     )  # fmt: skip
@@ -127,8 +142,8 @@ def _route_kernel(
 PLAIN = Routing()
 
 
-def _ways(routing: Routing, count: int) -> tuple[bool, bool, int, int, int, float, float, float]:
-    """The compile-time parameters of `_route` for `count` experts. A jitter below 0: there is none."""
+def compile_time(routing: Routing, count: int) -> tuple[bool, bool, int, int, int, float, float, float]:
+    """The compile-time parameters of `route_token` for `count` experts. A jitter below 0: there is none."""
     groups = count // routing.groups, routing.groups, routing.kept_groups
     jitter = -1.0 if routing.jitter is None else routing.jitter
     return routing.sigmoid, routing.has_bias, *groups, routing.factor, routing.min_weight_sum, jitter
@@ -146,7 +161,7 @@ def route(
     launch(
         _route_kernel, (tokens,), None,
         logits, logits if bias is None else bias, weights, experts, count, chosen, normalized,
-        triton.next_power_of_2(count), triton.next_power_of_2(chosen), *_ways(routing, count), num_warps=1,
+        triton.next_power_of_2(count), triton.next_power_of_2(chosen), *compile_time(routing, count), num_warps=1,
     )  # fmt: skip
     return weights, experts
 
@@ -270,7 +285,7 @@ class Order:
     """[T, chosen]: the experts of each token."""
 
 
-def _pieces(sizes: tuple[int, ...], device: torch.device) -> Iterator[torch.Tensor]:
+def tensors(sizes: tuple[int, ...], device: torch.device) -> Iterator[torch.Tensor]:
     """Uninitialized int32 tensors in one allocation, each aligned as kernels are compiled for."""
     most = [-(-size // ALIGN) * ALIGN for size in sizes]
     whole = torch.empty(sum(most), dtype=torch.int32, device=device)
@@ -282,10 +297,10 @@ def sort(experts: torch.Tensor, count: int, rows: int) -> Order:
     entries, chosen = experts.numel(), experts.shape[1]
     most = min(entries, entries // rows + count) if rows else 0
     sizes = entries, entries, count, most * TILE_FIELDS
-    places, tokens, ends, tiles = _pieces(sizes, experts.device)
+    places, tokens, ends, tiles = tensors(sizes, experts.device)
     if entries > AT_ONCE:
         blocks, bins = triton.cdiv(entries, BLOCK), triton.next_power_of_2(count + 1)
-        counts, totals = _pieces((blocks * count, count), experts.device)
+        counts, totals = tensors((blocks * count, count), experts.device)
         launch(_count_kernel, (blocks,), None, experts, counts, entries, count, bins, BLOCK, num_warps=2)
         launch(_before_kernel, (count,), None, counts, totals, blocks, count, BLOCKS, num_warps=4)
         launch(
@@ -314,18 +329,12 @@ def _begin_kernel(
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
-        experts = _route(
+        experts = route_token(
             logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID,
             BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST, JITTER,
         )  # fmt: skip
         if SINGLE:
-            slot = tl.arange(0, SLOTS)
-            there = slot < CHOSEN
-            tl.store(places_ptr + slot, slot, mask=there)
-            tl.store(tokens_ptr + slot, slot * 0, mask=there)
-            tl.store(tiles_ptr + slot * FIELDS, experts, mask=there)
-            tl.store(tiles_ptr + slot * FIELDS + 1, slot, mask=there)
-            tl.store(tiles_ptr + slot * FIELDS + 2, slot * 0 + 1, mask=there)
+            place_single(experts, places_ptr, tokens_ptr, tiles_ptr, CHOSEN, SLOTS, FIELDS)
     elif GROUP > 0:
         i = tl.arange(0, ALL)
         x = tl.load(x_ptr + token * size + i, mask=i < size, other=0.0).to(tl.float32)
@@ -341,7 +350,7 @@ def begin(
     (tokens, count), size = logits.shape, x.shape[1]
     weights = torch.empty((tokens, chosen), dtype=logits.dtype, device=logits.device)
     sizes = chosen, chosen, chosen * TILE_FIELDS, tokens * chosen
-    places, of_tokens, tiles, experts = _pieces(sizes, logits.device)
+    places, of_tokens, tiles, experts = tensors(sizes, logits.device)
     known = room(tokens, size, rounding, x.device) if rounding else None
     values, scales, stride = (known.values, known.scales, known.scales.stride(1)) if known else (x, x, 0)
     group, block, _ = launch_sizes(size, rounding)
@@ -349,7 +358,7 @@ def begin(
         _begin_kernel, (tokens, 2 if known else 1), None,
         logits, logits if bias is None else bias, weights, experts, places, of_tokens, tiles, x, values, scales, count,
         size, stride, chosen, normalized, triton.next_power_of_2(count), triton.next_power_of_2(chosen),
-        *_ways(routing, count), TILE_FIELDS, tokens == 1, LIMIT, group, block,
+        *compile_time(routing, count), TILE_FIELDS, tokens == 1, LIMIT, group, block,
         num_warps=max(1, min(8, block // 2048)) if known else 1,
     )  # fmt: skip
     experts = experts.view(tokens, chosen)

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
 from radixrt.worker.cuda import dequantizing, index_scores, int4, lora, mixed_append, packed_experts, residuals, routing
-from radixrt.worker.cuda import predicting, sampler, scaled, selection, sinks, variants
+from radixrt.worker.cuda import predicting, router, sampler, scaled, selection, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -44,6 +44,7 @@ def build(kernel, pointers, numbers, constants, warps=4, stages=3, room=100_000)
 
 
 READS_FIRST = kernels._norm_kernel, residuals._add_normed_kernel, mamba._state_decode_kernel, lora._expand_kernel
+READS_FIRST += (router._router_kernel,)
 
 
 def waits_first(built, reads=False):  # before what is ahead has ended nothing is written, nor read, but a weight
@@ -81,11 +82,12 @@ for t, scales in (kinds if every else kinds[1::6]):
     if scales and fp8 != "*fp8e4nv":
         continue
     at_once = products.AT_ONCE if scales == 2 and t.columns < 128 else 1
-    which = {"SCALES": scales, "AT_ONCE": at_once, "BIAS": True, "ADD": True, "WHOLE": True, "AHEAD": products.AHEAD}
+    which = {"SPLITS": 1 if scales else 4, "SCALES": scales, "AT_ONCE": at_once}
+    which |= {"BIAS": True, "ADD": True, "WHOLE": True, "AHEAD": products.AHEAD}
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BLOCK": 128}
     numbers = dict.fromkeys(("rows", "columns", "depth", "x_stride", "stride"), i)
     kind, room = fp8 if scales else "*bf16", 232_448 if target.arch >= 90 else 166_912
-    pointers = [kind, "*fp32", kind, "*fp32", "*bf16", "*bf16"]
+    pointers = [kind, "*fp32", kind, "*fp32", "*bf16", "*bf16", "*fp32", "*i32"]
     stages = products.stages(t, at_once * (1 if scales else 2), room)
     build(products._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 scales = {"eps": f, "k_scale": f, "v_scale": f}
@@ -149,6 +151,9 @@ kinds += ((False, True, 128, 1, 1, 1.0, 0.1, -1.0),)
 for ways in kinds if every else kinds[1:2]:
     constants = routed | dict(zip(names, ways, strict=True))
     build(routing._route_kernel, ["*fp32", "*fp32", "*bf16", "*i32"], {"count": i}, constants, 1)
+    single = {"FIELDS": 3, "BIAS": True, "PROGRAMS": 64, "EXPERTS": 2, "DEPTH": 2048}
+    pointers = ["*bf16"] * 3 + ["*fp32"] * 3 + ["*i32"] * 5
+    build(router._router_kernel, pointers, {"depth": i, "count": i}, constants | single, 1)
 numbers = {"entries": i, "count": i}
 build(routing._count_kernel, ["*i32"] * 2, numbers, {"BINS": 256, "BLOCK": routing.BLOCK}, 2)
 build(routing._before_kernel, ["*i32"] * 2, {"blocks": i, "count": i}, {"BLOCKS": routing.BLOCKS})
@@ -264,9 +269,10 @@ for t, gated, kind in [(*one, kind) for one in some for kind in (8, 0)][: None i
     words, room = 32 if kind else 16, 232_448 if kind and target.arch >= 90 else 164_000
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "WORDS": words, "FIELDS": 3, "GROUP": 8, "MIDDLE": 8}
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "BITS": True, "GROUPS": kind}
+    which["SPLITS"] = 4 if t.rows == 16 else 1
     which |= dict(zip(("ZEROS", "FACTS"), groups[kind]))
     numbers = dict.fromkeys(("tiles", "columns", "depth", "blocks", "before"), i)
-    pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16"]
+    pointers = ["*bf16", "*i32", "*i32", "*i32", "*i32", "*bf16", "*bf16", "*fp32", "*i32"]
     stages = int4.fitting_stages(t, words, groups[kind][1], 1 + gated, room, target.arch >= 90)
     build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
@@ -488,7 +494,7 @@ for kernel in (attend._attend_kernel, hopper._attend_specialised, kernels._gathe
 
 kernel, depth = products._product_kernel, 4096
 pointers = dict(x_ptr="*fp8e4nv", weight_ptr="*fp8e4nv", x_scales_ptr="*fp32", scales_ptr="*fp32", bias_ptr="*bf16")
-pointers["out_ptr"] = "*bf16"
+pointers |= {"out_ptr": "*bf16", "sums_ptr": "*bf16", "counts_ptr": "*bf16"}
 deep = products.Tile(16, 64, 256, 4, 8)
 tiles = [(tile, 1) for tile in (deep, scaled.ALONE, scaled.SOME, scaled.MORE, *scaled.MANY)]
 tiles += [(tile, 2) for tile in (scaled.BLOCKS, scaled.BLOCKS_ALONE, scaled.BLOCKS_WIDE)]
@@ -496,7 +502,7 @@ chips = (89, 101_376), (90, 232_448), (120, 101_376)
 for tile, scales, capability, room in [(*tile, *chip) for tile in tiles for chip in chips]:
     at_once = products.blocks_at_once(tile, depth, room) if scales == 2 else 1
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "BLOCK": 128, "SCALES": scales}
-    constants |= {"BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": at_once, "AHEAD": products.AHEAD}
+    constants |= {"SPLITS": 1, "BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": at_once, "AHEAD": products.AHEAD}
     constants["EARLY"] = capability >= 90
     types = dict.fromkeys(constants, "constexpr") | pointers
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}

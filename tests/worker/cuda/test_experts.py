@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.cuda import experts as fused
-from radixrt.worker.cuda import kernels, routing, scaled_experts
+from radixrt.worker.cuda import kernels, products, routing, scaled_experts
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.model.expert_spec import Routing
@@ -139,6 +139,28 @@ def test_all_of_it(tokens, count, chosen, hidden, inner, activation, invariant, 
     experts.one_by_one(x, expected, TorchOps())
     fused.add(experts, x, found)
     assert error(found - residual, expected - residual) < 1e-5
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("biased", "changes"), [(True, {}), (False, {}), (False, {"batch_invariant": True})])
+def test_logits_of_few_tokens(biased, changes, wide, device, monkeypatch):
+    """By programs that divide K, in the dtype of the model or in float32."""
+    monkeypatch.setattr(products, "of_hopper", lambda device: True)
+    products.tile_for.cache_clear()
+    taken, real = [], products.multiply
+    monkeypatch.setattr(products, "multiply", lambda *args, **more: (taken.append(more["splits"]), real(*args, **more)))
+    half = torch.bfloat16 if device.type == "cuda" else torch.float16
+    experts = make(6, 2, 1024, 8, device, routing=Routing(float32_logits=wide), **changes)
+    bias = torch.randn(6, device=device).to(half) if biased and not wide else None
+    weight = experts.router.weight.to(half)
+    experts = dataclasses.replace(experts, router=Linear(weight, bias, experts.batch_invariant))
+    for tokens in (1, 5, 40):
+        x = torch.randn(tokens, 1024, device=device).to(half)
+        found, expected = fused._logits(experts, x), experts.logits(x)
+        assert found.dtype == expected.dtype == (torch.float32 if wide else half)
+        assert error(found, expected) < (1e-4 if wide else 4e-3)
+    assert taken == ([] if changes else [4, 4])
+    products.tile_for.cache_clear()
 
 
 @pytest.mark.parametrize("tokens", [1, 9])

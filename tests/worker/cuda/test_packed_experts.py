@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.cuda import experts as fused
-from radixrt.worker.cuda import packed_experts, routing
+from radixrt.worker.cuda import packed_experts, products, routing
 from radixrt.worker.cuda.int4 import fitting_stages
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.linear import Linear
@@ -104,7 +104,36 @@ def test_all_kinds_of_tiles_are_tried():
 def test_products_are_exact_sums(tile, device):
     """What is asked of a kernel before it is used."""
     dtype, most = (torch.float32, 1e-6) if device.type == "cpu" else (torch.bfloat16, packed_experts.ALIKE)
-    assert packed_experts._apart(device, tile, None, dtype) < most
+    assert packed_experts._apart(device, tile, None, 1, dtype) < most
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "chosen", "splits"),
+    [(1, 32, 4, 6), (2, 32, 4, 4), (4, 32, 4, 2), (64, 32, 4, 2), (1, 128, 4, 6), (16, 128, 4, 1)],
+)
+def test_how_many_splits(tokens, count, chosen, splits):
+    """Of gpt-oss, whose products have 23 blocks and as many tiles of an expert."""
+    tiles = 23 * min(tokens * chosen, count)
+    assert packed_experts.splits_for(tiles, 23, torch.device("cpu")) == splits
+    assert [packed_experts.splits_for(*one, torch.device("cpu")) for one in ((4, 5), (0, 23))] == [1, 1]
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("activation", [None, "clamped_swiglu"])
+def test_splits_of_products(splits, activation, device):
+    """5 blocks of columns, which no number of splits divides; counts are 0 again for the next product."""
+    experts = make(3, 600, 600, 0, device)
+    tile, stack, bias = packed_experts.FEW[0], experts.down, None
+    if activation is not None:
+        stack, bias = experts.gate_up, experts.gate_up_bias
+    x = torch.randn(8, 600, device=device).to(experts.router.weight.dtype)
+    chosen = torch.tensor([[0, 2]] * 4 if activation is None else [[0, 2]] * 8, dtype=torch.int32, device=device)
+    order = routing.sort(chosen, 3, tile.rows)
+    expected, found = (
+        packed_experts.product(x, order, stack, tile, activation, bias, splits=n).float() for n in (1, splits)
+    )
+    assert error(found, expected) < (1e-5 if device.type == "cpu" else 1e-2)
+    assert not products.split_counts(x.device).any()
 
 
 @pytest.mark.parametrize("pair", TILES)

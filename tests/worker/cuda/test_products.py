@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from radixrt.worker.cuda import invariant, ops, products, scaled
-from radixrt.worker.cuda.products import AT_ONCE, Tile, blocks_at_once, multiply, stages, streaming, tile_for
+from radixrt.worker.cuda.products import (
+    AT_ONCE,
+    Tile,
+    blocks_at_once,
+    multiply,
+    splits_for,
+    stages,
+    streaming,
+    tile_for,
+)
 from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.ops import TorchOps
@@ -48,6 +57,25 @@ def test_multiply(columns, depth, rows, half, device):
     wide = torch.empty(rows, columns, device=device)
     multiply(x, weight, wide, tile)
     assert error(wide, expected) < 1e-5
+
+
+@pytest.mark.parametrize("splits", [2, 3, 5])
+@pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 200, 640), (20, 64, 512), (5, 40, 352)])
+def test_splits_of_a_product(rows, columns, depth, splits, half, device):
+    """Parts of K of different lengths, or of none; counts are 0 again for the next product."""
+    x, weight, residual = (
+        torch.randn(n, device=device).to(half) for n in ((rows, depth), (columns, depth), (rows, columns))
+    )
+    bias = torch.randn(columns, device=device).to(half)
+    expected = x.float() @ weight.float().t()
+    for tile in (Tile(16, 64, 128, 4, 3), Tile(64, 32, 64, 4, 3)):
+        out = residual.clone()
+        multiply(x, weight, out, tile, bias=bias, add=True, splits=splits)
+        assert error(out, expected + bias.float() + residual.float()) < 4e-3
+        wide = torch.full((rows, columns), torch.nan, device=device)
+        multiply(x, weight, wide, tile, splits=splits)
+        assert error(wide, expected) < 1e-5
+        assert not products.split_counts(x.device).any()
 
 
 def test_nothing_behind_a_row_is_asked_for(monkeypatch):
@@ -121,12 +149,21 @@ def hopper(monkeypatch):
 def test_which_products(monkeypatch):
     for rows, high in ((1, 16), (16, 16), (17, 32), (32, 32)):
         assert tile_for(rows, 4096, 4096, CPU).rows == high
-    for none in ((0, 4096, 4096), (33, 4096, 4096), (1, 4096, 4096 + 64), (1, 3071, 4096)):
+    for none in ((0, 4096, 4096), (33, 4096, 4096), (1, 4096, 4096 + 32)):
         assert tile_for(*none, CPU) is None
-    assert tile_for(1, 3072, 4096, CPU) and tile_for(1, 64, 2048, CPU)
+    assert tile_for(1, 2048, 4096, CPU).stages == 8 and tile_for(1, 128, 2048, CPU).stages == 4
+    assert tile_for(1, 5120, 2880, CPU) and tile_for(1, 4096, 64, CPU)
     tile_for.cache_clear()
     monkeypatch.setattr(products, "of_hopper", lambda device: False)
     assert tile_for(1, 4096, 4096, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "depth", "splits"),
+    [(2048, 4096, 4), (128, 2048, 8), (32, 2880, 8), (2560, 9728, 3), (2880, 4096, 1), (4096, 14336, 1), (64, 384, 1)],
+)
+def test_how_many_splits(columns, depth, splits):
+    assert splits_for(columns, depth, CPU) == splits
 
 
 def test_nowhere_but_on_hopper(monkeypatch):
