@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from radixrt.lora_modules import LoraModule
@@ -166,7 +170,15 @@ def test_other_dtypes_are_refused(adapter_of, dtype):
 def test_a_rank_that_is_not_served_is_refused_before_its_matrices_are_read(adapter_of, monkeypatch):
     """They may be of any size."""
     _, adapter = adapter_of(rank=64)
-    monkeypatch.setattr(torch.Tensor, "isfinite", lambda tensor: pytest.fail("was read"))
+
+    @contextmanager
+    def unreadable(*args, **kwargs):
+        with safe_open(*args, **kwargs) as file:
+            yield SimpleNamespace(
+                keys=file.keys, get_slice=file.get_slice, get_tensor=lambda name: pytest.fail(f"{name} was read")
+            )
+
+    monkeypatch.setattr("radixrt.worker.model.adapter.safe_open", unreadable)
     with pytest.raises(ValueError, match="its rank is 64; --max-lora-rank 64 serves it"):
         read_adapter(LoraModule("a0", str(adapter)), 16)
 
