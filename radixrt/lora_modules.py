@@ -58,10 +58,9 @@ def most_loaded(config: WorkerConfig) -> int:
     return config.max_loras or max(1, len(config.lora_modules))
 
 
-def slots(config: WorkerConfig) -> int:
-    """How many adapters there is memory for if clients may load them: one more than may be loaded, so that requests can
-    finish with an adapter that is being replaced; 0 if clients may load none."""
-    most = most_loaded(config)
+def num_slots(most: int) -> int:
+    """How many adapters there is memory for if clients may have `most` loaded (`most_loaded`): one more, so that
+    requests can finish with an adapter that is being replaced; 0 if clients may load none."""
     return most + 1 if most else 0
 
 

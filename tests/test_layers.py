@@ -45,13 +45,24 @@ ONLY_IN = {
     "prometheus_client": ("report/",),
 }
 FORBIDDEN = {
-    "router": {"worker", "frontend", "lang", "client", "launch", "cli"},
-    "worker": {"router", "frontend", "lang", "client", "launch", "cli", "report", "wire"},
-    "report": {"router", "worker", "frontend", "lang", "client", "launch", "cli"},
+    "router": {"worker", "frontend", "lang", "async_client", "client", "launch", "cli"},
+    "worker": {"router", "frontend", "lang", "async_client", "client", "launch", "cli", "report", "wire"},
+    "report": {"router", "worker", "frontend", "lang", "async_client", "client", "launch", "cli"},
     "lang": {"worker", "frontend", "launch", "cli", "wire"},
     "frontend": {"worker", "lang", "launch", "cli"},
-    "transports": {"worker", "router", "frontend", "lang", "client", "portal", "launch", "cli", "report"},
-    "wire": {"worker", "router", "frontend", "lang", "client", "launch", "cli", "report", "messages"},
+    "transports": {
+        "worker",
+        "router",
+        "frontend",
+        "lang",
+        "async_client",
+        "client",
+        "portal",
+        "launch",
+        "cli",
+        "report",
+    },
+    "wire": {"worker", "router", "frontend", "lang", "async_client", "client", "launch", "cli", "report", "messages"},
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from radixrt import cli
 from radixrt.config import RouterConfig, WorkerConfig
-from radixrt.lora_modules import CONFIG, WEIGHTS, lora_modules, most_loaded, slots
+from radixrt.lora_modules import CONFIG, WEIGHTS, lora_modules, most_loaded, num_slots
 
 
 def modules(*texts: str, **changes):
@@ -88,9 +88,9 @@ def test_commands_look_for_the_files_first(tmp_path, capsys, files, words):
 )
 def test_one_slot_more_than_may_be_loaded(named, most, expected):
     config = WorkerConfig(enable_lora=True, lora_modules=named, max_loras=most)
-    assert (most_loaded(config), slots(config)) == (0, 0)
+    assert (most_loaded(config), num_slots(most_loaded(config))) == (0, 0)
     config = dataclasses.replace(config, allow_runtime_lora_updating=True)
-    assert (most_loaded(config), slots(config)) == expected
+    assert (most_loaded(config), num_slots(most_loaded(config))) == expected
 
 
 def test_limits_that_contradict_others():

@@ -13,6 +13,7 @@ from radixrt.client import AsyncClient, ServerError
 from radixrt.frontend.errors import api_error, refuse
 from radixrt.frontend.guard import Handler, KeyedHandler
 from radixrt.frontend.schema import parse
+from radixrt.messages import ChangeAdapter
 
 NAMES = {"name": "lora_name", "path": "lora_path", "in_place": "load_inplace"}
 """The names of a message's fields here."""
@@ -37,11 +38,18 @@ _load, _unload = msgspec.json.Decoder(LoadBody), msgspec.json.Decoder(UnloadBody
 
 class AdapterRoutes:
     """`ask` returns a client with an API key, which the router checks: it may be the admin's, which is no tenant's.
-    `read` reads the body of a request whose key is not checked yet."""
+    `read` reads the body of a request whose key is not checked yet. `restrict` says who may change an adapter, or
+    raises ApiError (403)."""
 
-    def __init__(self, ask: Callable[[str], AsyncClient], read: Callable[[Request], Awaitable[bytes]]) -> None:
+    def __init__(
+        self,
+        ask: Callable[[str], AsyncClient],
+        read: Callable[[Request], Awaitable[bytes]],
+        restrict: Callable[[Request, ChangeAdapter], None],
+    ) -> None:
         self._ask = ask
         self._read = read
+        self._restrict = restrict
 
     def routes(self, unchecked: Callable[[KeyedHandler], Handler]) -> list[Route]:
         """The routes; `unchecked` makes handlers of them that pass on any key."""
@@ -54,18 +62,20 @@ class AdapterRoutes:
         body = parse(_load, await self._read(request))
         if not body.lora_path:
             refuse("lora_path", "must not be empty")
-        try:
-            failed = await self._ask(key).load_adapter(body.lora_name, body.lora_path, in_place=body.load_inplace)
-        except ServerError as problem:
-            raise api_error(problem, NAMES) from None
+        message = ChangeAdapter(id=0, name=body.lora_name, path=body.lora_path, in_place=body.load_inplace, api_key=key)
+        failed = await self._change(request, message)
         text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
         but = "".join(f" Not by worker {name}: {why}" for name, why in failed.items())
         return PlainTextResponse(text + but)
 
     async def unload(self, request: Request, key: str) -> Response:
         body = parse(_unload, await self._read(request))
+        await self._change(request, ChangeAdapter(id=0, name=body.lora_name, api_key=key))
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _change(self, request: Request, message: ChangeAdapter) -> dict[str, str]:
+        self._restrict(request, message)
         try:
-            await self._ask(key).unload_adapter(body.lora_name)
+            return await self._ask(message.api_key).change_adapter(message)
         except ServerError as problem:
             raise api_error(problem, NAMES) from None
-        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

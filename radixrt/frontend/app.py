@@ -26,6 +26,7 @@ from radixrt.frontend.guard import (
     Application,
     Handler,
     KeyedHandler,
+    check_page,
     for_pages,
     headers_of,
     key_of,
@@ -38,6 +39,7 @@ from radixrt.frontend.replies import ChatReply, Reply
 from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
 from radixrt.frontend.schema import Chat, parse, parse_completion
 from radixrt.frontend.tokenization import Tokenization
+from radixrt.messages import ChangeAdapter
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
 from radixrt.router.validate import parse_api_keys
@@ -69,7 +71,7 @@ class Frontend:
             f"{RESPONSES_PATH}/input_tokens": self._guarded(responses.count),
             MESSAGES_PATH: self._guarded(messages.create, AnthropicError.wrap),
             f"{MESSAGES_PATH}/count_tokens": self._guarded(messages.count, AnthropicError.wrap),
-            NATIVE_PATH: Native(self._link, self._check, self._body).handle,
+            NATIVE_PATH: Native(self._link, self._check, self._body, self._restrict).handle,
             "/tokenize": self._guarded(tokenization.tokenize),
             "/detokenize": self._guarded(tokenization.detokenize),
         }
@@ -78,7 +80,7 @@ class Frontend:
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
             *About(self._link.ask).routes(self._guarded),
-            *AdapterRoutes(self._link.ask, lambda request: self._body(request, keyless=True)).routes(self._unchecked),
+            *AdapterRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
         ]
         self.app = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)
 
@@ -133,6 +135,11 @@ class Frontend:
         """As `_guarded`, for handlers that check the key themselves."""
         return self._guarded(handler, checked=False)
 
+    def _restrict(self, request: Request, message: ChangeAdapter) -> None:
+        """Set who may change a LoRA adapter, as far as this front end knows. Raises ApiError (403) for web pages."""
+        check_page(request, self._config.allowed_origins)
+        message.admin_only = bool(self._tenants)
+
     def _check(self, key: str) -> None:
         if self._tenants and not any(hmac.compare_digest(key.encode(), known.encode()) for known in self._tenants):
             raise _unknown_key()
@@ -141,6 +148,10 @@ class Frontend:
         """The tenant whose sessions a key may use. If no keys are configured, any key is taken as a tenant's name,
         which keeps callers apart."""
         return self._tenants.get(key, key)
+
+    async def _unchecked_body(self, request: Request) -> bytes:
+        """As `_body`, of a request whose key is not checked."""
+        return await self._body(request, keyless=True)
 
     async def _body(self, request: Request, keyless: bool = False) -> bytes:
         """Read the body. `keyless`: its key is not checked yet; if keys are configured, more than MOST_KEYLESS_BYTES

@@ -65,6 +65,14 @@ def origin_of(request: Request) -> Origin:
     return Origin(headers.get(b"x-radixrt-program", ""), headers.get(b"x-radixrt-branch", ""), int(depth))
 
 
+def check_page(request: Request, origins: Sequence[str]) -> None:
+    """Raise ApiError (403) for a request of a web page that is not of `origins` ("*": any). Browsers let any page send
+    a POST; it only cannot read the answer. For requests that change something."""
+    origin = headers_of(request).get(b"origin")
+    if origin is not None and origin not in origins and "*" not in origins:
+        raise ApiError(403, f"web pages of {origin} may not do this; --allowed-origins says whose may", "origin")
+
+
 def _told(request: Request, error: ApiError) -> ApiError:
     """The error in the format of the route's API."""
     return AnthropicError.wrap(error) if request.url.path.startswith(MESSAGES_PATH) else error

@@ -140,7 +140,9 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
             fields["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.stop_token_ids:
             fields["stop_token_ids"] = tuple(self.stop_token_ids)
-        if self.allowed_token_ids:
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                refuse("allowed_token_ids", "must not be empty")  # as in vLLM: messages would take it for all ids
             fields["allowed_token_ids"] = tuple(self.allowed_token_ids)
         if self.logit_bias:
             try:

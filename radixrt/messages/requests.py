@@ -145,12 +145,14 @@ class ChangeAdapter(msgspec.Struct, tag="change_adapter", kw_only=True, omit_def
     """Load a LoRA adapter from the folder `path` of each worker's machine as model `name`, or unload it (`path` "").
     One that is loaded is replaced only with `in_place`. The reply is an Info with the errors of workers that could not
     load it, by name; if none could, an Error. Refused (403) unless the router allows it and, where API keys are
-    configured, for all keys but the admin's."""
+    configured, for all keys but the admin's. `admin_only`: even if the router has no keys; so say front ends that have
+    some, as they do not know the admin's."""
 
     id: int
     name: str
     path: str = ""
     in_place: bool = False
+    admin_only: bool = False
     api_key: str = ""
 
 

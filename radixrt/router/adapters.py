@@ -27,6 +27,8 @@ log = logging.getLogger("radixrt.router")
 
 RETRY_SECONDS = 60.0
 """How often a worker is asked to load what it could not."""
+MOST_NAME_CHARS = 256
+"""Each namespace, and each error that lists what is served, has names in it."""
 
 
 class Change(NamedTuple):
@@ -37,10 +39,11 @@ class Change(NamedTuple):
 
 
 class AdapterChanges:
-    """One change after the other."""
+    """One change after the other. `default_model`: the name of a model even while no worker serves it ("": none)."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: Members, default_model: str = "") -> None:
         self._members = members
+        self._default_model = default_model
         self._queue: deque[Change] = deque()
         self._current: Change | None = None
         self._adapter = Adapter("")
@@ -49,6 +52,7 @@ class AdapterChanges:
         """Numbers of the members that have not answered yet."""
         self._errors: dict[str, str] = {}
         self._next_try = 0.0
+        self._last_version = 0
 
     def add(self, client: Client, message: ChangeAdapter, at: int) -> list[Effect]:
         """Make a change when those before it are done. Its client gets an Info or an Error."""
@@ -114,9 +118,10 @@ class AdapterChanges:
         if self._members.serving(name).members and not change.message.in_place:
             raise Refused("name", f"the LoRA adapter {name!r} has already been loaded; load_inplace replaces it")
         able = self._able()
-        roomy = [m for m in able if len({*self._names(m), name}) <= m.info.max_loras]
+        kept = {m.number: self._names(m) | {adapter.name for adapter in self._missing(m)} for m in able}
+        roomy = [m for m in able if len(kept[m.number] | {name}) <= m.info.max_loras]
         if not roomy:
-            loaded = ", ".join(sorted({other for m in able for other in self._names(m)}))
+            loaded = ", ".join(sorted(set().union(*kept.values())))
             most = max(m.info.max_loras for m in able)
             raise Refused("name", f"{most} LoRA adapters are loaded ({loaded}), as many as --max-loras allows")
         self._current, self._adapter = change, Adapter(name, self._new_version(name, change.at), path)
@@ -151,7 +156,9 @@ class AdapterChanges:
     def _check_name(self, name: str) -> None:
         if not name or not name.isprintable():  # line breaks separate the parts of a namespace
             raise Refused("name", "the name is empty, or has characters that cannot be printed")
-        if name in self._members.models():
+        if len(name) > MOST_NAME_CHARS:
+            raise Refused("name", f"the name has {len(name)} characters, more than {MOST_NAME_CHARS}")
+        if name == self._default_model or name in self._members.models():
             raise Refused("name", f"{name!r} is a model, not a LoRA adapter")
 
     def _able(self) -> list[Member]:
@@ -167,9 +174,10 @@ class AdapterChanges:
         return {name for name, version in member.adapters if version == self._members.version(name)}
 
     def _new_version(self, name: str, at: int) -> int:
-        """By time, so that it is new even after a restart of the router."""
-        known = [version for m in self._members for other, version in m.adapters if other == name]
-        return max([at, self._members.version(name) + 1, *(version + 1 for version in known)])
+        """By time, so that it is new even after a restart of the router, and higher than the last one, as a worker may
+        have that although its change failed."""
+        self._last_version = max(at, self._last_version + 1, self._members.version(name) + 1)
+        return self._last_version
 
     # ------------------------------------------------------------ what workers are to have
 
@@ -182,8 +190,12 @@ class AdapterChanges:
             if version != self._members.version(name) and not self._is_current(name, version):
                 self._members.unloaded(member, name, version)
                 effects.append(Order(member.name, UnloadAdapter(name, version)))
-        missing = [a for a in self._members.wanted.values() if a.path and (a.name, a.version) not in member.adapters]
-        return effects + [Order(member.name, LoadAdapter(adapter)) for adapter in missing if load]
+        return effects + [Order(member.name, LoadAdapter(adapter)) for adapter in self._missing(member) if load]
+
+    def _missing(self, member: Member) -> list[Adapter]:
+        """The adapters that a worker is to load, as far as it has room."""
+        loaded, room = member.adapters, max(0, member.info.max_loras - len(self._names(member)))
+        return [a for a in self._members.wanted.values() if a.path and (a.name, a.version) not in loaded][:room]
 
     def _is_current(self, name: str, version: int) -> bool:
         """Whether a version is being loaded by the current change."""

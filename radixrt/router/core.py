@@ -83,7 +83,7 @@ class RouterCore:
         self._recorder = Recorder(report, self.counters)
         self.index = Index()
         self.members = Members(self.index, self.counters, config.worker_timeout)
-        self.adapters = AdapterChanges(self.members)
+        self.adapters = AdapterChanges(self.members, config.served_model_name)
         self.groups = Groups()
         self.pauses = Pauses(report)
         self._admission = Admission(config, self.members, vocab_size, rng or random.Random())
@@ -111,7 +111,7 @@ class RouterCore:
     def change_adapter(self, client: Client, message: ChangeAdapter, at: int) -> list[Effect]:
         """Load, replace or unload a LoRA adapter; `at` is the time in milliseconds since 1970. Raises Refused if the
         key does not allow that."""
-        self._admission.check_admin(message.api_key)
+        self._admission.check_admin(message.api_key, message.admin_only)
         return self.adapters.add(client, message, at)
 
     def has_place(self, tenant: str, beside: int, own: int) -> bool:
@@ -276,10 +276,11 @@ class RouterCore:
 
     def adapter_loaded(self, name: str, message: AdapterLoaded, now: float) -> list[Effect]:
         """A worker has loaded a LoRA adapter, for which requests may wait, or could not."""
+        effects = [] if self.members.hear(name, now) else self._revive(name, now)
         member = self.members.hear(name, now)
         if member is None:
-            return self._revive(name, now)
-        return self.adapters.answered(member, message) + self._dispatcher.send_waiting(now)
+            return effects
+        return effects + self.adapters.answered(member, message) + self._dispatcher.send_waiting(now)
 
     def tick(self, now: float) -> list[Effect]:
         """Handle timeouts: of workers that were not heard, of runs that wait for a worker, of groups and pauses. To be

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("radixrt.worker")
 
+MOST_ERROR_CHARS = 1000
+"""Errors name what an adapter's files have in the wrong place, which can be of any size."""
+
 Key = tuple[str, int]
 """Name and version."""
 
@@ -75,6 +78,9 @@ class AdapterSlots:
         """Whether `take` has something to do. `used` returns the numbers of the adapters that requests have."""
         if not self._loading or not self._loading[0][1].done():
             return False
+        adapter, read = self._loading[0]
+        if (adapter.name, adapter.version) in self.numbers or read.exception() is not None:
+            return True  # it needs no slot
         if not self._free and self._leaving:
             self._free = sorted(self._leaving - used())
             self._leaving.difference_update(self._free)
@@ -83,7 +89,10 @@ class AdapterSlots:
     def take(self) -> AdapterLoaded:
         """Put the next one into a slot, or refuse it. No step may be in flight."""
         adapter, read = self._loading.popleft()
-        return AdapterLoaded(adapter, self._put(adapter, read))
+        error = self._put(adapter, read)
+        return AdapterLoaded(
+            adapter, error if len(error) <= MOST_ERROR_CHARS else error[: MOST_ERROR_CHARS - 3] + "..."
+        )
 
     def _put(self, adapter: Adapter, read: Future[Any]) -> str:
         """Returns why it cannot be loaded; "" if it is."""

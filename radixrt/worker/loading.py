@@ -15,7 +15,7 @@ from torch import distributed
 
 from radixrt.checkpoint_files import check_model
 from radixrt.config import WorkerConfig
-from radixrt.lora_modules import lora_modules, slots
+from radixrt.lora_modules import lora_modules, most_loaded, num_slots
 from radixrt.worker.group import TorchGroup, join, leave
 from radixrt.worker.kv import DTYPES
 from radixrt.worker.model import checkpoint, int4, read_spec
@@ -330,14 +330,15 @@ def load_model(
 def read_lora(config: WorkerConfig, loaded: Loaded) -> list[Adapter]:
     """The LoRA adapters of a worker. Raises ValueError if one of them, or any for this model, is not served."""
     modules = lora_modules(config)
-    if (modules or slots(config)) and (loaded.whole.multipliers or loaded.whole.layer_heads):
+    if (modules or most_loaded(config)) and (loaded.whole.multipliers or loaded.whole.layer_heads):
         raise ValueError(f"LoRA adapters are not served for models of type {loaded.hf_config.get('model_type')}")
     return read_adapters(modules, config.max_lora_rank)
 
 
 def lora_room(config: WorkerConfig) -> Room | None:
     """Space for adapters that clients load; None if they may load none."""
-    return Room(slots(config), config.max_lora_rank) if slots(config) else None
+    slots = num_slots(most_loaded(config))
+    return Room(slots, config.max_lora_rank) if slots else None
 
 
 def _drafting(loaded: Loaded) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from radixrt import messages as m
+from radixrt.lora_modules import num_slots
 from radixrt.worker import status
 from radixrt.worker.adapter_slots import AdapterSlots
 from radixrt.worker.cache import PageCache
@@ -106,8 +107,7 @@ class Worker:
         self._stopped = stopped or threading.Event()
         self._last_report = 0.0
         self._refused: list[m.Output] = []
-        most = identity.max_loras
-        self._adapters = AdapterSlots(runner, identity.adapters, most + 1 if most else 0)
+        self._adapters = AdapterSlots(runner, identity.adapters, num_slots(identity.max_loras))
         self._compiling = Compiling(grammars or Grammars("", runner.vocab_size, runner.eos_ids))
         self._snapshot_wanted = False
         self._joined = False

@@ -13,10 +13,10 @@ import torch
 
 from radixrt.worker.attention import attend, first_key
 from radixrt.worker.kv import StatePool
-from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.delta_net import Recurrence
 from radixrt.worker.model.layers import Projected
+from radixrt.worker.model.weights import Weights
 
 log = logging.getLogger("radixrt.scales")
 

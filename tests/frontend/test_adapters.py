@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConf
 from radixrt.frontend.server import FrontendThread
 from radixrt.local import LocalStack
 from radixrt.messages import Sampling
+from radixrt.transports import NATIVE_PATH
 from tests.adapters import make_adapter, merged
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import prompts
@@ -36,10 +38,11 @@ def made(tmp_path_factory) -> SimpleNamespace:
 
 
 @contextmanager
-def serving(made, *, keys=(), admin="", **worker) -> Iterator[SimpleNamespace]:
+def serving(made, *, keys=(), admin="", router_keys=None, **worker) -> Iterator[SimpleNamespace]:
     given = {"enable_lora": True, "allow_runtime_lora_updating": True, "max_loras": 2, "max_total_tokens": 8192}
     settings = WorkerConfig(model=str(made.folder), device="cpu", max_model_len=2048, cpu_threads=1, **(given | worker))
-    router = RouterConfig(model=str(made.folder), allow_runtime_lora_updating=True, api_key=keys, admin_api_key=admin)
+    known = keys if router_keys is None else router_keys
+    router = RouterConfig(model=str(made.folder), allow_runtime_lora_updating=True, api_key=known, admin_api_key=admin)
     with LocalStack(StackConfig(resolve(router), settings, FrontendConfig(), workers=2)) as stack:
         http = resolve(FrontendConfig(model=str(made.folder), router=stack.address, port=0, api_key=keys))
         frontends = [FrontendThread(http) for _ in range(2)]
@@ -204,3 +207,25 @@ def test_where_there_are_keys_only_the_admin_may(made):
                 client.generate(PROMPT, model="sql")
             assert tenant.generate(PROMPT, Sampling(max_tokens=1), model="sql").usage.completion_tokens == 1
         assert [unload(url, "sql", key).status_code for key in ("k2", "other", "root")] == [403, 401, 200]
+
+
+def test_front_ends_with_keys_let_nobody_through_to_a_router_without(made):
+    with serving(made, keys=("a:k1",), router_keys=()) as found:
+        url = found.urls[0]
+        assert {load(url, "sql", made.adapters[0], key).status_code for key in ("k1", "", "other")} <= {401, 403}
+        assert unload(url, "sql", "k1").status_code in (401, 403)
+        with Client(url, api_key="k1") as tenant, pytest.raises(ServerError, match="only with the key of"):
+            tenant.load_adapter("sql", made.adapters[0])
+        with Client(found.address) as direct:
+            assert direct.load_adapter("sql", made.adapters[0]) == {}, "the router has no keys"
+
+
+def test_a_web_page_that_somebody_visits_cannot_change_them(made, served):
+    """Browsers let every page send a POST of plain text; it only cannot read the answer."""
+    url, page = served.urls[0], {"origin": "https://somewhere.example", "content-type": "text/plain"}
+    body = {"lora_name": "sql", "lora_path": made.adapters[0]}
+    message = {"type": "change_adapter", "id": 1, "name": "sql", "path": made.adapters[0]}
+    for path, content in (("/v1/load_lora_adapter", body), ("/v1/unload_lora_adapter", body), (NATIVE_PATH, message)):
+        answer = httpx.post(url + path, content=json.dumps(content), headers=page, timeout=30)
+        assert answer.status_code == 403 and "--allowed-origins" in answer.text, path
+    assert names(url) == {"m"}

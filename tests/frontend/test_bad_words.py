@@ -78,7 +78,10 @@ def test_only_allowed_tokens_are_generated(client):
 @pytest.mark.parametrize(
     ("extra", "field"),
     [
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [True]}, "allowed_token_ids[0]"),
+        ({"allowed_token_ids": [1 << 70]}, "allowed_token_ids[0]"),
         ({"allowed_token_ids": [99999]}, "allowed_token_ids"),
         ({"allowed_token_ids": [5] * 70000}, "allowed_token_ids"),
         ({"bad_words": [" "]}, "bad_words"),
@@ -93,5 +96,5 @@ def test_what_is_refused(client, extra, field):
     assert caught.value.param == field
 
 
-def test_empty_lists_ask_for_nothing(client):
-    assert chat(client, allowed_token_ids=[], bad_words=[]).choices[0].token_ids == chat(client).choices[0].token_ids
+def test_null_and_no_words_ask_for_nothing(client):
+    assert chat(client, allowed_token_ids=None, bad_words=[]).choices[0].token_ids == chat(client).choices[0].token_ids

@@ -165,9 +165,9 @@ def test_a_worker_without_a_slot_is_left_out():
     assert set(orders(change(core), LoadAdapter)) == {"w1"}
 
 
-@pytest.mark.parametrize("name", ["", "two\nlines", "\x1f", "m"])
+@pytest.mark.parametrize("name", ["", "two\nlines", "\x1f", "m", "default", "x" * 300])
 def test_names_that_cannot_be_an_adapters(name):
-    core = core_with(worker("w0"))
+    core = core_with(worker("w0"), served_model_name="default")
     for path in ("/a", ""):
         problem = refused(change(core, name, path))
         assert (problem.code, problem.field) == (400, "name")
@@ -245,14 +245,59 @@ def test_if_all_are_lost_the_client_is_told():
     assert refused(change(core)).code == 503
 
 
+def test_a_version_that_came_to_nothing_is_not_used_again():
+    """A worker may have it all the same, from another folder."""
+    core = core_with(worker("w0"))
+    failed = orders(change(core), LoadAdapter)["w0"].adapter
+    core.lose(["w0"], 1.0)
+    assert refused(core.tick(1.0)).code == 503
+    core.heartbeat("w0", 2.0)
+    assert orders(change(core, path="/b"), LoadAdapter)["w0"].adapter.version > failed.version
+
+
 def test_a_lost_worker_comes_back_with_what_it_had():
     core = core_with(worker("w0"), worker("w1"))
     load(core)
     core.lose(["w1"], 1.0)
     change(core, path="")
-    load(core, "b")
+    load(core, "b", at=5000)
     told = [e.message for e in core.heartbeat("w1", 2.0) if isinstance(e.message, LoadAdapter | UnloadAdapter)]
-    assert told == [UnloadAdapter("sql", 1000), LoadAdapter(Adapter("b", 1000, "/a"))]
+    assert told == [UnloadAdapter("sql", 1000), LoadAdapter(Adapter("b", 5000, "/a"))]
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_lost_worker_comes_back_with_what_it_has_loaded_meanwhile(is_over):
+    """What nobody waits for any more must not keep a slot."""
+    core = core_with(worker("w0"), worker("w1"))
+    new = orders(change(core), LoadAdapter)["w0"].adapter
+    core.lose(["w0", "w1"], 1.0)
+    assert not is_over or refused(core.tick(1.0)).code == 503
+    effects = core.adapter_loaded("w0", AdapterLoaded(new), 2.0)
+    assert is_over == (orders(effects, UnloadAdapter) == {"w0": UnloadAdapter("sql", new.version)})
+    effects += core.tick(2.0)
+    assert core.members.version("sql") == 0 and orders(effects, UnloadAdapter)["w0"].version == new.version
+
+
+def test_a_worker_never_gets_more_than_it_has_room_for():
+    core = core_with(worker("w0", max_loras=1), worker("w1", max_loras=2))
+    load(core, "a")
+    assert list(orders(change(core, "b", at=5000), LoadAdapter)) == ["w1"]
+    new = core.members.wanted
+    effects = core.adapter_loaded("w1", AdapterLoaded(Adapter("b", 5000, "/a")), 1.0)
+    assert "b" in new and orders(effects, LoadAdapter) == {}
+    assert orders(core.tick(1.0), LoadAdapter) == {}, "nor later"
+    effects = change(core, "a", path="")
+    assert orders(effects, LoadAdapter) == {"w0": LoadAdapter(Adapter("b", 5000, "/a"))}, "now there is room"
+
+
+def test_what_a_worker_could_not_load_keeps_its_place():
+    """It is tried again, so another must not take the last slot."""
+    core = core_with(worker("w0"), worker("w1"))
+    answer(core, change(core, "a"), w0="full disk")
+    load(core, "b")
+    assert "2 LoRA adapters are loaded (a, b)" in refused(change(core, "c")).message
+    again = {"w0": LoadAdapter(Adapter("a", 1000, "/a"))}
+    assert [orders(core.tick(now), LoadAdapter) for now in (1.0, 2.0, 3.0)] == [again, {}, {}], "not each second"
 
 
 def test_a_restarted_router_learns_the_newest_from_workers():

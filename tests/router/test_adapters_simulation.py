@@ -188,6 +188,7 @@ def test_whatever_happens(seed, fails):
     for worker in simulation.workers.values():
         for name, version in worker.loaded:
             assert version == simulation.core.members.version(name), "nothing is left of former versions"
+        assert len(worker.loaded) <= MOST
         known = {(a.name, a.version) for a in wanted.values() if a.path}
         assert known <= worker.loaded.keys(), "what could not be loaded was tried again"
         (member,) = [m for m in simulation.core.members if m.name == worker.name]

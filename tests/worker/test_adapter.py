@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from radixrt.lora_modules import LoraModule
@@ -138,3 +142,49 @@ def test_names_of_multimodal_models(checkpoint, tmp_path):
         )
         (other / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
         assert read_adapter(LoraModule("one", str(other)), 16).pairs.keys() == plain
+
+
+DOWN = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(adapter_of, value):
+    folder, adapter = adapter_of()
+    edited(adapter, lambda t: t[DOWN][3].fill_(value))
+    with pytest.raises(
+        ValueError, match=r"--lora-modules a0: model.layers.1.mlp.down_proj.lora_B has values .* finite"
+    ):
+        load(folder, adapter)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_other_dtypes_are_refused(adapter_of, dtype):
+    folder, adapter = adapter_of()
+    edited(adapter, lambda t: t.update({DOWN: t[DOWN].to(dtype)}))
+    with pytest.raises(
+        ValueError, match=r"--lora-modules a0: .*down_proj\.lora_B is of dtype \w+, which is not served"
+    ):
+        load(folder, adapter)
+
+
+def test_a_rank_that_is_not_served_is_refused_before_its_matrices_are_read(adapter_of, monkeypatch):
+    """They may be of any size."""
+    _, adapter = adapter_of(rank=64)
+
+    @contextmanager
+    def unreadable(*args, **kwargs):
+        with safe_open(*args, **kwargs) as file:
+            yield SimpleNamespace(
+                keys=file.keys, get_slice=file.get_slice, get_tensor=lambda name: pytest.fail(f"{name} was read")
+            )
+
+    monkeypatch.setattr("radixrt.worker.model.adapter.safe_open", unreadable)
+    with pytest.raises(ValueError, match="its rank is 64; --max-lora-rank 64 serves it"):
+        read_adapter(LoraModule("a0", str(adapter)), 16)
+
+
+@pytest.mark.parametrize("pattern", ["(.+)+_", "(?:[a-z._0-9]*)*!", "(.*){9}!", ".*" * 20 + "!"])
+def test_patterns_that_could_be_matched_for_years_are_refused(adapter_of, pattern):
+    folder, adapter = adapter_of(rank_pattern={pattern: 8})
+    with pytest.raises(ValueError, match="repeats too much"):
+        load(folder, adapter)

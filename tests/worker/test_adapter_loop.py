@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
-from radixrt.messages import Adapter, AdapterLoaded, LoadAdapter, Register, Sampling, Stop, Unknown, UnloadAdapter
+from radixrt.messages import (
+    Adapter,
+    AdapterLoaded,
+    Grammar,
+    LoadAdapter,
+    Register,
+    Sampling,
+    Stop,
+    Unknown,
+    UnloadAdapter,
+)
 from radixrt.worker.fake import FakeRunner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.scheduler import Limits
@@ -43,11 +55,11 @@ class Watched(FakeRunner):
 
 
 @contextmanager
-def worker(overlaps: bool):
+def worker(overlaps: bool, grammars=None):
     router, runner = Router(), Watched(overlaps)
     identity = Identity("w", "model", adapters=("first",), max_loras=1)
     limits = Limits(max_num_batched_tokens=64, max_num_seqs=8)
-    serving = Worker(runner, identity, router.connect, limits=limits, check=True)
+    serving = Worker(runner, identity, router.connect, limits=limits, grammars=grammars, check=True)
     thread = threading.Thread(target=serving.run)
     thread.start()
     try:
@@ -88,6 +100,24 @@ def test_a_former_version_serves_until_its_last_request_has_ended(overlaps):
         assert runner.put == [(1, "seven"), (0, "eight")]
         assert all(sum(len(o.tokens) for o in router.outputs(id)) == LONG for id in (1, 2))
         router.finished(4)
+
+
+def test_a_request_that_waits_for_its_grammar_keeps_its_adapter():
+    compiled = Future()
+    with worker(True, SimpleNamespace(get=lambda grammar: compiled)) as (router, runner):
+        router.tell(run(1, [5, 6, 7], Sampling(grammar=Grammar("json")), adapter="first"))
+        router.tell(LoadAdapter(Adapter("first", 7, "seven")))
+        loaded(router, 1)
+        router.tell(UnloadAdapter("first", 0))
+        router.tell(LoadAdapter(Adapter("first", 8, "eight")))
+        router.tell(long_run(2, "first", 7))
+        router.finished(2)
+        assert runner.put == [(1, "seven")], "version 8 has to wait for request 1"
+        compiled.set_exception(ValueError("grammar: it is none"))
+        loaded(router, 2)
+        assert runner.put == [(1, "seven"), (0, "eight")]
+        router.hear(lambda _: router.outputs(1))
+        assert [o.error for o in router.outputs(1)] == ["grammar: it is none"]
 
 
 def test_it_joins_again_with_what_it_has_now():

@@ -23,6 +23,8 @@ class Notes:
         assert self.may_read.wait(10)
         if module.path == "broken":
             raise ValueError(f"--lora-modules {module.name}: there is no folder broken")
+        if module.path == "verbose":
+            raise ValueError("sql: " + "no " * 1000)
         return module.path
 
     def put_adapter(self, slot, module, adapter):
@@ -92,10 +94,23 @@ def test_without_a_slot_that_will_be_free_it_is_refused(slots, runner):
     assert "c" not in runner.slots.values() and len(slots.numbers) == 3
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_an_answer_that_needs_no_slot_does_not_wait_for_one(slots, runner, again):
+    """Requests can keep one for long."""
+    load(slots, "a", 1, "a")
+    load(slots, "b", 2, "b")
+    slots.unload("first", 0)
+    if again:
+        assert load(slots, "a", 1, "a", used={0}) == ""
+    else:
+        assert load(slots, "c", 3, "broken", used={0}) == "c: there is no folder broken"
+    assert load(slots, "c", 4, "c", used={0}) is None
+
+
 @pytest.mark.parametrize(
     ("path", "error"),
     [("broken", "sql: there is no folder broken"), ("misshapen", "sql: its rank is 99"),
-     ("cursed", "sql: the device said no")],
+     ("cursed", "sql: the device said no"), ("verbose", "sql: " + "no " * 330 + "no...")],
 )  # fmt: skip
 def test_what_cannot_be_loaded_leaves_its_slot_free(slots, runner, path, error):
     assert load(slots, "sql", 5, path) == error

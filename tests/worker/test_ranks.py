@@ -197,6 +197,35 @@ def test_a_follower_waits_for_the_step_before():
     assert max(most) == 2 and under_way == [4]
 
 
+def test_a_follower_writes_adapters_between_steps():
+    """A step that is under way may read the slot."""
+    done: list[str] = []
+
+    class Notes:
+        overlaps = True
+
+        def bind(self, table):
+            """The steps do not use it."""
+
+        def launch(self, plan):
+            return lambda: done.append(f"step {plan.step}")
+
+        def read_adapter(self, module):
+            return module.path
+
+        def put_adapter(self, slot, module, adapter):
+            done.append(f"{adapter} in {slot}")
+
+    theirs, mine = Pipe(duplex=False)
+    steps = [Step.of(plan_of((request(1),), step), {}) for step in range(3)]
+    for message in (ranks.Bind(4, 9), steps[0], ranks.PutAdapter(3, "sql", "/a"), *steps[1:]):
+        mine.send_bytes(ranks._encode(message))
+    mine.close()
+    with pytest.raises(EOFError):
+        ranks.follow(Notes(), theirs)
+    assert done == ["step 0", "/a in 3", "step 1"]
+
+
 # ---------------------------------------------------------------- processes
 
 

@@ -17,7 +17,7 @@ from radixrt.worker.sample import TorchSampler, adjust, choose
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_sample import logits, request
 
-FEW = st.integers(3, 9)
+FEW = st.integers(3, 5)
 
 
 def banned(sampling: Sampling, output: list[int], vocab: int) -> set[int]:
@@ -44,6 +44,7 @@ def test_which_ids_are_banned(allowed, bad, tokens, ahead, data):
     expected[sorted(banned(sampling, tokens[prompt_len:] + ahead, len(raw)))] = -torch.inf
     asked = request(sampling, tuple(tokens), prompt_len)
     assert asked.adjusted == asked.serial == bool(allowed or bad)
+    assert asked.jumps != asked.adjusted, "tokens that a grammar forces are not sampled"
     adjust(raw, asked, ahead)
     assert torch.equal(raw, expected)
 

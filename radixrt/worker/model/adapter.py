@@ -34,6 +34,11 @@ PREFIX = "base_model.model."
 TEXT_PREFIXES = "model.language_model.", "language_model.model.", "model.", "gpt_neox.", "backbone.", "transformer.", ""
 """What stands before `layers.` in names of modules of the text model."""
 MATRICES = {".lora_A.weight": 0, ".lora_B.weight": 1}
+"""Ends of tensors' names: A is [r, in], B is [out, r], so these are also the dimensions of the rank."""
+DTYPES = ("BF16", "F16", "F32", "F64")
+"""As safetensors names them."""
+MOST_REPEATS = 2
+"""In a pattern: `re` tries all ways in which repeats can share a name, and nothing else runs meanwhile."""
 Rank = Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -91,15 +96,12 @@ def read_adapter(module: LoraModule, max_rank: int) -> Adapter:
     name, folder = module.name, Path(module.path)
     check_files(name, folder)
     try:
-        pairs = _pairs(_config(folder / CONFIG), _tensors(folder / WEIGHTS))
+        pairs = _pairs(_config(folder / CONFIG), _tensors(folder / WEIGHTS, max_rank))
     except SafetensorError as error:
         raise ValueError(f"{FLAG} {name}: {folder / WEIGHTS} cannot be read: {error}") from error
     except ValueError as error:
         raise ValueError(f"{FLAG} {name}: {error}") from error
-    found = Adapter(name, pairs)
-    if found.rank > max_rank:
-        raise ValueError(f"{FLAG} {name}: its rank is {found.rank}; --max-lora-rank {found.rank} serves it")
-    return found
+    return Adapter(name, pairs)
 
 
 def _config(path: Path) -> Config:
@@ -126,19 +128,44 @@ def _check(config: Mapping[str, Any]) -> None:
         raise ValueError(f"init_lora_weights {start!r} changes the base weights: convert the adapter to plain LoRA")
 
 
-def _tensors(path: Path) -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """(A, B) by module, as PEFT names it without its own prefix. ValueError for a tensor that is none of these."""
+def _tensors(path: Path, max_rank: int) -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """(A, B) by module, as PEFT names it without its own prefix. ValueError for a tensor that is none of these, and,
+    before any is read, for one with a higher rank or of another dtype than is served."""
     found: dict[str, list[torch.Tensor | None]] = {}
     with safe_open(path, "pt", device="cpu") as file:
-        for stored in file.keys():  # noqa: SIM118 (it is not a dict)
-            end = next((end for end in MATRICES if stored.endswith(end)), None)
-            module = stored.removesuffix(end or "").removeprefix(PREFIX)
-            if end is None or _projection(module) is None:
-                raise ValueError(f"{stored} is not served: only A and B of projections in layers are")
-            found.setdefault(module, [None, None])[MATRICES[end]] = file.get_tensor(stored)
-    if not found:
-        raise ValueError(f"{path} holds no tensors")
+        stored = file.keys()
+        if not stored:
+            raise ValueError(f"{path} holds no tensors")
+        ends = {name: _end(name) for name in stored}
+        if (rank := max(_rank(file.get_slice(name), end) for name, end in ends.items())) > max_rank:
+            raise ValueError(f"its rank is {rank}; --max-lora-rank {rank} serves it")
+        for name, end in ends.items():
+            short = name.removeprefix(PREFIX).removesuffix(".weight")
+            if (dtype := file.get_slice(name).get_dtype()) not in DTYPES:
+                raise ValueError(f"{short} is of dtype {dtype}, which is not served")
+            matrix = file.get_tensor(name)
+            if not matrix.isfinite().all():
+                raise ValueError(f"{short} has values that are not finite")
+            found.setdefault(_module(name, end), [None, None])[MATRICES[end]] = matrix
     return {module: (a, b) for module, (a, b) in found.items()}
+
+
+def _end(name: str) -> str:
+    """Which of MATRICES a tensor is. Raises ValueError if it is none of a projection."""
+    end = next((end for end in MATRICES if name.endswith(end)), "")
+    if not end or _projection(_module(name, end)) is None:
+        raise ValueError(f"{name} is not served: only A and B of projections in layers are")
+    return end
+
+
+def _module(name: str, end: str) -> str:
+    return name.removesuffix(end).removeprefix(PREFIX)
+
+
+def _rank(stored: Any, end: str) -> int:
+    """By the shape of a matrix in a file; 0 if it is none."""
+    shape = stored.get_shape()
+    return shape[MATRICES[end]] if len(shape) == 2 else 0
 
 
 def _projection(module: str) -> str | None:
@@ -169,8 +196,11 @@ def _pairs(
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that fits a module's name, as in PEFT (`get_pattern_key`)."""
+    """The value of the first pattern that fits a module's name, as in PEFT (`get_pattern_key`). Raises ValueError for
+    one that is no pattern, or could take very long: with repeated groups, or more than MOST_REPEATS repeats."""
     for pattern, value in (patterns or {}).items():
+        if len(re.findall(r"[*+{]", pattern)) > MOST_REPEATS or re.search(r"\)[*+{]", pattern):
+            raise ValueError(f"{CONFIG} has the pattern {pattern!r}, which repeats too much")
         try:
             fits = re.match(rf"(.*\.)?({pattern})$", module)
         except re.error as error:

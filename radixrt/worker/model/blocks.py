@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from radixrt.worker.model.checkpoint import Renamed, Weights
+from radixrt.worker.model.weights import Renamed, Weights
 
 if TYPE_CHECKING:
     from radixrt.worker.model.layers import NoNorm, Norm

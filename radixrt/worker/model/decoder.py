@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.adapter import Adapter
 from radixrt.worker.model.blocks import NoMixer, odd_sums
-from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.delta_net import DeltaNet, Mix
 from radixrt.worker.model.experts_beside import ExpertsBeside
 from radixrt.worker.model.int4 import Int4Linear
@@ -31,6 +30,7 @@ from radixrt.worker.model.scaled import Rounded, ScaledLinear
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.weights import Weights
 
 RECURRENT = (DeltaNet, Mamba, ShortConv)
 """What stands in place of attention in layers with a recurrent state."""

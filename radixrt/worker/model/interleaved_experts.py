@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 import torch
 
-from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.expert_spec import ExpertsSpec
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.mxfp4 import BLOCK, PackedStack, dequantize, fits
 from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.weights import Weights
 
 NAMES = "gate_up_proj", "down_proj"
 Matrices = Callable[[int], torch.Tensor]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from radixrt.worker.model.checkpoint import Weights
 from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
 from radixrt.worker.model.int4 import Int4, concatenate_int4
 from radixrt.worker.model.linear import Linear, concatenate
@@ -16,6 +15,7 @@ from radixrt.worker.model.mxfp4 import PackedStack
 from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, concatenate_scaled
 from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.model.spec import SQUARED_RELU, ModelSpec
+from radixrt.worker.model.weights import Weights
 
 if TYPE_CHECKING:
     from radixrt.worker.model.ops import Ops

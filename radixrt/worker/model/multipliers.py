@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from radixrt.worker.model.checkpoint import Renamed, Weights, copied_part
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.scaled import Scaled
 from radixrt.worker.model.sharding import Part
+from radixrt.worker.model.weights import Renamed, Weights, copied_part
 
 if TYPE_CHECKING:
     from radixrt.worker.model.spec import ModelSpec

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.checkpoint import Renamed, Weights
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.scaled import Scaled
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.weights import Renamed, Weights
 
 
 class PaddedHeads(Renamed):

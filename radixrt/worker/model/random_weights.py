@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from radixrt.worker.model.checkpoint import copied_part
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.quantized import Products, has_int4
 from radixrt.worker.model.scaled import Scaled
 from radixrt.worker.model.sharding import Part
+from radixrt.worker.model.weights import copied_part
 
 
 class RandomWeights:

@@ -7,7 +7,6 @@ import dataclasses
 import torch
 
 from radixrt.worker.model.blocks import NoMixer, NoMlp, NoOutput, turn
-from radixrt.worker.model.checkpoint import load_float32
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.expert_spec import ExpertsSpec
 from radixrt.worker.model.experts_beside import ExpertsBeside
@@ -24,6 +23,7 @@ from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP
 from radixrt.worker.model.reading_recurrent import RecurrentReader
 from radixrt.worker.model.spec import SQUARED_RELU, XIELU, GateSpec, NormsSpec
 from radixrt.worker.model.tensors import Piece
+from radixrt.worker.model.weights import load_float32
 
 XIELU_FIXED = 0.5, -1e-6
 """Defaults of `beta` and `eps`."""

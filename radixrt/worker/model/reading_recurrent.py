@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from radixrt.worker.model.checkpoint import load_float32
 from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.mamba_mixer import Mamba
@@ -13,6 +12,7 @@ from radixrt.worker.model.reading_heads import HeadsReader
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.tensors import Piece
+from radixrt.worker.model.weights import load_float32
 
 
 class RecurrentReader(HeadsReader):

@@ -225,7 +225,7 @@ class ModelSpec:
     layer_heads: tuple[int, ...] = ()
     """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
     other_names: tuple[tuple[str, str], ...] = ()
-    """(part of a tensor's name, its replacement in some checkpoints); see `checkpoint.Renamed`."""
+    """(part of a tensor's name, its replacement in some checkpoints); see `weights.Renamed`."""
     predicts: bool = False
     """The checkpoint's multi-token prediction layer is used (see `predictor`). It counts as one more layer with
     attention, after all others."""

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.blocks import OfBlocks
-from radixrt.worker.model.checkpoint import Renamed, Weights
 from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
 from radixrt.worker.model.interleaved_experts import deinterleave
 from radixrt.worker.model.layers import NoNorm, Norm, Output, Product
@@ -22,6 +21,7 @@ from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, concatenate_scaled
 from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.weights import Renamed, Weights
 
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 
