@@ -390,7 +390,7 @@ def test_thoughts_stay_in_a_loop_and_go_with_its_answer(tmp_path, keep, echoes):
     talk.ask(USER)
     talk.answer(THOUGHT + CALL, called_message(**THINKING), called_message(**more))
     assert talk.ask(TOOL).ids.startswith(talk.ids[-1]) and not talk.encoded.dropped
-    assert talk.encoded.respelled == ("message 1: the template leaves out <|constrain|>",)
+    assert talk.encoded.respelled == ("message 1: the template writes its white space, JSON or headers in another way",)
     final = {"role": "assistant", "content": "It is sunny."}
     talk.answer(THOUGHT + ANSWER, final | THINKING, final | more)
     encoded = talk.ask(USER)

@@ -112,7 +112,7 @@ class Speller:
         self._part(spelling)
         for index in spelling.spans:
             if unseen := _unseen(answers[index], text):
-                spelling.respelled[index] = f"the template leaves out {', '.join(unseen)}"
+                spelling.respelled.setdefault(index, f"the template leaves out {', '.join(unseen)}")
         return spelling
 
     def _places(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> dict[int, tuple[int, int]]:
