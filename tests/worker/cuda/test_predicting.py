@@ -57,7 +57,7 @@ def runners(folder, page_size: int = 1, tokens: int = 600, kv: str = "auto"):
     return loading.make_runner(config, loaded), fast
 
 
-@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_proposals_are_the_reference_s(made, page_size):
     """In one chunk and several, after drafts of which some are right, with steps that overlap. The text is the same."""
     folder, reference = made
