@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
 from radixrt.worker.cuda import dequantizing, index_scores, int4, lora, mixed_append, packed_experts, residuals, routing
-from radixrt.worker.cuda import predicting, router, sampler, scaled, selection, sinks, variants
+from radixrt.worker.cuda import host_pool, predicting, router, sampler, scaled, selection, sinks, variants
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -111,6 +111,9 @@ build(kernels._norm_kernel, ["*bf16", "*fp32", "*fp32", fp8, "*fp32"], row | {"e
 pointers = [fp8, fp8, "*i32", "*i32", "*bf16", "*bf16"]
 build(kernels._gather_kernel, pointers, {"stride": i, "k_scale": f, "v_scale": f}, gather, 8)
 build(kernels._scatter_kernel, ["*i32"] * 2, {"count": i, "stride": i}, {"BLOCK": 256})
+numbers = dict.fromkeys(("offset", "num_planes", "row_stride", "words"), i) | {"plane_stride": "i64"}
+for out, word in ((True, "*i64"), (False, "*u8")):
+    build(host_pool._copy_kernel, [word, word, "*i32"], numbers, {"OUT": out, "PLANES": 8, "WORDS": 128})
 build(kernels._resolve_kernel, ["*i32"] * 4, {"count": i}, {"BLOCK": 256})
 build(drawing._mask_kernel, ["*fp32", "*i64", "*i32"], {"words": i, "vocab": i, "stride": i}, {"BLOCK": 64})
 numbers = {"vocab": i, "stride": i, "blocks": i}
