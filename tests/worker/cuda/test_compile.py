@@ -229,7 +229,7 @@ for more in ({"EACH": False}, {"EACH": True}, {"EACH": False} | odd)[: 3 if ever
 """
 
 MAMBA = """
-numbers = dict.fromkeys(("z_stride", "steps_stride", "raw_stride", "state_stride"), i)
+numbers = dict.fromkeys(("z_stride", "steps_stride", "raw_stride", "state_stride", "means_stride"), i)
 numbers |= dict.fromkeys(("low", "high", "eps"), f)
 room = {80: 166_912, 89: 101_376, 90: 232_448}[target.arch]
 mamba_chunks.room = lambda: room
