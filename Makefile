@@ -42,7 +42,7 @@ gpu-test: MARKS ?= not slow
 gpu-test: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
 	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider -m '$(MARKS)' tests/gpu \
-	  $(addprefix tests/worker/cuda/test_,kernels.py products.py experts.py packed_experts.py int4.py delta.py mamba.py latent.py sparse.py selection.py host_pool.py full_heads.py sampler.py scaled.py lora.py)
+	  $(addprefix tests/worker/cuda/test_,kernels.py products.py experts.py packed_experts.py int4.py delta.py mamba.py latent.py sparse.py selection.py host_pool.py predicting.py router.py full_heads.py sampler.py scaled.py lora.py)
 
 gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
@@ -67,6 +67,9 @@ gpu-bench: .gpu/site
 	PYTHONPATH=.gpu/site:. python3 -m bench.packed_experts
 	PYTHONPATH=.gpu/site:. python3 -m bench.packed_experts --int4
 	PYTHONPATH=.gpu/site:. python3 -m bench.packed_linear
+	PYTHONPATH=.gpu/site:. python3 -m bench.splits
+	PYTHONPATH=.gpu/site:. python3 -m bench.splits --experts
+	PYTHONPATH=.gpu/site:. python3 -m bench.mtp --shape qwen3.5-9b --attention-backend triton
 	PYTHONPATH=.gpu/site:. python3 -m bench.delta
 	PYTHONPATH=.gpu/site:. python3 -m bench.mamba --all --torch
 	PYTHONPATH=.gpu/site:. python3 -m bench.products
