@@ -125,7 +125,7 @@ def test_a_second_turn_computes_only_what_is_new(pair):
 
 def test_what_a_worker_evicts_is_in_host_memory(folder):
     """Its pages hold two of eight prompts. The router knows where the others are."""
-    settings = config(folder, 2, max_total_tokens=700, kv_offloading_size="0.02")
+    settings = config(folder, 1, max_total_tokens=700, kv_offloading_size="0.02")
     with LocalStack(settings) as local, Client(local.address) as client:
         asked = prompts(8, 300, 300, seed=8)
         first = [client.generate(prompt, Sampling(max_tokens=2, temperature=0.0)) for prompt in asked]
