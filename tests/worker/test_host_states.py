@@ -13,6 +13,7 @@ from radixrt.worker import branching, status
 from radixrt.worker.cache import PageCache
 from radixrt.worker.host_states import HostStates
 from radixrt.worker.plan import STATE_TOKENS, Plan
+from radixrt.worker.states import States
 from tests.worker.test_host_faults import load
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
 from tests.worker.test_states import TRUNK, Mirror, often, run  # noqa: F401
@@ -239,6 +240,21 @@ def test_who_is_not_admitted_copies_nothing_back() -> None:
     bench.cache.check()
     bench.drain()
     assert bench.cached[50] == 300
+
+
+def test_what_is_not_taken_yet_is_not_copied() -> None:
+    """The page of a snapshot goes before the step that takes it."""
+    host = HostStates(5, 1)
+    states = States(5, 10, host=host)
+    slot = states.begin(0)
+    for page, within in ((1, 0), (2, 3)):
+        states.save(slot, page, within, ("", path(page)))
+    states.evict(np.array([1, 2]))
+    assert states.drain()[1].size == 0 and host.drain()[0].size == 0 and not len(host) and not host._tree.tokens
+    states.save(slot, 1, 0, ("", path(1)))
+    saved = states.drain()[1][1].tolist()
+    states.evict(np.array([1, 2]))
+    assert host.drain()[0].tolist() == [saved, [1]]
 
 
 def test_a_state_that_has_to_go_while_another_comes_back() -> None:
