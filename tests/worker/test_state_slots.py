@@ -1,5 +1,5 @@
-"""The slots of the state pool alone: on a device that does the copies of a plan in any order, every request and every
-prefix finds its state."""
+"""The slots of the state pool alone, and those of host memory: on a device that does the copies of a plan in any order,
+every request and every prefix finds its state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radixrt.worker.states import States
+from radixrt.worker.host_states import HostStates
+from radixrt.worker.states import Path, States
 
 
 def pages(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int32)
+
+
+def path(page: int) -> Path:
+    """A prefix for each page."""
+    return "", memoryview(np.array([page], dtype=np.int32))
 
 
 def saved(states: States, page: int) -> None:
@@ -81,10 +87,14 @@ def test_snapshots_are_used_by_restoring_taking_and_leaving() -> None:
 class Slots(RuleBasedStateMachine):
     """A device that does a plan's copies in any order, and what requests and prefixes should find there."""
 
-    @initialize(total=st.sampled_from([1, 2, 3, 4, 6, 9, 12]))
-    def make(self, total: int) -> None:
-        self.states = States(total + 1, 8)
+    @initialize(total=st.sampled_from([1, 2, 3, 4, 6, 9, 12]), memory=st.sampled_from([0, 1, 2, 4]))
+    def make(self, total: int, memory: int) -> None:
+        self.host = HostStates(memory + 1, 1) if memory else None
+        self.states = States(total + 1, 8, host=self.host)
         self.device = [0] * (total + 1)
+        self.memory = [0] * (memory + 1)
+        self.there: dict[int, int] = {}
+        """What the snapshot in host memory for each page should be, if there is one."""
         self.live: dict[int, int] = {}
         """What the state of each live slot is; slots that begin in this plan included."""
         self.known: dict[int, int] = {}
@@ -110,7 +120,7 @@ class Slots(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(set(self.live) - set(self.drafted))))
         if page in self.coming or self.states.deepest(pages(page)):
             return
-        if self.states.save(slot, page, within):
+        if self.states.save(slot, page, within, path(page)):
             self.coming[page] = slot, within
 
     @precondition(lambda self: set(self.live) - self.saved)
@@ -120,7 +130,7 @@ class Slots(RuleBasedStateMachine):
         fresh = page and page not in self.coming and not self.states.deepest(pages(page))
         if self.device[slot] != self.live[slot]:  # not restored yet: it would be of the page that it began with
             fresh, page = False, 0
-        self.states.end(slot, page)
+        self.states.end(slot, page, path(page))
         self.drafted.pop(slot, None)
         self.found.pop(slot, None)
         if fresh:
@@ -147,18 +157,39 @@ class Slots(RuleBasedStateMachine):
         del self.live[slot]
         self.live[slots[count]] = found[count]
 
-    @rule(page=st.integers(1, 7))
-    def drop(self, page: int) -> None:
+    @rule(page=st.integers(1, 7), valid=st.booleans())
+    def drop(self, page: int, valid: bool) -> None:
         source = self.states._of_page[page]
         if source in self.states._restores.values():  # its page is leased
             return
-        self.states.drop(pages(page))
+        (self.states.evict if valid else self.states.drop)(pages(page))
         self.coming.pop(page, None)
+
+    @precondition(lambda self: self.there and set(self.live) - set(self.drafted) - self.saved)
+    @rule(data=st.data())
+    def fetch(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(set(self.live) - set(self.drafted) - self.saved)))
+        page = data.draw(st.sampled_from(sorted(self.there)))
+        held = self.slot_there(page)
+        self.host.hold(held)
+        self.states.fetch(slot, held)
+        self.live[slot] = self.there[page]
 
     @rule(random=st.randoms(use_true_random=False))
     def step(self, random: random.Random) -> None:
         restores, saves, within = self.states.drain()
-        self._copy(restores, random)
+        before = [(self.device, target, source) for source, target in restores.T.tolist()]
+        if self.host is not None:
+            leaving, back = self.host.drain()
+            for source, target in leaving.T.tolist():
+                self.memory[target] = self.device[source]
+            before += [(self.memory, target, source) for source, target in back.T.tolist()]
+        assert len({target for _, target, _ in before}) == len(before), "no slot is written twice"
+        random.shuffle(before)
+        for place, target, source in before:
+            self.device[target] = place[source] if source else 0
+        for page, expected in self.there.items():
+            assert self.memory[self.slot_there(page)] == expected
         self.steps += 1
         for slot, expected in self.live.items():
             assert self.device[slot] == expected
@@ -180,6 +211,10 @@ class Slots(RuleBasedStateMachine):
         """Slots that are saved in this plan."""
         return {slot for slot, _ in self.coming.values()}
 
+    def slot_there(self, page: int) -> int:
+        """Of a page's snapshot in host memory; 0: it has none."""
+        return 0 if self.host is None else self.host.deepest(*path(page), 1)[1]
+
     def _after(self, slot: int, tokens: int) -> int:
         """What this step's state in a live slot is, after so many tokens; 0: after all."""
         return self.steps * 1000 + slot * 10 + tokens
@@ -193,6 +228,8 @@ class Slots(RuleBasedStateMachine):
     @invariant()
     def every_snapshot_is_what_it_should_be(self) -> None:
         if hasattr(self, "states"):
+            # What has just come there is what the device had; what was there already is not copied again.
+            self.there = {p: self.there.get(p, self.known.get(p, 0)) for p in range(1, 8) if self.slot_there(p)}
             self.states.check(list(self.live), np.arange(1, 8))
             for page in range(1, 8):
                 if self.states.deepest(pages(page)):
