@@ -65,6 +65,30 @@ def test_a_snapshot_whose_page_leaves_before_it_is_taken_is_not_taken() -> None:
     assert states.drain()[1].shape == (2, 0) and states.deepest(pages(5)) == 0 and states.free == 2
 
 
+def test_the_only_state_is_copied_before_a_request_goes_on_in_its_slot() -> None:
+    host = HostStates(5, 1)
+    states = States(2, 10, host=host)
+    states.end(states.begin(0), 1, path(1))
+    states.drain()
+    assert states.begin(1) == 1 and states.drain()[0].size == 0
+    assert host.drain()[0].tolist() == [[1], [1]] and host.deepest(*path(1), 1) == (1, 1)
+
+
+def test_what_a_conversation_has_gone_on_from_replaces_nothing_in_host_memory() -> None:
+    for goes_on in (False, True):
+        host = HostStates(2, 1)
+        states = States(4, 10, host=host)
+        for page in (1, 2):
+            states.end(states.begin(0), page, path(page))
+            states.drain()
+        states.evict(pages(1))
+        if goes_on:
+            states.begin(2)
+            states.drain()
+        states.evict(pages(2))
+        assert host.deepest(*path(1 if goes_on else 2), 1) == (1, 1) and len(host) == 1
+
+
 def test_snapshots_are_used_by_restoring_taking_and_leaving() -> None:
     for use in (
         lambda states, _: states.end(states.begin(1)),
@@ -164,6 +188,14 @@ class Slots(RuleBasedStateMachine):
             return
         (self.states.evict if valid else self.states.drop)(pages(page))
         self.coming.pop(page, None)
+
+    @precondition(lambda self: set(self.live) - set(self.drafted) - self.saved)
+    @rule(data=st.data(), page=st.integers(1, 7))
+    def restore(self, data: st.DataObject, page: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(set(self.live) - set(self.drafted) - self.saved)))
+        if self.states.deepest(pages(page)):
+            self.states.restore(slot, page)
+            self.live[slot] = self.known[page]
 
     @precondition(lambda self: self.there and set(self.live) - set(self.drafted) - self.saved)
     @rule(data=st.data())
