@@ -288,6 +288,14 @@ def test_the_least_recently_used_goes_first() -> None:
     host.check()
 
 
+def test_one_that_goes_from_the_device_again_is_used_by_that() -> None:
+    host = HostStates(4, 1)
+    for n in (1, 2, 3, 1, 4):
+        store(host, n)
+    assert [host.deepest("", path(n), 1)[0] for n in (1, 2, 3, 4)] == [1, 0, 1, 1]
+    assert host.drain()[0].shape == (2, 3), "the slot of one that is gone gets another, and 1 is copied once"
+
+
 def test_the_last_of_a_conversation_goes_first_once_another_has_gone_on_from_it() -> None:
     for last in (False, True):
         host = HostStates(4, 1)
@@ -309,6 +317,20 @@ def test_one_that_nobody_went_on_from_after_all_stays() -> None:
     host.fetch(2, 20)
     assert host.forgo(20) and not host.forgo(20) and host.fetched == 0
     assert host.drain()[1].size == 0
+    store(host, 4)
+    assert [host.deepest("", path(n), 1)[0] for n in (1, 2, 3)] == [0, 1, 1]
+
+
+def test_what_one_step_went_on_from_is_not_taken_back_in_another() -> None:
+    host = HostStates(4, 1)
+    for n, last in ((1, True), (2, False), (3, False)):
+        store(host, n, last=last)
+    for slot in (1, 2):
+        host.hold(slot)
+        host.fetch(slot, 20)
+        if slot == 1:
+            host.drain()
+    assert host.forgo(20)
     store(host, 4)
     assert [host.deepest("", path(n), 1)[0] for n in (1, 2, 3)] == [0, 1, 1]
 
@@ -356,7 +378,7 @@ def test_paths_are_remembered_while_there_is_a_snapshot() -> None:
     host.forget("", path(*range(8)), 4)
     assert host.deepest("", path(*range(12)), 12)[0] == 4 and len(host) == 1
     host.forget("", path(*range(8)), 3)
-    assert len(host) == 0 and host._tree.tokens == 0
+    assert len(host) == 0 and host._tree.tokens == 0 and host.drain()[0].size == 0
     host.check()
 
 
@@ -371,6 +393,17 @@ def test_the_version_changes_with_what_can_be_had() -> None:
         change()
         seen.append((host.version, host.deepest("", path(1, 2), 2)[0]))
     assert [found for _, found in seen] == [1, 2, 1, 0] and len({version for version, _ in seen}) == 4
+
+
+def test_what_the_index_hears_of() -> None:
+    """Slots are numbered after the device's. A list of all there is has what was not told yet."""
+    host = HostStates(3, 1, events=True, first=10)
+    store(host, 7, 8)
+    store(host, 9)
+    host.forget("", path(9), 0)
+    assert host.drain_events() == [("saved", 11, 2, 0), ("saved", 12, 1, 0), ("dropped", 12)]
+    store(host, 9)
+    assert host.snapshot_events() == [("saved", 11, 2, 0), ("saved", 12, 1, 0)] and host.drain_events() == []
 
 
 def test_both_or_none() -> None:
@@ -440,6 +473,24 @@ def test_nobody_finds_a_state_that_a_failed_step_was_to_copy_back(end: str) -> N
     bench.flight = None
     bench.drain()
     assert (10 in bench.finish) == (end in ("run", "preempt")), "it waited again"
+
+
+def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:
+    bench = bench_of(states=3)
+    for n in range(1, 4):
+        run(bench, text(n))
+    bench.add(5, [7, 8, 9], 4)
+    plan = bench.plan()
+    request = bench.add(50, [*text(1), 99], 4)
+    bench.scheduler.running.behind.append(request)  # as if it was planned for, and then there was no step
+    bench.scheduler._waiting.take(request, [])
+    bench.cache.admit(request)
+    assert bench.cache.fetch(request) and bench.cache.host.is_fetching
+    bench.scheduler.fail(plan, "broken")
+    assert not bench.cache.host.is_fetching and not bench.cache.host.states._stored and not len(bench.cache.states)
+    bench.flight = None
+    bench.drain()
+    assert bench.tokens[50] == alone([*text(1), 99], 4) and bench.cached[50] == 0
 
 
 def test_a_state_that_goes_with_a_failed_step_is_not_kept() -> None:
