@@ -57,7 +57,7 @@ class Branching:
         for at in sorted((last, known, *request.pinned)):
             self._mark(request, min(at, last), start)
         for _, other in zip(range(MOST), self._waiting, strict=False):
-            self._mark_common(request, other, start)
+            self._mark_common(request, other)
 
     def arrived(self, request: Request) -> None:
         """Mark where requests that are being computed part from one that has come."""
@@ -73,11 +73,10 @@ class Branching:
                 return True
         return False
 
-    def _mark_common(self, running: Request, waiting: Request, start: int = 0) -> None:
-        """`start`: where the running one will go on, if that is after what it has `computed`."""
+    def _mark_common(self, running: Request, waiting: Request) -> None:
         common = self._common(running, waiting)
         if common >= waiting.hit + LEAST:
-            self._mark(running, common, start)
+            self._mark(running, common)
 
     def _common(self, one: Request, other: Request) -> int:
         """How many tokens of one request, in whole pages, the other can reuse."""
@@ -85,8 +84,8 @@ class Branching:
             return 0
         return min(common_length(one.tokens, other.tokens), other.reusable) // self._page_size * self._page_size
 
-    def _mark(self, request: Request, at: int, start: int) -> None:
-        """See `_mark_common` for `start`."""
+    def _mark(self, request: Request, at: int, start: int = 0) -> None:
+        """`start`: where the request will go on, if that is after what it has `computed`."""
         at -= at % self._page_size
         place = bisect_right(request.marks, at)
         before = request.marks[place - 1] if place else 0
