@@ -11,8 +11,10 @@ import pytest
 
 from radixrt.worker import branching, status
 from radixrt.worker.cache import PageCache
+from radixrt.worker.host import HostMemory
 from radixrt.worker.host_states import HostStates
 from radixrt.worker.plan import STATE_TOKENS, Plan
+from radixrt.worker.snapshot_order import SnapshotOrder
 from radixrt.worker.states import States
 from tests.worker.test_host_faults import load
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
@@ -335,6 +337,23 @@ def test_what_one_step_went_on_from_is_not_taken_back_in_another() -> None:
     assert [host.deepest("", path(n), 1)[0] for n in (1, 2, 3)] == [0, 1, 1]
 
 
+def test_what_is_used_again_is_a_branching_point() -> None:
+    order = SnapshotOrder()
+    for slot in (1, 2, 3):
+        order.add(slot, last=True)
+    assert order.go_on(2) and list(order) == [2, 1, 3] and order.is_spent(2) and not order.is_last(2)
+    assert not order.go_on(2) and list(order) == [1, 3, 2] and not order.is_spent(2)
+    assert order.go_on(1)
+    order.take_back(1)
+    assert list(order) == [3, 2, 1] and order.is_last(1) and not order.is_spent(1)
+    order.touch(3)
+    assert list(order) == [2, 1, 3] and order.is_last(3)
+    order.remove(1)
+    order.touch(1)
+    order.take_back(1)
+    assert list(order) == [2, 3] and 1 not in order and not order.go_on(1)
+
+
 def test_a_spent_one_takes_a_free_slot_only() -> None:
     host = HostStates(3, 1)
     store(host, 1, spent=True)
@@ -473,6 +492,16 @@ def test_nobody_finds_a_state_that_a_failed_step_was_to_copy_back(end: str) -> N
     bench.flight = None
     bench.drain()
     assert (10 in bench.finish) == (end in ("run", "preempt")), "it waited again"
+
+
+def test_nothing_is_copied_after_a_reset() -> None:
+    host = HostMemory(5, 1, states=HostStates(3, 1))
+    store(host.states, 1)
+    host.states.hold(1)
+    host.states.fetch(1, 20)
+    assert host.is_fetching
+    host.reset()
+    assert not host.is_fetching and host.drain() is None and len(host.states) == 0
 
 
 def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:

@@ -74,6 +74,29 @@ def test_the_only_state_is_copied_before_a_request_goes_on_in_its_slot() -> None
     assert host.drain()[0].tolist() == [[1], [1]] and host.deepest(*path(1), 1) == (1, 1)
 
 
+def test_of_two_snapshots_to_go_on_from_the_later_one_counts() -> None:
+    """Others may have computed more by then, here or there. Nobody has gone on from the first one."""
+    for fetched_last in (False, True):
+        host = HostStates(5, 1)
+        states = States(5, 10, host=host)
+        for page in (1, 2):
+            states.end(states.begin(0), page, path(page))
+            states.drain()
+        states.evict(pages(1))
+        host.drain()
+        slot = states.begin(0)
+        for fetches in (not fetched_last, fetched_last):
+            if fetches:
+                host.hold(1)
+                states.fetch(slot, 1)
+            else:
+                states.restore(slot, 2)
+        restored, (_, back) = states.drain()[0].tolist(), host.drain()
+        assert (restored, back.tolist()) == (([[], []], [[1], [slot]]) if fetched_last else ([[2], [slot]], [[], []]))
+        spent = states._order.is_spent(2), host._order.is_spent(1)
+        assert spent == (not fetched_last, fetched_last)
+
+
 def test_what_a_conversation_has_gone_on_from_replaces_nothing_in_host_memory() -> None:
     for goes_on in (False, True):
         host = HostStates(2, 1)
