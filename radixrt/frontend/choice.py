@@ -20,8 +20,8 @@ class Choice:
 
     __slots__ = (
         "_hidden_ids", "_ids", "_parser", "_stream", "echo", "finish", "index", "logprobs", "message", "offsets",
-        "content_tokens", "prompt_ids", "prompt_tokens", "stop", "stopping", "tokens", "unreported", "unsent_ids",
-        "usage",
+        "content_tokens", "prompt_ids", "prompt_logprobs", "prompt_tokens", "stop", "stopping", "tokens",
+        "unreported", "unsent_ids", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,8 @@ class Choice:
         """Token ids whose log-probabilities are never reported."""
         self.prompt_ids: bytes | None = None
         """The prompt's token ids, if token ids are reported."""
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        """For each prompt token except the first, if they are reported beside the answer."""
         self.unsent_ids: list[bytes] = []
         """If token ids are reported in a stream: those that are in no chunk yet."""
         self.finish: Any = None

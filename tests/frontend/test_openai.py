@@ -264,7 +264,9 @@ def test_echo_with_log_probabilities(client, prompt, max_tokens):
     size = complete(client, prompt).usage.prompt_tokens
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == size + max_tokens
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None and found.text_offset[0] == 0
-    assert all(x < 0 for x in found.token_logprobs[1:]) and all(len(top) == 1 for top in found.top_logprobs[1:])
+    assert all(x < 0 for x in found.token_logprobs[1:])
+    for token, logprob, top in list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))[1:]:
+        assert top[token] >= logprob and len(top) == 1 + (max(top.values()) > logprob), "the token and the likeliest"
     assert choice.text.startswith(complete(client, prompt, echo=True, max_tokens=0).choices[0].text)
     chunks = [c.choices[0] for c in complete(client, prompt, stream=True, **fields)]
     assert "".join(c.text for c in chunks) == choice.text
@@ -366,7 +368,9 @@ BAD = [
     (chat, {"modalities": ["audio"]}, 400, "modalities"),
     (chat, {"extra_body": {"guided_json": {"type": "thing"}}}, 400, "guided_json"),
     (chat, {"extra_body": {"echo": True}}, 400, "echo"),
-    (complete, {"extra_body": {"prompt_logprobs": 1}}, 400, "prompt_logprobs"),
+    (complete, {"extra_body": {"prompt_logprobs": 21}}, 400, "prompt_logprobs"),
+    (chat, {"extra_body": {"prompt_logprobs": -1}}, 400, "prompt_logprobs"),
+    (complete, {"stream": True, "extra_body": {"prompt_logprobs": 0}}, 400, "prompt_logprobs"),
     (complete, {"extra_body": {"structured_outputs": {"regex": 3}}}, 400, "structured_outputs.regex"),
     (complete, {"prompt": [True]}, 400, "prompt"),
     (complete, {"prompt": [[1 << 70]]}, 400, "prompt"),

@@ -203,7 +203,6 @@ def test_one_grammar_by_its_old_and_its_new_name(model):
         {"no_stop_trim": True},
         {"return_hidden_states": True},
         {"custom_logit_processor": "x"},
-        {"prompt_logprobs": 0},
         {"web_search_options": {}},
         {"input_ids": [1, 2]},
         {"session_params": {"id": "a"}},
