@@ -818,6 +818,7 @@ def test_an_item_of_another_tenant_or_one_not_kept_is_not_there(model):
         ("input[0].content", {"input": [{"role": "user"}]}),
         ("input[0].content[1].type", {"input": [{"role": "user", "content": [
             {"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "x"}]}]}),
+        ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": ["input_text"]}]}]}),
         ("input[0].call_id", {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}),
         ("input[0].arguments", {"input": [{"type": "function_call", "call_id": "x", "name": "y"}]}),
         ("tools[0].type", {"tools": [{"type": "web_search"}]}),
@@ -1087,7 +1088,7 @@ def test_the_grammar_of_a_custom_tool_is_shown(model, syntax, shown, about):
     }
     response = ask(model, LINE, tools=[tool])
     assert response.output[0].input == 'ls "a b"' and response.to_dict()["tools"] == [tool]
-    (function,) = [tool["function"] for tool in model.answers[0][1].tools]
+    (function,) = [tool["function"] for tool in rendered_tools(model)]
     assert function["parameters"] == {
         "type": "object",
         "properties": {"input": {"type": "string"}},
