@@ -806,6 +806,12 @@ class Sink:
     def finished(self, **fields):
         self.runs.append(fields)
 
+    def began(self, *latency):
+        pass
+
+    def took(self, *latency):
+        pass
+
     def load(self, worker, load):
         self.loads.append(worker)
 
