@@ -16,7 +16,7 @@ def checked_messages(messages: list[Message]) -> list[Message]:
     """The messages for a chat template. `developer` becomes `system`, and refusals become text, since templates do not
     know them. Raises ApiError (400) for unknown roles, invalid tool calls, and a tool's result without a call."""
     calls: set[str] = set()
-    messages = [_without_refusal(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    messages = [_without_refusal(f"messages[{i}]", _not_null(message)) for i, message in enumerate(messages)]
     for i, message in enumerate(messages):
         field = f"messages[{i}]"
         role = message.get("role")
@@ -28,6 +28,15 @@ def checked_messages(messages: list[Message]) -> list[Message]:
         if role == "tool":
             _check_tool_call_id(f"{field}.tool_call_id", message.get("tool_call_id"), calls)
     return [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+
+
+def _not_null(message: Message) -> Message:
+    """An assistant's message whose content is "" if it is null and there is nothing else: an answer that other servers
+    have left empty."""
+    others = ("tool_calls", "refusal", *THOUGHTS)
+    if message.get("role") == "assistant" and message.get("content", "") is None and not any(map(message.get, others)):
+        return message | {"content": ""}
+    return message
 
 
 def _without_refusal(field: str, message: Message) -> Message:

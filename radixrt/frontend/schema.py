@@ -7,6 +7,8 @@ that is not supported is refused.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 import re
 from array import array
@@ -41,7 +43,7 @@ UNSERVED = (
     "guided_whitespace_pattern", "input_ids", "logits_processors", "logprob_token_ids", "lora_path", "no_stop_trim",
     "prompt_embeds", "repetition_detection", "return_hidden_states", "return_meta_info",
     "return_prompt_text", "return_prompt_token_ids", "return_routed_experts",
-    "session_params", "stop_regex", "structural_tag", "thinking_token_budget", "truncate_prompt_tokens",
+    "session_params", "stop_regex", "structural_tag", "thinking_token_budget",
     "use_beam_search", "watermarking", "web_search_options",
 )  # fmt: skip
 """Unsupported fields of OpenAI, vLLM and SGLang that would change an answer: they must not be ignored."""
@@ -92,6 +94,8 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens by their ids, as token_id:5."""
     prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = None
+    """Only so many of the last tokens of a prompt are used."""
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     user: str | None = None
@@ -296,7 +300,8 @@ class Chat(Common, kw_only=True):
     def names(self) -> dict[str, str]:
         """See Common."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return super().names() | {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
+        own = {"prompt": "messages", "template_args": "chat_template_kwargs", "logprobs": "top_logprobs"}
+        return super().names() | own | {"max_tokens": limit}
 
     def sampling(self, defaults: Defaults) -> Sampling:
         """See Completion."""
@@ -376,11 +381,21 @@ def parse_completion(body: bytes) -> Completion:
     return found
 
 
+@functools.cache
+def _lenient(kind: Any) -> msgspec.json.Decoder:
+    return msgspec.json.Decoder(kind, strict=False)
+
+
 def parse(decoder: msgspec.json.Decoder, body: bytes | msgspec.Raw, within: str = "") -> Any:
-    """Decode a body, or the part of one in the field `within`. Raises ApiError (400) that names an invalid field."""
+    """Decode a body, or the part of one in the field `within`. Raises ApiError (400) that names an invalid field.
+
+    Numbers and booleans may be in other types with the same value, as clients that compute them send 4096.0, and as
+    vLLM and SGLang take them."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:
+        with contextlib.suppress(msgspec.ValidationError):
+            return _lenient(decoder.type).decode(body)
         text = str(problem)
         path = re.search(r" - at `\$\.?([^`]*)`$", text)
         missing = re.search(r"required field `([^`]*)`", text)

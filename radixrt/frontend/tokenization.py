@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixrt.client import token_bytes, token_list
-from radixrt.frontend.errors import refuse
+from radixrt.frontend.errors import api_error, refuse
 from radixrt.frontend.guard import json_response
 from radixrt.frontend.link import RouterLink
 from radixrt.frontend.schema import Int, chat_prompt, parse
 from radixrt.frontend.tools import tool_use
 from radixrt.messages import Prompt, TextPrompt
+from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
 
 
@@ -66,7 +67,10 @@ class Tokenization:
         body = parse(_tokenize, await self._read(request))
         prompt = body.to_prompt()
         await self._link.check_model(body.model, key)
-        ids = token_list(await self._text.encode(prompt))
+        try:
+            ids = token_list(await self._text.encode(prompt))
+        except FieldError as problem:
+            raise api_error(problem, {"template_args": "chat_template_kwargs"}) from None
         answer = {"count": len(ids), "max_model_len": await self._max_model_len(key), "tokens": ids}
         tokenizer = self._text.tokenizer
         texts = [tokenizer.token_text(i) for i in ids] if body.return_token_strs and tokenizer else None

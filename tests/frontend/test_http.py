@@ -150,6 +150,8 @@ def test_tokenize_and_detokenize(http):
     assert http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()["count"] > 3
     for body in ({}, {"prompt": 3}, {"prompt": "a", "messages": []}):
         assert http.post("/tokenize", json=body).status_code == 400
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"tools": []}}
+    assert http.post("/tokenize", json=body).json()["error"]["param"] == "chat_template_kwargs"
     for tokens in ([-1], [99999], [1 << 40], ["a"]):
         assert http.post("/detokenize", json={"tokens": tokens}).status_code == 400
 

@@ -287,6 +287,48 @@ def test_echo_shows_no_special_tokens(client, skips):
     assert found.logprobs.text_offset[4] == len(echo)
 
 
+@pytest.mark.parametrize("most", [3, 4, 1000])
+def test_only_the_end_of_a_prompt(client, most):
+    body = {"truncate_prompt_tokens": most, "return_token_ids": True}
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    for found, ids in zip(complete(client, prompts, extra_body=body).choices, prompts, strict=True):
+        assert found.prompt_token_ids == ids[-most:]
+        assert found.text == complete(client, ids[-most:]).choices[0].text
+    whole = complete(client, "The dog sees a cat.", extra_body={"return_token_ids": True}).choices[0].prompt_token_ids
+    echo = complete(client, "The dog sees a cat.", echo=True, max_tokens=0, extra_body=body).choices[0]
+    assert echo.prompt_token_ids == whole[-most:] and "The dog sees a cat.".endswith(echo.text)
+    assert (echo.text == "The dog sees a cat.") == (most >= len(whole))
+    first = chat(client, extra_body=body)
+    full = chat(client, extra_body={"return_token_ids": True})
+    assert first.prompt_token_ids == full.prompt_token_ids[-most:]
+    said = {"role": "assistant", "content": text_of(first)}
+    again = chat(client, [*HELLO, said, *HELLO], extra_body={"return_token_ids": True})
+    assert again.prompt_token_ids[: len(full.prompt_token_ids)] == full.prompt_token_ids, "the next turn has all of it"
+
+
+def test_numbers_in_other_types(client):
+    """As clients send them that compute them, and as other servers take them."""
+    more = {"top_k": "5", "stop_token_ids": [1.0]}
+    fields = {"max_tokens": 3.0, "temperature": "0", "seed": 7.0, "echo": "false", "extra_body": more}
+    assert complete(client, **fields).usage.completion_tokens == 3
+    assert chat(client, max_tokens="3", n=2.0, extra_body={"return_token_ids": "true"}).choices[1].token_ids
+    for field, value in (("max_tokens", 3.5), ("max_tokens", True), ("stop", 5), ("echo", "maybe")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            complete(client, **{field: value})
+        assert caught.value.param == field
+
+
+def test_an_answer_that_another_server_left_empty(client):
+    said = {"role": "assistant", "content": None}
+    asked = {"return_token_ids": True}
+    found = [chat(client, [*HELLO, said | {"content": text}, *HELLO], extra_body=asked) for text in (None, "")]
+    assert found[0].prompt_token_ids == found[1].prompt_token_ids
+    for other in ({"role": "assistant"}, {"role": "user", "content": None}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            chat(client, [*HELLO, other, *HELLO])
+        assert caught.value.param == "messages[1].content"
+
+
 def test_sampling_parameters_travel(client):
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
     extra |= {"stop_token_ids": [9], "cache_salt": "s", "skip_special_tokens": False, "unknown_field": 1}
@@ -371,6 +413,8 @@ BAD = [
     (complete, {"extra_body": {"prompt_logprobs": 21}}, 400, "prompt_logprobs"),
     (chat, {"extra_body": {"prompt_logprobs": -1}}, 400, "prompt_logprobs"),
     (complete, {"stream": True, "extra_body": {"prompt_logprobs": 0}}, 400, "prompt_logprobs"),
+    (complete, {"extra_body": {"truncate_prompt_tokens": 0}}, 400, "truncate_prompt_tokens"),
+    (chat, {"extra_body": {"chat_template_kwargs": {"tools": []}}}, 400, "chat_template_kwargs"),
     (complete, {"extra_body": {"structured_outputs": {"regex": 3}}}, 400, "structured_outputs.regex"),
     (complete, {"prompt": [True]}, 400, "prompt"),
     (complete, {"prompt": [[1 << 70]]}, 400, "prompt"),
