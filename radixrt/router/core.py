@@ -94,6 +94,11 @@ class RouterCore:
         self._next_keepalive = 0.0
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Further names of the model."""
+        return self._config.model_aliases
+
+    @property
     def runs_in_flight(self) -> int:
         """Runs that are dispatched or wait for a worker."""
         return len(self._dispatcher)
