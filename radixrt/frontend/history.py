@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from radixrt.frontend.errors import refuse
@@ -97,7 +98,8 @@ def _call_ids(field: str, calls: Any) -> set[str]:
 
 
 def _checked_call(field: str, call: Any) -> str:
-    """Check a call; returns its id."""
+    """Check a call; returns its id. Arguments that are an object, as in the history of other libraries, become its
+    JSON."""
     if not isinstance(call, dict):
         refuse(field, "must be an object")
     if call.get("type", "function") != "function":
@@ -109,6 +111,15 @@ def _checked_call(field: str, call: Any) -> str:
         refuse(f"{field}.function", "must be an object with a name and arguments")
     if not isinstance(function.get("name"), str) or not function["name"]:
         refuse(f"{field}.function.name", "must be a string that is not empty")
+    if isinstance(function.get("arguments"), dict):
+        function["arguments"] = _to_json(f"{field}.function.arguments", function["arguments"])
     if not isinstance(function.get("arguments"), str):
         refuse(f"{field}.function.arguments", "must be a string, the arguments as JSON")
     return call["id"]
+
+
+def _to_json(field: str, arguments: dict[str, Any]) -> str:
+    try:
+        return json.dumps(arguments, ensure_ascii=False)
+    except RecursionError:
+        refuse(field, "is nested too deeply")
