@@ -394,7 +394,7 @@ def parse(decoder: msgspec.json.Decoder, body: bytes | msgspec.Raw, within: str 
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:
-        with contextlib.suppress(msgspec.ValidationError):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # it reads further
             return _lenient(decoder.type).decode(body)
         text = str(problem)
         path = re.search(r" - at `\$\.?([^`]*)`$", text)

@@ -227,6 +227,16 @@ def test_a_body_that_is_no_request(http, body):
         assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    "tail", [b"}", b'"x": "\xff"}', b'"messages": "\xff"}', b'"x": ' + b"[" * 5000, b'"messages": 3}']
+)
+def test_a_body_with_a_fault_behind_a_number_of_another_type(http, tail):
+    """Which is read a second time, and then further."""
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
+        response = http.post(route, content=b'{"max_tokens": 3.0, ' + tail)
+        assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
+
+
 @pytest.mark.parametrize("field", ["prompt", "unknown", "messages"])
 def test_a_body_that_is_nested_too_deeply(http, field):
     nested = b"[" * 100_000 + b"]" * 100_000
