@@ -211,7 +211,7 @@ class Exchange(Mailbox):
             found = ids = None
         piece = pieces[-1] if pieces else None
         if last:
-            self.put(self.reply.last_chunk(choice.index, piece, found, choice.finish, choice.usage, ids))
+            self.put(self.reply.last_chunk(choice, piece, found, ids))
         else:
             self.put(self.reply.chunk(choice.index, piece, found, ids))
 
@@ -227,7 +227,7 @@ class Exchange(Mailbox):
     def whole(self) -> bytes:
         """The body of the answer, once it is complete."""
         choices = [
-            self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop)
+            self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop_reason)
             for c in self.choices
         ]
         prompt = self.reply.add_ids(choices, self.choices) if self.shows_ids else {}

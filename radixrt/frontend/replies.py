@@ -149,14 +149,13 @@ class Reply:
         reported."""
         return self._head + self.choice_chunk(index, piece, logprobs, None, ids) + self._tail
 
-    def last_chunk(
-        self, index: int, piece: Piece | None, logprobs: Any, finish: Finish, usage: Usage, ids: bytes | None
-    ) -> bytes:
-        """The last chunk of a choice. It always has the worker and the cached tokens, even if usage is not
-        requested."""
-        about = {"worker": usage.worker, "cached_tokens": usage.cached_tokens} | self.session
+    def last_chunk(self, ended: Choice, piece: Piece | None, logprobs: Any, ids: bytes | None) -> bytes:
+        """The last chunk of a choice that has ended. It always has the worker and the cached tokens, even if usage is
+        not requested."""
+        about = {"worker": ended.usage.worker, "cached_tokens": ended.usage.cached_tokens} | self.session
         tail = self._tail.removesuffix(b"}\n\n") + b',"radixrt":%b}\n\n' % encode(about)
-        return self._head + self.choice_chunk(index, piece, logprobs, finish, ids) + tail
+        choice = self.choice_chunk(ended.index, piece, logprobs, ended.finish, ids)
+        return self._head + choice[:-1] + b',"stop_reason":%b}' % encode(ended.stop_reason) + tail
 
     def end(self, usages: Sequence[Usage], prompts: int, reasoning: int) -> bytes:
         """The end of a stream."""

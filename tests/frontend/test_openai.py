@@ -329,6 +329,23 @@ def test_an_answer_that_another_server_left_empty(client):
         assert caught.value.param == "messages[1].content"
 
 
+@pytest.mark.parametrize("make", [complete, chat])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ended_an_answer(client, make, stream):
+    """As in vLLM: what was asked for, not that the model ended its turn or that it is long enough."""
+
+    def ended(**fields):
+        answer = make(client, temperature=0, stream=stream, max_tokens=40, **fields)
+        last = [*answer][-1].choices[0] if stream else answer.choices[0]
+        return last.finish_reason, last.stop_reason
+
+    ids = make(client, temperature=0, max_tokens=40, extra_body={"return_token_ids": True}).choices[0].token_ids
+    assert ended() == ("length", None)
+    assert ended(extra_body={"stop_token_ids": [ids[5]]}) == ("stop", ids[5])
+    text = make(client, temperature=0, max_tokens=40)
+    assert ended(stop=[text_of(text)[3:6], "never"]) == ("stop", text_of(text)[3:6])
+
+
 def test_sampling_parameters_travel(client):
     extra = {"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True}
     extra |= {"stop_token_ids": [9], "cache_salt": "s", "skip_special_tokens": False, "unknown_field": 1}
