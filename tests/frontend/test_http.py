@@ -217,6 +217,15 @@ def test_routes_that_are_none(http):
         http.get("/v2/nothing").status_code == 404 and "no such route" in error_of(http.get("/v2/nothing"))["message"]
     )
     assert http.get("/v1/completions").status_code == 405
+    for method, path, said in (
+        ("POST", "/chat/completions", "for /v1/chat/completions the client's base URL must end with /v1"),
+        ("GET", "/models", "for /v1/models the client's base URL must end with /v1"),
+        ("POST", "/v1/v1/messages", "for /v1/messages the client's base URL must not end with /v1"),
+    ):
+        answer = http.request(method, path)
+        assert answer.status_code == 404 and error_of(answer)["message"] == f"no such route: {path}; {said}"
+    for path in ("/v1/health", "/v1/v1/nothing", "/nothing", "/v1", "/"):
+        assert error_of(http.post(path))["message"] == f"no such route: {path}"
     assert http.delete("/health").status_code == 405
 
 
