@@ -2,13 +2,14 @@
 
     python -m bench.replay [--data FOLDER] [--sessions 96] [--at-once 48] [--cache 850000] [--host 1000000]
 
-The sessions are of coding agents, recorded as lengths, times and hashes of blocks of 64 tokens (`kv_cache_tester`). Each
-block becomes 64 random tokens; blocks of the system prompt are the same in all sessions in which it is as long. So many
-sessions run at once; when one ends, the next one begins. A session sends its next request when it has its answer and its
-recorded time to think has passed, at most LONGEST_PAUSE. Subagents run beside their session. The answers are not the
-recorded ones, so the next request hits up to its prompt's part of the one before, and `infinite` counts likewise.
+The sessions are of coding agents, recorded as lengths, times and hashes of blocks of 64 tokens (`kv_cache_tester`).
+Each block becomes 64 random tokens; blocks of the system prompt are the same in all sessions in which it is as long. So
+many sessions run at once; when one ends, the next one begins. A session sends its next request when it has its answer
+and its recorded time to think has passed, at most LONGEST_PAUSE. Subagents run beside their session. The answers are
+not the recorded ones, so the next request hits up to its prompt's part of the one before, and `infinite` counts likewise.
 
-The columns are those of `bench.placement`, and the whole time that a session waited for answers.
+The choices are those of `bench.placement`, and one that keeps contexts for five seconds, however late next turns come;
+the results, too, and the whole time that a session waited for answers.
 """
 
 from __future__ import annotations
@@ -19,20 +20,24 @@ import json
 import logging
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 from bench.common import save, table
 from bench.placement import BY_ARRIVAL, CONTEXTS_KEPT, NO_HOST, VOCAB, WORKERS, Fleet, results, simulated
+from radixrt.worker import kept
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 BLOCK = 64
 LONGEST, MOST_REQUESTS = 200_000, 30
 """The most tokens of a prompt, and requests of a session: it ends before."""
 LONGEST_PAUSE = 60.0
-CHOICES = "radixrt", BY_ARRIVAL, CONTEXTS_KEPT, "most hits", "fewest requests", NO_HOST
+KEPT_BRIEFLY = "kept for 5 s"
+CHOICES = "radixrt", KEPT_BRIEFLY, BY_ARRIVAL, CONTEXTS_KEPT, "most hits", "fewest requests", NO_HOST
 
 
 def read(data: Path) -> list[dict[str, Any]]:
@@ -97,7 +102,10 @@ def _block(name: str, id: int) -> np.ndarray:
 
 def measure(sessions: list[dict[str, Any]], choice: str, at_once: int, cache: int, host: int) -> dict[str, float]:
     """Replay sessions."""
-    with simulated(choice) as clock:
+    briefly = choice == KEPT_BRIEFLY
+    with simulated("radixrt" if briefly else choice) as clock, ExitStack() as patches:
+        if briefly:
+            patches.enter_context(patch.object(kept, "SECONDS", (5.0,)))
         fleet = Fleet(clock, 0, 0, 0 if choice == NO_HOST else host, cache, LONGEST + 40_000)
         left = deque(sessions)
 
@@ -125,12 +133,14 @@ def main() -> None:
     sessions = read(args.data)[: args.sessions]
     rows = []
     for choice in args.choices.split(","):
+        if choice in (NO_HOST, CONTEXTS_KEPT) and not args.host:
+            continue
         rows.append({"choice": choice} | measure(sessions, choice, args.at_once, args.cache, args.host))
         print(rows[-1], flush=True)
     print(table(rows))
     if args.choices == ",".join(CHOICES):
-        save("replay", rows, workers=WORKERS, sessions=args.sessions, at_once=args.at_once, cache=args.cache,
-             host=args.host)  # fmt: skip
+        about = {"sessions": args.sessions, "at_once": args.at_once, "cache": args.cache, "host": args.host}
+        save("replay" if args.host else "replay_no_host", rows, workers=WORKERS, **about)
 
 
 if __name__ == "__main__":
