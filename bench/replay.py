@@ -6,7 +6,7 @@ The sessions are of coding agents, recorded as lengths, times and hashes of bloc
 Each block becomes 64 random tokens; blocks of the system prompt are the same in all sessions in which it is as long. So
 many sessions run at once; when one ends, the next one begins. A session sends its next request when it has its answer
 and its recorded time to think has passed, at most LONGEST_PAUSE. Subagents run beside their session. The answers are
-not the recorded ones, so the next request hits up to its prompt's part of the one before, and `infinite` counts likewise.
+not the recorded ones, so the next request hits up to its prompt's part of the one before. So it is with `infinite`.
 
 The choices are those of `bench.placement`, and one that keeps contexts for five seconds, however late next turns come;
 the results, too, and the whole time that a session waited for answers.
