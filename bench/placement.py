@@ -22,8 +22,8 @@ import heapq
 import itertools
 import logging
 import random
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -108,8 +108,11 @@ class Asked:
 class Fleet:
     """A router with its workers; a simulation of discrete events."""
 
-    def __init__(self, clock: Clock, seed: int, states: int = 0, host: int = 0) -> None:
-        self._states, self._host = states, host
+    def __init__(
+        self, clock: Clock, seed: int, states: int = 0, host: int = 0, cache: int = CACHE, longest: int = 60_000
+    ) -> None:
+        """`cache` and `host` are tokens of each worker, `longest` is the most tokens of a request."""
+        self._states, self._host, self._cache, self._longest = states, host, cache, longest
         self.clock, self.asked, self.rng = clock, {}, np.random.default_rng(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers, self._ids = itertools.count(), itertools.count(1)
@@ -122,7 +125,7 @@ class Fleet:
 
     def _join(self, name: str) -> Worker:
         runner = FakeRunner(
-            CACHE + 1,
+            self._cache + 1,
             1,
             VOCAB,
             prefill_rate=PREFILL_RATE,
@@ -135,7 +138,7 @@ class Fleet:
             fetch_rate=FETCH_RATE,
         )
         rows = most_running(WorkerConfig(max_num_seqs=ROWS), runner)
-        worker = Worker(runner, Identity(name, "m"), FakeLink, limits=Limits(BUDGET, rows), max_model_len=60_000)
+        worker = Worker(runner, Identity(name, "m"), FakeLink, limits=Limits(BUDGET, rows), max_model_len=self._longest)
         worker._link = FakeLink()
         self.core.register(worker._registration, 0.0)
         worker._joined = True
@@ -389,9 +392,10 @@ WITH_HOST = dict.fromkeys(("radixrt", CONTEXTS_KEPT, NO_HOST), CHOICES["radixrt"
 WITH_BOTH = dict.fromkeys(("radixrt", NO_HOST), CHOICES["radixrt"])
 
 
-def measure(load: str, choice: str, seed: int, scale: float, states: int = 0, host: int = 0) -> dict[str, float]:
-    """Run a load. Returns results of the last three quarters of its requests."""
-    clock, (make, times, rate) = Clock(), LOADS[load]
+@contextmanager
+def simulated(choice: str) -> Iterator[Clock]:
+    """Simulated time, in which requests are placed by a choice, or scheduled as it says."""
+    clock = Clock()
     plain = patch.multiple(loop, time=clock, _decode=lambda message: message, _encode=lambda message: message)
     with ExitStack() as patches:
         for one in (plain, *(patch.object(module, "time", clock) for module in (fake, kept, waiting))):
@@ -404,12 +408,24 @@ def measure(load: str, choice: str, seed: int, scale: float, states: int = 0, ho
             patches.enter_context(patch.object(cache, "KEPT", 1e9))
         if choice == BY_CACHED:
             patches.enter_context(patch.object(Snapshots, "deepest", lambda self, digests, most: most))
+        yield clock
+
+
+def measure(load: str, choice: str, seed: int, scale: float, states: int = 0, host: int = 0) -> dict[str, float]:
+    """Run a load. Returns results of the last three quarters of its requests."""
+    make, times, rate = LOADS[load]
+    with simulated(choice) as clock:
         fleet = Fleet(clock, seed, states, 0 if choice == NO_HOST else host)
         one, when = make(fleet), 0.0
         for _ in range(max(4, int(times * scale))):
             when += fleet.rng.gamma(0.5, 2 / rate)
             fleet.at(when, one)
         fleet.run()
+    return results(fleet)
+
+
+def results(fleet: Fleet) -> dict[str, float]:
+    """Of the last three quarters of a fleet's requests, but tokens per second of all."""
     found = list(fleet.asked.values())
     assert all(asked.first is not None for asked in found), "a request was not answered"
     assert not fleet.core.counters.redispatched, "a worker's messages arrived in another order than it sent them"

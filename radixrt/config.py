@@ -167,6 +167,12 @@ class RouterConfig:
 
     model: str = setting("", "checkpoint folder with tokenizer and chat template, or nano")
     served_model_name: str = setting("", "model name for clients (default: the folder's name)")
+    model_aliases: tuple[str, ...] = setting(
+        (),
+        "further names of the model, one or more, for clients that ask for a model by a name of their own; an adapter "
+        "of such a name comes first",
+        several=True,
+    )
     tokenizer: str = setting("", "tokenizer folder (default: the model's); none: prompts are token ids only")
     chat_template: str = setting("", "file with a Jinja chat template to use instead of the checkpoint's")
     client_address: str = setting("tcp://127.0.0.1:5555", "ZMQ address for clients")

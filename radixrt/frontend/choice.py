@@ -19,9 +19,9 @@ class Choice:
     """The message so far, its token ids, and how it ended."""
 
     __slots__ = (
-        "_hidden_ids", "_ids", "_parser", "_stream", "echo", "finish", "index", "logprobs", "message", "offsets",
-        "content_tokens", "prompt_ids", "prompt_tokens", "stop", "stopping", "tokens", "unreported", "unsent_ids",
-        "usage",
+        "_hidden_ids", "_ids", "_parser", "_stop_ids", "_stream", "content_tokens", "echo", "finish", "index",
+        "logprobs", "message", "offsets", "prompt_ids", "prompt_logprobs", "prompt_tokens", "stop", "stopping",
+        "tokens", "unreported", "unsent_ids", "usage",
     )  # fmt: skip
 
     def __init__(
@@ -44,6 +44,8 @@ class Choice:
         """Token ids whose log-probabilities are never reported."""
         self.prompt_ids: bytes | None = None
         """The prompt's token ids, if token ids are reported."""
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        """For each prompt token except the first, if they are reported beside the answer."""
         self.unsent_ids: list[bytes] = []
         """If token ids are reported in a stream: those that are in no chunk yet."""
         self.finish: Any = None
@@ -54,7 +56,13 @@ class Choice:
         self._stream = TextStream(service, output.shown(sampling))
         self._parser = output.parser()
         self._hidden_ids = output.hidden_ids
+        self._stop_ids = sampling.stop_token_ids
         self._ids: list[bytes] = []
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string or the one of `stop_token_ids` that ended it; None if the model ended its turn."""
+        return self.stop if isinstance(self.stop, str) or self.stop in self._stop_ids else None
 
     @property
     def parsed(self) -> bool:

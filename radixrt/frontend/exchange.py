@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
-from radixrt.frontend.logprobs import Offsets, Tokens
+from radixrt.frontend.logprobs import Offsets, Tokens, Wanted, limited
 from radixrt.frontend.mailbox import Mailbox
 from radixrt.frontend.output import TEXT, Output
 from radixrt.frontend.parsing import Content, Piece, Reasoning
 from radixrt.frontend.reasoning import reasoning_tokens
 from radixrt.frontend.replies import Reply
-from radixrt.messages import TOKEN_BYTES, Cancel, Delta, Error, Generate, TokenLogprob, Usage
+from radixrt.messages import TOKEN_BYTES, Cancel, Delta, Error, Generate, Sampling, TokenLogprob, Usage
 from radixrt.router.tokens import TextService
 from radixrt.transports import Answer, RouterTransport
 
@@ -39,6 +39,8 @@ class Exchange(Mailbox):
         """Whether the token ids of prompt and choices are reported."""
         self.counts_tokens = False
         """Whether each chunk of a stream has the usage so far."""
+        self.wanted: Wanted | None = None
+        """Which log-probabilities are reported; None: those that the sampling parameters ask for."""
         self.choices: list[Choice] = []
         self.prompts = 0
         self._transport = transport
@@ -52,11 +54,12 @@ class Exchange(Mailbox):
             reply.begin(usage)
 
     def submit(
-        self, request: Generate, echo: str = "", output: Output = TEXT, on_answer: OnAnswer | None = None
+        self, request: Generate, echo: str | None = None, output: Output = TEXT, on_answer: OnAnswer | None = None
     ) -> None:
         """Send one request. Its choices are numbered after those of earlier requests. `echo` is text put before
         each."""
         first = len(self.choices)
+        told = self._told_logprobs(request.sampling)
         for index in range(first, first + request.n):
             choice = Choice(index, self._service, request.sampling, output, len(request.prompt.ids) // TOKEN_BYTES)
             self.choices.append(choice)
@@ -66,15 +69,19 @@ class Exchange(Mailbox):
                 self.reply.count(choice.prompt_tokens, 0)
             if self._streams and (opening := self.reply.opening(index, choice.prompt_ids)):
                 self.put(opening)
-            if request.sampling.logprobs is not None:
-                self._set_up_logprobs(choice, output, request)
-            if request.prompt_logprobs:
+            if told:
+                self._set_up_logprobs(choice, output, request, echo)
+            if told and echo is not None:
                 choice.echo = echo, memoryview(request.prompt.ids).cast("i")[0]
             elif echo:
                 self._echo(choice, echo, None)
         self.prompts += 1
         self._open += request.n
         self._ids.append(self._transport.submit(request, functools.partial(self._take, first, on_answer)))
+
+    def needs_prompt_logprobs(self, sampling: Sampling, echo: str | None) -> bool:
+        """Whether the router is to report the prompt's log-probabilities as well."""
+        return (echo is not None and self._told_logprobs(sampling)) or self.wanted is not None
 
     def cancel(self) -> None:
         for request_id in self._ids:
@@ -121,6 +128,8 @@ class Exchange(Mailbox):
         elif isinstance(answer, Delta):
             self.held = False
             choice = self.choices[first + answer.index]
+            if self.wanted is not None:
+                self._take_wanted(self.wanted, choice, answer)
             if choice.echo is not None:  # the echoed prompt and its log-probabilities are sent together
                 text, token = choice.echo
                 choice.echo = None
@@ -149,13 +158,27 @@ class Exchange(Mailbox):
                 if not self._open:
                     self._end()
 
-    def _set_up_logprobs(self, choice: Choice, output: Output, request: Generate) -> None:
+    def _told_logprobs(self, sampling: Sampling) -> bool:
+        """Whether log-probabilities of the answer's tokens are reported."""
+        wanted = sampling.logprobs if self.wanted is None else self.wanted.output
+        return wanted is not None
+
+    @staticmethod
+    def _take_wanted(wanted: Wanted, choice: Choice, delta: Delta) -> None:
+        """Keep the prompt's log-probabilities for the reply, and limit those in the delta, of which there are as many
+        as either of the two needs."""
+        if delta.prompt_logprobs is not None:
+            choice.prompt_logprobs = limited(delta.prompt_logprobs, wanted.prompt)
+            delta.prompt_logprobs = limited(delta.prompt_logprobs, wanted.output)
+        delta.logprobs = limited(delta.logprobs, wanted.output)
+
+    def _set_up_logprobs(self, choice: Choice, output: Output, request: Generate, echo: str | None) -> None:
         """Prepare a choice to report log-probabilities: of all tokens, with their offsets, or only of its content's."""
         tokenizer, sampling = self._service.tokenizer, request.sampling
         skips = tokenizer is not None and sampling.skip_special_tokens
         hidden = tokenizer.special_ids if skips else frozenset()
         if not self.reply.of_content:
-            echoed = len(request.prompt.ids) // TOKEN_BYTES if request.prompt_logprobs else 0
+            echoed = 0 if echo is None else len(request.prompt.ids) // TOKEN_BYTES
             choice.offsets = Offsets(tokenizer, hidden, echoed)
             return
         choice.logprobs = []
@@ -188,7 +211,7 @@ class Exchange(Mailbox):
             found = ids = None
         piece = pieces[-1] if pieces else None
         if last:
-            self.put(self.reply.last_chunk(choice.index, piece, found, choice.finish, choice.usage, ids))
+            self.put(self.reply.last_chunk(choice, piece, found, ids))
         else:
             self.put(self.reply.chunk(choice.index, piece, found, ids))
 
@@ -204,8 +227,10 @@ class Exchange(Mailbox):
     def whole(self) -> bytes:
         """The body of the answer, once it is complete."""
         choices = [
-            self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop)
+            self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop_reason)
             for c in self.choices
         ]
         prompt = self.reply.add_ids(choices, self.choices) if self.shows_ids else {}
+        if self.wanted is not None:
+            prompt |= self.reply.add_prompt_logprobs(choices, self.choices)
         return self.reply.body(choices, self.usages, self.prompts, self.reasoning_tokens, prompt)

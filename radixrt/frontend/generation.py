@@ -54,8 +54,10 @@ class Generation:
         reply = reply_of(body.model or self._model, self._text.tokenizer)
         reply.session = session_json(ready[0].encoded)
         reply.shows_reasoning = getattr(body, "include_reasoning", None) is not False
+        reply.names_ids = bool(getattr(body, "return_tokens_as_token_ids", False))
         exchange = exchange_of(transport, self._text, reply, bool(body.stream), usage)
         exchange.shows_ids = bool(getattr(body, "return_token_ids", False))
+        exchange.wanted = body.wanted_logprobs() if isinstance(body, Common) else None
         exchange.counts_tokens = bool(body.stream) and isinstance(body, Common) and body.counts_tokens()
         exchange.names = body.names() | {"grammar": ready[0].output.field}
         exchange.settled = self._peers.settled if self._peers else None
@@ -96,7 +98,7 @@ class Generation:
     ) -> None:
         """Send the request for one prompt."""
         prompt, encoded, sampling, output = ready.prompt, ready.encoded, ready.sampling, ready.output
-        echo = isinstance(body, Completion) and bool(body.echo)
+        echo = self._echo(prompt, encoded.ids) if isinstance(body, Completion) and body.echo else None
         message = Generate(
             id=0,
             prompt=TokenPrompt(encoded.ids),
@@ -110,10 +112,10 @@ class Generation:
             cache_salt=body.cache_salt or "",
             pin=pins,
             session=facts(encoded),
-            prompt_logprobs=echo and sampling.logprobs is not None,
+            prompt_logprobs=exchange.needs_prompt_logprobs(sampling, echo),
         )
         told = functools.partial(self._told, message, prompt, encoded) if isinstance(prompt, ChatPrompt) else None
-        exchange.submit(message, self._echo(prompt, encoded.ids) if echo else "", output, told)
+        exchange.submit(message, echo, output, told)
 
     def _told(self, request: Generate, prompt: ChatPrompt, encoded: Encoded, choice: Choice) -> None:
         if choice.whole:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,6 +20,7 @@ from radixrt.frontend.errors import ApiError
 from radixrt.frontend.replies import encode
 from radixrt.messages import Origin
 
+VERSION = "/v1"
 MESSAGES_PATH = "/v1/messages"
 """The path of Anthropic's API: below it errors are sent in its format."""
 DEPTH_DIGITS = 9
@@ -78,8 +80,20 @@ def _told(request: Request, error: ApiError) -> ApiError:
     return AnthropicError.wrap(error) if request.url.path.startswith(MESSAGES_PATH) else error
 
 
-async def on_http_error(request: Request, error: HTTPException) -> Response:
-    messages = {404: f"no such route: {request.url.path}", 405: f"{request.method} is not served here"}
+def _other_base(path: str, known: Collection[str]) -> str:
+    """What to say of an unknown path if it is a known one with VERSION once too often or too seldom: some clients add
+    it to their base URL, and others do not."""
+    if path.startswith(VERSION * 2) and (meant := path.removeprefix(VERSION)) in known:
+        return f"; for {meant} the client's base URL must not end with {VERSION}"
+    if (meant := VERSION + path) in known:
+        return f"; for {meant} the client's base URL must end with {VERSION}"
+    return ""
+
+
+async def on_http_error(request: Request, error: HTTPException, known: Collection[str]) -> Response:
+    """`known`: the paths that are served."""
+    path = request.url.path
+    messages = {404: f"no such route: {path}{_other_base(path, known)}", 405: f"{request.method} is not served here"}
     problem = _told(request, ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
     return Response(problem.body(), error.status_code, error.headers, "application/json")
 
@@ -104,7 +118,8 @@ class Application:
 
     def __init__(self, posts: dict[str, Handler], others: list[Route], lifespan: Lifespan[Starlette]) -> None:
         routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()] + others
-        handlers = {HTTPException: on_http_error, Exception: on_crash}
+        known = {route.path for route in routes}
+        handlers = {HTTPException: functools.partial(on_http_error, known=known), Exception: on_crash}
         self._posts = posts
         self._starlette = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from radixrt.frontend.errors import refuse
@@ -16,7 +17,7 @@ def checked_messages(messages: list[Message]) -> list[Message]:
     """The messages for a chat template. `developer` becomes `system`, and refusals become text, since templates do not
     know them. Raises ApiError (400) for unknown roles, invalid tool calls, and a tool's result without a call."""
     calls: set[str] = set()
-    messages = [_without_refusal(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    messages = [_without_refusal(f"messages[{i}]", _not_null(message)) for i, message in enumerate(messages)]
     for i, message in enumerate(messages):
         field = f"messages[{i}]"
         role = message.get("role")
@@ -28,6 +29,15 @@ def checked_messages(messages: list[Message]) -> list[Message]:
         if role == "tool":
             _check_tool_call_id(f"{field}.tool_call_id", message.get("tool_call_id"), calls)
     return [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
+
+
+def _not_null(message: Message) -> Message:
+    """An assistant's message whose content is "" if it is null and there is nothing else: an answer that other servers
+    have left empty."""
+    others = ("tool_calls", "refusal", *THOUGHTS)
+    if message.get("role") == "assistant" and message.get("content", "") is None and not any(map(message.get, others)):
+        return message | {"content": ""}
+    return message
 
 
 def _without_refusal(field: str, message: Message) -> Message:
@@ -88,7 +98,8 @@ def _call_ids(field: str, calls: Any) -> set[str]:
 
 
 def _checked_call(field: str, call: Any) -> str:
-    """Check a call; returns its id."""
+    """Check a call; returns its id. Arguments that are an object, as in the history of other libraries, become its
+    JSON."""
     if not isinstance(call, dict):
         refuse(field, "must be an object")
     if call.get("type", "function") != "function":
@@ -100,6 +111,15 @@ def _checked_call(field: str, call: Any) -> str:
         refuse(f"{field}.function", "must be an object with a name and arguments")
     if not isinstance(function.get("name"), str) or not function["name"]:
         refuse(f"{field}.function.name", "must be a string that is not empty")
+    if isinstance(function.get("arguments"), dict):
+        function["arguments"] = _to_json(f"{field}.function.arguments", function["arguments"])
     if not isinstance(function.get("arguments"), str):
         refuse(f"{field}.function.arguments", "must be a string, the arguments as JSON")
     return call["id"]
+
+
+def _to_json(field: str, arguments: dict[str, Any]) -> str:
+    try:
+        return json.dumps(arguments, ensure_ascii=False)
+    except RecursionError:
+        refuse(field, "is nested too deeply")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from radixrt.frontend.parsing import Content, Piece, Reasoning
 from radixrt.messages import TokenLogprob
@@ -12,6 +13,21 @@ from radixrt.router.tokens import Tokenizer
 
 TRIES = 8
 """The most occurrences of a text in the tokens' bytes that are tried, to find one that begins with a token."""
+
+
+class Wanted(NamedTuple):
+    """The number of alternatives that a request reports for each token of its answers and of its prompt; None: no
+    log-probabilities of them."""
+
+    output: int | None
+    prompt: int | None
+
+
+def limited(found: list[TokenLogprob] | None, most: int | None) -> list[TokenLogprob] | None:
+    """Log-probabilities with at most so many alternatives; None if they are not wanted at all."""
+    if found is None or most is None:
+        return None
+    return [TokenLogprob(one.token, one.logprob, one.top[:most]) for one in found]
 
 
 class Tokens:

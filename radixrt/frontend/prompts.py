@@ -93,8 +93,12 @@ class Prompts:
         try:
             check_choices(body.choices())
             check_sampling(sampling, self._text.vocab_size)
+            most = _most_tokens(body)
             for prompt in prompts:
                 encoded = await self._encode(prompt, key, body.cache_salt)
+                if most and len(encoded.ids) > most * TOKEN_BYTES:
+                    encoded = encoded._replace(ids=encoded.ids[-most * TOKEN_BYTES :])
+                    prompt = prompt if isinstance(prompt, ChatPrompt) else TokenPrompt(encoded.ids)
                 found.append((prompt, encoded, self._fitted(sampling, encoded.ids)))
         except FieldError as problem:
             raise api_error(problem, body.names()) from None
@@ -155,3 +159,11 @@ class Prompts:
         if isinstance(prompt, ChatPrompt):
             return self._formats.output(ids, prompt.partial, sampling.skip_special_tokens, use, wanted)
         return Output(grammar=wanted.grammar, field=wanted.field) if wanted else TEXT
+
+
+def _most_tokens(body: Body) -> int | None:
+    """The number of tokens that each prompt is truncated to, from the left, if it has more; None: not at all."""
+    most = getattr(body, "truncate_prompt_tokens", None)
+    if most is not None and most < 1:
+        refuse("truncate_prompt_tokens", "must be at least 1")
+    return most

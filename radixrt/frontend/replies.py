@@ -5,6 +5,7 @@ A chunk is assembled from bytes that are made once per request and the text: its
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -89,6 +90,8 @@ class Reply:
         self.session: dict[str, Any] = {}
         """See `session_json`."""
         self.shows_reasoning = True
+        self.names_ids = False
+        """Whether log-probabilities name tokens by their ids instead of their texts."""
         self._tokenizer = tokenizer
 
     def head(self, kind: str) -> dict[str, Any]:
@@ -112,6 +115,12 @@ class Reply:
         them beside the choices."""
         for choice, one in zip(choices, found, strict=True):
             choice |= {"token_ids": id_list(one.ids), "prompt_token_ids": id_list(one.prompt_ids)}
+        return {}
+
+    def add_prompt_logprobs(self, choices: list[dict[str, Any]], found: Sequence[Choice]) -> dict[str, Any]:
+        """As `add_ids`, for the log-probabilities of the prompt."""
+        for choice, one in zip(choices, found, strict=True):
+            choice["prompt_logprobs"] = prompt_logprobs_json(self._tokenizer, one.prompt_logprobs)
         return {}
 
     # ------------------------------------------------------------ chunks
@@ -140,14 +149,13 @@ class Reply:
         reported."""
         return self._head + self.choice_chunk(index, piece, logprobs, None, ids) + self._tail
 
-    def last_chunk(
-        self, index: int, piece: Piece | None, logprobs: Any, finish: Finish, usage: Usage, ids: bytes | None
-    ) -> bytes:
-        """The last chunk of a choice. It always has the worker and the cached tokens, even if usage is not
-        requested."""
-        about = {"worker": usage.worker, "cached_tokens": usage.cached_tokens} | self.session
+    def last_chunk(self, ended: Choice, piece: Piece | None, logprobs: Any, ids: bytes | None) -> bytes:
+        """The last chunk of a choice that has ended. It always has the worker and the cached tokens, even if usage is
+        not requested."""
+        about = {"worker": ended.usage.worker, "cached_tokens": ended.usage.cached_tokens} | self.session
         tail = self._tail.removesuffix(b"}\n\n") + b',"radixrt":%b}\n\n' % encode(about)
-        return self._head + self.choice_chunk(index, piece, logprobs, finish, ids) + tail
+        choice = self.choice_chunk(ended.index, piece, logprobs, ended.finish, ids)
+        return self._head + choice[:-1] + b',"stop_reason":%b}' % encode(ended.stop_reason) + tail
 
     def end(self, usages: Sequence[Usage], prompts: int, reasoning: int) -> bytes:
         """The end of a stream."""
@@ -180,8 +188,7 @@ class Reply:
         if found is None or offsets is None:
             return None
         texts = [self._text(t.token) for t in found]
-        # Of two tokens with the same text the more likely one is kept: it is written last.
-        tops = [{self._text(token): _finite(logprob) for token, logprob in t.top[::-1]} or None for t in found]
+        tops = [self._alternatives(one) for one in found]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(t.logprob) for t in found],
@@ -189,8 +196,16 @@ class Reply:
             "text_offset": [offsets.take(t.token, text) for t, text in zip(found, texts, strict=True)],
         }
 
+    def _alternatives(self, found: TokenLogprob) -> dict[str, float] | None:
+        """The most likely tokens, and the token itself, by text; None for a prompt's first token. Of two tokens with
+        the same text the more likely one is kept: it is written last."""
+        if math.isnan(found.logprob):
+            return None
+        own = {self._text(found.token): _finite(found.logprob)}
+        return own | {self._text(token): _finite(logprob) for token, logprob in found.top[::-1]}
+
     def _text(self, token: int) -> str:
-        return token_text(self._tokenizer, token)
+        return token_text(None if self.names_ids else self._tokenizer, token)
 
 
 class ChatReply(Reply):
@@ -212,6 +227,9 @@ class ChatReply(Reply):
         for choice, one in zip(choices, found, strict=True):
             choice["token_ids"] = id_list(one.ids)
         return {"prompt_token_ids": id_list(found[0].prompt_ids)}
+
+    def add_prompt_logprobs(self, choices: list[dict[str, Any]], found: Sequence[Choice]) -> dict[str, Any]:
+        return {"prompt_logprobs": prompt_logprobs_json(self._tokenizer, found[0].prompt_logprobs)}
 
     def choice_chunk(
         self, index: int, piece: Piece | None, logprobs: Any, finish: Finish | None, ids: bytes | None
@@ -236,7 +254,7 @@ class ChatReply(Reply):
     def logprobs(self, found: list[TokenLogprob] | None, offsets: Offsets | None) -> Any:
         if found is None:
             return None
-        return {"content": [token_json(self._tokenizer, one) for one in found], "refusal": None}
+        return {"content": [token_json(self._tokenizer, one, self.names_ids) for one in found], "refusal": None}
 
 
 def id_list(ids: bytes) -> list[int]:
@@ -249,15 +267,30 @@ def _ids_field(ids: bytes | None) -> bytes:
     return b"" if ids is None else b',"token_ids":%b' % encode(id_list(ids))
 
 
-def token_json(tokenizer: Tokenizer | None, found: TokenLogprob) -> dict[str, Any]:
-    """A token with its log-probabilities, in the format of chats and responses."""
-    tops = [_likelihood(tokenizer, token, logprob) for token, logprob in found.top]
-    return _likelihood(tokenizer, found.token, found.logprob) | {"top_logprobs": tops}
+def token_json(tokenizer: Tokenizer | None, found: TokenLogprob, names_ids: bool = False) -> dict[str, Any]:
+    """A token with its log-probabilities, in the format of chats and responses. See `Reply.names_ids`."""
+    tops = [_likelihood(tokenizer, token, logprob, names_ids) for token, logprob in found.top]
+    return _likelihood(tokenizer, found.token, found.logprob, names_ids) | {"top_logprobs": tops}
 
 
-def _likelihood(tokenizer: Tokenizer | None, token: int, logprob: float) -> dict[str, Any]:
+def _likelihood(tokenizer: Tokenizer | None, token: int, logprob: float, names_ids: bool) -> dict[str, Any]:
     raw = tokenizer.token_bytes(token) if tokenizer else b""
-    return {"token": token_text(tokenizer, token), "logprob": _finite(logprob), "bytes": list(raw)}
+    name = token_text(None if names_ids else tokenizer, token)
+    return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def prompt_logprobs_json(tokenizer: Tokenizer | None, found: list[TokenLogprob] | None) -> list[Any]:
+    """The log-probabilities of a prompt in vLLM's format: null for the first token, and for each other one an object
+    of that token and the most likely ones, by id. The rank of a token that is not among the latter is unknown: null."""
+    rows: list[Any] = [None]
+    for one in found or ():
+        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1)}
+        ranked = {one.token: ranked.get(one.token, (one.logprob, None))} | ranked
+        rows.append({
+            token: {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
+            for token, (logprob, rank) in ranked.items()
+        })  # fmt: skip
+    return rows
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:

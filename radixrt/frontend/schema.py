@@ -7,10 +7,12 @@ that is not supported is refused.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 import re
 from array import array
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -18,10 +20,12 @@ from radixrt.frontend import structured
 from radixrt.frontend.defaults import Defaults
 from radixrt.frontend.errors import ApiError, refuse
 from radixrt.frontend.history import checked_messages
+from radixrt.frontend.logprobs import Wanted
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import NO_TOOLS, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.tokens import cut_ids, parse_ids
+from radixrt.router.validate import MAX_LOGPROBS
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use all available room."""
@@ -37,9 +41,9 @@ Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 UNSERVED = (
     "audio", "chat_template", "custom_logit_processor", "documents",
     "guided_whitespace_pattern", "input_ids", "logits_processors", "logprob_token_ids", "lora_path", "no_stop_trim",
-    "prompt_embeds", "prompt_logprobs", "repetition_detection", "return_hidden_states", "return_meta_info",
-    "return_prompt_text", "return_prompt_token_ids", "return_routed_experts", "return_tokens_as_token_ids",
-    "session_params", "stop_regex", "structural_tag", "thinking_token_budget", "truncate_prompt_tokens",
+    "prompt_embeds", "repetition_detection", "return_hidden_states", "return_meta_info",
+    "return_prompt_text", "return_prompt_token_ids", "return_routed_experts",
+    "session_params", "stop_regex", "structural_tag", "thinking_token_budget",
     "use_beam_search", "watermarking", "web_search_options",
 )  # fmt: skip
 """Unsupported fields of OpenAI, vLLM and SGLang that would change an answer: they must not be ignored."""
@@ -87,6 +91,11 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens by their ids, as token_id:5."""
+    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = None
+    """Only so many of the last tokens of a prompt are used."""
     cache_salt: str | None = None
     response_format: dict[str, Any] | None = None
     user: str | None = None
@@ -110,6 +119,14 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
         """Whether each chunk of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
+    def output_logprobs(self) -> int | None:
+        """The number of alternatives that are reported for each token of an answer; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def wanted_logprobs(self) -> Wanted | None:
+        """Which log-probabilities are reported, if those of the prompt are: else Sampling has all that is wanted."""
+        return None if self.prompt_logprobs is None else Wanted(self.output_logprobs(), self.prompt_logprobs)
+
     def names(self) -> dict[str, str]:
         """Maps the fields of messages to the caller's names."""
         return {"include_stop": "include_stop_str_in_output", "bad_token_ids": "bad_words"}
@@ -125,14 +142,14 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
             return None
         return structured.constraint(dict(zip(structured.FIELDS, values, strict=True)))
 
-    def base_sampling(self, defaults: Defaults, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    def base_sampling(self, defaults: Defaults, max_tokens: int | None) -> Sampling:
         if (unserved := _unserved(self)) != _NOTHING:
             for name, value in zip(UNSERVED, unserved, strict=True):
                 if value is not None and value is not False and value not in ("", []):  # some clients send empty values
                     refuse(name, "is not served")
         if False in (switches := _switches(self)):
             refuse(ALWAYS_ON[switches.index(False)], "false is not served")
-        fields: dict[str, Any] = {**defaults, "max_tokens": max_tokens, "logprobs": logprobs}
+        fields: dict[str, Any] = {**defaults, "max_tokens": max_tokens, "logprobs": self._most_logprobs()}
         for name, value in zip(_SAMPLING, _plain(self), strict=True):
             if value is not None:
                 fields[name] = value
@@ -150,6 +167,17 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
             except ValueError:
                 refuse("logit_bias", "keys must be token ids")
         return Sampling(**fields)
+
+    def _most_logprobs(self) -> int | None:
+        """The number of alternatives that are computed, for tokens of the prompt and of the answer alike."""
+        wanted, of_prompt = self.output_logprobs(), self.prompt_logprobs
+        if of_prompt is None:
+            return wanted
+        if self.stream:
+            refuse("prompt_logprobs", "not with stream")
+        if not 0 <= of_prompt <= MAX_LOGPROBS:
+            refuse("prompt_logprobs", f"must be in [0, {MAX_LOGPROBS}]")
+        return max(of_prompt, wanted or 0)
 
 
 _PLAIN = (
@@ -202,7 +230,11 @@ class Completion(Common, kw_only=True):
         if self.suffix:
             refuse("suffix", "is not served")
         max_tokens = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-        return self.base_sampling(defaults, max_tokens, self.logprobs)
+        return self.base_sampling(defaults, max_tokens)
+
+    def output_logprobs(self) -> int | None:
+        """See Common."""
+        return self.logprobs
 
 
 class Chat(Common, kw_only=True):
@@ -268,35 +300,19 @@ class Chat(Common, kw_only=True):
     def names(self) -> dict[str, str]:
         """See Common."""
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return super().names() | {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
+        own = {"prompt": "messages", "template_args": "chat_template_kwargs", "logprobs": "top_logprobs"}
+        return super().names() | own | {"max_tokens": limit}
 
     def sampling(self, defaults: Defaults) -> Sampling:
         """See Completion."""
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", "only with logprobs")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.base_sampling(defaults, limit, (self.top_logprobs or 0) if self.logprobs else None)
+        return self.base_sampling(defaults, limit)
 
-
-class TokenizeBody(msgspec.Struct, kw_only=True):
-    """POST /tokenize: `prompt`, or `messages` of a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    def to_prompt(self) -> Prompt:
-        if (self.prompt is None) == (self.messages is None):
-            refuse("prompt", "either prompt or messages is needed")
-        if self.messages is not None:
-            return chat_prompt(self, self.messages, tool_use(self.tools, None, None).shown)
-        return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
+    def output_logprobs(self) -> int | None:
+        """See Common."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 def check_verbosity(value: Any, field: str) -> None:
@@ -321,8 +337,16 @@ def thinking_args(thinks: bool) -> dict[str, Any]:
     return {"enable_thinking": thinks, "thinking": thinks}
 
 
+class ChatBody(Protocol):
+    """A body with a chat for a template."""
+
+    continue_final_message: bool | None
+    add_generation_prompt: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
 def chat_prompt(
-    body: Chat | TokenizeBody,
+    body: ChatBody,
     messages: list[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     effort: dict[str, Any] | None = None,
@@ -332,13 +356,6 @@ def chat_prompt(
     if body.add_generation_prompt is not None and body.add_generation_prompt == partial:
         refuse("add_generation_prompt", "must be the opposite of continue_final_message")
     return ChatPrompt(checked_messages(messages), tools, partial, (effort or {}) | (body.chat_template_kwargs or {}))
-
-
-class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """POST /detokenize."""
-
-    model: str | None = None
-    tokens: list[Int]
 
 
 _prompt = msgspec.json.Decoder(str | list[str | Int | list[Int]] | None)
@@ -364,11 +381,21 @@ def parse_completion(body: bytes) -> Completion:
     return found
 
 
+@functools.cache
+def _lenient(kind: Any) -> msgspec.json.Decoder:
+    return msgspec.json.Decoder(kind, strict=False)
+
+
 def parse(decoder: msgspec.json.Decoder, body: bytes | msgspec.Raw, within: str = "") -> Any:
-    """Decode a body, or the part of one in the field `within`. Raises ApiError (400) that names an invalid field."""
+    """Decode a body, or the part of one in the field `within`. Raises ApiError (400) that names an invalid field.
+
+    Numbers and booleans may be in other types with the same value, as clients that compute them send 4096.0, and as
+    vLLM and SGLang take them."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as problem:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # it reads further
+            return _lenient(decoder.type).decode(body)
         text = str(problem)
         path = re.search(r" - at `\$\.?([^`]*)`$", text)
         missing = re.search(r"required field `([^`]*)`", text)

@@ -1,18 +1,52 @@
-"""The handlers of /tokenize and /detokenize."""
+"""/tokenize and /detokenize: their bodies and handlers."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from radixrt.client import token_bytes, token_list
+from radixrt.frontend.errors import api_error, refuse
 from radixrt.frontend.guard import json_response
 from radixrt.frontend.link import RouterLink
-from radixrt.frontend.schema import DetokenizeBody, TokenizeBody, parse
+from radixrt.frontend.schema import Int, chat_prompt, parse
+from radixrt.frontend.tools import tool_use
+from radixrt.messages import Prompt, TextPrompt
+from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /tokenize: `prompt`, or `messages` of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def to_prompt(self) -> Prompt:
+        if (self.prompt is None) == (self.messages is None):
+            refuse("prompt", "either prompt or messages is needed")
+        if self.messages is not None:
+            return chat_prompt(self, self.messages, tool_use(self.tools, None, None).shown)
+        return TextPrompt(self.prompt or "", self.add_special_tokens is not False)
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Int]
+
 
 _tokenize = msgspec.json.Decoder(TokenizeBody)
 _detokenize = msgspec.json.Decoder(DetokenizeBody)
@@ -33,7 +67,10 @@ class Tokenization:
         body = parse(_tokenize, await self._read(request))
         prompt = body.to_prompt()
         await self._link.check_model(body.model, key)
-        ids = token_list(await self._text.encode(prompt))
+        try:
+            ids = token_list(await self._text.encode(prompt))
+        except FieldError as problem:
+            raise api_error(problem, {"template_args": "chat_template_kwargs"}) from None
         answer = {"count": len(ids), "max_model_len": await self._max_model_len(key), "tokens": ids}
         tokenizer = self._text.tokenizer
         texts = [tokenizer.token_text(i) for i in ids] if body.return_token_strs and tokenizer else None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from radixrt.messages import Load
@@ -36,6 +36,7 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._requests()
         yield from self._tokens()
+        yield from self._latencies()
         yield from self._sessions()
         yield from self._workers()
 
@@ -85,6 +86,22 @@ class _Collector(Collector):
                 misses.add_metric([tenant, model, cause], count)
         yield from families.values()
         yield misses
+
+    def _latencies(self) -> Iterator[Metric]:
+        families = {
+            name: HistogramMetricFamily(f"radixrt_{metric}_seconds", text, labels=["tenant", "model"])
+            for name, metric, text in (
+                ("first", "time_to_first_token", "From the arrival of a sequence at the router to its first token."),
+                ("each", "time_per_output_token", "Mean of a sequence for each token after its first."),
+                ("whole", "sequence", "From the arrival of a sequence at the router to its last token."),
+            )
+        }
+        for (tenant, model), latency in self._report.latencies.items():
+            if self._tenant in (None, tenant):
+                for name, family in families.items():
+                    histogram = getattr(latency, name)
+                    family.add_metric([tenant, model], [*histogram.buckets()], histogram.total)
+        yield from families.values()
 
     def _sessions(self) -> Iterator[Metric]:
         text = "Answers in chat prompts that kept the token ids that were generated."

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from radixrt.messages import TOKEN_BYTES, Load, Origin, SessionFacts
 from radixrt.report.causes import Misses, explain
+from radixrt.report.latency import Latency
 from radixrt.report.volatile import Decode, Volatile
 from radixrt.report.workers import Workers, WorkerState
 from radixrt.tree import RadixTree
@@ -114,6 +115,8 @@ class Report:
         self._programs: dict[str, set[tuple[str, int]]] = defaultdict(set)
         """By tenant: the (program, depth) pairs that are counted."""
         self._workers = Workers(clock)
+        self.latencies: dict[tuple[str, str], Latency] = defaultdict(Latency)
+        """By (tenant, model or LoRA adapter)."""
         self._sessions: dict[str, Counter[str]] = defaultdict(Counter)
         self._volatile = Volatile()
         self.waits: dict[str, Waits] = defaultdict(Waits)
@@ -168,6 +171,14 @@ class Report:
             predicted=predicted_tokens,
             misses=misses,
         )
+
+    def began(self, tenant: str, model: str, seconds: float) -> None:
+        """Record the time until the first token of a sequence."""
+        self.latencies[tenant, model].first.add(seconds)
+
+    def took(self, tenant: str, model: str, first: float, last: float, tokens: int) -> None:
+        """Record a sequence that has ended well: the seconds until the first and the last of its tokens."""
+        self.latencies[tenant, model].ended(first, last, tokens)
 
     def session(self, tenant: str, facts: SessionFacts) -> None:
         """Record a new chat prompt, with what happened to the answers in it that were generated here."""

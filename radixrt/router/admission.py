@@ -97,8 +97,8 @@ class Admission:
         return request
 
     def model(self, name: str) -> str:
-        """The name of the model that a request for `name` ("": any) gets. Raises Refused (404) if it is not served, and
-        (503) if no worker serves yet."""
+        """The name of the model that a request for `name` ("": any) gets; of an alias it is that of the model. Raises
+        Refused (404) if it is not served, and (503) if no worker serves yet."""
         default = self._config.served_model_name
         if default and name in ("", default):
             return default
@@ -110,6 +110,8 @@ class Admission:
         if name in served or self._members.serving(name).members:  # the latter is cached
             return name
         served |= self._members.adapters()
+        if name not in served and name in self._config.model_aliases:
+            return self.model("")
         if name not in served:
             raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)
         return name

@@ -94,6 +94,11 @@ class RouterCore:
         self._next_keepalive = 0.0
 
     @property
+    def aliases(self) -> tuple[str, ...]:
+        """Further names of the model."""
+        return self._config.model_aliases
+
+    @property
     def runs_in_flight(self) -> int:
         """Runs that are dispatched or wait for a worker."""
         return len(self._dispatcher)
@@ -147,6 +152,7 @@ class RouterCore:
         request.resumed = self.pauses.end(state, now) if resumes and state else None
         effects: list[Effect] = []
         for run in request.runs:
+            run.arrived_at = now
             self._recorder.arrived(run)
             effects += self._dispatcher.send(run, now)
         return effects
@@ -202,6 +208,7 @@ class RouterCore:
             return None, []
         if past > 0:
             del run.emitted[-past:]
+        self._recorder.finished(run)
         self._close(run)
         self.counters.finished += not run.request.open
         return run.usage(), [Order(run.worker, Abort([run.id]))] if run.member else []
@@ -265,6 +272,7 @@ class RouterCore:
             request, tokens = run.request, output.tokens
             if request.stream and run.started and output.finish is None and len(tokens) == 1:  # the usual case
                 run.emitted.append(tokens[0])
+                run.last_at = now
                 delta = Delta(request.id, run.index, _pack_token(tokens[0]), logprobs=output.logprobs)
                 deltas[request.client].append(delta)
             else:
@@ -320,6 +328,8 @@ class RouterCore:
             self._dispatcher.start(run)
             others += request.resumed.unpin() if request.resumed else []
         tokens = output.tokens
+        if tokens:
+            self._count_time(run, now)
         run.emitted.extend(tokens)
         if run.counts_hits:
             run.cached = output.cached_tokens
@@ -350,11 +360,19 @@ class RouterCore:
         else:
             self._finish(run, output, deltas, others)
 
+    def _count_time(self, run: RunState, now: float) -> None:
+        """Tokens of a run have arrived, which are not among `emitted` yet."""
+        run.last_at = now
+        if not run.emitted:
+            run.first_at = now
+            self._recorder.first_token(run)
+
     def _finish(self, run: RunState, output: Output, deltas: Collected, others: list[Effect]) -> None:
         request = run.request
         usage = run.usage()
         if request.scores and request.open == 1:
             others.append(Reply(request.client, request.scored()))
+        self._recorder.finished(run)
         self._close(run)
         self.counters.finished += not request.open
         if request.scores:

@@ -50,6 +50,16 @@ class Recorder:
         if self._report:
             self._report.load(worker, load)
 
+    def first_token(self, run: RunState) -> None:
+        if self._report:
+            self._report.began(run.request.tenant, run.request.model, run.first_at - run.arrived_at)
+
+    def finished(self, run: RunState) -> None:
+        """A run has ended by itself, at a stop string, or by length."""
+        if self._report and run.emitted:
+            first, last = run.first_at - run.arrived_at, run.last_at - run.arrived_at
+            self._report.took(run.request.tenant, run.request.model, first, last, len(run.emitted))
+
     def ended(self, run: RunState) -> None:
         """A run has ended of which at least the prompt was computed."""
         counters, request = self._counters, run.request

@@ -87,6 +87,7 @@ class RunState:
     """
 
     __slots__ = (
+        "arrived_at",
         "best_hit",
         "bound",
         "cached",
@@ -94,9 +95,11 @@ class RunState:
         "emitted",
         "failed_by",
         "finished",
+        "first_at",
         "hit",
         "id",
         "index",
+        "last_at",
         "logprobs",
         "losses",
         "member",
@@ -146,6 +149,8 @@ class RunState:
         self.losses: list[Member] = []
         """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
         self.waiting_since: float | None = None
+        self.arrived_at = self.first_at = self.last_at = 0.0
+        """Times of its arrival, which the core sets, and of its first and latest token, if there are any."""
 
     @property
     def reusable(self) -> int:

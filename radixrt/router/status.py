@@ -43,8 +43,8 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
 
 
 def models(core: RouterCore) -> list[dict[str, Any]]:
-    """The models that workers serve now, and then their LoRA adapters, whose `parent` is their model. Each name once:
-    one that is a model of a worker has no parent, whatever it is elsewhere."""
+    """The models that workers serve now, with their aliases, and then their LoRA adapters, whose `parent` is their
+    model. Each name once: one that is a model of a worker has no parent, whatever it is elsewhere."""
     parents: dict[str, str] = {}
     longest: dict[str, int] = {}
     for member in core.members:
@@ -53,7 +53,11 @@ def models(core: RouterCore) -> list[dict[str, Any]]:
             parent = member.info.model if member.adapter(name) else ""
             parents[name] = min(parents.get(name, parent), parent)
             longest[name] = max(longest.get(name, 0), member.token_limit)
+    model = core.model("") if longest else ""
+    for alias in core.aliases if model in longest else ():
+        if alias not in parents:
+            parents[alias], longest[alias] = "", longest[model]
     return [
         {"id": name, "max_model_len": longest[name]} | ({"parent": parents[name]} if parents[name] else {})
-        for name in sorted(parents, key=lambda name: (parents[name], name))
+        for name in sorted(parents, key=lambda name: (parents[name], name in core.aliases, name))
     ]

@@ -1,4 +1,4 @@
-"""Contexts of finished requests, protected from eviction for a few seconds while other requests wait.
+"""Contexts of finished requests, protected from eviction for some seconds while other requests wait.
 
 An agent's next turn comes when its client has read the answer and a tool has run. Where contexts exceed the cache, what
 the last turn left is by then the first to be evicted, since everything else is leased by running requests: whoever is
@@ -6,26 +6,32 @@ admitted in between takes its pages, and the next turn has to compute its contex
 
     finished --keep--> leased here --arrived--> next turn waits --admitted--> leased by the next turn
                             |                        |
-                            +---- after SECONDS, or when pages run out ----> evictable
+                            +---- after `seconds`, or when pages run out ----> evictable, and remembered for a while
 
 Contexts are kept only while others wait, only if enough of them are continued, and only if there is little host memory
-for evicted pages.
+for evicted pages. For how long is learned from when next turns come: the tools of some agents take milliseconds, those
+of others minutes. Each context that is lost makes others wait until it is computed again, meanwhile theirs are lost,
+and soon nobody finds anything. If some are kept, these agents go on, and those who wait get their turn by age.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
 
 from radixrt.messages import TOKEN_BYTES
 from radixrt.tree import Lease, OwnerTree, common_length
 from radixrt.worker.pins import ends_along
 from radixrt.worker.request import Request
 
-SECONDS = 5.0
-"""How long a context is kept; most tools take less."""
+SECONDS = 5.0, 10.0, 20.0, 40.0, 80.0
+"""How long a context may be kept. It is remembered for the last of these."""
+COVERED = 0.8
+"""Contexts are kept for the first of SECONDS within which this share of next turns comes, of those that come at all."""
 MOST = 256
 """The most contexts that are kept or remembered: each is compared with every request that arrives."""
 OVERLAP = 4
@@ -33,7 +39,7 @@ OVERLAP = 4
 LEAST = 0.25
 """Contexts are kept only if at least this share of recent ones was continued."""
 _WEIGHT = 1 / 32
-"""Of each context in the moving average `returning`."""
+"""Of each context in the moving averages."""
 _TAIL = 64
 """Prompts are compared by this many last bytes first, since most differ there."""
 _OWNER = 0
@@ -44,20 +50,22 @@ class _Ended:
     """The context of a finished request.
 
     ids      its tokens as int32 bytes, of which the first `prompt` bytes are the prompt
-    until    when it expires
-    lease    None if the context is only remembered, for `returning`, and not protected
+    since    when it ended or, if later, when the last request came that continues it
+    lease    None if the context is only remembered, and not protected
     next     `Request.number` of the waiting requests that continue it
     counted  whether it is part of `returning`; several answers to one prompt count once
+    came     whether it is part of `seconds`
     """
 
     tenant: str
     namespace: str
     ids: bytes
     prompt: int
-    until: float
+    since: float
     lease: Lease | None = None
     next: set[int] = field(default_factory=set)
     counted: bool = False
+    came: bool = False
 
     def begins(self, ids: bytes) -> bool:
         """Whether a longer prompt, int32 bytes, begins with this one's prompt."""
@@ -71,16 +79,25 @@ class Kept:
 
     def __init__(self, room: int) -> None:
         self.returning = LEAST - 0.01
-        """Moving average of the share of contexts that were continued before they expired."""
+        """Moving average of the share of contexts that were continued within `seconds`."""
+        self.seconds = SECONDS[0]
+        """How long contexts are kept."""
+        self._coming = [1.0, *[0.0] * (len(SECONDS) - 1)]
+        """Moving average of the shares of next turns that came within each of SECONDS, and not within the one before.
+        """
         self._most_bytes = TOKEN_BYTES * OVERLAP * room
         self._bytes = 0
         self._ended: deque[_Ended] = deque()
-        """Sorted by expiry."""
+        self._past: deque[_Ended] = deque()
+        """Those that are not kept any more. Both are sorted by `since`."""
         self._paths: dict[str, OwnerTree] = {}
         """By tenant, the paths that are leased here; tokens in several paths count once."""
 
     def __bool__(self) -> bool:
-        return bool(self._ended)
+        return bool(self._ended or self._past)
+
+    def _all(self) -> Iterator[_Ended]:
+        return chain(self._past, self._ended)
 
     @property
     def by_tenant(self) -> dict[str, int]:
@@ -97,20 +114,20 @@ class Kept:
             return lease.release()
         ids = request.tokens[: max(lease.length, request.prompt_len)].tobytes()
         now = time.monotonic()
-        ended = _Ended(request.tenant, request.namespace, ids, TOKEN_BYTES * request.prompt_len, now + SECONDS)
+        ended = _Ended(request.tenant, request.namespace, ids, TOKEN_BYTES * request.prompt_len, now)
         self._lease(ended, ids[: TOKEN_BYTES * lease.length], lease)
         self._ended.append(ended)
         self._bytes += len(ids)
         if self.returning < LEAST:
             self._release(ended)
-        while len(self._ended) > MOST or self._bytes > self._most_bytes:
-            self._remove(self._ended[0])
+        while len(self._ended) + len(self._past) > MOST or self._bytes > self._most_bytes:
+            self._remove(next(self._all()))
 
     def arrived(self, request: Request) -> None:
         """Record a new request, and extend the context that it continues, if any. Of several, that is the one with the
         longest prompt and, among answers to the same prompt, the one with the longest common prefix."""
         ids, found, longest = b"", None, (0, 0)
-        for ended in self._ended:
+        for ended in self._all():
             if ended.namespace != request.namespace:
                 continue
             ids = ids or request.tokens.tobytes()
@@ -120,38 +137,52 @@ class Kept:
                     found, longest = ended, common
         if found is None:
             return
+        now = time.monotonic()
+        if not found.came:
+            found.came = True
+            self._learn(now - found.since)
         found.next.add(request.number)
-        found.until = time.monotonic() + SECONDS
-        self._ended.remove(found)
+        found.since = now
+        (self._ended if found in self._ended else self._past).remove(found)
         self._ended.append(found)
         if not found.counted:
             self.returning += _WEIGHT * (1 - self.returning)
             self._count(found)
 
+    def _learn(self, seconds: float) -> None:
+        """A next turn came so many seconds after the one before had ended."""
+        self._coming = [(1 - _WEIGHT) * share for share in self._coming]
+        self._coming[min(bisect_left(SECONDS, seconds), len(SECONDS) - 1)] += _WEIGHT
+        covered = accumulate(self._coming)
+        self.seconds = next(most for most, share in zip(SECONDS, covered, strict=True) if share >= COVERED)
+
     def admitted(self, request: Request) -> None:
         """A request was admitted, and has a lease of its own: drop the context that it continues."""
-        for ended in self._ended:
+        for ended in self._all():
             if request.number in ended.next:
                 ended.next.remove(request.number)
                 return None if ended.next else self._remove(ended)
 
     def left(self, request: Request) -> None:
         """A request was aborted while it waited: another may still continue its context."""
-        for ended in self._ended:
+        for ended in self._all():
             ended.next.discard(request.number)
 
     def expire(self) -> None:
-        """Drop the expired contexts."""
+        """Release the contexts that have been kept long enough, and drop those that have been remembered so."""
         now = time.monotonic()
-        while self._ended and self._ended[0].until <= now:
-            ended = self._ended[0]
+        while self._ended and self._ended[0].since + self.seconds <= now:
+            ended = self._ended.popleft()
             if not ended.counted:
                 self.returning -= _WEIGHT * self.returning
                 self._count(ended)
-            self._remove(ended)
+            self._release(ended)
+            self._past.append(ended)
+        while self._past and self._past[0].since + SECONDS[-1] <= now:
+            self._remove(self._past[0])
 
     def release_oldest(self) -> bool:
-        """Release the lease of the context that would expire first. False if there is none."""
+        """Release the lease of the oldest context. False if there is none."""
         return any(map(self._release, self._ended))
 
     def leases(self, spared: frozenset[str] = frozenset()) -> list[Lease]:
@@ -174,18 +205,18 @@ class Kept:
 
     def clear(self) -> None:
         """Drop all contexts."""
-        while self._ended:
-            self._remove(self._ended[0])
+        while self:
+            self._remove(next(self._all()))
 
     def _count(self, ended: _Ended) -> None:
         """Mark all contexts with the same prompt as counted."""
-        for other in self._ended:
+        for other in self._all():
             if other.namespace == ended.namespace and other.prompt == ended.prompt:
                 other.counted = other.counted or other.ids.startswith(ended.ids[: ended.prompt])
 
     def _remove(self, ended: _Ended) -> None:
         self._release(ended)
-        self._ended.remove(ended)
+        (self._ended if ended in self._ended else self._past).remove(ended)
         self._bytes -= len(ended.ids)
 
     def _lease(self, ended: _Ended, path: bytes, lease: Lease) -> None:

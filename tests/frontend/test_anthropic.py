@@ -290,6 +290,19 @@ def test_system_blocks_and_a_prefilled_answer(hermes):
     assert [m["role"] for m in hermes.prompt.messages] == ["system", "user"]
 
 
+def test_an_answer_without_content_is_sent_back(hermes):
+    """As clients do with what they got; Anthropic's API refuses that."""
+    first = hermes.ask("")
+    assert first.content == [] and first.stop_reason == "end_turn"
+    for content in ([], "", [{"type": "text", "text": ""}]):
+        again = hermes.ask("Yes.", messages=[*HELLO, {"role": "assistant", "content": content}, *HELLO])
+        assert again.content[0].text == "Yes."
+        assert [(m["role"], m["content"]) for m in hermes.prompt.messages] == [
+            ("user", "hello"), ("assistant", ""), ("user", "hello"),
+        ]  # fmt: skip
+        assert again.usage.cache_read_input_tokens >= first.usage.cache_read_input_tokens + first.usage.input_tokens
+
+
 DOCUMENT = {
     "type": "document",
     "title": "Rivers",

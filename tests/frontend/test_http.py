@@ -150,6 +150,8 @@ def test_tokenize_and_detokenize(http):
     assert http.post("/tokenize", json={"messages": [{"role": "user", "content": "hi"}]}).json()["count"] > 3
     for body in ({}, {"prompt": 3}, {"prompt": "a", "messages": []}):
         assert http.post("/tokenize", json=body).status_code == 400
+    body = {"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"tools": []}}
+    assert http.post("/tokenize", json=body).json()["error"]["param"] == "chat_template_kwargs"
     for tokens in ([-1], [99999], [1 << 40], ["a"]):
         assert http.post("/detokenize", json={"tokens": tokens}).status_code == 400
 
@@ -215,6 +217,15 @@ def test_routes_that_are_none(http):
         http.get("/v2/nothing").status_code == 404 and "no such route" in error_of(http.get("/v2/nothing"))["message"]
     )
     assert http.get("/v1/completions").status_code == 405
+    for method, path, said in (
+        ("POST", "/chat/completions", "for /v1/chat/completions the client's base URL must end with /v1"),
+        ("GET", "/models", "for /v1/models the client's base URL must end with /v1"),
+        ("POST", "/v1/v1/messages", "for /v1/messages the client's base URL must not end with /v1"),
+    ):
+        answer = http.request(method, path)
+        assert answer.status_code == 404 and error_of(answer)["message"] == f"no such route: {path}; {said}"
+    for path in ("/v1/health", "/v1/v1/nothing", "/nothing", "/v1", "/"):
+        assert error_of(http.post(path))["message"] == f"no such route: {path}"
     assert http.delete("/health").status_code == 405
 
 
@@ -222,6 +233,16 @@ def test_routes_that_are_none(http):
 def test_a_body_that_is_no_request(http, body):
     for route in ("/v1/completions", "/v1/chat/completions"):
         response = http.post(route, content=body)
+        assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "tail", [b"}", b'"x": "\xff"}', b'"messages": "\xff"}', b'"x": ' + b"[" * 5000, b'"messages": 3}']
+)
+def test_a_body_with_a_fault_behind_a_number_of_another_type(http, tail):
+    """Which is read a second time, and then further."""
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
+        response = http.post(route, content=b'{"max_tokens": 3.0, ' + tail)
         assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
 
 

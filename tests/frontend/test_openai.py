@@ -264,7 +264,9 @@ def test_echo_with_log_probabilities(client, prompt, max_tokens):
     size = complete(client, prompt).usage.prompt_tokens
     assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == size + max_tokens
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None and found.text_offset[0] == 0
-    assert all(x < 0 for x in found.token_logprobs[1:]) and all(len(top) == 1 for top in found.top_logprobs[1:])
+    assert all(x < 0 for x in found.token_logprobs[1:])
+    for token, logprob, top in list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))[1:]:
+        assert top[token] >= logprob and len(top) == 1 + (max(top.values()) > logprob), "the token and the likeliest"
     assert choice.text.startswith(complete(client, prompt, echo=True, max_tokens=0).choices[0].text)
     chunks = [c.choices[0] for c in complete(client, prompt, stream=True, **fields)]
     assert "".join(c.text for c in chunks) == choice.text
@@ -283,6 +285,65 @@ def test_echo_shows_no_special_tokens(client, skips):
     found = complete(client, [0, 5, 6, 7], max_tokens=3, **fields).choices[0]
     assert found.text.startswith(echo) and found.logprobs.text_offset[1] == 0
     assert found.logprobs.text_offset[4] == len(echo)
+
+
+@pytest.mark.parametrize("most", [3, 4, 1000])
+def test_only_the_end_of_a_prompt(client, most):
+    body = {"truncate_prompt_tokens": most, "return_token_ids": True}
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    for found, ids in zip(complete(client, prompts, extra_body=body).choices, prompts, strict=True):
+        assert found.prompt_token_ids == ids[-most:]
+        assert found.text == complete(client, ids[-most:]).choices[0].text
+    whole = complete(client, "The dog sees a cat.", extra_body={"return_token_ids": True}).choices[0].prompt_token_ids
+    echo = complete(client, "The dog sees a cat.", echo=True, max_tokens=0, extra_body=body).choices[0]
+    assert echo.prompt_token_ids == whole[-most:] and "The dog sees a cat.".endswith(echo.text)
+    assert (echo.text == "The dog sees a cat.") == (most >= len(whole))
+    first = chat(client, extra_body=body)
+    full = chat(client, extra_body={"return_token_ids": True})
+    assert first.prompt_token_ids == full.prompt_token_ids[-most:]
+    said = {"role": "assistant", "content": text_of(first)}
+    again = chat(client, [*HELLO, said, *HELLO], extra_body={"return_token_ids": True})
+    assert again.prompt_token_ids[: len(full.prompt_token_ids)] == full.prompt_token_ids, "the next turn has all of it"
+
+
+def test_numbers_in_other_types(client):
+    """As clients send them that compute them, and as other servers take them."""
+    more = {"top_k": "5", "stop_token_ids": [1.0]}
+    fields = {"max_tokens": 3.0, "temperature": "0", "seed": 7.0, "echo": "false", "extra_body": more}
+    assert complete(client, **fields).usage.completion_tokens == 3
+    assert chat(client, max_tokens="3", n=2.0, extra_body={"return_token_ids": "true"}).choices[1].token_ids
+    for field, value in (("max_tokens", 3.5), ("max_tokens", True), ("stop", 5), ("echo", "maybe")):
+        with pytest.raises(openai.BadRequestError) as caught:
+            complete(client, **{field: value})
+        assert caught.value.param == field
+
+
+def test_an_answer_that_another_server_left_empty(client):
+    said = {"role": "assistant", "content": None}
+    asked = {"return_token_ids": True}
+    found = [chat(client, [*HELLO, said | {"content": text}, *HELLO], extra_body=asked) for text in (None, "")]
+    assert found[0].prompt_token_ids == found[1].prompt_token_ids
+    for other in ({"role": "assistant"}, {"role": "user", "content": None}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            chat(client, [*HELLO, other, *HELLO])
+        assert caught.value.param == "messages[1].content"
+
+
+@pytest.mark.parametrize("make", [complete, chat])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ended_an_answer(client, make, stream):
+    """As in vLLM: what was asked for, not that the model ended its turn or that it is long enough."""
+
+    def ended(**fields):
+        answer = make(client, temperature=0, stream=stream, max_tokens=40, **fields)
+        last = [*answer][-1].choices[0] if stream else answer.choices[0]
+        return last.finish_reason, last.stop_reason
+
+    ids = make(client, temperature=0, max_tokens=40, extra_body={"return_token_ids": True}).choices[0].token_ids
+    assert ended() == ("length", None)
+    assert ended(extra_body={"stop_token_ids": [ids[5]]}) == ("stop", ids[5])
+    text = make(client, temperature=0, max_tokens=40)
+    assert ended(stop=[text_of(text)[3:6], "never"]) == ("stop", text_of(text)[3:6])
 
 
 def test_sampling_parameters_travel(client):
@@ -366,7 +427,11 @@ BAD = [
     (chat, {"modalities": ["audio"]}, 400, "modalities"),
     (chat, {"extra_body": {"guided_json": {"type": "thing"}}}, 400, "guided_json"),
     (chat, {"extra_body": {"echo": True}}, 400, "echo"),
-    (complete, {"extra_body": {"prompt_logprobs": 1}}, 400, "prompt_logprobs"),
+    (complete, {"extra_body": {"prompt_logprobs": 21}}, 400, "prompt_logprobs"),
+    (chat, {"extra_body": {"prompt_logprobs": -1}}, 400, "prompt_logprobs"),
+    (complete, {"stream": True, "extra_body": {"prompt_logprobs": 0}}, 400, "prompt_logprobs"),
+    (complete, {"extra_body": {"truncate_prompt_tokens": 0}}, 400, "truncate_prompt_tokens"),
+    (chat, {"extra_body": {"chat_template_kwargs": {"tools": []}}}, 400, "chat_template_kwargs"),
     (complete, {"extra_body": {"structured_outputs": {"regex": 3}}}, 400, "structured_outputs.regex"),
     (complete, {"prompt": [True]}, 400, "prompt"),
     (complete, {"prompt": [[1 << 70]]}, 400, "prompt"),

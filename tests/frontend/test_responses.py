@@ -818,6 +818,7 @@ def test_an_item_of_another_tenant_or_one_not_kept_is_not_there(model):
         ("input[0].content", {"input": [{"role": "user"}]}),
         ("input[0].content[1].type", {"input": [{"role": "user", "content": [
             {"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "x"}]}]}),
+        ("input[0].content[0].type", {"input": [{"role": "user", "content": [{"type": ["input_text"]}]}]}),
         ("input[0].call_id", {"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}),
         ("input[0].arguments", {"input": [{"type": "function_call", "call_id": "x", "name": "y"}]}),
         ("tools[0].type", {"tools": [{"type": "web_search"}]}),
@@ -826,7 +827,13 @@ def test_an_item_of_another_tenant_or_one_not_kept_is_not_there(model):
         ("tools[1].tools", {"tools": [WEATHER, {"type": "namespace", "name": "a"}]}),
         ("tools[1].tools[0].type", {"tools": [WEATHER, FILES | {"tools": [{"type": "web_search"}]}]}),
         ("tools[0].name", {"tools": [{"type": "custom"}]}),
-        ("tools[0].format", {"tools": [SH | {"format": {"type": "grammar", "syntax": "lark", "definition": "x"}}]}),
+        ("tools[0].format.type", {"tools": [SH | {"format": {"type": "json"}}]}),
+        ("tools[0].format.type", {"tools": [SH | {"format": "text"}]}),
+        ("tools[0].format.syntax", {"tools": [SH | {"format": {"type": "grammar", "definition": "x"}}]}),
+        ("tools[0].format.syntax", {"tools": [SH | {"format": {"type": "grammar", "syntax": ["lark"]}}]}),
+        ("tools[0].format.definition", {"tools": [SH | {"format": {"type": "grammar", "syntax": "lark"}}]}),
+        ("tools[1].tools[0].format.definition", {"tools": [WEATHER, FILES | {"tools": [
+            SH | {"format": {"type": "grammar", "syntax": "regex", "definition": 3}}]}]}),
         ("tools[1].tools[0].name", {"tools": [WEATHER, FILES | {"tools": [{"type": "function"}]}]}),
         ("tools[2].parameters", {"tools": [{"type": "web_search"}, FILES, NAMED | {"parameters": "x"}]}),
         ("tools[1].tools[1].name", {"tools": [WEATHER, FILES | {"tools": [NAMED, NAMED]}]}),
@@ -1069,6 +1076,26 @@ def test_input_items_of_custom_tools_and_namespaces(model):
         assert item | {"id": given.get("id"), "status": given.get("status")} == {"id": None, "status": None} | given
     ask(model, "Fine.", input=[{"role": "user", "content": "hello"}, *found], tools=tools)
     assert rendered(model) == prompt
+
+
+@pytest.mark.parametrize(("syntax", "shown"), [("lark", "grammar in the syntax of Lark"), ("regex", "expression")])
+@pytest.mark.parametrize("about", ["Runs a line", None])
+def test_the_grammar_of_a_custom_tool_is_shown(model, syntax, shown, about):
+    """Codex' apply_patch has one."""
+    tool = SH | {
+        "description": about,
+        "format": {"type": "grammar", "syntax": syntax, "definition": 'start: "ls" /.*/'},
+    }
+    response = ask(model, LINE, tools=[tool])
+    assert response.output[0].input == 'ls "a b"' and response.to_dict()["tools"] == [tool]
+    (function,) = [tool["function"] for tool in rendered_tools(model)]
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {"input": {"type": "string"}},
+        "required": ["input"],
+    }
+    assert function["description"].startswith(about or "The input must")
+    assert shown in function["description"] and function["description"].endswith(':\nstart: "ls" /.*/')
 
 
 def test_a_custom_tool_whose_input_is_cut(model):

@@ -115,6 +115,14 @@ def test_anthropics_tool_runner(model):
     assert [m["role"] for m in model.answers[1][1].messages] == ["user", "assistant", "tool"]
 
 
+@pytest.mark.parametrize("fields", [{}, {"stop": "never"}, {"extra_body": {"stop_token_ids": [5]}}])
+def test_the_end_of_a_turn_is_no_stop_that_was_asked_for(model, fields):
+    choice = model.chat("Yes.", **fields).choices[0]
+    assert (choice.finish_reason, choice.stop_reason, choice.message.content) == ("stop", None, "Yes.")
+    *_, last = model.chat("Yes.", stream=True, **fields)
+    assert (last.choices[0].finish_reason, last.choices[0].stop_reason) == ("stop", None)
+
+
 def test_structured_output_by_its_older_name(model):
     """`output_format` was the field of the beta of 2025-11-13."""
     pytest.importorskip("xgrammar")
@@ -203,7 +211,6 @@ def test_one_grammar_by_its_old_and_its_new_name(model):
         {"no_stop_trim": True},
         {"return_hidden_states": True},
         {"custom_logit_processor": "x"},
-        {"prompt_logprobs": 0},
         {"web_search_options": {}},
         {"input_ids": [1, 2]},
         {"session_params": {"id": "a"}},

@@ -767,6 +767,26 @@ def test_only_workers_with_the_adapter_are_asked():
     assert error(core.submit(b"c", generate(7, model="sql"), 1.0)).code == 404
 
 
+@pytest.mark.parametrize("default", ["m", ""])
+def test_aliases_are_the_model(default):
+    """They share its prefixes; a model or an adapter of such a name comes first."""
+    core = core_with(served_model_name=default, model_aliases=("gpt-9", "sql"))
+    assert status.models(core) == []
+    core.register(register("w0", adapters=[Adapter("sql")]), 0.0)
+    _, run = only_run(core.submit(b"c", generate(1, model="m"), 1.0))
+    _, other = only_run(core.submit(b"c", generate(2, model="gpt-9"), 1.0))
+    assert other.namespace == run.namespace and (run.adapter, other.adapter) == ("", "")
+    _, of_adapter = only_run(core.submit(b"c", generate(3, model="sql"), 1.0))
+    assert of_adapter.adapter == "sql" and of_adapter.namespace != run.namespace
+    assert error(core.submit(b"c", generate(4, model="gpt-8"), 1.0)).code == 404
+    elsewhere = core_with(register("w1"), served_model_name="not yet", model_aliases=("gpt-9",))
+    assert [model["id"] for model in status.models(elsewhere)] == ["m"]
+    assert status.models(core) == [
+        {"id": "m", "max_model_len": 4096}, {"id": "gpt-9", "max_model_len": 4096},
+        {"id": "sql", "max_model_len": 4096, "parent": "m"},
+    ]  # fmt: skip
+
+
 def test_a_name_may_be_an_adapter_at_one_worker_and_a_model_at_another():
     """Each worker is asked for what it has, also when a run goes on elsewhere; the name is listed once."""
     core = core_with(register("w0", adapters=[Adapter("sql"), Adapter("bot")]))
@@ -805,6 +825,12 @@ class Sink:
 
     def finished(self, **fields):
         self.runs.append(fields)
+
+    def began(self, *latency):
+        pass
+
+    def took(self, *latency):
+        pass
 
     def load(self, worker, load):
         self.loads.append(worker)

@@ -19,6 +19,7 @@ from tests.worker.engine import Clock
 from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
 
 AGENT = [7] * 40
+SHORT, *_, LONG = SECONDS
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_without_it_the_stranger_takes_it(clock, monkeypatch):
 
 def test_it_is_kept_for_a_time(clock):
     bench, _ = crowded()
-    clock.now += SECONDS - 0.1
+    clock.now += SHORT - 0.1
     bench.step()
     assert bench.scheduler.num_waiting == 1
     clock.now += 0.2
@@ -89,11 +90,11 @@ def test_it_is_kept_for_a_time(clock):
 def test_who_comes_back_is_waited_for_longer(clock):
     """It is in the queue, and others are before it."""
     bench, history = crowded()
-    clock.now += SECONDS - 0.1
+    clock.now += SHORT - 0.1
     request = bench.add(3, history, 2, namespace="a")
     assert bench.cache.kept.returning > 0.5
     bench.scheduler._waiting.remove(request)  # as if there were no row for it
-    clock.now += SECONDS - 0.1
+    clock.now += SHORT - 0.1
     bench.step()
     assert bench.scheduler.num_waiting == 1 and not bench.tokens[2]
     bench.scheduler._waiting.add(request)
@@ -378,7 +379,7 @@ def test_who_came_back_and_waits_is_no_loss(clock):
     found.keep(ended([1] * 5), lease := Lease())
     found.arrived(ended([1] * 6))
     before = found.returning
-    clock.now += SECONDS
+    clock.now += SHORT
     found.expire()
     assert lease.released and found.returning == before
 
@@ -414,13 +415,13 @@ def test_of_several_answers_to_one_prompt_it_is_enough_that_one_is_gone_on_from(
     found.arrived(turn := ended([1] * 5 + [23, 23, 9]))
     assert found.returning == pytest.approx(up := before + (1 - before) / 32)
     found.admitted(turn)
-    clock.now += SECONDS
+    clock.now += SHORT
     found.expire()
-    assert not found and found.returning == up
+    assert not found.leases() and found.returning == up
     choices(found, *([n, n] for n in range(20, 28)))
-    clock.now += SECONDS
+    clock.now += SHORT
     found.expire()
-    assert not found and found.returning == pytest.approx(up * 31 / 32)
+    assert not found.leases() and found.returning == pytest.approx(up * 31 / 32)
 
 
 @pytest.mark.parametrize(("prompt", "namespace"), [([1] * 5, "b"), ([2] * 5, "a")])
@@ -433,7 +434,7 @@ def test_answers_to_other_prompts_count_for_themselves(clock, prompt, namespace)
     found.arrived(ended([1] * 6))
     came = before + (1 - before) / 32
     assert found.returning == pytest.approx(came)
-    clock.now += SECONDS
+    clock.now += SHORT
     found.expire()
     assert found.returning == pytest.approx(came * 31 / 32), "nobody went on from the other"
 
@@ -472,9 +473,9 @@ def test_where_few_come_back_nothing_is_kept(clock):
     for number in range(100):
         found.keep(ended([number] * 5), lease := Lease())
         assert lease.released == (found.returning < LEAST)
-        clock.now += SECONDS + 1
+        clock.now += SHORT + 1
         found.expire()
-        assert lease.released and not found
+        assert lease.released and not found.leases()
     assert found.returning < LEAST
     for number in range(100):
         found.keep(ended([number] * 5), lease := Lease())
@@ -482,6 +483,62 @@ def test_where_few_come_back_nothing_is_kept(clock):
     assert found.returning > LEAST and not lease.released, "but what would have been is remembered"
     found.clear()
     assert lease.released
+
+
+def turns(found: Kept, clock: Clock, delays: list[float]) -> None:
+    """Contexts that are continued after so many seconds, one after the other."""
+    for number, delay in enumerate(delays):
+        found.keep(ended([number] * 5), Lease())
+        while delay > 0:
+            clock.now += min(delay, 1.0)
+            delay -= 1.0
+            found.expire()
+        found.arrived(turn := ended([number] * 6))
+        found.admitted(turn)
+
+
+@pytest.mark.parametrize(
+    ("delays", "seconds"),
+    [
+        ([0.1] * 100, 5),
+        ([15.0] * 100, 20),
+        ([0.1, 30.0] * 50, 40),
+        ([0.1] * 80 + [30.0] * 2, 5),  # a few that take long are not waited for
+        ([70.0] * 100, 80),
+        ([70.0] * 100 + [7.0] * 100, 10),
+        ([200.0] * 50, 5),  # nobody remembers that
+    ],
+)
+def test_they_are_kept_until_most_next_turns_come(clock, delays, seconds):
+    found = keeping()
+    turns(found, clock, delays)
+    assert found.seconds == seconds
+    found.returning = 0.5
+    found.keep(ended([1] * 9), lease := Lease())
+    clock.now += seconds - 0.1
+    found.expire()
+    assert not lease.released
+    clock.now += 0.2
+    found.expire()
+    assert lease.released
+
+
+def test_where_next_turns_come_late_they_are_kept_all_the_same(clock):
+    """At first none comes in time, so that nothing seems to come back."""
+    found = Kept(1000)
+    turns(found, clock, [15.0] * 100)
+    assert found.returning > LEAST
+
+
+def test_what_is_not_kept_is_remembered_for_a_while(clock):
+    found = keeping()
+    found.keep(ended([1] * 5), Lease())
+    clock.now += LONG - 0.1
+    found.expire()
+    assert found and not found.leases()
+    clock.now += 0.2
+    found.expire()
+    assert not found
 
 
 def test_the_first_that_comes_back_is_enough(clock):
@@ -581,7 +638,7 @@ def test_any_load_of_agents_ends(seed, monkeypatch):
             asked = rng.choice(agents).asked
             if bench.scheduler.abort(asked):
                 bench.finish[asked] = "aborted"
-        clock.now += rng.choice([0.0, 0.1, 2.0])
+        clock.now += rng.choice([0.0, 0.1, 2.0, 15.0])
         bench.step()
         if step % 10 == 0:
             check_held(bench)

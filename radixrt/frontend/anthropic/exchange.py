@@ -27,7 +27,7 @@ class MessageExchange(Exchange):
         self._max_tokens = max_tokens
 
     def submit(
-        self, request: Generate, echo: str = "", output: Output = TEXT, on_answer: OnAnswer | None = None
+        self, request: Generate, echo: str | None = None, output: Output = TEXT, on_answer: OnAnswer | None = None
     ) -> None:
         """See Exchange."""
         assert isinstance(request.prompt, TokenPrompt)

@@ -142,9 +142,10 @@ def _groups(messages: list[Message]) -> Iterator[tuple[str, list[tuple[str, Bloc
         if "content" not in message:
             refuse(f"messages.{i}.content", "is missing")
         own = [*blocks(f"messages.{i}.content", message["content"])]
-        empty = not own or message["content"] == ""
-        if empty and not (message["role"] == "assistant" and i == len(messages) - 1):
+        if message["content"] in ("", []) and message["role"] != "assistant":
             refuse(f"messages.{i}.content", "must not be empty")
+        if not own and i < len(messages) - 1:  # an answer without content, as replies may be, sent back
+            own = [(f"messages.{i}.content", {"type": "text", "text": ""})]
         if message["role"] != role and found:
             yield role, found
             found = []

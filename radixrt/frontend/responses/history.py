@@ -224,8 +224,9 @@ def _content(field: str, content: Any) -> str | list[dict[str, str]]:
     for i, part in enumerate(content):
         if not isinstance(part, dict):
             refuse(f"{field}[{i}]", "must be an object")
-        if (name := TEXTS.get(part.get("type", ""))) is None:
-            refuse(f"{field}[{i}].type", f"{part.get('type')!r} is not served, only text is")
+        kind = part.get("type")
+        if not isinstance(kind, str) or (name := TEXTS.get(kind)) is None:
+            refuse(f"{field}[{i}].type", f"{kind!r} is not served, only text is")
         if not isinstance(part.get(name), str):
             refuse(f"{field}[{i}].{name}", "must be a string")
         parts.append({"type": "text", "text": part[name]})

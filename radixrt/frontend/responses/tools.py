@@ -1,7 +1,8 @@
 """Converts the tools of a request to functions. Every error names the field.
 
 function                          -> itself
-custom                            -> a function with one argument, the text `input`
+custom                            -> a function with one argument, the text `input`; a grammar of it is shown to the
+                                     model, and not enforced: within JSON the text is escaped, and the grammar's is not
 namespace (functions within it)   -> functions with both names: mcp__files + read: mcp__files__read
 web_search, image_generation, ... -> left out if there are functions, otherwise refused (OpenAI runs them)
 """
@@ -21,6 +22,8 @@ HOSTED = re.compile(r"(web_search|web_search_preview|file_search|code_interprete
 """Kinds of tools that OpenAI runs, and that a model need not use. (Codex always lists web_search.)"""
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """The schema of a custom tool's arguments, as the model writes them; see `hosted` for those in a history."""
+FORMS = {"lark": "grammar in the syntax of Lark", "regex": "regular expression"}
+"""What the grammar of a custom tool is, by its `syntax`."""
 _INDEX = re.compile(r"^tools\[(\d+)\](?:\.function)?")
 
 
@@ -58,8 +61,17 @@ class Listed:
         names = ("description", "parameters", "strict")
         function = {name: self.tool[name] for name in names if self.tool.get(name) is not None}
         if self.custom:
-            function |= {"parameters": INPUT}
+            function |= {"parameters": INPUT} | self._with_grammar()
         return {"type": "function", "function": {"name": self.name} | function}
+
+    def _with_grammar(self) -> dict[str, str]:
+        """The description of a custom tool with the grammar of its input; {} if it has none."""
+        form = self.tool.get("format")
+        if form is None or form["type"] == "text":
+            return {}
+        said = f"The input must match this {FORMS[form['syntax']]}:\n{form['definition']}"
+        about = self.tool.get("description")
+        return {"description": f"{about}\n\n{said}" if about else said}
 
 
 def listed(tools: list[dict[str, Any]]) -> list[Listed]:
@@ -113,7 +125,17 @@ def _within(field: str, tool: dict[str, Any]) -> Iterator[Listed]:
 
 
 def _one(field: str, tool: dict[str, Any], namespace: str = "") -> Listed:
-    if tool["type"] == "custom" and (form := tool.get("format")) is not None:
-        if not isinstance(form, dict) or form.get("type") != "text":
-            refuse(f"{field}.format", "must be of type 'text': grammars of custom tools are not served")
+    if tool["type"] == "custom" and tool.get("format") is not None:
+        _check_format(f"{field}.format", tool["format"])
     return Listed(field, tool, namespace)
+
+
+def _check_format(field: str, form: Any) -> None:
+    if not isinstance(form, dict) or form.get("type") not in ("text", "grammar"):
+        refuse(f"{field}.type", "must be 'text' or 'grammar'")
+    if form["type"] == "text":
+        return
+    if form.get("syntax") not in tuple(FORMS):  # of values that need not be hashable
+        refuse(f"{field}.syntax", f"must be one of {', '.join(FORMS)}, not {form.get('syntax')!r}")
+    if not isinstance(form.get("definition"), str) or not form["definition"]:
+        refuse(f"{field}.definition", "must be a string that is not empty")

@@ -235,6 +235,9 @@ def _load_by_transformers(folder: Path, named: dict[str, str]) -> JsonBackend:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # incomplete files, missing packages, code that is not run, and so on
+        if not any(Path(folder, name).is_file() for name in ("config.json", "tokenizer_config.json")):
+            # What transformers says of the wrong folder would mislead.
+            raise ValueError(f"{folder} is not the folder of a checkpoint: it has no config.json") from error
         raise ValueError(f"{folder} holds no tokenizer that can be read: {error}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

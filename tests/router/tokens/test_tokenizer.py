@@ -188,7 +188,10 @@ def test_threads_share_a_tokenizer(tokenizer: Tokenizer, texts: list[str]) -> No
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no tokenizer"):
+    with pytest.raises(ValueError, match="is not the folder of a checkpoint: it has no config.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no tokenizer that can be read"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"no model")
     with pytest.raises(ValueError, match="not a sentencepiece model"):

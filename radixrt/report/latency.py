@@ -1,0 +1,51 @@
+"""Latencies of sequences as histograms, for Prometheus. Times are in seconds."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+EACH = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+WHOLE = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
+
+
+class Histogram:
+    """Counts of values by bucket: `counts[i]` of those up to `bounds[i]` and above the bound before; the last of those
+    above all bounds."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+        """The sum of all values."""
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> Iterator[tuple[str, int]]:
+        """(upper bound, number of values up to it) as in Prometheus' text format."""
+        return zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True)
+
+
+@dataclass(slots=True)
+class Latency:
+    """Of the sequences of one tenant and model, from their arrival at the router, which has token ids then."""
+
+    first: Histogram = field(default_factory=lambda: Histogram(FIRST))
+    """Until the first token."""
+    each: Histogram = field(default_factory=lambda: Histogram(EACH))
+    """For a token after the first: the mean of each sequence that has ended by itself, or by a limit."""
+    whole: Histogram = field(default_factory=lambda: Histogram(WHOLE))
+    """Until the last token of such a sequence."""
+
+    def ended(self, first: float, last: float, tokens: int) -> None:
+        """A sequence of so many tokens (at least 1) has ended; `first` and `last` are the times until these arrived."""
+        self.whole.add(last)
+        if tokens > 1:
+            self.each.add((last - first) / (tokens - 1))
