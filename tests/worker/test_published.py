@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import choose_dtype, look_up
+from radixrt.worker.choices import choose_dtype, look_up
 from radixrt.worker.model import FAMILIES, read_spec
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.spec import ModelSpec, QueryScaling

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import choose_products, load_model, look_up
+from radixrt.worker.choices import choose_products, look_up
+from radixrt.worker.loading import load_model
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
