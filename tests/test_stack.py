@@ -107,18 +107,16 @@ def test_text_goes_in_and_comes_out(pair):
         whole = client.generate("The quick brown fox", GREEDY)
         deltas = list(client.stream("The quick brown fox", GREEDY))
         assert "".join(delta.text for delta in deltas) == whole.text == client.detokenize(whole.token_ids)
-        assert deltas[-1].usage.cached_tokens == deltas[-1].usage.prompt_tokens - 1
         chat = client.generate([{"role": "user", "content": "hello"}], GREEDY)
         assert chat.usage.completion_tokens == 64
 
 
-def test_a_second_turn_computes_only_what_is_new(pair):
-    with Client(pair[0]) as client:
+def test_a_second_turn_computes_only_what_is_new(folder):
+    with LocalStack(config(folder, 1)) as local, Client(local.address) as client:
         first = prompts(1, 300, 300, seed=5)[0]
         answer = client.generate(first, GREEDY, origin=Origin("chat"))
         second = client.generate([*first, *answer.token_ids, 7, 8, 9], GREEDY, origin=Origin("chat"))
         assert second.usage.cached_tokens >= len(first) + len(answer.token_ids) - 1
-        assert second.usage.worker == answer.usage.worker
         rows = [row for row in client.report()["programs"] if row["program"] == "chat"]
         assert rows[0]["hit_tokens"] == second.usage.cached_tokens
 
@@ -181,14 +179,14 @@ def test_garbage_disturbs_nobody(pair):
     address, running = pair
     with Client(address) as client, wire.Link(address) as link, wire.Link(running._worker_address, b"evil") as evil:
         stream = client.stream(prompts(1, 20, 20, seed=3)[0], GREEDY)
-        next(stream)
+        first = next(stream)
         nested = b"\x82\xa4type\xa8tokenize\xa6prompt" + b"\x91" * 100_000 + b"\xc0"
         unknown = wire.encode({"type": "dance", "id": 3})
         for payload in (b"", b"\xc1", b"\x00" * 5000, nested, unknown, wire.encode(Cancel(99))):
             link.send(payload)
             evil.send(payload)
-        assert sum(len(delta.ids) for delta in stream) // 4 >= 62
-        answers = [wire.Decoder(dict).decode(link.recv(2)) for _ in range(5)]
+        assert sum(len(delta.ids) for delta in (first, *stream)) == 4 * 64
+        answers = [wire.Decoder(dict).decode(link.recv(30)) for _ in range(5)]
         assert all(answer["code"] == 400 for answer in answers)
         assert answers[-1]["id"] == 3
 
@@ -198,21 +196,21 @@ def test_leaving_a_stream_frees_its_pages(pair):
         for delta in client.stream([9] * 50, Sampling(max_tokens=1500, ignore_eos=True)):
             if delta.ids:
                 break
-        deadline = time.monotonic() + 5
-        while True:
+
+        def idle() -> bool:
             health = client.health()
             busy = [w for w in health["workers"] if w["free_pages"] + w["evictable_pages"] < w["total_pages"]]
-            if not busy and not health["runs_in_flight"]:
-                break
-            assert time.monotonic() < deadline, health
-            time.sleep(0.05)
+            return not busy and not health["runs_in_flight"]
+
+        wait_for(idle)
 
 
 # ---------------------------------------------------------------- things that die
 
 
 def test_a_killed_worker_costs_nothing(folder):
-    """kill -9 while requests stream: they finish on the other worker, token for token as without."""
+    """kill -9 while requests stream: they finish on the other worker, token for token as without. (It is stopped
+    before, so that it cannot finish them while the test looks which it has.)"""
     long = Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
     drawn = Sampling(max_tokens=400, temperature=1.0, seed=3, ignore_eos=True)
     asked = prompts(6, 20, 200, seed=8)
@@ -235,21 +233,21 @@ def test_a_killed_worker_costs_nothing(folder):
             thread.start()
         while max(map(len, results)) < 20:  # a worker that gets little of the processor may be far behind
             time.sleep(0.005)
-        victim = next(child for child in running._children if child.name == "worker-0")
-        served = {w["name"]: w["requests"] for w in client.health()["workers"]}
-        assert served["worker-0"] > 0, "there is something to lose"
+        busiest = max(client.health()["workers"], key=lambda worker: worker["requests"])["name"]
+        (victim,) = named(running, busiest)
+        (other,) = {"worker-0", "worker-1"} - {busiest}
+        os.kill(victim.process.pid, signal.SIGSTOP)
+        lost = {w["name"]: w["requests"] for w in client.health()["workers"]}[busiest]
+        assert lost > 0, "there is something to lose"
         os.kill(victim.process.pid, signal.SIGKILL)
         for thread in threads:
             thread.join(60)
         assert results == expected
-        assert set(workers) == {"worker-1"}
+        assert set(workers) == {other}
         health = client.health()
-        assert "worker-1" in [w["name"] for w in health["workers"]]
-        assert health["counters"]["redispatched"] >= served["worker-0"]
-        until = time.monotonic() + 60
-        while len(client.health()["workers"]) < 2:
-            assert time.monotonic() < until, "the worker that was killed does not come back"
-            time.sleep(0.05)
+        assert other in [w["name"] for w in health["workers"]]
+        assert health["counters"]["redispatched"] >= lost
+        wait_for(lambda: len(client.health()["workers"]) == 2, 60)
         assert client.generate(asked[0], long).token_ids == expected[0]
 
 
@@ -265,7 +263,6 @@ def test_a_killed_rank_costs_nothing(folder):
 
     with stack(folder, 2, tensor_parallel_size=2) as running, Client(running._client_address) as client:
         assert len(followers()) == 2
-        victim = next(child for child in running._children if child.name == "worker-0")
         results: dict[int, list[int]] = {}
         threads = [
             threading.Thread(target=lambda i=i: results.update({i: client.generate(asked[i], long).token_ids}))
@@ -273,7 +270,8 @@ def test_a_killed_rank_costs_nothing(folder):
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: any(w["name"] == "worker-0" and w["requests"] for w in client.health()["workers"]))
+        wait_for(lambda: any(w["requests"] for w in client.health()["workers"]))
+        (victim,) = named(running, max(client.health()["workers"], key=lambda worker: worker["requests"])["name"])
         (rank,) = psutil.Process(victim.process.pid).children()
         rank.kill()
         for thread in threads:
@@ -314,12 +312,11 @@ def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monke
         codes: list[int] = []
         watcher = threading.Thread(target=lambda: codes.append(running.watch()))
         watcher.start()
-        time.sleep(1.6)
+        wait_for(lambda: len(begun["worker-0"]) == 6)
         next(child for child in running._children if child.name == "worker-1").process.terminate()
         watcher.join(10)
     assert codes == [1]
     waits = [b - a for a, b in pairwise(begun["worker-0"])]
-    assert len(waits) >= 3
     assert all(wait >= least for wait, least in zip(waits, [0.1, 0.2, 0.4, 0.4, 0.4], strict=False))
     assert len(begun["worker-1"]) == len(begun["worker-2"]) == len(begun["router"]) == 1
 
@@ -457,7 +454,10 @@ def test_of_two_workers_of_one_name_the_later_serves(pair, folder, told):
 
 def test_a_worker_whose_name_was_taken_is_not_started_again(folder):
     """Else the two would take it from each other for ever."""
-    with stack_of(config(folder, 2)) as running, Client(running._client_address) as client:
+    settings = config(folder, 2)
+    # The other one sends no heartbeats, and the first may take long to end.
+    router = dataclasses.replace(settings.router, worker_timeout=60.0)
+    with stack_of(dataclasses.replace(settings, router=router)) as running, Client(running._client_address) as client:
         (child,) = (child for child in running._children if child.name == "worker-0")
         with wire.Link(running._worker_address, b"other") as link:
             about = {"model": folder.name, "max_model_len": 64, "page_size": 1, "total_pages": 64, "max_running": 1}
