@@ -103,13 +103,13 @@ def test_an_adapter_comes_and_goes(made, served):
     answer = load(one, "sql", made.adapters[0])
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
     assert names(other) == {"m", "sql"}
-    for _ in range(4):  # the workers take turns with prompts that none of them has
+    for _ in range(2):
         assert said(complete(other, "sql"))[0] == made.said[made.adapters[0]]
     with Client(served.address) as client:
-        loads = {w["name"] for w in client.health()["workers"]}
-        asked = prompts(8, 20, 30, seed=9)
+        both = {w["name"] for w in client.health()["workers"]}
+        asked = prompts(8, 20, 30, seed=9)  # which the worker with more empty pages gets
         usages = [client.generate(p, Sampling(max_tokens=1, temperature=0.0), model="sql").usage for p in asked]
-        assert {usage.worker for usage in usages} == loads, "both serve it"
+        assert {usage.worker for usage in usages} == both, "both serve it"
     answer = unload(other, "sql")
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
     assert names(one) == {"m"} and complete(one, "sql").status_code == 404
