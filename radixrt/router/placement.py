@@ -59,7 +59,7 @@ def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DE
 
         uncached  = tokens - hit_tokens
         prefill   = (queued_tokens + uncached) / prefill_rate         everything before it, and itself
-        step      = step_seconds                                      the current step has to end
+        step      = step_seconds if requests > 0                      the current step has to end
         memory    = max(0, uncached - free_tokens) * step_seconds / requests
         place     = max(0, requests + 1 - max_running) * TYPICAL_OUTPUT * step_seconds / max_running
         estimate  = prefill + step + memory + place                   [s]
@@ -75,7 +75,7 @@ def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DE
 def _estimate(tokens: int, worker: Candidate, rate: float, step: float) -> float:
     """`time_to_first_token` with a given rate and step time instead of the worker's own."""
     uncached = tokens - worker.hit_tokens
-    estimate = (worker.queued_tokens + uncached) / rate + step
+    estimate = (worker.queued_tokens + uncached) / rate + (step if worker.requests else 0.0)
     if uncached > worker.free_tokens:
         estimate += (uncached - worker.free_tokens) * step / max(1, worker.requests)
     crowd = worker.requests + 1 - worker.max_running

@@ -51,25 +51,60 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
     )
 
 
+KNOWN_TOKENS, KNOWN_STEPS = 1024, 16
+"""A rate counts as known after so many tokens, or steps: before, it is noise, or that of a first step that loaded code,
+for which the router would leave this worker idle."""
+MOST_TOKENS, MOST_STEPS = 16_384, 64
+"""What came so many tokens, or steps, before counts a third (1/e) of what is new."""
+
+
 @dataclass(slots=True)
+class Mean:
+    """A moving average, of equal weights until `most` of them are known.
+
+    share = weight / min(most, weight + weights of all before)
+    value = (1 - share) * value + share * new
+    """
+
+    known: float
+    """The value is 0 until the weights of what was added make this much."""
+    most: float
+    total: float = 0.0
+    _value: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._value if self.total >= self.known else 0.0
+
+    def add(self, new: float, weight: float) -> None:
+        self.total = min(self.most, self.total + weight)
+        self._value += min(1.0, weight / self.total) * (new - self._value)
+
+
 class Rates:
     """Moving averages of speed, for placement."""
 
-    prefill: float = 0.0
-    """Tokens per second in steps with prompt tokens."""
-    step: float = 0.0
-    """Seconds of a step without prompt tokens."""
+    def __init__(self) -> None:
+        self._prefill = Mean(KNOWN_TOKENS, MOST_TOKENS)
+        self._step = Mean(KNOWN_STEPS, MOST_STEPS)
+
+    @property
+    def prefill(self) -> float:
+        """Tokens per second in steps with prompt tokens. Each step counts by its tokens, as it is to say how long a
+        queue takes: steps of few tokens are slow by token, but a long queue is not computed by them."""
+        return self._prefill.value
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step without prompt tokens."""
+        return self._step.value
 
     def add(self, plan: Plan, seconds: float) -> None:
         """Add a step that took `seconds`."""
         if _prompt_tokens(plan):
-            self.prefill = self._mix(self.prefill, len(plan.tokens) / max(seconds, 1e-9))
+            self._prefill.add(len(plan.tokens) / max(seconds, 1e-9), len(plan.tokens))
         else:
-            self.step = self._mix(self.step, seconds)
-
-    @staticmethod
-    def _mix(old: float, new: float) -> float:
-        return 0.9 * old + 0.1 * new if old else new
+            self._step.add(seconds, 1)
 
 
 def _prompt_tokens(plan: Plan) -> int:

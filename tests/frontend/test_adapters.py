@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -106,10 +107,11 @@ def test_an_adapter_comes_and_goes(made, served):
     for _ in range(2):
         assert said(complete(other, "sql"))[0] == made.said[made.adapters[0]]
     with Client(served.address) as client:
-        both = {w["name"] for w in client.health()["workers"]}
-        asked = prompts(8, 20, 30, seed=9)  # which the worker with more empty pages gets
-        usages = [client.generate(p, Sampling(max_tokens=1, temperature=0.0), model="sql").usage for p in asked]
-        assert {usage.worker for usage in usages} == both, "both serve it"
+        loads = {w["name"] for w in client.health()["workers"]}
+        sampling = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
+        with ThreadPoolExecutor(16) as pool:  # at once, so that no worker can serve them alone
+            asked = [pool.submit(client.generate, p, sampling, model="sql") for p in prompts(16, 20, 30, seed=9)]
+        assert {one.result().usage.worker for one in asked} == loads, "both serve it"
     answer = unload(other, "sql")
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' removed successfully.")
     assert names(one) == {"m"} and complete(one, "sql").status_code == 404

@@ -40,6 +40,7 @@ def worker(
             [worker(0, hit=2241, queued=2241, requests=1, rate=8000.0, step=0.02), worker(1, rate=12_000.0, step=0.0)],
             0,
         ),
+        ("no step has to end where nothing runs", 25, [worker(0, step=0.05, empty=500), worker(1, step=0.004)], 0),
         ("no place left, and steps are long", 500, [worker(0, hit=450, requests=8, step=0.05), worker(1)], 1),
         ("no pages left", 5000, [worker(0, hit=1000, free=100, requests=1), worker(1)], 1),
         ("nobody has measured", 100, [worker(0, rate=0.0, step=0.0, queued=10**4), worker(1, rate=0.0, step=0.0)], 1),
@@ -109,7 +110,8 @@ def test_an_idle_worker_computes_what_many_will_ask_of_it():
 
 
 def test_estimate_is_the_formula_in_seconds():
-    assert time_to_first_token(1000, worker(0, hit=600, queued=1600)) == pytest.approx(0.2 + 0.01)
+    assert time_to_first_token(1000, worker(0, hit=600)) == pytest.approx(0.04)
+    assert time_to_first_token(1000, worker(0, hit=600, queued=1600, requests=1)) == pytest.approx(0.2 + 0.01)
     crowded = worker(0, hit=0, requests=9, max_running=8)
     assert time_to_first_token(100, crowded) == pytest.approx(0.01 + 0.01 + 2 * 128 * 0.01 / 8)
     full = worker(0, requests=2, free=40)

@@ -25,7 +25,7 @@ from radixrt.worker.matching import Matcher, fill_masks
 from radixrt.worker.picking import Picking
 from radixrt.worker.plan import FROM_DEVICE
 from radixrt.worker.sample import TorchSampler
-from radixrt.worker.status import Rates
+from radixrt.worker.status import KNOWN_STEPS, Rates
 from radixrt.worker.vocabulary import Vocabulary
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import Engine, prompts
@@ -362,18 +362,17 @@ def test_a_long_prompt_is_not_waited_for(by_bytes):
     assert len(engine.tokens(id)) > 24
 
 
-def test_the_prefill_rate_is_of_prompts(by_bytes):
-    engine, rates = Follower(by_bytes, fake()), Rates()
-    engine.add([9, 9, 9], Sampling(max_tokens=90, grammar=Grammar("regex", "[ab]ZZZZZZ[ab]")))
-    rates.add(engine.scheduler.plan(), 1.0)
-    assert rates == Rates(3.0, 0.0)
+def test_forced_tokens_are_no_prompt(by_bytes):
+    """A step of them counts as one of decodes, for the rates."""
     engine = Follower(by_bytes, fake())
     engine.add([9, 9, 9], Sampling(max_tokens=90, grammar=Grammar("regex", "[ab]ZZZZZZ[ab]")))
     engine.step()
     plan = engine.scheduler.plan()
     assert plan.counts.tolist() == [7]
-    rates.add(plan, 1.0)
-    assert rates == Rates(3.0, 1.0)
+    rates = Rates()
+    for _ in range(KNOWN_STEPS):
+        rates.add(plan, 1.0)
+    assert (rates.prefill, rates.step) == (0.0, 1.0)
 
 
 def test_parts_of_characters(by_bytes):
