@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.frontend.server import FrontendThread
 from radixrt.local import LocalStack
 from tests.alike import workers_alike
 from tests.checkpoints import make_tokenizer
@@ -31,6 +33,19 @@ def stack(folder, fake: str = "0,0", **router) -> LocalStack:
     worker = WorkerConfig(model=str(folder), fake=fake, served_model_name="m")
     config = resolve(RouterConfig(model=str(folder), served_model_name="m", **router))
     return LocalStack(StackConfig(config, worker, FrontendConfig(), workers=2))
+
+
+@contextmanager
+def reached(transport: str, folder, address: str) -> Iterator[str]:
+    """Where clients find the router at `address`: over ZMQ itself, over HTTP a front end."""
+    if transport == "zmq":
+        yield address
+        return
+    frontend = FrontendThread(resolve(FrontendConfig(model=str(folder), served_model_name="m", router=address, port=0)))
+    try:
+        yield frontend.url
+    finally:
+        frontend.stop()
 
 
 @pytest.fixture
