@@ -184,9 +184,9 @@ def load_model(
 def _kept_wide(loaded: Loaded, model: Decoder, weights: Weights, products: Products, packed: bool) -> str:
     """What takes more memory than its user may expect, as it is kept in 16 bits; "" if nothing does."""
     form = stored_as(loaded.hf_config)
-    memory = "are multiplied out at load: they take the memory of 16 bits"
+    memory = "are dequantized at load: they take the memory of 16 bits"
     if packed and form != "MXFP4":
-        return f"{weights.multiplied_out} of its matrices in {form} {memory}" if weights.multiplied_out else ""
+        return f"{weights.num_dequantized} of its matrices in {form} {memory}" if weights.num_dequantized else ""
     if products is Products.NONE or (is_expanded(loaded.hf_config) and products is not Products.ALL):
         wide = "weights"
     elif model.has_unquantized_experts:

@@ -63,7 +63,7 @@ def test_logits_of_a_checkpoint_in_mxfp4(packed, caplog):
     with caplog.at_level(logging.WARNING):
         runner = load(folder)
     assert (all_logits(Engine(runner), prompt) - expected).abs().max() < 1e-4
-    assert "experts that are stored in MXFP4 are multiplied out" in caplog.text
+    assert "experts that are stored in MXFP4 are dequantized" in caplog.text
     assert "not used" not in caplog.text
 
 

@@ -181,7 +181,7 @@ def test_a_checkpoint_is_dequantized_at_load(checkpoint, tmp_path, form, family,
     with caplog.at_level(logging.WARNING):
         found = logits(stored)
     assert torch.allclose(found, logits(plain), rtol=0, atol=1e-4)
-    assert f"weights that are stored in {FORMS[form][2]} are multiplied out at load" in caplog.text
+    assert f"weights that are stored in {FORMS[form][2]} are dequantized at load" in caplog.text
     assert "not used" not in caplog.text
 
 
@@ -278,7 +278,7 @@ def test_a_checkpoint_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
     """The same weights, to the last bit; also of matrices that are stored together, and of heads in another order."""
     folder, _ = store(checkpoint(family)[0], tmp_path, form, ("proj.weight",))
     (kept, weights), (wide, others) = decoders(folder)
-    assert weights.multiplied_out == 0 and others.multiplied_out > 0 and not weights.unused()
+    assert weights.num_dequantized == 0 and others.num_dequantized > 0 and not weights.unused()
     assert kept.is_int4 and not wide.is_int4
     for ours, expected in zip(products_of(kept), products_of(wide), strict=True):
         assert isinstance(ours, Int4Linear) and torch.equal(ours.weight.dequantized(), expected.weight)
@@ -306,7 +306,7 @@ def test_linear_attention_in_int4_may_stay_so(checkpoint, tmp_path, family):
     projections = tuple(f"in_proj_{name}.weight" for name in ("qkvz", "ba", "qkv", "z", "b", "a"))
     folder, _ = store(checkpoint(family)[0], tmp_path, "w4a16", projections)
     (kept, weights), (wide, _) = decoders(folder)
-    assert weights.multiplied_out == 0 and not weights.unused()
+    assert weights.num_dequantized == 0 and not weights.unused()
     nets = [[layer.heads for layer in model._layers if isinstance(layer.heads, DeltaNet)] for model in (kept, wide)]
     assert nets[0]
     for ours, theirs in zip(*nets, strict=True):
@@ -324,7 +324,7 @@ def test_experts_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
     folder, _ = store(checkpoint(family, **sizes)[0], tmp_path, form, ends)
     (kept, weights), (wide, _) = decoders(folder)
     assert not kept.has_unquantized_experts and not weights.unused()
-    assert weights.multiplied_out == (len(kept._layers) if family == "deepseek_v3" else 0), "kv_b_proj"
+    assert weights.num_dequantized == (len(kept._layers) if family == "deepseek_v3" else 0), "kv_b_proj"
     for ours, theirs in zip(kept._layers, wide._layers, strict=True):
         if isinstance(ours.mlp, Mixture):
             ours, theirs = ours.mlp.experts, theirs.mlp.experts
@@ -346,7 +346,7 @@ def test_experts_of_which_one_is_different_are_dequantized(checkpoint, tmp_path,
 
         monkeypatch.setattr(SafetensorsWeights, "int4", int4)
         (model, weights), (wide, _) = decoders(folder)
-        assert model.has_unquantized_experts and weights.multiplied_out > 0
+        assert model.has_unquantized_experts and weights.num_dequantized > 0
         assert torch.equal(model._layers[0].mlp.experts.down, wide._layers[0].mlp.experts.down)
 
 
@@ -355,7 +355,7 @@ def test_experts_of_which_one_is_different_are_dequantized(checkpoint, tmp_path,
 def test_other_formats_are_dequantized(checkpoint, tmp_path, form):
     folder, _ = store(checkpoint("llama")[0], tmp_path, form, ("proj.weight",))
     (model, weights), _ = decoders(folder)
-    assert weights.multiplied_out > 0 and not any(isinstance(x, Int4Linear) for x in products_of(model))
+    assert weights.num_dequantized > 0 and not any(isinstance(x, Int4Linear) for x in products_of(model))
 
 
 @pytest.mark.usefixtures("wider")
@@ -364,7 +364,7 @@ def test_parts_of_one_matrix_that_are_stored_differently_are_dequantized(checkpo
     folder, _ = store(checkpoint("llama")[0], tmp_path, "awq", ("v_proj.weight", "gate_proj.weight", "up_proj.weight"))
     (model, weights), (wide, _) = decoders(folder)
     kinds = [isinstance(x, Int4Linear) for x in dense(model._layers[0])]
-    assert kinds == [False, False, True, False] and weights.multiplied_out == len(model._layers)
+    assert kinds == [False, False, True, False] and weights.num_dequantized == len(model._layers)
     assert torch.equal(model._layers[0].heads.qkv.weight, wide._layers[0].heads.qkv.weight)
 
 
@@ -422,7 +422,7 @@ def test_what_is_dequantized_beside_int4_is_said(checkpoint, tmp_path, monkeypat
     monkeypatch.setattr(loading, "keeps_packed", lambda *_: True)
     with caplog.at_level(logging.WARNING):
         loading.load_model(config, loaded)
-    assert ("multiplied out" in caplog.text) == bool(words) and words in caplog.text
+    assert ("dequantized at load" in caplog.text) == bool(words) and words in caplog.text
 
 
 def test_random_weights_are_in_int4_as_a_checkpoint_is(checkpoint):

@@ -364,11 +364,11 @@ def test_weights_alone_in_fp8_are_dequantized(monkeypatch, key, activations, pro
 @pytest.mark.parametrize(
     ("family", "quantization", "products", "words"),
     [
-        ("qwen3_moe", {"quant_method": "fp8"}, Products.STORED, "experts that are stored in FP8 are multiplied out"),
-        ("qwen3_moe", {"quant_method": "fp8"}, Products.NONE, "weights that are stored in FP8 are multiplied out"),
+        ("qwen3_moe", {"quant_method": "fp8"}, Products.STORED, "experts that are stored in FP8 are dequantized"),
+        ("qwen3_moe", {"quant_method": "fp8"}, Products.NONE, "weights that are stored in FP8 are dequantized"),
         ("qwen3_moe", None, Products.ALL, "its experts stay in 16 bits"),
         ("llama", {"quant_method": "fp8"}, Products.STORED, ""),
-        ("llama", {"quant_method": "awq"}, Products.STORED, "weights that are stored in AWQ are multiplied out"),
+        ("llama", {"quant_method": "awq"}, Products.STORED, "weights that are stored in AWQ are dequantized"),
         ("llama", {"quant_method": "awq"}, Products.ALL, ""),
         ("mixtral", None, Products.ALL, ""),
         ("llama", None, Products.ALL, ""),
