@@ -668,20 +668,27 @@ def test_leaving_a_program_cancels_its_branches(slow):
     assert wait_until_idle(slow)["counters"]["cancelled"] == 4
 
 
+def give_up(client, endless) -> None:
+    """Cancel a program as soon as a request of it is in flight."""
+
+    async def main() -> None:
+        task = asyncio.create_task(program(endless)(client.aio))
+        while not (await client.aio.health())["runs_in_flight"]:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    client.run(main())
+
+
 def test_cancelling_a_program_cancels_its_requests(slow):
     async def endless(s: Branch):
         s += "fine"
         s += gen("x", max_tokens=100_000, ignore_eos=True)
         return await s["x"]
 
-    async def give_up():
-        task = asyncio.create_task(program(endless)(slow.aio))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    slow.run(give_up())
+    give_up(slow, endless)
     assert wait_until_idle(slow)["counters"]["cancelled"] == 1
 
 
@@ -784,14 +791,7 @@ def test_a_plain_program_that_is_cancelled_ends(slow, waits):
             ended.set()
             raise
 
-    async def give_up():
-        task = asyncio.create_task(program(endless)(slow.aio))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    slow.run(give_up())
+    give_up(slow, endless)
     assert ended.wait(5)
     assert wait_until_idle(slow)["counters"]["cancelled"] == 1
 
