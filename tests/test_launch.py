@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import socket
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from radixrt.messages import Leave, ToRouter
 from radixrt.wire import watch
 from radixrt.worker.plan import DeviceLost, GroupLost
 from radixrt.worker.status import LIFE
+from tests.waiting import eventually
 
 
 def shares(monkeypatch, gpus: int, workers: int, **worker) -> list[tuple[str, int]]:
@@ -258,10 +258,7 @@ def test_a_worker_without_a_router_says_so(caplog, monkeypatch):
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.02)
     address = ports.free_tcp_address()
     with watch.watched(address):
-        deadline = time.monotonic() + 10
-        while f"no router at {address}: nobody answers" not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: f"no router at {address}: nobody answers" in caplog.text)
 
 
 def test_a_kept_port_is_nobody_elses_before_anybody_listens():

@@ -28,6 +28,7 @@ from radixrt.local import LocalStack
 from radixrt.messages import Cancel, Generate, Origin, Register, Sampling, TokenPrompt
 from radixrt.ports import free_tcp_address
 from tests.checkpoints import make_model, make_tokenizer
+from tests.waiting import eventually
 from tests.worker.engine import prompts
 
 GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -202,7 +203,7 @@ def test_leaving_a_stream_frees_its_pages(pair):
             busy = [w for w in health["workers"] if w["free_pages"] + w["evictable_pages"] < w["total_pages"]]
             return not busy and not health["runs_in_flight"]
 
-        wait_for(idle)
+        eventually(idle)
 
 
 # ---------------------------------------------------------------- things that die
@@ -247,7 +248,7 @@ def test_a_killed_worker_costs_nothing(folder):
         health = client.health()
         assert other in [w["name"] for w in health["workers"]]
         assert health["counters"]["redispatched"] >= lost
-        wait_for(lambda: len(client.health()["workers"]) == 2, 60)
+        eventually(lambda: len(client.health()["workers"]) == 2, 60)
         assert client.generate(asked[0], long).token_ids == expected[0]
 
 
@@ -270,7 +271,7 @@ def test_a_killed_rank_costs_nothing(folder):
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: any(w["requests"] for w in client.health()["workers"]))
+        eventually(lambda: any(w["requests"] for w in client.health()["workers"]))
         (victim,) = named(running, max(client.health()["workers"], key=lambda worker: worker["requests"])["name"])
         (rank,) = psutil.Process(victim.process.pid).children()
         rank.kill()
@@ -278,7 +279,7 @@ def test_a_killed_rank_costs_nothing(folder):
             thread.join(60)
         assert victim.process.wait(30) == 1
         assert results == {i: client.generate(asked[i], long).token_ids for i in range(4)}
-        wait_for(lambda: len(client.health()["workers"]) == 2 and len(followers()) == 2, 60)
+        eventually(lambda: len(client.health()["workers"]) == 2 and len(followers()) == 2, 60)
     assert not followers()
 
 
@@ -312,7 +313,7 @@ def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monke
         codes: list[int] = []
         watcher = threading.Thread(target=lambda: codes.append(running.watch()))
         watcher.start()
-        wait_for(lambda: len(begun["worker-0"]) == 6)
+        eventually(lambda: len(begun["worker-0"]) == 6)
         next(child for child in running._children if child.name == "worker-1").process.terminate()
         watcher.join(10)
     assert codes == [1]
@@ -337,11 +338,11 @@ def test_a_front_end_that_fails_is_started_again(folder, monkeypatch):
     with watched(Stack(several)) as running:
         (victim,) = (child for child in running._children if child.name == "frontend-0")
         os.kill(victim.process.pid, signal.SIGKILL)
-        wait_for(lambda: len(again := named(running, "frontend-0")) == 1 and again[0] is not victim)
+        eventually(lambda: len(again := named(running, "frontend-0")) == 1 and again[0] is not victim)
         (other,) = named(running, "frontend-1")
         other.process.kill()
         health = f"http://127.0.0.1:{several.frontend.port}/health"
-        wait_for(lambda: answers(health))
+        eventually(lambda: answers(health))
 
 
 def named(running: Stack, name: str) -> list[Child]:
@@ -412,10 +413,10 @@ def test_a_worker_may_join_and_leave(pair, folder):
         extra = [sys.executable, "-m", "radixrt", "worker", "--model", str(folder), "--router", running._worker_address]
         process = subprocess.Popen([*extra, "--name", "guest", "--max-total-tokens", "4096", "--device", "cpu"])
         try:
-            wait_for(lambda: len(client.health()["workers"]) == 3)
+            eventually(lambda: len(client.health()["workers"]) == 3)
             process.terminate()
             assert process.wait(10) == 0
-            wait_for(lambda: len(client.health()["workers"]) == 2)
+            eventually(lambda: len(client.health()["workers"]) == 2)
             assert client.generate([5, 6, 7], GREEDY).token_ids == before
         finally:
             process.kill()
@@ -437,7 +438,7 @@ def test_of_two_workers_of_one_name_the_later_serves(pair, folder, told):
 
             for _ in range(2):
                 processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-                wait_for(lambda: serves(processes[-1].pid))
+                eventually(lambda: serves(processes[-1].pid))
             if not told:
                 processes[0].terminate()
             _, said = processes[0].communicate(timeout=20)
@@ -462,7 +463,7 @@ def test_a_worker_whose_name_was_taken_is_not_started_again(folder):
         with wire.Link(running._worker_address, b"other") as link:
             about = {"model": folder.name, "max_model_len": 64, "page_size": 1, "total_pages": 64, "max_running": 1}
             link.send(wire.encode(Register(name="worker-0", pid=1, **about)))
-            wait_for(lambda: not child.alive)
+            eventually(lambda: not child.alive)
             running._bury(child)
             running._expect(child, time.monotonic())
             assert child.process.returncode == 0 and running._lives["worker-0"].due is None
@@ -482,8 +483,8 @@ def test_a_killed_router_comes_back_to_workers_that_kept_their_pages(folder):
             running._children[0].process.communicate()
         running._children[0] = start_child("router", "router", running._config.router)
         with Client(running._client_address) as client:
-            wait_for(lambda: len(client.health()["workers"]) == 1)
-            wait_for(lambda: client.health()["workers"][0]["running"] == 0)
+            eventually(lambda: len(client.health()["workers"]) == 1)
+            eventually(lambda: client.health()["workers"][0]["running"] == 0)
             after = client.generate(prompt, GREEDY)
             assert after.token_ids == before
             assert after.usage.cached_tokens == len(prompt) - 1
@@ -496,13 +497,6 @@ def stack_of(settings: StackConfig):
     with running:
         running.start()
         yield running
-
-
-def wait_for(condition, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def serve(folder: Path, *flags: str) -> tuple[subprocess.Popen, str]:
@@ -519,7 +513,7 @@ def test_no_process_stays_behind(folder, how):
     process, address = serve(folder, "--api-server-count", "0")
     try:
         with Client(address, timeout=30) as client:
-            wait_for(lambda: len(client.health()["workers"]) == 2)
+            eventually(lambda: len(client.health()["workers"]) == 2)
             family = children_of(process.pid)
             assert len(family) == 3
             process.send_signal(how)

@@ -14,6 +14,7 @@ from radixrt.frontend.server import FrontendThread
 from radixrt.local import LocalStack
 from tests.alike import workers_alike
 from tests.checkpoints import make_tokenizer
+from tests.waiting import eventually
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -46,6 +47,16 @@ def reached(transport: str, folder, address: str) -> Iterator[str]:
         yield frontend.url
     finally:
         frontend.stop()
+
+
+def wait_until_idle(client: Client) -> dict:
+    """The server's health when nothing runs there: by the router's count and by the workers' own."""
+
+    def idle() -> dict | None:
+        health = client.health()
+        return None if health["runs_in_flight"] or any(w["running"] for w in health["workers"]) else health
+
+    return eventually(idle)
 
 
 @pytest.fixture

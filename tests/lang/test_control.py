@@ -15,6 +15,7 @@ from radixrt.client import Client, ServerError
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import Site, Spent
 from radixrt.messages import SaidMessage
+from tests.lang.conftest import wait_until_idle
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 ENDLESS = Sampling(max_tokens=100_000, ignore_eos=True)
@@ -22,15 +23,6 @@ ENDLESS = Sampling(max_tokens=100_000, ignore_eos=True)
 
 def run(client, function, *args):
     return program(function).run(client, *args)
-
-
-def wait_until_idle(client, seconds: float = 2.0) -> dict:
-    """The server's health when nothing runs there: by the router's count and by the workers' own."""
-    deadline = time.monotonic() + seconds
-    while (health := client.health())["runs_in_flight"] or any(w["running"] for w in health["workers"]):
-        assert time.monotonic() < deadline, health
-        time.sleep(0.01)
-    return health
 
 
 def line_of(text: str) -> int:
@@ -274,15 +266,16 @@ def test_tools(client):
 
 
 def test_a_tool_does_not_hold_up_the_loop(client):
+    goes_on = threading.Event()
+
     async def agent(s: Branch):
         s += "start"
         other, waiting = s.fork(2)
-        nap = asyncio.ensure_future(waiting.tool(time.sleep, 0.4))
+        waits = asyncio.ensure_future(waiting.tool(goes_on.wait, 30))
         other += gen("x", SHORT)
         await other["x"]
-        early = not nap.done()
-        await nap
-        return early
+        goes_on.set()
+        return await waits
 
     assert run(client, agent)
 

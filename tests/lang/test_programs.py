@@ -27,6 +27,7 @@ from radixrt import (
 )
 from radixrt.client import token_bytes
 from radixrt.messages import ChatPrompt, PartsPrompt, TextPrompt, TokenPrompt
+from tests.lang.conftest import wait_until_idle
 from tests.lang.oracle import Oracle
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -642,14 +643,6 @@ def test_gen_after_a_message_is_the_assistants(client):
 
 
 # ---------------------------------------------------------------- leaving early
-
-
-def wait_until_idle(client) -> dict:
-    deadline = time.monotonic() + 5
-    while (health := client.health())["runs_in_flight"]:
-        assert time.monotonic() < deadline, health
-        time.sleep(0.01)
-    return health
 
 
 def test_leaving_a_program_cancels_its_branches(slow):

@@ -22,6 +22,7 @@ from radixrt.router.validate import Refused
 from tests.lang.conftest import reached, stack
 from tests.lang.oracle import Oracle
 from tests.lang.test_examples import EXAMPLES
+from tests.waiting import eventually
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -258,10 +259,7 @@ def test_the_same_over_http(folder, running):
         assert long_story.run(http, "a story", 3) == long_story.run(client, "a story", 3)
         with pytest.raises(Exception, match="not known"):
             http.generate(StatePrompt("0123456789abcdef", 9), SHORT)
-        deadline = time.monotonic() + 5
-        while client.health()["states"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: not client.health()["states"])
 
 
 @pytest.mark.parametrize("face", ["plain", "async"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from array import array
 from contextlib import nullcontext
 from unittest.mock import patch
@@ -47,6 +46,7 @@ from radixrt.router.said import NOTHING, PromptBuilder
 from radixrt.router.states import Key
 from radixrt.router.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
+from tests.waiting import eventually
 
 SCOPE = "0123456789abcdef"
 EIGHT = Sampling(max_tokens=8, ignore_eos=True)
@@ -314,10 +314,7 @@ def test_a_pause_ends_also_where_the_request_is_cancelled_while_it_is_encoded(ru
     client.send(Generate(id=3, prompt=say(state=1, resumes=True)))
     assert began.wait(5)
     client.send(Cancel(3))
-    deadline = time.monotonic() + 5
-    while len(server.core.pauses) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(server.core.pauses) == 0
+    eventually(lambda: len(server.core.pauses) == 0)
 
 
 @pytest.mark.parametrize("message", ["generate", "score", "fork"])

@@ -40,6 +40,7 @@ from radixrt.worker.request import from_run
 from radixrt.worker.runner import ModelRunner
 from radixrt.worker.scheduler import Limits
 from radixrt.worker.status import LIFE
+from tests.waiting import eventually
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ToRouter).decode
@@ -91,7 +92,7 @@ class Router:
     def tell(self, message: object) -> None:
         self.inbox.put(message if isinstance(message, bytes) else _encode(message))
 
-    def hear(self, until, seconds: float = 5.0) -> list:
+    def hear(self, until, seconds: float = 30.0) -> list:
         """Receive until `until(messages so far)`; heartbeats are left out."""
         deadline = time.monotonic() + seconds
         while not until(self.messages):
@@ -161,8 +162,7 @@ def test_what_steps_of_decodes_take_is_learned(monkeypatch):
         for id in (1, 2):
             router.tell(run(id, range(3, 20)))  # the second is cached, and a decode from the first step on
             router.finished(id)
-            while serving._flight or serving.scheduler.has_work:
-                time.sleep(0.001)
+            eventually(lambda: not serving._flight and not serving.scheduler.has_work)
             clock.now += 0.3
     assert 12 <= len(steps) <= 16 and {rows for rows, _ in steps} == {1}
     assert [seconds for _, seconds in steps] == pytest.approx([0.01] * len(steps))
@@ -468,10 +468,7 @@ def test_a_router_that_does_not_read_for_long(monkeypatch):
         router.tell(run(1, prompt, long))
         router.hear(lambda _: router.outputs(1))
         router.deaf = True
-        deadline = time.monotonic() + 5
-        while serving.scheduler.ids:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        eventually(lambda: not serving.scheduler.ids)
         time.sleep(0.1)
         while not router.outbox.empty():
             router.outbox.get()
@@ -489,10 +486,7 @@ def test_stop_ends_the_loop():
         first = router.hear(len)[0]
         assert isinstance(first, Register) and (first.pid, first.life) == (os.getpid(), LIFE)
         router.tell(Stop())
-        deadline = time.monotonic() + 5
-        while not serving._stopped.is_set():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert serving._stopped.wait(30)
         assert not serving.dismissed
 
 
