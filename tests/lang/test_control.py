@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -334,7 +335,8 @@ def test_a_tool_may_exit_the_program(client):
     assert client.health()["serving"]
 
 
-def test_a_tool_ends_with_its_branch(client):
+def long_tool() -> tuple[Callable[[], Awaitable[None]], list[str]]:
+    """A tool that takes a minute, and a list that gets an entry whenever a call of it ends."""
     ends = []
 
     async def long() -> None:
@@ -342,6 +344,12 @@ def test_a_tool_ends_with_its_branch(client):
             await asyncio.sleep(60)
         finally:
             ends.append("ended")
+
+    return long, ends
+
+
+def test_a_tool_ends_with_its_branch(client):
+    long, ends = long_tool()
 
     async def agent(s: Branch):
         s += "start"
@@ -376,13 +384,7 @@ def test_a_tool_whose_branch_ends_at_once_leaves_nothing_that_was_not_awaited(cl
 
 
 def test_a_tool_ends_with_who_waits_for_it(client):
-    ends = []
-
-    async def long() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ends.append("ended")
+    long, ends = long_tool()
 
     async def agent(s: Branch):
         with pytest.raises(TimeoutError):
