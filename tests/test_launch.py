@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from radixrt import children, cli, launch, ports, roles, wire
+from radixrt import children, cli, launch, ports, roles, wire, worker_setup
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import listen
 from radixrt.messages import Leave, ToRouter
@@ -188,12 +188,12 @@ def test_a_device_that_is_not_there(monkeypatch):
         raise AssertionError("Torch not compiled with CUDA enabled\nand more")
 
     monkeypatch.setattr("radixrt.worker.loading.load_runner", load)
-    monkeypatch.setattr(roles, "gpu_count", lambda: 1)
+    monkeypatch.setattr(worker_setup, "gpu_count", lambda: 1)
     with pytest.raises(ValueError, match=r"--device cuda:1: there is none \(Torch not compiled with CUDA enabled\)$"):
-        roles.make_runner(WorkerConfig(device="cuda:1"))
+        worker_setup.make_runner(WorkerConfig(device="cuda:1"))
     for device in ("cuda:0", "cuda", "cpu"):
         with pytest.raises(AssertionError):
-            roles.make_runner(WorkerConfig(device=device))
+            worker_setup.make_runner(WorkerConfig(device=device))
 
 
 # ---------------------------------------------------------------- keys, logs

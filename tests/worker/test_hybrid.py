@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.roles import make_drafter, most_running
 from radixrt.worker import branching
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
+from radixrt.worker_setup import make_drafter, most_running
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.test_drafting import Told
 from tests.worker.test_models import all_logits, computed, greedy, load
