@@ -80,7 +80,7 @@ def test_nobody_there(scheme):
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="nobody answers"):
         Client(address, timeout=0.3)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10, "far from the default timeout"
 
 
 @pytest.mark.parametrize("address", ["nonsense", "ftp://x", "tcp://nohost", "tcp://127.0.0.1:1#zz", "local:/nowhere"])
@@ -220,7 +220,7 @@ def test_closing_fails_what_waits_and_cancels_it(scheme):
         thread.join(5)
         assert failures == ["the connection was closed"]
         wait_for_cancelled(other, 1)
-        assert time.monotonic() - began < 2, "told, not found out by the router's keepalive"
+        assert time.monotonic() - began < 4.5, "told, not found out by the router's keepalive"
 
 
 @both
@@ -415,7 +415,7 @@ def test_a_request_waits_for_a_router_that_is_not_there_but_not_for_ever():
             began = time.monotonic()
             with pytest.raises(ServerError, match="the router cannot be reached") as caught:
                 use()
-            assert caught.value.code == 503 and time.monotonic() - began < 2
+            assert caught.value.code == 503 and time.monotonic() - began < 10
         with fake_stack(client_address=address):
             eventually(lambda: client.aio._transport.connected)
             health = client.health()["counters"]
