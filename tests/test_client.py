@@ -80,7 +80,7 @@ def test_nobody_there(scheme):
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="nobody answers"):
         Client(address, timeout=0.3)
-    assert time.monotonic() - began < 10, "far from the default timeout"
+    assert time.monotonic() - began < 4.5, "the default timeout is longer"
 
 
 @pytest.mark.parametrize("address", ["nonsense", "ftp://x", "tcp://nohost", "tcp://127.0.0.1:1#zz", "local:/nowhere"])
@@ -415,7 +415,7 @@ def test_a_request_waits_for_a_router_that_is_not_there_but_not_for_ever():
             began = time.monotonic()
             with pytest.raises(ServerError, match="the router cannot be reached") as caught:
                 use()
-            assert caught.value.code == 503 and time.monotonic() - began < 10
+            assert caught.value.code == 503 and time.monotonic() - began < 4.5
         with fake_stack(client_address=address):
             eventually(lambda: client.aio._transport.connected)
             health = client.health()["counters"]
