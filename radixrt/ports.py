@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import socket
+from pathlib import Path
+
+PORTS = 8192
+"""Ports of which `free_tcp_address` chooses one."""
 
 
 def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -30,13 +35,31 @@ def keep_port(host: str, port: int) -> socket.socket:
 
 
 def free_tcp_address() -> str:
-    """A ZMQ address on a port of this machine that nobody listens on now, and that nobody else is given for a minute.
+    """A ZMQ address on a port of this machine that nobody has now, and that nobody else is given here for a minute.
 
-    A connection that was closed here keeps its port for that time: who asks for that port gets it (with SO_REUSEADDR,
-    as ZMQ and web servers have it), who asks for any port gets another.
+    It is below the ports that connections get by themselves: one of these may be a connection's own at any time. And a
+    connection that was closed here keeps its port for that time: who binds it gets it with SO_REUSEADDR, as ZMQ and web
+    servers have it, and without, as here, gets an error.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address, port = server.getsockname()
-        with socket.create_connection((address, port)):
-            server.accept()[0].close()  # the side that closes first waits
-    return f"tcp://{address}:{port}"
+    last = _first_of_connections()
+    for port in random.Random().sample(range(last - PORTS, last), PORTS):
+        with socket.socket() as server:
+            try:
+                server.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # of the connection that waits, too
+            server.listen()
+            with socket.create_connection(("127.0.0.1", port)):
+                server.accept()[0].close()  # the side that closes first waits
+            return f"tcp://127.0.0.1:{port}"
+    raise OSError(f"no port from {last - PORTS} to {last - 1} is free")
+
+
+def _first_of_connections() -> int:
+    """The first of the ports that the system gives to connections."""
+    try:
+        first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):
+        return 32768
+    return max(first, 1024 + PORTS)

@@ -184,10 +184,11 @@ def test_processes_meet(ranks, calls, tmp_path):
         for rank in range(ranks)
     ]
     try:
-        errors = [process.communicate(timeout=90)[1] for process in started]
+        errors = [process.communicate(timeout=200)[1] for process in started]
     finally:
         for process in started:
             process.kill()
+            process.communicate()
     assert all(process.returncode == 0 for process in started), "\n".join(errors)
 
 
