@@ -34,7 +34,6 @@ import numpy as np
 from bench.common import save, table
 from radixrt.config import RouterConfig, WorkerConfig
 from radixrt.messages import Deltas, Generate, Register, Sampling, TokenPrompt
-from radixrt.roles import most_running
 from radixrt.router import placement
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order
@@ -45,6 +44,7 @@ from radixrt.worker import cache, fake, kept, loop, waiting
 from radixrt.worker.fake import FakeRunner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.scheduler import Limits
+from radixrt.worker_setup import most_running
 
 WORKERS, CACHE, BUDGET, ROWS = 4, 300_000, 8192, 256
 PREFILL_RATE, DECODE_SECONDS, EACH_SECONDS = 40_000.0, 0.0043, 0.00003

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from radixrt import wire
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, check, resolve
 from radixrt.launch import POLL_SECONDS, StartError, ask_health, worker_configs
-from radixrt.roles import make_worker
+from radixrt.worker_setup import make_worker
 
 if TYPE_CHECKING:
     from radixrt.worker.loop import Worker

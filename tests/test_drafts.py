@@ -10,9 +10,9 @@ from radixrt import Client, Sampling
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.local import LocalStack
 from radixrt.messages import Grammar
-from radixrt.roles import make_drafter
 from radixrt.worker.drafting import MOST_SPARSE
 from radixrt.worker.fake import FakeRunner
+from radixrt.worker_setup import make_drafter
 from tests.checkpoints import make_tokenizer
 from tests.worker.families import make_model
 from tests.worker.multi_token import add_layer, make_markov

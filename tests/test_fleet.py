@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import psutil
@@ -22,6 +21,7 @@ from radixrt.launch import Stack, StartError
 from radixrt.messages import Sampling
 from radixrt.ports import free_tcp_address
 from radixrt.wire.keys import make_secret_key, public_suffix
+from tests.waiting import eventually
 
 GREEDY = Sampling(max_tokens=8, temperature=0.0)
 HERE, THERE = "10.0.0.1", "10.0.0.2"
@@ -223,13 +223,6 @@ def processes() -> list[psutil.Process]:
     return found
 
 
-def wait_for(condition, seconds: float = 60.0) -> None:
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 @pytest.mark.filterwarnings("default")
 def test_workers_on_a_cluster(cluster):
     """They serve; one that is killed is started again; when the stack stops, they end."""
@@ -244,7 +237,7 @@ def test_workers_on_a_cluster(cluster):
         finally:
             stack.request_stop()
             watcher.join(10)
-    wait_for(lambda: not processes(), 10)
+    eventually(lambda: not processes(), 10)
 
 
 def _check_workers(stack: Stack, client: Client) -> None:
@@ -253,12 +246,12 @@ def _check_workers(stack: Stack, client: Client) -> None:
 
     assert workers_of(client) == ["worker-0", "worker-1"]
     assert len(client.generate([1, 2, 3], GREEDY).token_ids) == 8
-    wait_for(lambda: pid_of("worker-0") and pid_of("worker-1"))
+    eventually(lambda: pid_of("worker-0") and pid_of("worker-1"))
     victim = pid_of("worker-0")
     assert {victim, pid_of("worker-1")} <= {process.pid for process in processes()}
     os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: pid_of("worker-0") not in (None, victim))
-    wait_for(lambda: workers_of(client) == ["worker-0", "worker-1"])
+    eventually(lambda: pid_of("worker-0") not in (None, victim))
+    eventually(lambda: workers_of(client) == ["worker-0", "worker-1"])
 
 
 @pytest.mark.filterwarnings("default")
@@ -267,4 +260,4 @@ def test_no_room_on_a_cluster(cluster):
     settings = dataclasses.replace(config(3), ray_address=cluster.address, ready_timeout=15.0)
     with Stack(settings) as stack, pytest.raises(StartError, match="2 of 3 workers were ready in time"):
         stack.start()
-    wait_for(lambda: not processes(), 10)
+    eventually(lambda: not processes(), 10)

@@ -6,18 +6,18 @@ import contextlib
 import io
 import os
 import socket
-import time
 from types import SimpleNamespace
 
 import pytest
 
-from radixrt import children, cli, launch, ports, roles, wire
+from radixrt import children, cli, launch, ports, roles, wire, worker_setup
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import listen
 from radixrt.messages import Leave, ToRouter
 from radixrt.wire import watch
 from radixrt.worker.plan import DeviceLost, GroupLost
 from radixrt.worker.status import LIFE
+from tests.waiting import eventually
 
 
 def shares(monkeypatch, gpus: int, workers: int, **worker) -> list[tuple[str, int]]:
@@ -188,12 +188,12 @@ def test_a_device_that_is_not_there(monkeypatch):
         raise AssertionError("Torch not compiled with CUDA enabled\nand more")
 
     monkeypatch.setattr("radixrt.worker.loading.load_runner", load)
-    monkeypatch.setattr(roles, "gpu_count", lambda: 1)
+    monkeypatch.setattr(worker_setup, "gpu_count", lambda: 1)
     with pytest.raises(ValueError, match=r"--device cuda:1: there is none \(Torch not compiled with CUDA enabled\)$"):
-        roles.make_runner(WorkerConfig(device="cuda:1"))
+        worker_setup.make_runner(WorkerConfig(device="cuda:1"))
     for device in ("cuda:0", "cuda", "cpu"):
         with pytest.raises(AssertionError):
-            roles.make_runner(WorkerConfig(device=device))
+            worker_setup.make_runner(WorkerConfig(device=device))
 
 
 # ---------------------------------------------------------------- keys, logs
@@ -258,10 +258,7 @@ def test_a_worker_without_a_router_says_so(caplog, monkeypatch):
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.02)
     address = ports.free_tcp_address()
     with watch.watched(address):
-        deadline = time.monotonic() + 10
-        while f"no router at {address}: nobody answers" not in caplog.text:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: f"no router at {address}: nobody answers" in caplog.text)
 
 
 def test_a_kept_port_is_nobody_elses_before_anybody_listens():

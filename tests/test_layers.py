@@ -12,6 +12,7 @@ import radixrt
 ROOT = Path(radixrt.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 TORCH = (
+    "worker/choices.py",
     "worker/loading.py",
     "worker/cuda/",
     "worker/group.py",
@@ -33,7 +34,7 @@ ONLY_IN = {
     "torch": (*TORCH, "demo/checkpoint.py"),
     "safetensors": TORCH,
     "flashinfer": ("worker/cuda/",),
-    "triton": ("worker/cuda/", "worker/loading.py"),
+    "triton": ("worker/cuda/", "worker/choices.py"),
     "transformers": ("router/tokens/", "worker/vocabulary.py", "demo/checkpoint.py"),
     "tokenizers": ("router/tokens/", "worker/vocabulary.py", "demo/checkpoint.py"),
     "sentencepiece": ("router/tokens/", "worker/vocabulary.py"),

@@ -9,7 +9,8 @@ from radixrt.launch import Stack, start_child
 from radixrt.messages import Sampling
 from tests.adapters import make_adapter, merged
 from tests.checkpoints import make_model, make_tokenizer
-from tests.test_stack import config, wait_for, watched
+from tests.test_stack import config, watched
+from tests.waiting import eventually
 from tests.worker.engine import prompts
 from tests.worker.test_models import greedy
 
@@ -34,22 +35,22 @@ def test_a_killed_worker_and_a_killed_router_find_them_again(tmp_path):
             client.load_adapter("sql", str(paths[1]), in_place=True)
             client.load_adapter("bot", str(paths[2]))
             kill(running, "worker-0")
-            wait_for(lambda: [w["name"] for w in client.health()["workers"]] == ["worker-1"])
+            eventually(lambda: [w["name"] for w in client.health()["workers"]] == ["worker-1"])
             assert list(client.generate(prompt, TWELVE, model="sql").token_ids) == expected[1]
-            wait_for(lambda: len(client.health()["workers"]) == 2)
+            eventually(lambda: len(client.health()["workers"]) == 2)
             kill(running, "worker-1")
-            wait_for(lambda: "worker-1" not in [w["name"] for w in client.health()["workers"]])
+            eventually(lambda: "worker-1" not in [w["name"] for w in client.health()["workers"]])
             for name, number in (("sql", 1), ("bot", 2)):
                 answer = client.generate(prompt, TWELVE, model=name)
                 assert list(answer.token_ids) == expected[number] and answer.usage.worker == "worker-0"
-            wait_for(lambda: len(client.health()["workers"]) == 2)
+            eventually(lambda: len(client.health()["workers"]) == 2)
         running.request_stop()  # of the watch, which would end the stack with its router
         router_child = running._children[0]
         router_child.process.kill()
         router_child.process.communicate()
         running._children[0] = start_child("router", "router", running._config.router)
         with Client(address) as client:
-            wait_for(lambda: len(client.health()["workers"]) == 2)
+            eventually(lambda: len(client.health()["workers"]) == 2)
             for name, number in (("sql", 1), ("bot", 2)):
                 assert list(client.generate(prompt, TWELVE, model=name).token_ids) == expected[number]
             client.load_adapter("sql", str(paths[0]), in_place=True)

@@ -28,6 +28,7 @@ from radixrt.local import LocalStack
 from radixrt.messages import Cancel, Generate, Origin, Register, Sampling, TokenPrompt
 from radixrt.ports import free_tcp_address
 from tests.checkpoints import make_model, make_tokenizer
+from tests.waiting import eventually
 from tests.worker.engine import prompts
 
 GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -107,18 +108,16 @@ def test_text_goes_in_and_comes_out(pair):
         whole = client.generate("The quick brown fox", GREEDY)
         deltas = list(client.stream("The quick brown fox", GREEDY))
         assert "".join(delta.text for delta in deltas) == whole.text == client.detokenize(whole.token_ids)
-        assert deltas[-1].usage.cached_tokens == deltas[-1].usage.prompt_tokens - 1
         chat = client.generate([{"role": "user", "content": "hello"}], GREEDY)
         assert chat.usage.completion_tokens == 64
 
 
-def test_a_second_turn_computes_only_what_is_new(pair):
-    with Client(pair[0]) as client:
+def test_a_second_turn_computes_only_what_is_new(folder):
+    with LocalStack(config(folder, 1)) as local, Client(local.address) as client:
         first = prompts(1, 300, 300, seed=5)[0]
         answer = client.generate(first, GREEDY, origin=Origin("chat"))
         second = client.generate([*first, *answer.token_ids, 7, 8, 9], GREEDY, origin=Origin("chat"))
         assert second.usage.cached_tokens >= len(first) + len(answer.token_ids) - 1
-        assert second.usage.worker == answer.usage.worker
         rows = [row for row in client.report()["programs"] if row["program"] == "chat"]
         assert rows[0]["hit_tokens"] == second.usage.cached_tokens
 
@@ -181,14 +180,14 @@ def test_garbage_disturbs_nobody(pair):
     address, running = pair
     with Client(address) as client, wire.Link(address) as link, wire.Link(running._worker_address, b"evil") as evil:
         stream = client.stream(prompts(1, 20, 20, seed=3)[0], GREEDY)
-        next(stream)
+        first = next(stream)
         nested = b"\x82\xa4type\xa8tokenize\xa6prompt" + b"\x91" * 100_000 + b"\xc0"
         unknown = wire.encode({"type": "dance", "id": 3})
         for payload in (b"", b"\xc1", b"\x00" * 5000, nested, unknown, wire.encode(Cancel(99))):
             link.send(payload)
             evil.send(payload)
-        assert sum(len(delta.ids) for delta in stream) // 4 >= 62
-        answers = [wire.Decoder(dict).decode(link.recv(2)) for _ in range(5)]
+        assert sum(len(delta.ids) for delta in (first, *stream)) == 4 * 64
+        answers = [wire.Decoder(dict).decode(link.recv(30)) for _ in range(5)]
         assert all(answer["code"] == 400 for answer in answers)
         assert answers[-1]["id"] == 3
 
@@ -198,21 +197,21 @@ def test_leaving_a_stream_frees_its_pages(pair):
         for delta in client.stream([9] * 50, Sampling(max_tokens=1500, ignore_eos=True)):
             if delta.ids:
                 break
-        deadline = time.monotonic() + 5
-        while True:
+
+        def idle() -> bool:
             health = client.health()
             busy = [w for w in health["workers"] if w["free_pages"] + w["evictable_pages"] < w["total_pages"]]
-            if not busy and not health["runs_in_flight"]:
-                break
-            assert time.monotonic() < deadline, health
-            time.sleep(0.05)
+            return not busy and not health["runs_in_flight"]
+
+        eventually(idle)
 
 
 # ---------------------------------------------------------------- things that die
 
 
 def test_a_killed_worker_costs_nothing(folder):
-    """kill -9 while requests stream: they finish on the other worker, token for token as without."""
+    """kill -9 while requests stream: they finish on the other worker, token for token as without. (It is stopped
+    before, so that it cannot finish them while the test looks which it has.)"""
     long = Sampling(max_tokens=400, temperature=0.0, ignore_eos=True)
     drawn = Sampling(max_tokens=400, temperature=1.0, seed=3, ignore_eos=True)
     asked = prompts(6, 20, 200, seed=8)
@@ -235,21 +234,21 @@ def test_a_killed_worker_costs_nothing(folder):
             thread.start()
         while max(map(len, results)) < 20:  # a worker that gets little of the processor may be far behind
             time.sleep(0.005)
-        victim = next(child for child in running._children if child.name == "worker-0")
-        served = {w["name"]: w["requests"] for w in client.health()["workers"]}
-        assert served["worker-0"] > 0, "there is something to lose"
+        busiest = max(client.health()["workers"], key=lambda worker: worker["requests"])["name"]
+        (victim,) = named(running, busiest)
+        (other,) = {"worker-0", "worker-1"} - {busiest}
+        os.kill(victim.process.pid, signal.SIGSTOP)
+        lost = {w["name"]: w["requests"] for w in client.health()["workers"]}[busiest]
+        assert lost > 0, "there is something to lose"
         os.kill(victim.process.pid, signal.SIGKILL)
         for thread in threads:
             thread.join(60)
         assert results == expected
-        assert set(workers) == {"worker-1"}
+        assert set(workers) == {other}
         health = client.health()
-        assert "worker-1" in [w["name"] for w in health["workers"]]
-        assert health["counters"]["redispatched"] >= served["worker-0"]
-        until = time.monotonic() + 60
-        while len(client.health()["workers"]) < 2:
-            assert time.monotonic() < until, "the worker that was killed does not come back"
-            time.sleep(0.05)
+        assert other in [w["name"] for w in health["workers"]]
+        assert health["counters"]["redispatched"] >= lost
+        eventually(lambda: len(client.health()["workers"]) == 2, 60)
         assert client.generate(asked[0], long).token_ids == expected[0]
 
 
@@ -265,7 +264,6 @@ def test_a_killed_rank_costs_nothing(folder):
 
     with stack(folder, 2, tensor_parallel_size=2) as running, Client(running._client_address) as client:
         assert len(followers()) == 2
-        victim = next(child for child in running._children if child.name == "worker-0")
         results: dict[int, list[int]] = {}
         threads = [
             threading.Thread(target=lambda i=i: results.update({i: client.generate(asked[i], long).token_ids}))
@@ -273,14 +271,15 @@ def test_a_killed_rank_costs_nothing(folder):
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: any(w["name"] == "worker-0" and w["requests"] for w in client.health()["workers"]))
+        eventually(lambda: any(w["requests"] for w in client.health()["workers"]))
+        (victim,) = named(running, max(client.health()["workers"], key=lambda worker: worker["requests"])["name"])
         (rank,) = psutil.Process(victim.process.pid).children()
         rank.kill()
         for thread in threads:
             thread.join(60)
         assert victim.process.wait(30) == 1
         assert results == {i: client.generate(asked[i], long).token_ids for i in range(4)}
-        wait_for(lambda: len(client.health()["workers"]) == 2 and len(followers()) == 2, 60)
+        eventually(lambda: len(client.health()["workers"]) == 2 and len(followers()) == 2, 60)
     assert not followers()
 
 
@@ -314,12 +313,11 @@ def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monke
         codes: list[int] = []
         watcher = threading.Thread(target=lambda: codes.append(running.watch()))
         watcher.start()
-        time.sleep(1.6)
+        eventually(lambda: len(begun["worker-0"]) == 6)
         next(child for child in running._children if child.name == "worker-1").process.terminate()
         watcher.join(10)
     assert codes == [1]
     waits = [b - a for a, b in pairwise(begun["worker-0"])]
-    assert len(waits) >= 3
     assert all(wait >= least for wait, least in zip(waits, [0.1, 0.2, 0.4, 0.4, 0.4], strict=False))
     assert len(begun["worker-1"]) == len(begun["worker-2"]) == len(begun["router"]) == 1
 
@@ -340,11 +338,11 @@ def test_a_front_end_that_fails_is_started_again(folder, monkeypatch):
     with watched(Stack(several)) as running:
         (victim,) = (child for child in running._children if child.name == "frontend-0")
         os.kill(victim.process.pid, signal.SIGKILL)
-        wait_for(lambda: len(again := named(running, "frontend-0")) == 1 and again[0] is not victim)
+        eventually(lambda: len(again := named(running, "frontend-0")) == 1 and again[0] is not victim)
         (other,) = named(running, "frontend-1")
         other.process.kill()
         health = f"http://127.0.0.1:{several.frontend.port}/health"
-        wait_for(lambda: answers(health))
+        eventually(lambda: answers(health))
 
 
 def named(running: Stack, name: str) -> list[Child]:
@@ -415,10 +413,10 @@ def test_a_worker_may_join_and_leave(pair, folder):
         extra = [sys.executable, "-m", "radixrt", "worker", "--model", str(folder), "--router", running._worker_address]
         process = subprocess.Popen([*extra, "--name", "guest", "--max-total-tokens", "4096", "--device", "cpu"])
         try:
-            wait_for(lambda: len(client.health()["workers"]) == 3)
+            eventually(lambda: len(client.health()["workers"]) == 3)
             process.terminate()
             assert process.wait(10) == 0
-            wait_for(lambda: len(client.health()["workers"]) == 2)
+            eventually(lambda: len(client.health()["workers"]) == 2)
             assert client.generate([5, 6, 7], GREEDY).token_ids == before
         finally:
             process.kill()
@@ -440,7 +438,7 @@ def test_of_two_workers_of_one_name_the_later_serves(pair, folder, told):
 
             for _ in range(2):
                 processes.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-                wait_for(lambda: serves(processes[-1].pid))
+                eventually(lambda: serves(processes[-1].pid))
             if not told:
                 processes[0].terminate()
             _, said = processes[0].communicate(timeout=20)
@@ -457,12 +455,15 @@ def test_of_two_workers_of_one_name_the_later_serves(pair, folder, told):
 
 def test_a_worker_whose_name_was_taken_is_not_started_again(folder):
     """Else the two would take it from each other for ever."""
-    with stack_of(config(folder, 2)) as running, Client(running._client_address) as client:
+    settings = config(folder, 2)
+    # The other one sends no heartbeats, and the first may take long to end.
+    router = dataclasses.replace(settings.router, worker_timeout=60.0)
+    with stack_of(dataclasses.replace(settings, router=router)) as running, Client(running._client_address) as client:
         (child,) = (child for child in running._children if child.name == "worker-0")
         with wire.Link(running._worker_address, b"other") as link:
             about = {"model": folder.name, "max_model_len": 64, "page_size": 1, "total_pages": 64, "max_running": 1}
             link.send(wire.encode(Register(name="worker-0", pid=1, **about)))
-            wait_for(lambda: not child.alive)
+            eventually(lambda: not child.alive)
             running._bury(child)
             running._expect(child, time.monotonic())
             assert child.process.returncode == 0 and running._lives["worker-0"].due is None
@@ -482,8 +483,8 @@ def test_a_killed_router_comes_back_to_workers_that_kept_their_pages(folder):
             running._children[0].process.communicate()
         running._children[0] = start_child("router", "router", running._config.router)
         with Client(running._client_address) as client:
-            wait_for(lambda: len(client.health()["workers"]) == 1)
-            wait_for(lambda: client.health()["workers"][0]["running"] == 0)
+            eventually(lambda: len(client.health()["workers"]) == 1)
+            eventually(lambda: client.health()["workers"][0]["running"] == 0)
             after = client.generate(prompt, GREEDY)
             assert after.token_ids == before
             assert after.usage.cached_tokens == len(prompt) - 1
@@ -496,13 +497,6 @@ def stack_of(settings: StackConfig):
     with running:
         running.start()
         yield running
-
-
-def wait_for(condition, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def serve(folder: Path, *flags: str) -> tuple[subprocess.Popen, str]:
@@ -519,7 +513,7 @@ def test_no_process_stays_behind(folder, how):
     process, address = serve(folder, "--api-server-count", "0")
     try:
         with Client(address, timeout=30) as client:
-            wait_for(lambda: len(client.health()["workers"]) == 2)
+            eventually(lambda: len(client.health()["workers"]) == 2)
             family = children_of(process.pid)
             assert len(family) == 3
             process.send_signal(how)

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from radixrt import roles, wire
+from radixrt import wire
 from radixrt.config import WorkerConfig, resolve
 from radixrt.ports import free_tcp_address
 from radixrt.wire import event_loop, keys, monitor, sockets, watch
 from radixrt.wire.watch import Watch
+from radixrt.worker_setup import make_worker
 from tests.test_wire import run, until
 
 
@@ -177,7 +178,7 @@ def test_a_worker_that_has_no_router_stops_at_once(how, key, monkeypatch):
                 server = wire.RouterSocket("tcp://127.0.0.1:*", print, key=keys.load_secret_key(key, "workers"))
                 there.callback(server.close)
                 address = server.address
-            worker = roles.make_worker(resolve(WorkerConfig(name="w", router=address + suffix, fake="0,0.001")))
+            worker = make_worker(resolve(WorkerConfig(name="w", router=address + suffix, fake="0,0.001")))
             thread = threading.Thread(target=worker.run)
             thread.start()
             await asyncio.sleep(2.5)  # a report and two heartbeats: who sends them waits

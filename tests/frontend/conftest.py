@@ -12,7 +12,14 @@ import pytest
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
 from radixrt.local import LocalStack
+from tests.alike import workers_alike
 from tests.checkpoints import make_tokenizer
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _workers_alike() -> Iterator[None]:
+    with workers_alike():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from radixrt import roles
+from radixrt import worker_setup
 from radixrt.frontend.parsing import Piece
 from radixrt.frontend.parsing.pieces import CallStart
 from radixrt.messages import ChatPrompt, Generate, Sampling
@@ -302,7 +302,7 @@ def scripted(family: str, folder: Path, num_pages: int = 1 << 16, **settings: An
     make_family(folder, family)
     script = Script(vocab_size=512 + len(FAMILIES[family][1]), num_pages=num_pages)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roles, "make_runner", lambda config: script)
+        patch.setattr(worker_setup, "make_runner", lambda config: script)
         with serving(folder, workers=1, jump_forward=False, **settings) as frontend:  # the script contains all tokens
             model = Model(frontend.url, folder, script, frontend._server._frontend)
             with model.client:

@@ -17,9 +17,10 @@ from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, resolve
 from radixrt.frontend.app import Frontend
 from radixrt.frontend.server import Server, _serve_both, listen
 from radixrt.messages import Cancel, ClientRequest, Delta, Deltas, Error, Generate, Sampling, TokenPrompt
-from radixrt.roles import make_worker
 from radixrt.router.loop import RouterServer
 from radixrt.transports import HereTransport, RouterTransport
+from radixrt.worker_setup import make_worker
+from tests.waiting import eventually
 
 NAMES = {"tokenizer": "none", "served_model_name": "m"}
 ENDLESS = Sampling(max_tokens=100_000, ignore_eos=True)
@@ -95,10 +96,7 @@ def test_a_client_that_leaves_is_cancelled():
         stream = client.stream([1, 2, 3], ENDLESS)
         next(stream)
         stream.close()
-        deadline = time.monotonic() + 5
-        while router.core.runs_in_flight:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: not router.core.runs_in_flight)
         assert router.core.counters.cancelled == 1
 
 

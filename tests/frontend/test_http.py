@@ -21,6 +21,7 @@ from radixrt.messages import Origin, Sampling
 from radixrt.ports import free_tcp_address
 from radixrt.router.process import RouterThread
 from tests.frontend.conftest import serving
+from tests.waiting import eventually
 
 HELLO = [{"role": "user", "content": "hi"}]
 SHORT = Sampling(max_tokens=8, temperature=0.0)
@@ -329,10 +330,7 @@ def test_a_router_that_is_gone(folder):
                 assert response.status_code == 503 and response.headers["retry-after"]
                 assert "router" in response.text
             with LocalStack(StackConfig(router, worker, FrontendConfig()), client_address=address):
-                deadline = time.monotonic() + 5
-                while client.get("/health").status_code != 200:
-                    assert time.monotonic() < deadline, "it comes back with the router"
-                    time.sleep(0.02)
+                eventually(lambda: client.get("/health").status_code == 200)  # it comes back with the router
     finally:
         frontend.stop()
 
@@ -348,10 +346,8 @@ def test_a_process_that_is_told_to_stop(folder, capfd):
     with stack, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
         child = start_child("frontend", "frontend", FrontendConfig(**names, router=address, port=port))
         try:
-            deadline = time.monotonic() + 20
-            while not can_connect(port):
-                assert time.monotonic() < deadline and child.alive
-                time.sleep(0.05)
+            eventually(lambda: can_connect(port) or not child.alive)
+            assert child.alive
             with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
@@ -359,7 +355,7 @@ def test_a_process_that_is_told_to_stop(folder, capfd):
                 child.process.terminate()
                 last = [line for line in lines if line][-1]
             assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
-            assert child.process.wait(5) == 0 and time.monotonic() - began < 3
+            assert child.process.wait(30) == 0 and time.monotonic() - began < 30, "far from 5000 steps"
         finally:
             stop_children([child])
     assert "Traceback" not in capfd.readouterr().err
@@ -393,17 +389,17 @@ def test_processes_of_a_stack_share_a_port():
 # ---------------------------------------------------------------- clients that leave
 
 
-def wait_until_idle(url: str, seconds: float = 5.0) -> dict:
+def wait_until_idle(url: str) -> dict:
     with Client(url) as client:
-        deadline = time.monotonic() + seconds
-        while True:
+
+        def idle() -> dict | None:
             health = client.health()
             worker = health["workers"][0]
             used = worker["total_pages"] - worker["free_pages"] - worker["evictable_pages"]
-            if not (health["runs_in_flight"] or worker["running"] or used):
-                return health
-            assert time.monotonic() < deadline, health
-            time.sleep(0.02)
+            return None if health["runs_in_flight"] or worker["running"] or used else health
+
+        # Less than the thousands of steps take that these tests do not let finish.
+        return eventually(idle, 15)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -437,7 +433,7 @@ def test_a_stop_string_ends_the_work(slow_url):
         head = client.post("/v1/completions", json=body | {"max_tokens": 20}).json()["choices"][0]["text"]
         began = time.monotonic()
         cut = client.post("/v1/completions", json=body | {"stop": [head[8:11]], "n": 2}).json()
-        assert time.monotonic() - began < 4, "far from 4000 steps"
+        assert time.monotonic() - began < 15, "far from 4000 steps"
     assert [c["finish_reason"] for c in cut["choices"]] == ["stop", "stop"]
     assert cut["usage"]["completion_tokens"] < 60
     assert wait_until_idle(slow_url)
@@ -452,7 +448,7 @@ def test_a_client_that_does_not_read_is_cut_off(slow_url, monkeypatch):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect((host, int(port)))
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        assert wait_until_idle(slow_url, 20)
+        assert wait_until_idle(slow_url)
 
 
 def test_many_streams_at_once(slow_url):
@@ -500,5 +496,5 @@ def test_stopping_does_not_wait_for_streams(folder):
                 next(response.iter_lines())
                 began = time.monotonic()
                 frontend._server.should_exit = True
-                frontend._thread.join(5)
-                assert not frontend._thread.is_alive() and time.monotonic() - began < 3
+                frontend._thread.join(30)
+                assert not frontend._thread.is_alive() and time.monotonic() - began < 30, "far from 5000 steps"

@@ -16,7 +16,10 @@ from uvicorn.server import ServerState
 
 from radixrt.frontend.protocol import LEAVING, MOST_HEAD_BYTES, PatientProtocol
 
-PATIENCE = 0.1
+PATIENCE = 60.0
+"""Seconds after which a server here ends a silent connection: so many that no busy machine is taken for one."""
+SHORT = 0.1
+"""The same where a test waits for that."""
 PART = b"x" * 65536
 
 
@@ -73,10 +76,10 @@ class Stuck:
 class Server:
     """The protocol on a port of this machine."""
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, patience: float) -> None:
         self.app, self.state = app, ServerState()
         config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, proxy_headers=False)
-        config.timeout_keep_alive = PATIENCE  # type: ignore[assignment]
+        config.timeout_keep_alive = patience  # type: ignore[assignment]
         self.make = lambda: PatientProtocol(config, self.state, {})
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -89,7 +92,7 @@ class Server:
     async def eventually(self, condition) -> None:
         async with asyncio.timeout(10):
             while not condition():
-                await asyncio.sleep(PATIENCE / 10)
+                await asyncio.sleep(0.01)
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[Server]:
@@ -100,12 +103,12 @@ class Server:
             await self.eventually(lambda: not self.state.connections and not self.app.running)
 
 
-def served(test):
+def served(test, patience: float = PATIENCE):
     """Run a test on uvloop, with a server that has nothing in flight in the end."""
 
     def run(**given) -> None:
         async def main() -> None:
-            async with Server(App()).listening() as server:
+            async with Server(App(), patience).listening() as server:
                 await test(server, **given)
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -113,6 +116,19 @@ def served(test):
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
+
+
+def soon_tired(test):
+    """`served`, by a server that waits for no silent client."""
+    return served(test, SHORT)
+
+
+def passed(protocol: PatientProtocol, seconds: float) -> None:
+    """Let a connection look whether its client is still there, as if nothing had moved for `seconds`."""
+    protocol._moved -= seconds
+    protocol._timer.cancel()
+    protocol._look()
+    protocol._timer.cancel()
 
 
 def head(path: str, length: int, *more: str) -> bytes:
@@ -131,7 +147,7 @@ SILENT = {
 
 @pytest.mark.parametrize("sent", SILENT.values(), ids=SILENT)
 def test_a_silent_client(sent):
-    @served
+    @soon_tired
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
         writer.write(sent)
@@ -145,7 +161,7 @@ def test_a_silent_client(sent):
 @pytest.mark.parametrize("path", ["/stream", "/whole"])
 @pytest.mark.parametrize("more", [[], ["Connection: close"]])
 def test_a_client_that_does_not_read(path, more):
-    @served
+    @soon_tired
     async def test(server: Server) -> None:
         _, writer = await server.connect()
         writer.transport.pause_reading()
@@ -163,18 +179,23 @@ async def test_who_waits_or_is_slow_is_waited_for(server: Server) -> None:
     """The server's turn may take long, and a client may take its time."""
     reader, writer = await server.connect()
     writer.write(head("/wait", 0))
-    await asyncio.sleep(5 * PATIENCE)
+    await server.eventually(lambda: server.app.running)
+    (protocol,) = server.state.connections
+    passed(protocol, 5 * PATIENCE)
     server.app.go.set()
     assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200")
     writer.write(head("/whole", 20))
     for _ in range(20):
+        passed(protocol, PATIENCE / 2)
+        before = protocol._moved
         writer.write(b"a")
-        await asyncio.sleep(PATIENCE / 4)
+        await server.eventually(lambda before=before: protocol._moved > before)
     await reader.readuntil(b"\r\n\r\n")
     left = 20 * len(PART)
     while left:
         left -= len(await reader.readexactly(min(left, len(PART))))
-        await asyncio.sleep(PATIENCE / 4)
+        if server.state.connections:  # it is closed as soon as the kernel has the rest
+            passed(protocol, PATIENCE / 2)
     writer.close()
 
 
@@ -449,7 +470,7 @@ def test_a_head_without_end_is_refused(sent, before, size):
             writer.write(before)
             await reader.readuntil(b"done")
         await write_in_parts(writer, sent(MOST_HEAD_BYTES), size)
-        await asyncio.sleep(PATIENCE / 4)
+        await asyncio.sleep(0.01)
         assert server.state.connections and not reader.at_eof()
         writer.write(b"\r")
         answer = await reader.read(-1)
@@ -505,12 +526,6 @@ def test_long_heads_that_follow_each_other(size):
     test()
 
 
-def never_tired(server: Server) -> None:
-    """The one connection is not ended for nothing moving on it."""
-    (protocol,) = server.state.connections
-    protocol._timer.cancel()
-
-
 @pytest.mark.parametrize("size", [1000, 1 << 20])
 @pytest.mark.parametrize("more", ["a head", "trailers", "a trailer"])
 def test_a_request_under_way_ends_with_what_is_too_long_behind_it(more, size):
@@ -524,7 +539,6 @@ def test_a_request_under_way_ends_with_what_is_too_long_behind_it(more, size):
         else:
             writer.write(chunked("/wait") + b"3\r\nabc\r\n0\r\n")
         await server.eventually(lambda: server.app.running)
-        never_tired(server)
         await write_in_parts(writer, flood[: MOST_HEAD_BYTES + 1], size)
         async with asyncio.timeout(10):
             assert not await reader.read(-1)
@@ -550,7 +564,7 @@ def test_chunks_and_trailers(size):
             writer.write(chunked("/"))
             for _ in range(2):
                 writer.write(told)
-                await asyncio.sleep(PATIENCE / 20)  # so that the chunk begins a read
+                await asyncio.sleep(0.005)  # so that the chunk begins a read
                 await write_in_parts(writer, chunk + b"\r\n", size)
             await write_in_parts(writer, trailers, size)
             assert (await reader.readuntil(b"done")).startswith(b"HTTP/1.1 200 ")
@@ -560,7 +574,7 @@ def test_chunks_and_trailers(size):
         assert (await reader.readuntil(b"no")).startswith(b"HTTP/1.1 401 ")
         for part in (chunk + b"\r\n", told, chunk + b"\r\n", trailers):
             await write_in_parts(writer, part, size)
-            await asyncio.sleep(PATIENCE / 20)
+            await asyncio.sleep(0.005)
         writer.write(head("/", 0))
         assert (await reader.readuntil(b"no")).startswith(b"HTTP/1.1 401 ")
         writer.close()
@@ -580,7 +594,6 @@ async def test_trailers_of_a_request_that_is_answered(server: Server) -> None:
     reader, writer = await server.connect()
     writer.write(chunked("/") + b"0\r\n")
     await reader.readuntil(b"no")
-    never_tired(server)
     await write_in_parts(writer, lines(MOST_HEAD_BYTES)[: MOST_HEAD_BYTES + 1], 1000)
     async with asyncio.timeout(10):
         assert not await reader.read(-1)

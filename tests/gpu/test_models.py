@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 
@@ -122,6 +124,21 @@ def last_logits(runner: Runner, prompt: list[int], chunk: int = 8192) -> torch.T
         if plan.samples.any():
             return runner.logits(plan)[-1]
         engine.scheduler.apply(plan, runner.launch(plan)())
+
+
+def median_errors(narrow: Runner, wide: Runner, asked: list[list[int]]) -> tuple[float, float]:
+    """The relative error, in norm, of the last logits of `narrow` from those of `wide`, and by how much those of
+    `narrow` differ if prompts are computed in other chunks: of each the median of the prompts."""
+    errors, apart = [], []
+    for prompt in asked:
+        found, expected, pieces = (
+            last_logits(narrow, prompt),
+            last_logits(wide, prompt),
+            last_logits(narrow, prompt, 37),
+        )
+        errors.append(float((found - expected).norm() / expected.norm()))
+        apart.append(float((found - pieces).norm() / expected.norm()))
+    return statistics.median(errors), statistics.median(apart)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

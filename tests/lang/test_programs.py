@@ -27,6 +27,7 @@ from radixrt import (
 )
 from radixrt.client import token_bytes
 from radixrt.messages import ChatPrompt, PartsPrompt, TextPrompt, TokenPrompt
+from tests.lang.conftest import wait_until_idle
 from tests.lang.oracle import Oracle
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -644,14 +645,6 @@ def test_gen_after_a_message_is_the_assistants(client):
 # ---------------------------------------------------------------- leaving early
 
 
-def wait_until_idle(client) -> dict:
-    deadline = time.monotonic() + 5
-    while (health := client.health())["runs_in_flight"]:
-        assert time.monotonic() < deadline, health
-        time.sleep(0.01)
-    return health
-
-
 def test_leaving_a_program_cancels_its_branches(slow):
     endless = Sampling(max_tokens=100_000, ignore_eos=True)
 
@@ -668,20 +661,27 @@ def test_leaving_a_program_cancels_its_branches(slow):
     assert wait_until_idle(slow)["counters"]["cancelled"] == 4
 
 
+def give_up(client, endless) -> None:
+    """Cancel a program as soon as a request of it is in flight."""
+
+    async def main() -> None:
+        task = asyncio.create_task(program(endless)(client.aio))
+        while not (await client.aio.health())["runs_in_flight"]:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    client.run(main())
+
+
 def test_cancelling_a_program_cancels_its_requests(slow):
     async def endless(s: Branch):
         s += "fine"
         s += gen("x", max_tokens=100_000, ignore_eos=True)
         return await s["x"]
 
-    async def give_up():
-        task = asyncio.create_task(program(endless)(slow.aio))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    slow.run(give_up())
+    give_up(slow, endless)
     assert wait_until_idle(slow)["counters"]["cancelled"] == 1
 
 
@@ -784,14 +784,7 @@ def test_a_plain_program_that_is_cancelled_ends(slow, waits):
             ended.set()
             raise
 
-    async def give_up():
-        task = asyncio.create_task(program(endless)(slow.aio))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    slow.run(give_up())
+    give_up(slow, endless)
     assert ended.wait(5)
     assert wait_until_idle(slow)["counters"]["cancelled"] == 1
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -12,12 +10,11 @@ import pytest
 from radixrt import Branch, Sampling, assistant, gen, program, select, user
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.server import FrontendThread
 from radixrt.lang.speaker import Speaker
 from radixrt.local import LocalStack
 from radixrt.messages import Error, Fork, Pause, SaidText, StatePrompt
 from radixrt.ports import free_tcp_address
-from tests.lang.conftest import stack
+from tests.lang.conftest import reached, stack
 
 SHORT = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
 SCOPE = "0123456789abcdef"
@@ -27,19 +24,6 @@ def at(address: str, folder) -> LocalStack:
     worker = WorkerConfig(model=str(folder), fake="0,0", served_model_name="m")
     router = resolve(RouterConfig(model=str(folder), served_model_name="m"))
     return LocalStack(StackConfig(router, worker, FrontendConfig()), client_address=address)
-
-
-@contextlib.contextmanager
-def reached(folder, address: str, transport: str) -> Iterator[str]:
-    """The address of the router itself, or of a front end in front of it."""
-    if transport == "zmq":
-        yield address
-        return
-    frontend = FrontendThread(resolve(FrontendConfig(model=str(folder), served_model_name="m", router=address, port=0)))
-    try:
-        yield frontend.url
-    finally:
-        frontend.stop()
 
 
 @program
@@ -99,7 +83,7 @@ def test_a_server_that_keeps_no_state(folder, asked, transport):
     asked.clear()
     with (
         stack(folder, state_bytes=1) as running,
-        reached(folder, running.address, transport) as url,
+        reached(transport, folder, running.address) as url,
         Client(url) as client,
     ):
         assert story.run(client, lambda: "ok") == expected
@@ -125,7 +109,7 @@ def test_a_program_outlives_its_router(folder, asked, transport):
         return "ok"
 
     try:
-        with reached(folder, address, transport) as url, Client(url) as client:
+        with reached(transport, folder, address) as url, Client(url) as client:
             assert story.run(client, restart) == expected
             whole = [prompt for prompt in asked if not prompt.state]
             assert len(asked) == 7 + len(whole) - 1 and 4 <= len(whole) <= 7

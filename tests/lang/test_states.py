@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import runpy
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,15 +14,15 @@ from hypothesis import strategies as st
 from radixrt import Branch, Sampling, assistant, gen, program, select, use_client, user
 from radixrt.client import AsyncClient, Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.server import FrontendThread
 from radixrt.lang.speaker import Speaker
 from radixrt.local import LocalStack
 from radixrt.messages import Fork, Generate, Pause, Score, StatePrompt
 from radixrt.router.states import Key
 from radixrt.router.validate import Refused
-from tests.lang.conftest import stack
+from tests.lang.conftest import reached, stack
 from tests.lang.oracle import Oracle
 from tests.lang.test_examples import EXAMPLES
+from tests.waiting import eventually
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
 
@@ -255,29 +253,13 @@ def test_a_branch_that_goes_on_leaves_what_its_forks_begin_with(running):
     assert unknown == []
 
 
-@contextlib.contextmanager
-def reached(transport: str, folder, address: str) -> Iterator[str]:
-    """Where clients find the router at `address`: over ZMQ itself, over HTTP a front end."""
-    if transport == "zmq":
-        yield address
-        return
-    frontend = FrontendThread(resolve(FrontendConfig(model=str(folder), served_model_name="m", router=address, port=0)))
-    try:
-        yield frontend.url
-    finally:
-        frontend.stop()
-
-
 def test_the_same_over_http(folder, running):
     running, client = running
     with reached("http", folder, running.address) as address, Client(address) as http:
         assert long_story.run(http, "a story", 3) == long_story.run(client, "a story", 3)
         with pytest.raises(Exception, match="not known"):
             http.generate(StatePrompt("0123456789abcdef", 9), SHORT)
-        deadline = time.monotonic() + 5
-        while client.health()["states"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: not client.health()["states"])
 
 
 @pytest.mark.parametrize("face", ["plain", "async"])

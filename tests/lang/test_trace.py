@@ -37,7 +37,7 @@ def test_what_a_trace_knows(client):
         assert traced.run(client) == plain, "the same with a trace as without"
     traced.run(client)
     (run,) = t.runs
-    assert run.program == "traced" and 0.05 <= run.seconds < 5
+    assert run.program == "traced" and 0.05 <= run.seconds < 60
     steps = run.by_branch()
     assert list(steps) == ["", "0", "1"]
     kinds = [(step.kind, step.name) for step in steps[""]]
@@ -48,7 +48,7 @@ def test_what_a_trace_knows(client):
     assert plan.usage.cached_tokens == plan.usage.prompt_tokens - 1, "the first run had computed it"
     assert plan.began <= plan.first < plan.ended and "test_trace.py" in str(plan.site)
     (rest,) = [step for step in steps["0"] if step.kind == "tool"]
-    assert rest.name == "nap" and 0.05 <= rest.seconds < 1 and rest.said.startswith("rested")
+    assert rest.name == "nap" and 0.05 <= rest.seconds < run.seconds and rest.said.startswith("rested")
     assert run.usage().completion_tokens == 8 + 4 + 4
     assert run.usage().prompt_tokens == sum(step.usage.prompt_tokens for step in run.steps)
 

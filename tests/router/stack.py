@@ -19,6 +19,7 @@ from radixrt.messages import ClientReply, Delta, Deltas, Heartbeat, StepDone, St
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
 from radixrt.tree import RadixTree
+from tests.waiting import eventually
 
 _order = wire.Decoder(ToWorker)
 _reply = wire.Decoder(ClientReply)
@@ -94,7 +95,7 @@ class Client:
         for message in messages:
             self.link.send(wire.encode(message))
 
-    def receive(self, seconds: float = 5.0):
+    def receive(self, seconds: float = 30.0):
         """The next message, keep-alives excepted."""
         while True:
             payload = self.link.recv(seconds)
@@ -129,10 +130,7 @@ def stack(text: TextService | None = None, workers: int = 1, pace: float = 0.002
     members = [Worker(router.server.worker_address, f"w{i}", pace) for i in range(workers)]
     client = Client(router.server.client_address)
     try:
-        deadline = time.monotonic() + 5
-        while len(router.server.core.members) < workers:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        eventually(lambda: len(router.server.core.members) == workers)
         yield router, members, client
     finally:
         client.link.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from sim_workers import ids
 from stack import Client, stack
@@ -28,19 +27,13 @@ from radixrt.messages import (
 from radixrt.router import links
 from radixrt.router.links import ClientLinks
 from radixrt.router.members import FORGET_SECONDS
+from tests.waiting import eventually
 
 _reply = wire.Decoder(ClientReply)
 
 
 def generate(id: int, max_tokens: int = 8, **fields) -> Generate:
     return Generate(id=id, prompt=TokenPrompt(ids(5, 6, 7)), sampling=Sampling(max_tokens=max_tokens), **fields)
-
-
-def eventually(condition, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "never happened"
-        time.sleep(0.005)
 
 
 class Socket:

@@ -40,6 +40,7 @@ from radixrt.router.effects import Order
 from radixrt.router.links import MOST_ORDERS
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
+from tests.waiting import eventually
 
 PROMPT = ids(5, 6, 7)
 
@@ -47,13 +48,6 @@ PROMPT = ids(5, 6, 7)
 def generate(id: int, prompt=PROMPT, max_tokens=8, **fields) -> Generate:
     prompt = TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(prompt)
     return Generate(id=id, prompt=prompt, sampling=Sampling(max_tokens=max_tokens), **fields)
-
-
-def eventually(condition, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "never happened"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])

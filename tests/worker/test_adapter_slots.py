@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
 from radixrt.messages import Adapter
 from radixrt.worker.adapter_slots import AdapterSlots
+from tests.waiting import eventually
 
 
 class Notes:
@@ -51,10 +51,7 @@ def slots(runner):
 def load(slots: AdapterSlots, *adapter, used=()):
     """Loads it, and returns the error, or None while it waits for a slot."""
     slots.load(Adapter(*adapter))
-    until = time.monotonic() + 5
-    while slots and not slots._loading[-1][1].done():
-        assert time.monotonic() < until
-        time.sleep(0.001)
+    eventually(lambda: not slots or slots._loading[-1][1].done())
     return take(slots, used)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import _no_kernels, look_up
+from radixrt.worker.choices import look_up, no_kernels
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.blocks import paired
 from radixrt.worker.model.checkpoint import read_json
@@ -116,11 +116,11 @@ def test_shapes_without_kernels_on_a_gpu(checkpoint, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     loaded = look_up(resolve(WorkerConfig(str(checkpoint("bamba")[0]), device="cpu")))
-    assert _no_kernels(loaded) == "Mamba-2 has no kernels for heads of 32 elements and 12 in their state"
+    assert no_kernels(loaded) == "Mamba-2 has no kernels for heads of 32 elements and 12 in their state"
     shutil.copy(loaded.folder / "config.json", tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"mamba_d_state": 16}))
-    assert _no_kernels(look_up(resolve(WorkerConfig(str(tmp_path), device="cpu")))) == ""
+    assert no_kernels(look_up(resolve(WorkerConfig(str(tmp_path), device="cpu")))) == ""
 
 
 def test_an_mlp_alone_at_the_end_in_fp8(checkpoint):

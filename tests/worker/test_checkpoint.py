@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import load_runner, look_up
+from radixrt.worker.choices import look_up
+from radixrt.worker.loading import load_runner
 from radixrt.worker.model import checkpoint as files
 from radixrt.worker.plan import Runner
 from tests.checkpoints import make_tokenizer

@@ -24,37 +24,13 @@ from radixrt.worker.drafting import (
     RecentOutputs,
     Repeats,
 )
-from radixrt.worker.fake import EOS, FakeRunner, fake_token
+from radixrt.worker.fake import EOS, FakeRunner
 from radixrt.worker.plan import Draft
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from tests.worker.engine import Engine, prompts
+from tests.worker.foretold import VOCAB, Prophet, random_load, said
 from tests.worker.test_models import load
-
-VOCAB = 512
-
-
-class Prophet(Drafter):
-    """Knows what FakeRunner will say, and lies in one of `truth` tokens; always if that is 1."""
-
-    def __init__(self, most: int, rests: bool, truth: int, seed: int = 0) -> None:
-        super().__init__(most, rests)
-        self._random = random.Random(seed)
-        self._truth = truth
-        self.sizes: list[int] = []
-
-    def begins(self, request: Request, requests: int) -> bool:
-        return request.score_from is None and request.total + 2 <= request.limit and self._random.random() < 0.7
-
-    def draft(self, request: Request, most: int, requests: int) -> list[int]:
-        ids, last = [], request.tokens[-1]
-        for i in range(min(most, self.most, request.limit - len(request.tokens) - 1)):
-            last = fake_token(last, len(request.tokens) - 1 + i, VOCAB)
-            ids.append(last if self._random.randrange(self._truth) else 3)
-        if self._random.random() < 0.1:
-            return []
-        self.sizes.append(len(ids))
-        return ids
 
 
 def ways(page_size: int = 1, pages: int = 4096, states: int = 0) -> list[FakeRunner]:
@@ -198,23 +174,8 @@ def test_any_load_on_few_pages(data):
     drafter = Prophet(data.draw(st.integers(1, 9)), runner.overlaps, data.draw(st.sampled_from([1, 3, 1000])))
     chunk = data.draw(st.integers(8, 64))
     engine = Engine(runner, chunk=chunk, rows=data.draw(st.integers(1, 6)), drafter=drafter)
-    asked = {}
-    for seed in range(data.draw(st.integers(1, 8))):
-        prompt = prompts(1, 1, 20, vocab_size=VOCAB, seed=data.draw(st.integers(0, 2)) + seed % 2)[0]
-        count = data.draw(st.integers(1, 30))
-        asked[engine.add(prompt, Sampling(max_tokens=count, temperature=0.0, ignore_eos=True))] = prompt, count
-        for _ in range(data.draw(st.integers(0, 4))):
-            engine.step()
-        if data.draw(st.integers(0, 9)) == 0:
-            gone = data.draw(st.sampled_from(sorted(asked)))
-            engine.scheduler.abort(gone)
-            del asked[gone]
-    engine.finish()
-    for id, (prompt, count) in asked.items():
-        text = list(prompt)
-        for _ in range(count):
-            text.append(fake_token(text[-1], len(text) - 1, VOCAB))
-        assert engine.tokens(id) == text[len(prompt) :]
+    for id, tokens in random_load(data, engine).items():
+        assert engine.tokens(id) == tokens
     assert engine.scheduler.queued_tokens == 0
     assert all(tokens <= chunk for _, tokens in runner.steps)
     assert engine.cache.free_pages + engine.cache.evictable_pages == engine.cache.total_pages
@@ -400,11 +361,8 @@ class Fixed(Drafter):
 
     def draft(self, request: Request, most: int, requests: int) -> list[int]:
         self.asked.add(most)
-        ids, last = [], request.tokens[-1]
-        for i in range(min(7, most, request.limit - len(request.tokens) - 1)):
-            last = fake_token(last, len(request.tokens) - 1 + i, VOCAB)
-            ids.append(last if i < self._right else 3)
-        return ids
+        ids = said(request.tokens, min(7, most, request.limit - len(request.tokens) - 1))
+        return ids[: self._right] + [3] * len(ids[self._right :])
 
 
 def test_a_failed_step_fails_each_once():

@@ -10,6 +10,7 @@ import pytest
 
 from radixrt.messages import Sampling
 from radixrt.worker.fake import fake_logprob
+from radixrt.worker.plan import Plan
 from radixrt.worker.sharing import Cost
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_simulation import Bench, alone
@@ -105,14 +106,19 @@ def test_nothing_stays_of_a_failed_step_that_two_share(kind):
     assert bench.cache.tree.tokens == 0
 
 
-def test_one_that_was_not_planned_leases_nothing_of_a_step_that_failed(monkeypatch):
-    """There were no rows of logits left for it: it was admitted, on what another request was to compute."""
+def one_left_out(monkeypatch) -> tuple[Bench, Plan]:
+    """A step without request 2, which is admitted on what request 1 computes in it."""
     monkeypatch.setattr("radixrt.worker.building.MOST_SCORED", 10)
     bench = Bench(chunk=100)
     bench.add(0, [4] * 20, 0, score_from=1)
     bench.add(1, [5] * 30, 2)
     bench.add(2, [5] * 30 + [6] * 3, 0, score_from=31)
-    plan = bench.scheduler.plan()
+    return bench, bench.scheduler.plan()
+
+
+def test_one_that_was_not_planned_leases_nothing_of_a_step_that_failed(monkeypatch):
+    """There were no rows of logits left for it: it was admitted, on what another request was to compute."""
+    bench, plan = one_left_out(monkeypatch)
     left_out = bench.scheduler._requests[2]
     assert left_out.row >= 0 and left_out.computed == 30 and left_out not in plan.requests
     bench.scheduler.fail(plan, "out of memory")
@@ -125,12 +131,7 @@ def test_one_that_was_not_planned_leases_nothing_of_a_step_that_failed(monkeypat
 
 def test_what_one_leased_and_never_went_on_from_is_not_cached(monkeypatch):
     """It was sent back to wait before anything of it was planned, and what it had leased has failed since."""
-    monkeypatch.setattr("radixrt.worker.building.MOST_SCORED", 10)
-    bench = Bench(chunk=100)
-    bench.add(0, [4] * 20, 0, score_from=1)
-    bench.add(1, [5] * 30, 2)
-    bench.add(2, [5] * 30 + [6] * 3, 0, score_from=31)
-    plan = bench.scheduler.plan()
+    bench, plan = one_left_out(monkeypatch)
     assert bench.scheduler._preempt(plan.requests).id == 2
     bench.scheduler.fail(plan, "out of memory")
     bench.drain()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker import loading
+from radixrt.worker import choices
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention, attend
 from radixrt.worker.kv import KVPool
 from radixrt.worker.model import read_spec
@@ -63,7 +63,7 @@ def test_logits_of_a_checkpoint_in_mxfp4(packed, caplog):
     with caplog.at_level(logging.WARNING):
         runner = load(folder)
     assert (all_logits(Engine(runner), prompt) - expected).abs().max() < 1e-4
-    assert "experts that are stored in MXFP4 are multiplied out" in caplog.text
+    assert "experts that are stored in MXFP4 are dequantized" in caplog.text
     assert "not used" not in caplog.text
 
 
@@ -100,19 +100,19 @@ def test_experts_stay_packed_where_they_are_to(packed, caplog):
 
 def test_mxfp4_is_kept_where_kernels_for_it_work(packed, monkeypatch):
     config = resolve(WorkerConfig(model=str(packed[0]), device="cpu"))
-    on_cpu = loading.look_up(config)
+    on_cpu = choices.look_up(config)
     on_gpu = dataclasses.replace(on_cpu, device=torch.device("cuda"), dtype=torch.bfloat16)
     works = [True]
     monkeypatch.setattr("radixrt.worker.cuda.packed_experts.there", lambda device: works[0])
-    assert loading.keeps_packed("auto", on_gpu, kernels=True) and loading.keeps_packed("fp8", on_gpu, kernels=True)
-    assert not loading.keeps_packed("none", on_gpu, kernels=True)
-    assert not loading.keeps_packed("auto", on_gpu, kernels=False)
-    assert not loading.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
-    assert not loading.keeps_packed("auto", on_cpu, kernels=True)
+    assert choices.keeps_packed("auto", on_gpu, kernels=True) and choices.keeps_packed("fp8", on_gpu, kernels=True)
+    assert not choices.keeps_packed("none", on_gpu, kernels=True)
+    assert not choices.keeps_packed("auto", on_gpu, kernels=False)
+    assert not choices.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
+    assert not choices.keeps_packed("auto", on_cpu, kernels=True)
     plain = dataclasses.replace(on_gpu, hf_config={"model_type": "gpt_oss"})
-    assert not loading.keeps_packed("auto", plain, kernels=True)
+    assert not choices.keeps_packed("auto", plain, kernels=True)
     works[0] = False
-    assert not loading.keeps_packed("auto", on_gpu, kernels=True)
+    assert not choices.keeps_packed("auto", on_gpu, kernels=True)
 
 
 def test_scales_that_kernels_cannot_have_are_dequantized(packed, tmp_path):

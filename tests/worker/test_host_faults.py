@@ -8,29 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from radixrt.worker.drafting import Drafter
-from radixrt.worker.fake import fake_token
-from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Scheduler
+from tests.worker.foretold import Prophet
 from tests.worker.test_simulation import VOCAB, Bench, alone, overlaps, random_prompt  # noqa: F401
-
-
-class Guesser(Drafter):
-    """Knows what the runner will say, and is wrong in a third of the tokens."""
-
-    def __init__(self, rng: random.Random, rests: bool) -> None:
-        super().__init__(4, rests)
-        self._random = rng
-
-    def begins(self, request: Request, requests: int) -> bool:
-        return request.score_from is None and request.total + 2 <= request.limit and self._random.random() < 0.7
-
-    def draft(self, request: Request, most: int, requests: int) -> list[int]:
-        ids, last = [], request.tokens[-1]
-        for i in range(min(most, self.most, request.limit - len(request.tokens) - 1)):
-            last = fake_token(last, len(request.tokens) - 1 + i, VOCAB)
-            ids.append(last if self._random.randrange(3) else 3)
-        return ids
 
 
 class Rough(Bench):
@@ -41,7 +21,8 @@ class Rough(Bench):
         self.rng = rng
         self.faults = faults
         if drafts:
-            self.scheduler = Scheduler(self.cache, self.scheduler.limits, Guesser(rng, self.overlaps))
+            drafter = Prophet(4, self.overlaps, truth=3, seed=rng.randrange(1 << 30), vocab_size=VOCAB)
+            self.scheduler = Scheduler(self.cache, self.scheduler.limits, drafter)
 
     def step(self) -> int:
         plan = self.plan()

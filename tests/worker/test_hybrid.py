@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.roles import make_drafter, most_running
 from radixrt.worker import branching
 from radixrt.worker.kv import StatePool
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
+from radixrt.worker_setup import make_drafter, most_running
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.test_drafting import Told
 from tests.worker.test_models import all_logits, computed, greedy, load
@@ -242,20 +242,26 @@ def test_what_is_not_served_is_named(checkpoint, tmp_path, family, changes, word
         load(tmp_path / "model")
 
 
+def check_states_are_followed(runner, reference) -> None:
+    """All ranks do with states what the first one does: chunks, snapshots, branches and drafts; cold and warm."""
+    engine = Engine(runner, chunk=64)
+    trunk, *others = prompts(3, 150, 150)
+    asked = [trunk, trunk, *(trunk[:100] + other[:60] for other in others)]
+    expected = [greedy(reference, prompt, 12) for prompt in asked]
+    for _ in range(2):
+        found, hits = cached(engine, *asked)
+        assert found == expected
+    assert sum(hits) > 300
+    drafter = Told(False, [[*prompt, *said] for prompt, said in zip(asked, found, strict=True)])
+    assert cached(Engine(runner, drafter=drafter), *asked)[0] == found
+    assert drafter.drafted > drafter.accepted > 2
+
+
 def test_ranks_follow_what_one_does_with_states(checkpoint):
     folder, reference = checkpoint("qwen3_5_text")
     runner = load(folder, tensor_parallel_size=2, max_mamba_cache_size=12)
     try:
-        engine = Engine(runner, chunk=64)
-        trunk, *others = prompts(3, 150, 150)
-        asked = [trunk, trunk, *(trunk[:100] + other[:60] for other in others)]
-        for _ in range(2):
-            found, hits = cached(engine, *asked)
-            assert found == [greedy(reference, prompt, 12) for prompt in asked]
-        assert sum(hits) > 300
-        drafter = Told(False, [[*prompt, *said] for prompt, said in zip(asked, found, strict=True)])
-        assert cached(Engine(runner, drafter=drafter), *asked)[0] == found
-        assert drafter.drafted > drafter.accepted > 2
+        check_states_are_followed(runner, reference)
     finally:
         runner.close()
 

@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.attention import BatchInvariantAttention, TorchAttention
+from radixrt.worker.choices import look_up
 from radixrt.worker.kv import IndexPool, KVPool
-from radixrt.worker.loading import look_up, pool_tokens
 from radixrt.worker.model import read_spec, sparse
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import Products
 from radixrt.worker.model.scaled import ScaledLinear
+from radixrt.worker.pools import pool_tokens
 from radixrt.worker.scales import _Observer
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.pages import make_plan

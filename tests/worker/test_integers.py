@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker import loading
+from radixrt.worker import choices, loading
 from radixrt.worker.model import integers, read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
@@ -181,7 +181,7 @@ def test_a_checkpoint_is_dequantized_at_load(checkpoint, tmp_path, form, family,
     with caplog.at_level(logging.WARNING):
         found = logits(stored)
     assert torch.allclose(found, logits(plain), rtol=0, atol=1e-4)
-    assert f"weights that are stored in {FORMS[form][2]} are multiplied out at load" in caplog.text
+    assert f"weights that are stored in {FORMS[form][2]} are dequantized at load" in caplog.text
     assert "not used" not in caplog.text
 
 
@@ -278,7 +278,7 @@ def test_a_checkpoint_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
     """The same weights, to the last bit; also of matrices that are stored together, and of heads in another order."""
     folder, _ = store(checkpoint(family)[0], tmp_path, form, ("proj.weight",))
     (kept, weights), (wide, others) = decoders(folder)
-    assert weights.multiplied_out == 0 and others.multiplied_out > 0 and not weights.unused()
+    assert weights.num_dequantized == 0 and others.num_dequantized > 0 and not weights.unused()
     assert kept.is_int4 and not wide.is_int4
     for ours, expected in zip(products_of(kept), products_of(wide), strict=True):
         assert isinstance(ours, Int4Linear) and torch.equal(ours.weight.dequantized(), expected.weight)
@@ -306,7 +306,7 @@ def test_linear_attention_in_int4_may_stay_so(checkpoint, tmp_path, family):
     projections = tuple(f"in_proj_{name}.weight" for name in ("qkvz", "ba", "qkv", "z", "b", "a"))
     folder, _ = store(checkpoint(family)[0], tmp_path, "w4a16", projections)
     (kept, weights), (wide, _) = decoders(folder)
-    assert weights.multiplied_out == 0 and not weights.unused()
+    assert weights.num_dequantized == 0 and not weights.unused()
     nets = [[layer.heads for layer in model._layers if isinstance(layer.heads, DeltaNet)] for model in (kept, wide)]
     assert nets[0]
     for ours, theirs in zip(*nets, strict=True):
@@ -324,7 +324,7 @@ def test_experts_in_int4_may_stay_so(checkpoint, tmp_path, form, family):
     folder, _ = store(checkpoint(family, **sizes)[0], tmp_path, form, ends)
     (kept, weights), (wide, _) = decoders(folder)
     assert not kept.has_unquantized_experts and not weights.unused()
-    assert weights.multiplied_out == (len(kept._layers) if family == "deepseek_v3" else 0), "kv_b_proj"
+    assert weights.num_dequantized == (len(kept._layers) if family == "deepseek_v3" else 0), "kv_b_proj"
     for ours, theirs in zip(kept._layers, wide._layers, strict=True):
         if isinstance(ours.mlp, Mixture):
             ours, theirs = ours.mlp.experts, theirs.mlp.experts
@@ -346,7 +346,7 @@ def test_experts_of_which_one_is_different_are_dequantized(checkpoint, tmp_path,
 
         monkeypatch.setattr(SafetensorsWeights, "int4", int4)
         (model, weights), (wide, _) = decoders(folder)
-        assert model.has_unquantized_experts and weights.multiplied_out > 0
+        assert model.has_unquantized_experts and weights.num_dequantized > 0
         assert torch.equal(model._layers[0].mlp.experts.down, wide._layers[0].mlp.experts.down)
 
 
@@ -355,7 +355,7 @@ def test_experts_of_which_one_is_different_are_dequantized(checkpoint, tmp_path,
 def test_other_formats_are_dequantized(checkpoint, tmp_path, form):
     folder, _ = store(checkpoint("llama")[0], tmp_path, form, ("proj.weight",))
     (model, weights), _ = decoders(folder)
-    assert weights.multiplied_out > 0 and not any(isinstance(x, Int4Linear) for x in products_of(model))
+    assert weights.num_dequantized > 0 and not any(isinstance(x, Int4Linear) for x in products_of(model))
 
 
 @pytest.mark.usefixtures("wider")
@@ -364,7 +364,7 @@ def test_parts_of_one_matrix_that_are_stored_differently_are_dequantized(checkpo
     folder, _ = store(checkpoint("llama")[0], tmp_path, "awq", ("v_proj.weight", "gate_proj.weight", "up_proj.weight"))
     (model, weights), (wide, _) = decoders(folder)
     kinds = [isinstance(x, Int4Linear) for x in dense(model._layers[0])]
-    assert kinds == [False, False, True, False] and weights.multiplied_out == len(model._layers)
+    assert kinds == [False, False, True, False] and weights.num_dequantized == len(model._layers)
     assert torch.equal(model._layers[0].heads.qkv.weight, wide._layers[0].heads.qkv.weight)
 
 
@@ -391,26 +391,26 @@ def test_ranks_have_parts_in_int4(checkpoint, tmp_path, form):
 
 def test_int4_is_kept_where_kernels_for_it_work(checkpoint, tmp_path, monkeypatch):
     folder, _ = store(checkpoint("llama")[0], tmp_path, "awq", ("proj.weight",))
-    on_cpu = loading.look_up(resolve(WorkerConfig(model=str(folder), device="cpu")))
+    on_cpu = choices.look_up(resolve(WorkerConfig(model=str(folder), device="cpu")))
     on_gpu = dataclasses.replace(on_cpu, device=torch.device("cuda"), dtype=torch.bfloat16)
     works = [True, False]
     monkeypatch.setattr("radixrt.worker.cuda.int4.there", lambda device, dtype: works[0])
     monkeypatch.setattr("radixrt.worker.cuda.packed_experts.there", lambda device, dtype: works[1])
-    assert loading.keeps_packed("auto", on_gpu, kernels=True)
-    assert loading.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
-    assert not loading.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float32), kernels=True)
-    assert not any(loading.keeps_packed(name, on_gpu, kernels=True) for name in ("none", "fp8"))
-    assert not loading.keeps_packed("auto", on_gpu, kernels=False)
-    assert not loading.keeps_packed("auto", on_cpu, kernels=True)
+    assert choices.keeps_packed("auto", on_gpu, kernels=True)
+    assert choices.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
+    assert not choices.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float32), kernels=True)
+    assert not any(choices.keeps_packed(name, on_gpu, kernels=True) for name in ("none", "fp8"))
+    assert not choices.keeps_packed("auto", on_gpu, kernels=False)
+    assert not choices.keeps_packed("auto", on_cpu, kernels=True)
     for form, (_, quantization, _) in FORMS.items():
         other = dataclasses.replace(on_gpu, hf_config={"quantization_config": quantization})
-        assert loading.keeps_packed("auto", other, kernels=True) == (form in KEPT or form in REORDERED), form
+        assert choices.keeps_packed("auto", other, kernels=True) == (form in KEPT or form in REORDERED), form
     mixture = dataclasses.replace(on_gpu, spec=read_spec(read_json(checkpoint("qwen3_moe")[0] / "config.json")))
-    assert not loading.keeps_packed("auto", mixture, kernels=True)
+    assert not choices.keeps_packed("auto", mixture, kernels=True)
     works[1] = True
-    assert loading.keeps_packed("auto", mixture, kernels=True)
+    assert choices.keeps_packed("auto", mixture, kernels=True)
     works[0] = False
-    assert not loading.keeps_packed("auto", on_gpu, kernels=True)
+    assert not choices.keeps_packed("auto", on_gpu, kernels=True)
 
 
 @pytest.mark.usefixtures("wider")
@@ -418,11 +418,11 @@ def test_int4_is_kept_where_kernels_for_it_work(checkpoint, tmp_path, monkeypatc
 def test_what_is_dequantized_beside_int4_is_said(checkpoint, tmp_path, monkeypatch, caplog, form, words):
     folder, _ = store(checkpoint("llama")[0], tmp_path, form, ("proj.weight",))
     config = resolve(WorkerConfig(model=str(folder), device="cpu"))
-    loaded = dataclasses.replace(loading.look_up(config), dtype=torch.bfloat16)
+    loaded = dataclasses.replace(choices.look_up(config), dtype=torch.bfloat16)
     monkeypatch.setattr(loading, "keeps_packed", lambda *_: True)
     with caplog.at_level(logging.WARNING):
         loading.load_model(config, loaded)
-    assert ("multiplied out" in caplog.text) == bool(words) and words in caplog.text
+    assert ("dequantized at load" in caplog.text) == bool(words) and words in caplog.text
 
 
 def test_random_weights_are_in_int4_as_a_checkpoint_is(checkpoint):

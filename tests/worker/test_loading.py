@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker import loading
+from radixrt.worker import choices, loading
 from tests.checkpoints import make_model
 
 
@@ -36,21 +36,21 @@ def test_bad_settings_are_named(folder):
     "wrong", [{"num_attention_heads": "6"}, {"quantization_config": [1]}, {"text_config": [1]}, {"head_dim": "x"}]
 )
 def test_a_config_with_values_of_another_kind(folder, monkeypatch, wrong):
-    read = loading.checkpoint.read_json
-    monkeypatch.setattr(loading.checkpoint, "read_json", lambda path: read(path) | wrong)
+    read = choices.checkpoint.read_json
+    monkeypatch.setattr(choices.checkpoint, "read_json", lambda path: read(path) | wrong)
     with pytest.raises(ValueError, match="config.json: a value is not of the kind that is expected"):
-        loading.look_up(config(folder))
+        choices.look_up(config(folder))
 
 
-def on_gpu(folder, monkeypatch, capability) -> loading.Loaded:
+def on_gpu(folder, monkeypatch, capability) -> choices.Loaded:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    return replace(loading.look_up(config(folder)), device=torch.device("cuda", 0))
+    return replace(choices.look_up(config(folder)), device=torch.device("cuda", 0))
 
 
 def test_an_old_gpu_computes_by_torch_and_says_why(folder, monkeypatch):
-    assert "7.5, the kernels need 8.0" in loading._no_kernels(on_gpu(folder, monkeypatch, (7, 5)))
+    assert "7.5, the kernels need 8.0" in choices.no_kernels(on_gpu(folder, monkeypatch, (7, 5)))
     ampere = replace(on_gpu(folder, monkeypatch, (8, 0)), kv_dtype=torch.float8_e4m3fn)
-    assert "8.0, kernels with e4m3 pages need 8.9" in loading._no_kernels(ampere)
+    assert "8.0, kernels with e4m3 pages need 8.9" in choices.no_kernels(ampere)
 
 
 def test_layers_without_kernels_are_computed_by_torch(checkpoint, monkeypatch):
@@ -67,7 +67,7 @@ def test_layers_without_kernels_are_computed_by_torch(checkpoint, monkeypatch):
         ("phimoe", {}, ""),
         ("mimo_v2_flash", {}, ""),
     ):
-        found = loading._no_kernels(on_gpu(checkpoint(family, **changes)[0], monkeypatch, (9, 0)))
+        found = choices.no_kernels(on_gpu(checkpoint(family, **changes)[0], monkeypatch, (9, 0)))
         assert reason in found and bool(reason) == bool(found)
 
 
@@ -79,11 +79,11 @@ def test_fp8_pages_are_the_default_from_hopper_on(monkeypatch):
         ((8, 9), torch.bfloat16),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
-        assert loading.choose_kv_dtype("auto", torch.bfloat16, gpu) == expected
-    assert loading.choose_kv_dtype("auto", torch.float32, torch.device("cpu")) == torch.float32
-    assert loading.choose_kv_dtype("fp8", torch.float32, gpu) == torch.float8_e4m3fn
+        assert choices.choose_kv_dtype("auto", torch.bfloat16, gpu) == expected
+    assert choices.choose_kv_dtype("auto", torch.float32, torch.device("cpu")) == torch.float32
+    assert choices.choose_kv_dtype("fp8", torch.float32, gpu) == torch.float8_e4m3fn
     with pytest.raises(ValueError, match="kv_cache_dtype 'int3'"):
-        loading.choose_kv_dtype("int3", torch.float32, gpu)
+        choices.choose_kv_dtype("int3", torch.float32, gpu)
 
 
 def test_out_of_memory_names_numbers_and_flags(folder, monkeypatch):

@@ -40,6 +40,7 @@ from radixrt.worker.request import from_run
 from radixrt.worker.runner import ModelRunner
 from radixrt.worker.scheduler import Limits
 from radixrt.worker.status import LIFE
+from tests.waiting import eventually
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ToRouter).decode
@@ -91,7 +92,7 @@ class Router:
     def tell(self, message: object) -> None:
         self.inbox.put(message if isinstance(message, bytes) else _encode(message))
 
-    def hear(self, until, seconds: float = 5.0) -> list:
+    def hear(self, until, seconds: float = 30.0) -> list:
         """Receive until `until(messages so far)`; heartbeats are left out."""
         deadline = time.monotonic() + seconds
         while not until(self.messages):
@@ -141,16 +142,30 @@ def run(id: int, tokens, sampling: Sampling = GREEDY, **changes) -> Run:
 
 def test_what_steps_of_decodes_take_is_learned(monkeypatch):
     """From the end of the step before to their own; after a pause, from when they were launched."""
+    clock = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: clock.now, now=0.0)
+    monkeypatch.setattr(loop, "time", clock)
+
+    class Steady(FakeRunner):
+        def launch(self, plan):
+            wait = super().launch(plan)
+
+            def read():
+                clock.now += 0.01
+                return wait()
+
+            return read
+
     steps, drafter = [], Drafter(8, overlaps=True)
     drafter.begins = lambda request, requests: False
     monkeypatch.setattr(drafter.costs, "add", lambda rows, seconds: steps.append((rows, seconds)))
-    with worker(FakeRunner(num_pages=400, decode_step=0.01), drafter=drafter) as (router, _):
+    with worker(Steady(num_pages=400), drafter=drafter) as (router, serving):
         for id in (1, 2):
             router.tell(run(id, range(3, 20)))  # the second is cached, and a decode from the first step on
             router.finished(id)
-            time.sleep(0.3)
+            eventually(lambda: not serving._flight and not serving.scheduler.has_work)
+            clock.now += 0.3
     assert 12 <= len(steps) <= 16 and {rows for rows, _ in steps} == {1}
-    assert all(0 < seconds < 0.25 for _, seconds in steps) and sum(seconds for _, seconds in steps) > 0.08, steps
+    assert [seconds for _, seconds in steps] == pytest.approx([0.01] * len(steps))
 
 
 def test_it_registers_first_and_serves():
@@ -453,10 +468,7 @@ def test_a_router_that_does_not_read_for_long(monkeypatch):
         router.tell(run(1, prompt, long))
         router.hear(lambda _: router.outputs(1))
         router.deaf = True
-        deadline = time.monotonic() + 5
-        while serving.scheduler.ids:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        eventually(lambda: not serving.scheduler.ids)
         time.sleep(0.1)
         while not router.outbox.empty():
             router.outbox.get()
@@ -474,10 +486,7 @@ def test_stop_ends_the_loop():
         first = router.hear(len)[0]
         assert isinstance(first, Register) and (first.pid, first.life) == (os.getpid(), LIFE)
         router.tell(Stop())
-        deadline = time.monotonic() + 5
-        while not serving._stopped.is_set():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        assert serving._stopped.wait(30)
         assert not serving.dismissed
 
 
@@ -517,12 +526,23 @@ def test_no_step_is_under_way_when_the_runner_is_closed():
 
 def test_a_long_step_does_not_stop_the_heart(monkeypatch):
     monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.05)
-    with worker(FakeRunner(num_pages=400, decode_step=0.4)) as (router, _):
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Long(FakeRunner):
+        def launch(self, plan):
+            begun.set()
+            assert goes_on.wait(30)
+            return super().launch(plan)
+
+    with worker(Long(num_pages=400)) as (router, _):
         router.tell(run(1, [5, 6, 7]))
-        time.sleep(0.35)
-        beats = [m for m in list(router.outbox.queue) if isinstance(m, Heartbeat)]
-        assert all((m.pid, m.life) == (os.getpid(), LIFE) for m in beats)
-        assert len(beats) >= 3
+        assert begun.wait(30)
+        with router.outbox.mutex:
+            router.outbox.queue.clear()
+        for _ in range(3):
+            beat = router.outbox.get(timeout=30)
+            assert isinstance(beat, Heartbeat) and (beat.pid, beat.life) == (os.getpid(), LIFE)
+        goes_on.set()
 
 
 def test_what_depends_on_the_tokens_before_is_drawn_when_they_are_known(overlaps):

@@ -21,11 +21,9 @@ from radixrt.worker.scales import _states_of_one
 from tests.adapters import make_adapter, merged
 from tests.worker import test_integers as integers
 from tests.worker import test_scaled as scaled
-from tests.worker.engine import Engine, prompts
-from tests.worker.test_drafting import Told
-from tests.worker.test_hybrid import cached
+from tests.worker.test_hybrid import check_states_are_followed
 from tests.worker.test_lora import causal
-from tests.worker.test_models import greedy, load
+from tests.worker.test_models import load
 from tests.worker.thread_group import on_ranks
 
 CPU = torch.device("cpu")
@@ -42,23 +40,12 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_processes_generate_what_transformers_does(checkpoint, family, size):
-    """Chunks, snapshots, branches and drafts; cold and warm."""
     folder, reference = checkpoint(family)
     runner = load(folder, tensor_parallel_size=size, max_mamba_cache_size=12)
     try:
         spec = read_spec(read_json(folder / "config.json")).recurrent
         assert runner.states.rules[0].numel() * size == len(spec.layers) * spec.heads * spec.head_dim * spec.state
-        engine = Engine(runner, chunk=64)
-        trunk, *others = prompts(3, 150, 150)
-        asked = [trunk, trunk, *(trunk[:100] + other[:60] for other in others)]
-        expected = [greedy(reference, prompt, 12) for prompt in asked]
-        for _ in range(2):
-            found, hits = cached(engine, *asked)
-            assert found == expected
-        assert sum(hits) > 300
-        drafter = Told(False, [[*prompt, *said] for prompt, said in zip(asked, found, strict=True)])
-        assert cached(Engine(runner, drafter=drafter), *asked)[0] == found
-        assert drafter.drafted > drafter.accepted > 2
+        check_states_are_followed(runner, reference)
     finally:
         runner.close()
 

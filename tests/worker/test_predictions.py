@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from radixrt.messages import Run, Sampling
 from radixrt.worker.drafting import MOST_MATCHED, MOST_ROWS, WAIT, Drafter
-from radixrt.worker.fake import EOS, FakeRunner, fake_token
+from radixrt.worker.fake import EOS, FakeRunner
 from radixrt.worker.predictions import ACCEPTANCE, Passes, Proposals, best_count, expected
 from radixrt.worker.request import Request
 from tests.worker.engine import Engine, prompts
-
-VOCAB = 512
+from tests.worker.foretold import VOCAB, random_load, said
 
 
 def request(tokens: list[int], limit: int = 1000, **sampling) -> Request:
@@ -30,13 +29,6 @@ def fake(
         num_pages=pages, page_size=page_size, vocab_size=VOCAB, check=True, overlaps=overlaps, truth=truth,
         num_states=states and states + 1, num_host_pages=host,
     )  # fmt: skip
-
-
-def said(prompt: list[int], count: int) -> list[int]:
-    text = list(prompt)
-    for _ in range(count):
-        text.append(fake_token(text[-1], len(text) - 1, VOCAB))
-    return text[len(prompt) :]
 
 
 @pytest.mark.parametrize(
@@ -142,20 +134,8 @@ def test_any_load_on_few_pages(data):
     runner = fake(truth, page_size, pages, overlaps, states, host)
     drafter = Drafter(data.draw(st.integers(1, 9)), overlaps, predicts=True)
     engine = Engine(runner, chunk=chunk, rows=data.draw(st.integers(1, 6)), drafter=drafter)
-    asked = {}
-    for seed in range(data.draw(st.integers(1, 8))):
-        prompt = prompts(1, 1, 20, vocab_size=VOCAB, seed=data.draw(st.integers(0, 2)) + seed % 2)[0]
-        count = data.draw(st.integers(1, 30))
-        asked[engine.add(prompt, Sampling(max_tokens=count, temperature=0.0, ignore_eos=True))] = prompt, count
-        for _ in range(data.draw(st.integers(0, 4))):
-            engine.step()
-        if data.draw(st.integers(0, 9)) == 0:
-            gone = data.draw(st.sampled_from(sorted(asked)))
-            engine.scheduler.abort(gone)
-            del asked[gone]
-    engine.finish()
-    for id, (prompt, count) in asked.items():
-        assert engine.tokens(id) == said(prompt, count)
+    for id, tokens in random_load(data, engine).items():
+        assert engine.tokens(id) == tokens
     assert all(tokens <= chunk for _, tokens in runner.steps)
     assert engine.cache.free_pages + engine.cache.evictable_pages == engine.cache.total_pages
 

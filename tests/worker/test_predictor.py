@@ -11,8 +11,8 @@ import torch
 
 from radixrt.config import WorkerConfig
 from radixrt.messages import Sampling
+from radixrt.worker.choices import predicts
 from radixrt.worker.drafting import Drafter
-from radixrt.worker.loading import predicts
 from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.model.predictor import has_predictor
 from tests.worker.engine import GREEDY, Engine, prompts

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import choose_dtype, look_up
+from radixrt.worker.choices import choose_dtype, look_up
 from radixrt.worker.model import FAMILIES, read_spec
 from radixrt.worker.model.rope import frequencies
 from radixrt.worker.model.spec import ModelSpec, QueryScaling
@@ -766,7 +766,7 @@ def test_fp8_weights_are_dequantized(checkpoint, tmp_path, family, kind, caplog)
     rewrite(tmp_path / "stored", lambda _: plain | stored)
     edit(tmp_path / "stored", quantization_config=METHODS[kind])
     assert torch.equal(logits(tmp_path / "stored"), logits(tmp_path / "plain"))
-    assert "multiplied out at load" in caplog.text
+    assert "dequantized at load" in caplog.text
 
 
 def test_fp8_experts_of_one_tensor_have_a_scale_each(checkpoint, tmp_path):

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from array import array
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -29,6 +28,7 @@ from radixrt.worker.plan import Moves, Plan, StateWork
 from radixrt.worker.ranks import GroupLost, Leader, StandIns, Step
 from radixrt.worker.request import Request
 from tests.checkpoints import make_model
+from tests.waiting import eventually
 from tests.worker.engine import Engine, prompts
 
 
@@ -321,10 +321,7 @@ def test_ranks_end_together(folder, who):
         if who == "the other":
             assert process.returncode == 1
             assert "GroupLost" in said or "rank 1 ended with code -9" in said
-        until = time.monotonic() + 20
-        while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        eventually(lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
         assert not meeting_place.exists()
     finally:
         process.kill()

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import choose_products, load_model, look_up
+from radixrt.worker.choices import choose_products, look_up
+from radixrt.worker.loading import load_model
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
@@ -363,11 +364,11 @@ def test_weights_alone_in_fp8_are_dequantized(monkeypatch, key, activations, pro
 @pytest.mark.parametrize(
     ("family", "quantization", "products", "words"),
     [
-        ("qwen3_moe", {"quant_method": "fp8"}, Products.STORED, "experts that are stored in FP8 are multiplied out"),
-        ("qwen3_moe", {"quant_method": "fp8"}, Products.NONE, "weights that are stored in FP8 are multiplied out"),
+        ("qwen3_moe", {"quant_method": "fp8"}, Products.STORED, "experts that are stored in FP8 are dequantized"),
+        ("qwen3_moe", {"quant_method": "fp8"}, Products.NONE, "weights that are stored in FP8 are dequantized"),
         ("qwen3_moe", None, Products.ALL, "its experts stay in 16 bits"),
         ("llama", {"quant_method": "fp8"}, Products.STORED, ""),
-        ("llama", {"quant_method": "awq"}, Products.STORED, "weights that are stored in AWQ are multiplied out"),
+        ("llama", {"quant_method": "awq"}, Products.STORED, "weights that are stored in AWQ are dequantized"),
         ("llama", {"quant_method": "awq"}, Products.ALL, ""),
         ("mixtral", None, Products.ALL, ""),
         ("llama", None, Products.ALL, ""),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixrt.frontend.parsing.calls import read_call
-from radixrt.frontend.parsing.formats import Function, Functions, json_schema, one_after_another, tag
+from radixrt.frontend.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -60,7 +60,7 @@ class Array:
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         array = self.forced(functions, parallel)
-        return {"type": "triggered_tags", "triggers": [self._open], "tags": [array], "stop_after_first": True}
+        return in_text([self._open], [array], several=False)
 
 
 def read_array(reader: Reader, sink: Sink) -> Steps[bool]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, one_after_another, read_section, tag
+from radixrt.frontend.parsing.formats import Function, Functions, in_text, one_after_another, read_section, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps
 from radixrt.frontend.parsing.tagged import QUOTED, Tags, content_of, read_call
@@ -56,7 +56,7 @@ class Dsml:
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         section = self._section("", functions, parallel)
-        return {"type": "triggered_tags", "triggers": [OPEN], "tags": [section], "stop_after_first": True}
+        return in_text([OPEN], [section], several=False)
 
     def _section(self, before: str, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         calls = one_after_another([self._tag(function) for function in functions], "\n", parallel)

@@ -88,6 +88,12 @@ def one_after_another(tags: list[dict[str, Any]], separator: str, parallel: bool
     }
 
 
+def in_text(triggers: Sequence[str], tags: list[dict[str, Any]], several: bool) -> dict[str, Any]:
+    """A structural tag's format for any text, in which each of `triggers` begins one of these tags. Unless there may be
+    `several`, the answer ends with the first."""
+    return {"type": "triggered_tags", "triggers": list(triggers), "tags": tags, "stop_after_first": not several}
+
+
 def constant(value: str) -> dict[str, Any]:
     return {"type": "const_string", "value": value}
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, one_after_another, tag
+from radixrt.frontend.parsing.formats import Function, Functions, in_text, one_after_another, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 from radixrt.frontend.parsing.tagged import Tags, content_of, read_arguments
@@ -67,12 +67,7 @@ class Glm:
         return one_after_another([self._tag(function) for function in functions], self._line_end, parallel)
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        return {
-            "type": "triggered_tags",
-            "triggers": [OPEN],
-            "tags": [self._tag(function) for function in functions],
-            "stop_after_first": not parallel,
-        }
+        return in_text([OPEN], [self._tag(function) for function in functions], parallel)
 
     def _tag(self, function: Function) -> dict[str, Any]:
         return tag(f"{OPEN}{function.name}{self._line_end}", content_of(function, "glm_xml"), CLOSE)

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from radixrt.frontend.parsing.formats import Function, Functions, either, json_schema, sequence, tag
+from radixrt.frontend.parsing.formats import Function, Functions, either, in_text, json_schema, sequence, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -104,16 +104,12 @@ class Harmony:
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         """See `formats.ToolFormat`."""
         headers = f" {CONSTRAIN}json", f"{CHANNEL}{COMMENTARY} json", f"{CHANNEL}{COMMENTARY} {CONSTRAIN}json"
-        return {
-            "type": "triggered_tags",
-            "triggers": [TO + FUNCTIONS],
-            "tags": [
-                tag(f"{TO}{FUNCTIONS}{f.name}{header}{MESSAGE}", json_schema(f.schema), "")
-                for f in functions
-                for header in headers
-            ],
-            "stop_after_first": True,
-        }
+        calls = [
+            tag(f"{TO}{FUNCTIONS}{f.name}{header}{MESSAGE}", json_schema(f.schema), "")
+            for f in functions
+            for header in headers
+        ]
+        return in_text([TO + FUNCTIONS], calls, several=False)
 
     def with_text(self, text: dict[str, Any]) -> dict[str, Any]:
         """A structural tag's format for an answer whose content is `text`, itself a format; reasoning may come

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixrt.frontend.parsing.calls import read_call
-from radixrt.frontend.parsing.formats import Function, Functions, json_schema, one_after_another, tag
+from radixrt.frontend.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -43,12 +43,7 @@ class Hermes:
         return one_after_another([self._tag(function) for function in functions], "\n", parallel)
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        return {
-            "type": "triggered_tags",
-            "triggers": [OPEN],
-            "tags": [self._tag(function) for function in functions],
-            "stop_after_first": not parallel,
-        }
+        return in_text([OPEN], [self._tag(function) for function in functions], parallel)
 
     def _tag(self, function: Function) -> dict[str, Any]:
         begin = f'{OPEN}\n{{"name": {json.dumps(function.name, ensure_ascii=False)}, "arguments": '

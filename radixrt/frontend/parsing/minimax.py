@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, one_after_another, read_section, tag
+from radixrt.frontend.parsing.formats import Function, Functions, in_text, one_after_another, read_section, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps
 from radixrt.frontend.parsing.tagged import QUOTED, Tags, content_of, read_call
@@ -50,7 +50,7 @@ class MiniMax:
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         section = self.forced(functions, parallel)
-        return {"type": "triggered_tags", "triggers": [OPEN], "tags": [section], "stop_after_first": True}
+        return in_text([OPEN], [section], several=False)
 
     def _tag(self, function: Function) -> dict[str, Any]:
         return tag(f"{INVOKE}{function.name}{QUOTED}\n", content_of(function, "minimax_xml"), INVOKE_END)

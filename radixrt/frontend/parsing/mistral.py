@@ -15,7 +15,7 @@ from typing import Any
 
 from radixrt.frontend.parsing.arrays import call_tag, read_array
 from radixrt.frontend.parsing.calls import begins_object
-from radixrt.frontend.parsing.formats import Function, Functions, json_schema, one_after_another, sequence, tag
+from radixrt.frontend.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, sequence, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -72,8 +72,7 @@ class Mistral:
         tags = [self._tag(function) for function in functions]
         if self._opening is not None:
             tags = [tag(self._opening, self._calls(functions, parallel), "]")]
-        stops = self._opening is not None or not parallel
-        return {"type": "triggered_tags", "triggers": [CALLS], "tags": tags, "stop_after_first": stops}
+        return in_text([CALLS], tags, several=parallel and self._opening is None)
 
     def _calls(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         return one_after_another(

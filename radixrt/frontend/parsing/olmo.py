@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, one_after_another, read_section, tag
+from radixrt.frontend.parsing.formats import Function, Functions, in_text, one_after_another, read_section, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.python_calls import call_tag, read_call
 from radixrt.frontend.parsing.reader import Reader, Steps
@@ -37,4 +37,4 @@ class Olmo:
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         section = self.forced(functions, parallel)
-        return {"type": "triggered_tags", "triggers": [OPEN], "tags": [section], "stop_after_first": True}
+        return in_text([OPEN], [section], several=False)

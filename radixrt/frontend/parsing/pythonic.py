@@ -16,6 +16,7 @@ from radixrt.frontend.parsing.formats import (
     Functions,
     constant,
     either,
+    in_text,
     one_after_another,
     sequence,
     tag,
@@ -71,5 +72,4 @@ class Pythonic:
         more = sequence(constant(", "), either(*map(call_tag, functions)))
         end = [constant(")"), *([{"type": "star", "content": more}] if parallel else [])]
         tags = [tag(f"[{f.name}(", sequence(written(f.schema), *end), "]") for f in functions]
-        triggers = [f"[{f.name}(" for f in functions]
-        return {"type": "triggered_tags", "triggers": triggers, "tags": tags, "stop_after_first": True}
+        return in_text([f"[{f.name}(" for f in functions], tags, several=False)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, one_after_another, tag
+from radixrt.frontend.parsing.formats import Function, Functions, in_text, one_after_another, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 from radixrt.frontend.parsing.tagged import Tags, content_of, read_arguments
@@ -76,12 +76,7 @@ class QwenCoder:
         return one_after_another([self._tag(function) for function in functions], "\n", parallel)
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        return {
-            "type": "triggered_tags",
-            "triggers": [self._open],
-            "tags": [self._tag(function) for function in functions],
-            "stop_after_first": not parallel,
-        }
+        return in_text([self._open], [self._tag(function) for function in functions], parallel)
 
     def _tag(self, function: Function) -> dict[str, Any]:
         begin = f"{self._open}\n{FUNCTION}{function.name}>\n"

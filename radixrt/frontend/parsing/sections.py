@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixrt.frontend.parsing.calls import begins_object
-from radixrt.frontend.parsing.formats import Function, Functions, json_schema, one_after_another, sequence, tag
+from radixrt.frontend.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, sequence, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -84,7 +84,7 @@ class _Sections(ABC):
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         section = self.forced(functions, parallel)
-        return {"type": "triggered_tags", "triggers": [self.section], "tags": [section], "stop_after_first": True}
+        return in_text([self.section], [section], several=False)
 
     @abstractmethod
     def _tag(self, function: Function) -> dict[str, Any]:

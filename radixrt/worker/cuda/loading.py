@@ -17,6 +17,7 @@ from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
 from radixrt.worker.building import MOST_SCORED
 from radixrt.worker.cache import PageCache
+from radixrt.worker.choices import Loaded
 from radixrt.worker.cuda import full_chunks, ops
 from radixrt.worker.cuda.chunks import HELD_BYTES
 from radixrt.worker.cuda.delta_step import chunk_bytes
@@ -31,7 +32,7 @@ from radixrt.worker.cuda.sparse import MOST_SCORES
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.group import TorchGroup
 from radixrt.worker.kv import KVPool, StatePool
-from radixrt.worker.loading import Loaded, load_model, load_scales
+from radixrt.worker.loading import load_model, load_scales
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.pools import make_pool, make_states, pool_tokens
 from radixrt.worker.request import Request

@@ -102,7 +102,7 @@ class SafetensorsWeights:
     ) -> None:
         self.dtype = dtype
         self.packed = packed
-        self.multiplied_out = 0
+        self.num_dequantized = 0
         """Matrices in formats of `integers` that were dequantized."""
         self._products = products
         self._quantization = quantization or {}
@@ -237,7 +237,7 @@ class SafetensorsWeights:
         if found is None:
             raise ValueError(f"{name} is stored in integers, and the checkpoint has no {name}_scale")
         _check_shape(name, found, shape)
-        self.multiplied_out += 1
+        self.num_dequantized += 1
         return found.to(self.dtype)
 
     def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:

@@ -31,7 +31,7 @@ class RandomWeights:
         quantization: Mapping[str, Any] | None = None,
     ) -> None:
         self._group = _int4_group(quantization or {}) if packed else None
-        self.multiplied_out = 0
+        self.num_dequantized = 0
         self._seed = seed
         self.dtype = dtype
         self.packed = packed

@@ -233,7 +233,7 @@ def test_a_model_in_int4(family, checkpoint, tmp_path, monkeypatch, device):
     for way in (ops, TorchOps()):
         weights = SafetensorsWeights(folder, torch.float16, device, **kinds)
         model = Decoder(read_spec(config), weights, ops=way)
-        assert not weights.multiplied_out and not (model.has_unquantized_experts and family == "qwen3_moe")
+        assert not weights.num_dequantized and not (model.has_unquantized_experts and family == "qwen3_moe")
         tokens = torch.arange(1, 40, device=device)
         with torch.inference_mode():
             logits.append(model.forward(tokens, tokens - 1, mix))

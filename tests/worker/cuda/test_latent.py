@@ -10,6 +10,7 @@ import triton
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.attention import TorchAttention
+from radixrt.worker.choices import look_up
 from radixrt.worker.cuda import attend, invariant, latent, routing, variants
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import Pages
@@ -17,7 +18,6 @@ from radixrt.worker.cuda.loading import find_flashinfer
 from radixrt.worker.cuda.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.work import Items, make_items, make_merges, sequence_tiles
 from radixrt.worker.kv import DTYPES, KVPool
-from radixrt.worker.loading import look_up
 from radixrt.worker.model.expert_spec import Routing
 from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.linear import HeadLinear, Linear

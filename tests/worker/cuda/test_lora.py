@@ -8,7 +8,7 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker import loading
+from radixrt.worker import choices, loading
 from radixrt.worker.cuda import lora, ops
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.model.lora import Rows, Stack, add_by_adapter
@@ -135,7 +135,7 @@ def runners(folder, family: str, device, exact: bool = False, **sizes):
             lora_modules=tuple(f"a{number}={path}" for number, path in enumerate(adapters)), max_mamba_cache_size=60,
         )
     )  # fmt: skip
-    loaded = loading.look_up(config)
+    loaded = choices.look_up(config)
     pool, states = loading.make_pool(loaded, 1201, 1), loading.make_states(config, loaded)
     model = loading.load_model(config, loaded, exact, ops=ops)
     return loading.make_runner(config, loaded), CudaRunner(

@@ -9,7 +9,7 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker import loading
+from radixrt.worker import choices, loading
 from radixrt.worker.cuda import ops
 from radixrt.worker.cuda.predicting import PackedRequests, _accept_kernel, _place_kernel
 from radixrt.worker.cuda.runner import CudaRunner
@@ -49,7 +49,7 @@ def runners(folder, page_size: int = 1, tokens: int = 600, kv: str = "auto"):
         kv_cache_dtype=kv,
     )  # fmt: skip
     config = resolve(config)
-    loaded = loading.look_up(config)
+    loaded = choices.look_up(config)
     model, states = loading.load_model(config, loaded, ops=ops), loading.make_states(config, loaded)
     pool = loading.make_pool(loaded, tokens // page_size + 1, page_size)
     pool.scales = loading.load_scales(config, loaded, model)

@@ -11,6 +11,7 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.attention import TorchAttention
+from radixrt.worker.choices import look_up
 from radixrt.worker.cuda import attend
 from radixrt.worker.cuda.chunks import Pages, Sequences
 from radixrt.worker.cuda.loading import find_flashinfer
@@ -18,7 +19,6 @@ from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.kv import KVPool
-from radixrt.worker.loading import look_up
 from tests.worker.cuda.forest import CPU
 from tests.worker.cuda.ragged import PlainFlashInfer
 from tests.worker.families import make_model

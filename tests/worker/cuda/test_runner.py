@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
-from radixrt.worker import loading
+from radixrt.worker import choices, loading
 from radixrt.worker.cuda import ops, segments, variants
 from radixrt.worker.cuda.chunk_plan import FlashInferOrTriton
 from radixrt.worker.cuda.chunks import Sequences
@@ -145,7 +145,7 @@ def runners(
     full heads, of which the workspace holds some; `states`: so many recurrent states."""
     sizes = {"max_total_tokens": tokens, "page_size": page_size, "max_mamba_cache_size": states}
     config = resolve(WorkerConfig(model=str(folder), device="cpu", **sizes))
-    loaded = loading.look_up(config)
+    loaded = choices.look_up(config)
     plain = loading.make_runner(config, loaded)
     model = loading.load_model(config, loaded, exact, ops=ops)
     pool = loading.make_pool(loaded, tokens // page_size + 1, page_size)

@@ -13,7 +13,7 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker import loading, ranks
+from radixrt.worker import choices, loading, ranks
 from radixrt.worker.cuda import ops
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.variants import Shape
@@ -80,7 +80,7 @@ class BatonGroup:
 
 def make(folder, group):
     config = resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=1200, max_mamba_cache_size=24))
-    loaded = loading.look_up(config, group.shard if group else Shard())
+    loaded = choices.look_up(config, group.shard if group else Shard())
     model = loading.load_model(config, loaded, False, ops=ops, group=group)
     pool = loading.make_pool(loaded, 1201, 1)
     spec = loaded.spec

@@ -1,0 +1,20 @@
+"""Placement that a test can foretell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from radixrt.router import placement
+
+
+@contextmanager
+def workers_alike() -> Iterator[None]:
+    """All workers count as equally fast, whatever was measured: on a busy machine, noise would decide now and then
+    where a request goes, and so whether it hits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "SAME", math.inf)
+        yield
