@@ -1,7 +1,7 @@
 """Placement in simulated time: the router's state machine and complete workers with a fake runner, whose steps take
 about as long as those of an 8B model on an H200. There are no sockets, and results do not depend on the machine.
 
-    python -m bench.placement [--seeds 2] [--quick] [--states 60 | --host 600000] [--loads chats,trees]
+    python -m bench.placement [--seeds 2] [--quick] [--states 60] [--host 600000] [--loads chats,trees]
 
 Requests arrive at random times, at a rate that keeps four workers busy for 70 to 100% of the time (bursts: for half of
 it); only agents send their next request as soon as they have an answer. The router's choice is compared with: most
@@ -11,7 +11,8 @@ round robin. `infinite` is the hit rate of one cache of unlimited size.
 With `--states`, each worker has so many recurrent states, as for a model with linear attention, and the router's choice
 is compared with the same by all cached tokens, whether they can be continued or not. With `--host`, each worker has
 host memory for so many tokens, which are copied back at some 50 GB/s. It is compared with one that keeps contexts for
-their next turns all the same, and with one without host memory.
+their next turns all the same, and with one without host memory. With both, host memory has as many states for its
+tokens as the device, and it is compared with one without.
 """
 
 from __future__ import annotations
@@ -133,6 +134,7 @@ class Fleet:
             overlaps=True,
             num_states=self._states and self._states + 1,
             num_host_pages=self._host and self._host + 1,
+            num_host_states=self._states * self._host // CACHE and self._states * self._host // CACHE + 1,
             fetch_rate=FETCH_RATE,
         )
         rows = most_running(WorkerConfig(max_num_seqs=ROWS), runner)
@@ -387,6 +389,7 @@ BY_CACHED = "by cached tokens"
 NO_HOST, CONTEXTS_KEPT = "no host memory", "contexts kept"
 WITH_STATES = dict.fromkeys(("radixrt", BY_CACHED), CHOICES["radixrt"])
 WITH_HOST = dict.fromkeys(("radixrt", CONTEXTS_KEPT, NO_HOST), CHOICES["radixrt"])
+WITH_BOTH = dict.fromkeys(("radixrt", NO_HOST), CHOICES["radixrt"])
 
 
 @contextmanager
@@ -449,7 +452,8 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable(logging.WARNING)  # each worker says that it has few states
     rows = []
-    choices = WITH_HOST if args.host else WITH_STATES if args.states else CHOICES
+    both = args.states and args.host
+    choices = WITH_BOTH if both else WITH_HOST if args.host else WITH_STATES if args.states else CHOICES
     for load, choice in itertools.product(args.loads.split(","), choices):
         seeds = range(1 if args.quick else args.seeds)
         found = [measure(load, choice, seed, 0.02 if args.quick else 1.0, args.states, args.host) for seed in seeds]
@@ -460,7 +464,7 @@ def main() -> None:
     if not args.quick and args.loads.split(",") == list(LOADS):
         name, more = ("placement_states", {"states": args.states}) if args.states else ("placement", {})
         if args.host:
-            name, more = "placement_host", {"host": args.host}
+            name, more = "placement_host_states" if both else "placement_host", more | {"host": args.host}
         save(name, rows, workers=WORKERS, cache=CACHE, seeds=args.seeds, **more)
 
 

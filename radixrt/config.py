@@ -101,8 +101,8 @@ class WorkerConfig:
         "(0: what fits in half of the memory for the cache)", least=0, most=1 << 20
     )  # fmt: skip
     kv_offloading_size: str = setting(
-        "auto", "GiB of host memory for evicted pages, of all GPUs of a worker together (auto: a quarter of what "
-        "is available, divided by the number of GPUs; none on a CPU, and for models with recurrent states)",
+        "auto", "GiB of host memory for evicted pages and recurrent states, of all GPUs of a worker together (auto: a "
+        "quarter of what is available, divided by the number of GPUs; none on a CPU)",
         form=GIBIBYTES,
     )  # fmt: skip
     max_model_len: int = setting(

@@ -125,7 +125,8 @@ class Cleared(msgspec.Struct, tag="cleared", frozen=True, array_like=True):
 
 class Saved(msgspec.Struct, tag="saved", frozen=True, array_like=True):
     """A snapshot of the recurrent state after the first `tokens` tokens of a prefix is in `slot`: from there the prefix
-    can be continued, as far as it is cached. `digest`: of these tokens (see `digests`)."""
+    can be continued, as far as it is cached. `digest`: of these tokens (see `digests`). A prefix may have a snapshot on
+    the device and one in host memory, in slots of their own."""
 
     slot: int
     tokens: int
@@ -205,8 +206,8 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     vocab_size: int = 0
     """Number of token ids that the model accepts; 0 if unknown."""
     num_states: int = 0
-    """Slots of recurrent states, a trash slot 0 included; 0: the model has none. If it has, a cached prefix can be
-    continued only where there is a snapshot (see Saved)."""
+    """Slots of recurrent states, a trash slot 0 included, of the device and then of host memory; 0: the model has none.
+    If it has, a cached prefix can be continued only where there is a snapshot (see Saved)."""
     adapters: list[Adapter] = []
     """LoRA adapters of the model that it serves, each as a model of that name."""
     max_loras: int = 0

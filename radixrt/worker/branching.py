@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 
 from radixrt.tree import common_length
+from radixrt.worker.cache import PageCache
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from radixrt.worker.waiting import Waiting
@@ -42,17 +43,19 @@ def until_mark(request: Request, count: int) -> int:
 class Branching:
     """Sets `Request.marks`."""
 
-    def __init__(self, running: Running, waiting: Waiting, page_size: int) -> None:
+    def __init__(self, running: Running, waiting: Waiting, cache: PageCache) -> None:
         self._running = running
         self._waiting = waiting
-        self._page_size = page_size
+        self._cache = cache
+        self._page_size = cache.page_size
 
     def admitted(self, request: Request) -> None:
-        """Set the marks of a request that was admitted."""
+        """Set the marks of a request that was admitted. A state and KV from host memory may be still to come."""
         request.marks = []
+        known, start = self._cache.found(request.namespace, request.tokens, request.reusable)
         last = request.reusable if request.score_from is not None else request.prompt_len - TAIL
-        for at in sorted((last, request.lease.length, *request.pinned)):
-            self._mark(request, min(at, last))
+        for at in sorted((last, known, *request.pinned)):
+            self._mark(request, min(at, last), start)
         for _, other in zip(range(MOST), self._waiting, strict=False):
             self._mark_common(request, other)
 
@@ -81,9 +84,10 @@ class Branching:
             return 0
         return min(common_length(one.tokens, other.tokens), other.reusable) // self._page_size * self._page_size
 
-    def _mark(self, request: Request, at: int) -> None:
+    def _mark(self, request: Request, at: int, start: int = 0) -> None:
+        """`start`: where the request will go on, if that is after what it has `computed`."""
         at -= at % self._page_size
         place = bisect_right(request.marks, at)
-        before = request.marks[place - 1] if place else request.computed
-        if at >= max(before, request.computed) + LEAST:
+        before = request.marks[place - 1] if place else 0
+        if at >= max(before, start, request.computed) + LEAST:
             insort(request.marks, at)

@@ -10,26 +10,28 @@
 Prompt pages enter the tree when the step that fills them is planned, so that another request with the same prompt
 shares them in that very step. Pages of generated tokens enter it when their request leaves.
 
-With host memory for pages, what is evicted goes there, and comes back when a request needs it (see `host`).
+With host memory, pages that are evicted go there, and come back when a request needs them (see `host`).
 
 With linear attention a request also has a recurrent state, and goes on from a snapshot of it (see `states`): then
-`computed` is the token up to which its state is, and may be less than what its lease holds.
+`computed` is the token up to which its state is, and may be less than what its lease holds. Snapshots go to host memory
+as well (see `host_states`).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 
-from radixrt.messages.digests import prefix_digest
 from radixrt.tree import Lease, RadixTree
-from radixrt.worker.host import HostPages
+from radixrt.worker.host import HostMemory
+from radixrt.worker.host_states import HostStates
 from radixrt.worker.kept import Kept
 from radixrt.worker.pins import Pins
-from radixrt.worker.plan import StateWork
+from radixrt.worker.plan import STATE_TOKENS, StateWork
 from radixrt.worker.request import Request
-from radixrt.worker.states import UNKNOWN, Prefix, States
+from radixrt.worker.states import NO_PATH, States
 
 EVICTED = 1 / 256
 """With host memory, at least this share of all pages is evicted at a time: a few large copies are faster than many
@@ -56,6 +58,7 @@ class PageCache:
     what is written there is never read. With `events` tree and states record their changes for the router's index.
     `num_states` slots, of which slot 0 is never allocated, hold recurrent states; 0: the model has none.
     `num_host_pages` slots of host memory, of which slot 0 is not used, hold evicted pages; 0: there are none.
+    `num_host_states` likewise for snapshots of recurrent states: there are both if the model has such states.
     """
 
     def __init__(
@@ -68,14 +71,16 @@ class PageCache:
         max_pinned_share: float = 0.25,
         num_states: int = 0,
         num_host_pages: int = 0,
+        num_host_states: int = 0,
     ) -> None:
-        if num_states and num_host_pages:
-            raise ValueError("num_host_pages: pages of models with recurrent states are not kept in host memory")
+        if bool(num_host_states) != bool(num_states and num_host_pages):
+            raise ValueError("num_host_states: with recurrent states, host memory is for pages and states, or for none")
         self.page_size = page_size
         self.total_pages = num_pages - 1
         self.tree = RadixTree(page_size, events=events)
-        self.states = States(num_states, num_pages, events) if num_states else None
-        self.host = HostPages(num_host_pages, page_size, events) if num_host_pages else None
+        host_states = HostStates(num_host_states, page_size, events, num_states - 1) if num_host_states else None
+        self.states = States(num_states, num_pages, events, host_states) if num_states else None
+        self.host = HostMemory(num_host_pages, page_size, events, host_states) if num_host_pages else None
         self._parts = [part for part in (self.states, self.host) if part is not None]
         self.pins = Pins(self.tree, self.total_pages, max_pinned_share, self.states)
         self.kept = Kept(self.total_pages * page_size)
@@ -136,15 +141,23 @@ class PageCache:
 
     def hit(self, request: Request) -> int:
         """Tokens of a waiting request that the tree or host memory holds and that need not be computed."""
-        match = self.tree.match(request.namespace, request.tokens)
-        length = match.length
+        return self.found(request.namespace, request.tokens, request.reusable)[1]
+
+    def found(self, namespace: str, tokens: array | np.ndarray, reusable: int) -> tuple[int, int]:
+        """How many leading `tokens` have their KV in the tree or in host memory; and how many, at most `reusable`, need
+        not be computed: with recurrent states, those up to the deepest snapshot."""
+        match = self.tree.match(namespace, tokens)
+        known = match.length if self.host is None else self.host.reach(namespace, tokens, match.length)
+        most = min(known, reusable)
+        if self.states is None:
+            return known, most
+        covered = self._covered(_int32(match.values()), most)
         if self.host is not None:
-            length = self.host.reach(request.namespace, request.tokens, length)
-        most = min(length, request.reusable)
-        return most if self.states is None else self._covered(_int32(match.values()), most)
+            covered = max(covered, self.host.states.deepest(namespace, tokens, most)[0])
+        return known, covered
 
     def _covered(self, pages: np.ndarray, most: int) -> int:
-        """How many tokens, at most `most`, of a path of pages the deepest snapshot of its state covers."""
+        """How many tokens, at most `most`, of a path of pages the device's deepest snapshot of its state covers."""
         return self.states.deepest(pages[: most // self.page_size]) * self.page_size
 
     # ------------------------------------------------------------ a request's life
@@ -186,20 +199,30 @@ class PageCache:
 
     def fetch(self, request: Request) -> int:
         """Copy back, before the step being planned, what host memory holds of a running request's path beyond its
-        lease. Returns how many tokens. Raises OutOfPages if there are not enough pages."""
+        lease: with recurrent states, the deepest snapshot there, if it saves some tokens, and pages up to that. Returns
+        the pages of how many tokens take as long. Raises OutOfPages if there are not enough pages."""
         start, size = request.lease.length, self.page_size
         if self.host is None or request.computed > start:
             return 0
-        with request.path(0, request.reusable) as path:
+        most, state = request.reusable, 0
+        if self.states is not None:
+            most, state = self.host.deepest_state(request.namespace, request.tokens, start, most)
+            if most <= request.computed:
+                return 0
+            self.host.states.hold(state)
+        with request.path(0, most) as path:
             slots = self.host.hold(request.namespace, path, start)
-        if not len(slots):
-            return 0
         stop = start + len(slots) * size
-        self.reserve(request, stop)
-        self.host.fetch(slots, self.table[request.row, start // size : stop // size])
-        self.publish(request, stop)
-        request.computed = stop
-        return stop - start
+        if stop > start:
+            self.reserve(request, stop)
+            self.host.fetch(slots, self.table[request.row, start // size : stop // size])
+            self.publish(request, stop)
+        if state:
+            self.states.fetch(request.state, state)
+            request.computed = most
+        elif stop > start:
+            request.computed = stop
+        return stop - start + (STATE_TOKENS if state else 0)
 
     def _restore(self, request: Request, most: int) -> None:
         """Let a running request go on from the deepest snapshot of its first `most` tokens, if that saves some."""
@@ -212,7 +235,8 @@ class PageCache:
         """Take a snapshot of the state of a request after its first `tokens` tokens, which the step being planned
         computes and which are in the tree: the last ones of the step, or the first `within`. Nothing happens if there
         is no slot for it."""
-        self.states.save(request.state, self._page_of(request, tokens), within, self._prefix(request, tokens))
+        with request.path(0, tokens) as ids:
+            self.states.save(request.state, self._page_of(request, tokens), within, (request.namespace, ids))
 
     def _page_of(self, request: Request, tokens: int) -> int:
         """The page whose snapshot is that of a request's first `tokens` tokens; 0 if there can be none: they end within
@@ -220,11 +244,6 @@ class PageCache:
         if tokens % self.page_size or not 0 < tokens <= request.lease.length:
             return 0
         return int(self.table[request.row, tokens // self.page_size - 1])
-
-    def _prefix(self, request: Request, tokens: int) -> Prefix:
-        """The first `tokens` tokens of a request, for the index."""
-        with request.path(0, tokens) as ids:
-            return tokens, prefix_digest(request.namespace, ids)
 
     def reserve(self, request: Request, tokens: int) -> None:
         """Ensure that a running request has pages for its first `tokens` tokens, evicting if needed. Raises OutOfPages
@@ -320,7 +339,8 @@ class PageCache:
         row = request.row
         if self.states is not None:
             page = self._page_of(request, request.computed) if state_kept else 0
-            self.states.end(request.state, page, self._prefix(request, request.computed) if page else UNKNOWN)
+            with request.path(0, request.computed) as ids:
+                self.states.end(request.state, page, (request.namespace, ids) if page else NO_PATH)
             request.state = 0
         self._give_back(self.table[row, request.lease.length // self.page_size : int(self.held[row])])
         if keep:
@@ -340,6 +360,11 @@ class PageCache:
         if self.host is not None:
             self.host.clear()
         self._give_back(_int32(self.tree.evict(self.tree.evictable_tokens)))
+
+    def drop_states(self) -> None:
+        """Drop all snapshots on the device."""
+        if self.states is not None:
+            self.states.drop_all()
 
     # ------------------------------------------------------------ events
 
@@ -396,8 +421,11 @@ class PageCache:
         for namespace, ids, keep, values in self.tree.evict_paths(
             max(tokens, int(EVICTED * self.total_pages) * self.page_size)
         ):
-            self.host.store(namespace, ids, keep, _int32(values))
-            self._give_back(_int32(values))
+            pages = _int32(values)
+            self.host.store(namespace, ids, keep, pages)
+            if self.states is not None:
+                self.states.evict(pages)
+            self._give_back(pages)
 
     def _give_back(self, pages: np.ndarray) -> None:
         if self.states is not None:

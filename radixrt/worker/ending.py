@@ -60,7 +60,7 @@ class Ending:
         outputs: list[Output] = []
         host, unfilled = self._cache.host, False
         if host is not None:  # what the step was to copy, in both directions, may be missing
-            unfilled = host.is_fetching or (plan.moves is not None and plan.moves.back.size > 0)
+            unfilled = host.is_fetching or (plan.moves is not None and plan.moves.fills)
             host.reset()
         running = self._running
         # Not in this plan, they may lease what this step was to compute or to copy; after a copy they may decode next.
@@ -80,6 +80,7 @@ class Ending:
         if unfilled:  # who needed them may have left or wait again, and others may have found them since
             self._cache.pins.clear()
             self._cache.clear()
+            self._cache.drop_states()
         return outputs
 
     def _fail(self, request: Request, keep: int, reason: str) -> Output:

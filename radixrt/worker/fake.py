@@ -18,7 +18,7 @@ import numpy as np
 from radixrt.lora_modules import LoraModule, check_files
 from radixrt.messages import TokenLogprob
 from radixrt.worker.matching import fill_masks
-from radixrt.worker.plan import FROM_DEVICE, Plan, Result
+from radixrt.worker.plan import FROM_DEVICE, STATE_TOKENS, Moves, Plan, Result
 from radixrt.worker.request import Request
 
 EOS = 2
@@ -64,6 +64,7 @@ class FakeRunner:
         truth: int = 0,
         num_host_pages: int = 0,
         fetch_rate: float = 0.0,
+        num_host_states: int = 0,
     ) -> None:
         """`truth`: it proposes tokens, of which one in so many is wrong (1: all); 0: it proposes none."""
         self.predicts = truth > 0
@@ -71,6 +72,7 @@ class FakeRunner:
         self.num_pages = num_pages
         self.num_states = num_states
         self.num_host_pages = num_host_pages
+        self.num_host_states = num_host_states
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
@@ -93,6 +95,8 @@ class FakeRunner:
         """With `check`: those of the pages in host memory."""
         self._states = np.zeros(num_states if check else 0, dtype=np.uint64)
         """With `check`: the hash of the prefix that each slot has the state of; 0: of no token."""
+        self._host_states = np.zeros(num_host_states if check else 0, dtype=np.uint64)
+        """With `check`: those of the states in host memory."""
         self._drawn: dict[int, int] = {}
         """The last sampled token of each row of the page table."""
         self._free_at = 0.0
@@ -132,7 +136,8 @@ class FakeRunner:
     def _seconds(self, plan: Plan) -> float:
         fetched = 0.0
         if plan.moves is not None and self.fetch_rate:
-            fetched = plan.moves.back.shape[1] * self.page_size / self.fetch_rate
+            tokens = plan.moves.back.shape[1] * self.page_size + plan.moves.states_back.shape[1] * STATE_TOKENS
+            fetched = tokens / self.fetch_rate
         if not self.prefill_rate and not self.decode_each:
             return fetched + self.decode_step
         decodes = int((plan.counts == 1).sum())
@@ -249,6 +254,7 @@ class FakeRunner:
                 assert not np.isin(used, to).any(), "pages that are not waited for are not used"
             self._host[slot] = pages[page]
             pages[to] = self._host[held]
+            self._move_states(plan, plan.moves)
         expected, end = [], 0
         guessed = {draft.first + i: draft.ids[:i] for draft in plan.drafts for i in range(1, len(draft.ids) + 1)}
         for b, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):
@@ -266,6 +272,20 @@ class FakeRunner:
         for request, slots, hashes in zip(plan.requests, read, expected, strict=True):
             if not request.over:
                 assert np.array_equal(self._hashes[slots], hashes), f"request {request.id} would read another's KV"
+
+    def _move_states(self, plan: Plan, moves: Moves) -> None:
+        """Copy states between the device and host memory."""
+        (source, slot), (held, to) = moves.states_out, moves.states_back
+        assert len(set(slot.tolist())) == len(slot) and slot.all() and source.all() and held.all() and to.all()
+        if to.size:
+            work = plan.states
+            assert len(set(to.tolist())) == len(to), "a live state comes back once"
+            assert not np.isin(to, work.restores).any(), "and not from anywhere else"
+            if not plan.needs_back:
+                used = np.concatenate([work.slots, *work.saves, work.within[0], work.within[2]])
+                assert not np.isin(used, to).any(), "states that are not waited for are not used"
+        self._host_states[slot] = self._states[source]
+        self._states[to] = self._host_states[held]
 
     def _check_states(self, plan: Plan, hashes: list[np.ndarray]) -> None:
         """Compare the states that a step goes on from with the expected ones, and do its copies. `hashes`: of the

@@ -1,5 +1,6 @@
-"""Pages in host memory. What is evicted from the device is copied there, and copied back when a request needs it, which
-takes a small part of the time of computing it again. Integers only.
+"""Host memory: pages and, if the model has recurrent states, snapshots of these (see `host_states`). What is evicted
+from the device is copied there, and copied back when a request needs it, which takes a small part of the time of
+computing it again. Integers only.
 
 A second radix tree has the slot in host memory of every page that was copied; 0: that page was not, so far.
 
@@ -19,17 +20,20 @@ from collections.abc import Iterator
 import numpy as np
 
 from radixrt.tree import Lease, RadixTree
+from radixrt.worker.host_states import HostStates
 from radixrt.worker.plan import Moves
 
 _Tokens = array | memoryview | bytes
 
 
-class HostPages:
-    """`num_slots` slots of a page each, of which slot 0 is never used. With `events` the tree records its changes for
-    the router's index, as runs with negative numbers: to the router the device and the host are one cache."""
+class HostMemory:
+    """`num_slots` slots of a page each, of which slot 0 is never used, and those of `states`, if the model has any.
+    With `events` the tree records its changes for the router's index, as runs with negative numbers: to the router the
+    device and the host are one cache."""
 
-    def __init__(self, num_slots: int, page_size: int, events: bool = True) -> None:
+    def __init__(self, num_slots: int, page_size: int, events: bool = True, states: HostStates | None = None) -> None:
         self.total_slots = num_slots - 1
+        self.states = states
         self.tree = RadixTree(page_size, events=events)
         self.lost_pages = 0
         """Pages that were evicted from host memory, or did not fit there, since start."""
@@ -49,8 +53,8 @@ class HostPages:
 
     @property
     def version(self) -> int:
-        """Changes whenever `reach` may be another."""
-        return self.tree.version + self._changes
+        """Changes whenever `reach`, or a state, may be another."""
+        return self.tree.version + self._changes + (self.states.version if self.states is not None else 0)
 
     @property
     def used_slots(self) -> int:
@@ -115,6 +119,11 @@ class HostPages:
             self._held.append(self.tree.lease(self.tree.match(namespace, tokens, stop)))
         return slots
 
+    def deepest_state(self, namespace: str, tokens: _Tokens, start: int, most: int) -> tuple[int, int]:
+        """(tokens, slot) of the deepest snapshot here that the pages lead to, of which the device has those of `start`
+        tokens, after at most `most` tokens; (0, 0) if there is none."""
+        return self.states.deepest(namespace, tokens, min(most, self.reach(namespace, tokens, start)))
+
     def _slots(self, namespace: str, tokens: _Tokens, start: int) -> np.ndarray:
         match = self.tree.match(namespace, tokens)
         if match.length <= start:
@@ -131,18 +140,22 @@ class HostPages:
 
     def drain(self) -> Moves | None:
         """The copies to be made before the step that is being planned; None if there are none."""
-        stored, fetched = _joined(self._stored), _joined(self._fetched)
+        moves = Moves(
+            _joined(self._stored), _joined(self._fetched), *(() if self.states is None else self.states.drain())
+        )
         self._drop_copies()
-        return Moves(stored, fetched) if stored.size or fetched.size else None
+        return None if moves.is_empty else moves
 
     @property
     def is_fetching(self) -> bool:
-        """Whether pages of the device are still to be filled before the next step."""
-        return bool(self._fetched)
+        """Whether pages or states of the device are still to be filled before the next step."""
+        return bool(self._fetched) or (self.states is not None and self.states.is_fetching)
 
     def reset(self) -> None:
         """Remove everything, also the copies that are still to be made: a step has failed, and with it its copies."""
         self._drop_copies()
+        if self.states is not None:
+            self.states.drain()
         self.clear()
 
     def _drop_copies(self) -> None:
@@ -152,22 +165,28 @@ class HostPages:
         self._held = []
 
     def forget(self, namespace: str, path: _Tokens, keep: int) -> None:
-        """Remove a path after its first `keep` tokens, except where others go on."""
+        """Remove a path after its first `keep` tokens, except where others go on, and all snapshots there."""
         self._give_back(self.tree.forget(namespace, path, keep))
+        if self.states is not None:
+            self.states.forget(namespace, path, keep)
 
     def clear(self) -> None:
-        """Remove everything but what is held."""
+        """Remove everything but pages that are held."""
         self._give_back(self.tree.evict(self.tree.evictable_tokens))
+        if self.states is not None:
+            self.states.clear()
 
     # ------------------------------------------------------------ events
 
     def drain_events(self) -> list[tuple]:
         """As those of `PageCache`."""
-        return list(_renumbered(self.tree.drain_events()))
+        states = [] if self.states is None else self.states.drain_events()
+        return [*_renumbered(self.tree.drain_events()), *states]
 
     def snapshot_events(self) -> list[tuple]:
         """As those of `PageCache`, to follow those of the device's tree."""
-        return list(_renumbered(self.tree.snapshot()[1:]))  # the first one empties the index
+        states = [] if self.states is None else self.states.snapshot_events()
+        return [*_renumbered(self.tree.snapshot()[1:]), *states]  # the tree's first one empties the index
 
     def check(self) -> None:
         """Assert that every slot is free or in the tree, once."""
@@ -175,6 +194,8 @@ class HostPages:
         used = np.frombuffer(self.tree.values(), np.int32)
         slots = np.sort(np.concatenate([self._free[: self._num_free], used[used > 0]]))
         assert np.array_equal(slots, np.arange(1, self.total_slots + 1)), "every slot is in exactly one place"
+        if self.states is not None:
+            self.states.check()
 
 
 def _joined(pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:

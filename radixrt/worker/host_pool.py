@@ -1,14 +1,15 @@
-"""Host memory for evicted pages: see `host`."""
+"""Host memory for evicted pages, and for snapshots of recurrent states: see `host` and `host_states`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from radixrt.config import WorkerConfig, gpu_count
-from radixrt.worker.kv import KVPool, zeros
+from radixrt.worker.kv import KVPool, StatePool, zeros
 from radixrt.worker.memory import available_bytes
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.plan import Moves
@@ -18,27 +19,54 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.25
 """Share of the available memory of a machine that is used by default, by all its GPUs together."""
+STATE_SHARE = 0.5
+"""Share of the memory for a cache, on the device or the host, that recurrent states take. One state takes as much as
+the KV of thousands of tokens, and a prefix can be continued only where there is one."""
 
 
 class HostPool:
-    """Slots of a page of `pool` each, all its layers, as many as fit in `memory`, uint8[bytes]; with a group as many on
-    all ranks. Slot 0 is not used."""
+    """Slots of a page of `pool` each, all its layers, and slots of one of `states` each, if the model has any: at most
+    `most_states`, in at most STATE_SHARE of `memory`, uint8[bytes], and as many pages as fit beside them. With a group
+    there are as many on all ranks. Slots 0 are not used."""
 
-    def __init__(self, pool: KVPool, page_size: int, memory: torch.Tensor, group: TorchGroup | None = None) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        page_size: int,
+        memory: torch.Tensor,
+        group: TorchGroup | None = None,
+        states: StatePool | None = None,
+        most_states: int = 0,
+    ) -> None:
+        self.num_states = 0
+        """Slots of states, slot 0, which has no memory, included; 0: the model has none."""
+        self._state_planes: list[torch.Tensor] = []
+        self._states = memory[:0].view(0, 0)
+        """uint8[num_states - 1, bytes]: what slot 1, 2, ... of a state has in one plane after the other."""
+        if states is not None:
+            self._state_planes = states.planes()
+            size = sum(x.shape[1] for x in self._state_planes)
+            count = _smallest(group, min(most_states, int(STATE_SHARE * len(memory)) // size))
+            self.num_states = count + 1
+            self._states = memory[len(memory) - count * size :].view(count, size)
+            memory = memory[: len(memory) - count * size]
         planes = pool.planes(page_size)
         if len({x.dtype for x in planes}) > 1:
             planes = [x.view(torch.uint8) for x in planes]
         dtype, words = planes[0].dtype, sum(len(x) * x.shape[2] for x in planes)
-        self.slots = len(memory) // (words * dtype.itemsize)
-        if group is not None:
-            self.slots = group.smallest(self.slots)
+        self.slots = _smallest(group, len(memory) // (words * dtype.itemsize))
         self._planes = planes
         self._host = memory[: self.slots * words * dtype.itemsize].view(dtype).view(self.slots, words)
         """What a page has in one plane after the other."""
 
     @property
     def nbytes(self) -> int:
-        return self._host.nbytes
+        return self._host.nbytes + self._states.nbytes
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether there are slots for pages and, if the model has states, for states."""
+        return self.slots > 1 and self.num_states != 1
 
     def arrive(self) -> None:
         """Let the next step wait for copies that the one before did not wait for."""
@@ -53,16 +81,30 @@ class HostPool:
             end = begin + len(x) * x.shape[2]
             x[:, to] = rows[:, begin:end].unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
             begin = end
+        for source, slot in moves.states_out.T.tolist():
+            for x, there in self._state_parts(slot):
+                there.copy_(x[source])
+        for slot, target in moves.states_back.T.tolist():
+            for x, there in self._state_parts(slot):
+                x[target] = there
+
+    def _state_parts(self, slot: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The planes of states, uint8[slots, bytes], and where a slot here has its part of each, uint8[bytes]."""
+        return zip(
+            self._state_planes, self._states[slot - 1].split([x.shape[1] for x in self._state_planes]), strict=True
+        )
 
 
-def host_bytes(config: WorkerConfig, recurrent: bool, device: torch.device, shard: Shard = Shard()) -> int:  # noqa: B008
+def _smallest(group: TorchGroup | None, number: int) -> int:
+    return number if group is None else group.smallest(number)
+
+
+def host_bytes(config: WorkerConfig, device: torch.device, shard: Shard = Shard()) -> int:  # noqa: B008
     """The bytes of host memory of a rank that `kv_offloading_size` asks for. Raises ValueError if there are not so
-    many, on rank 0 for all ranks together, or if they could not be used."""
+    many, on rank 0 for all ranks together."""
     asked = config.kv_offloading_size
-    if asked == "none" or (asked == "auto" and (recurrent or device.type == "cpu")):
+    if asked == "none" or (asked == "auto" and device.type == "cpu"):
         return 0
-    if recurrent:
-        raise ValueError("kv_offloading_size: pages of models with recurrent states are not kept in host memory")
     available = available_bytes()
     if asked == "auto":
         most = torch.cuda.mem_get_info(device)[1]

@@ -161,6 +161,10 @@ class StatePool:
         or `mamba.state_space`."""
         return self.convs[:, number], self.rules[:, number]
 
+    def planes(self) -> list[torch.Tensor]:
+        """Views of all that is stored, each uint8[slots, bytes]: what a slot has in one is contiguous."""
+        return [states.flatten(1).view(torch.uint8) for states in (self.convs, self.rules)]
+
     def copy(self, copies: np.ndarray) -> None:
         """Copy states, int32[2, N]: (from, to) (see `plan.StateWork`). From slot 0: zeros."""
         if not copies.shape[1]:

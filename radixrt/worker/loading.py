@@ -120,12 +120,13 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
     host = begin_host(config, loaded, group, by_torch)
     try:
         runner = make_runner(config, loaded, group)
-        runner.host = host(runner.pool)
+        runner.host = host(runner.pool, runner.states)
     except torch.OutOfMemoryError as error:
         raise ValueError(_out_of_memory(config, loaded, error)) from error
     if runner.host is not None:
         tokens = (runner.host.slots - 1) * config.page_size
-        log.info("%d token slots in host memory, %.2f GB", tokens, runner.host.nbytes / 1e9)
+        states = f" and {runner.num_host_states - 1} recurrent states" if runner.num_host_states else ""
+        log.info("%d token slots%s in host memory, %.2f GB", tokens, states, runner.host.nbytes / 1e9)
     if runner.states is not None:
         log.info("%d recurrent states, %.2f GB", runner.num_states - 1, runner.states.nbytes / 1e9)
     log.info(

@@ -91,6 +91,7 @@ class Worker:
             max_pinned_share=max_pinned_share,
             num_states=runner.num_states,
             num_host_pages=runner.num_host_pages,
+            num_host_states=runner.num_host_states,
         )
         self.scheduler = Scheduler(self.cache, limits, drafter)
         runner.bind(self.cache.table)

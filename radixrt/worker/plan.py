@@ -18,6 +18,9 @@ from radixrt.worker.request import Request
 if TYPE_CHECKING:
     from radixrt.lora_modules import LoraModule
 
+STATE_TOKENS = 4096
+"""To copy a recurrent state from host memory takes about as long as the pages of so many tokens: a state of Qwen3-Next
+has 75 MB, and a token 12 to 24 kB."""
 FROM_DEVICE = -1
 """Placeholder for a token id that the host does not know yet: the token that the step before sampled for this row of
 the page table, which is still on the device."""
@@ -89,14 +92,32 @@ class StateWork:
         return Parts(sources, targets, np.concatenate([[0], ends]), owners)
 
 
+def _no_copies() -> np.ndarray:
+    return np.zeros((2, 0), dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Copies of pages between the device and host memory before a step (see `host`): first `out`, then `back`."""
+    """Copies between the device and host memory before a step, of pages (see `host`) and of recurrent states (see
+    `host_states`): first those to host memory, and only then whatever writes pages or states of the device."""
 
     out: np.ndarray
     """int32[2, N]: (page, slot), copied to host memory."""
     back: np.ndarray
     """int32[2, M]: (slot, page), copied from host memory."""
+    states_out: np.ndarray = field(default_factory=_no_copies)
+    """int32[2, S]: (slot of the device, slot), copied to host memory."""
+    states_back: np.ndarray = field(default_factory=_no_copies)
+    """int32[2, R]: (slot, slot of the device), copied from host memory. `StateWork` has no copies to these slots."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.out.size or self.states_out.size or self.fills)
+
+    @property
+    def fills(self) -> bool:
+        """Whether anything of the device is written."""
+        return bool(self.back.size or self.states_back.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +185,11 @@ class Plan:
 
     @property
     def needs_back(self) -> bool:
-        """Whether its requests have pages that come back from host memory before this step. Otherwise there is time
-        until the next step."""
+        """Whether its requests have pages or states that come back from host memory before this step. Otherwise there
+        is time until the next step."""
         rows, _, pages = self.table_writes
+        if self.states is not None and np.isin(self.states.slots, self.moves.states_back[1]).any():
+            return True
         return bool(np.isin(pages[np.isin(rows, self.rows)], self.moves.back[1]).any())
 
     @property
@@ -232,6 +255,8 @@ class Runner(Protocol):
     """Slots of recurrent states, the trash slot 0 included; 0 if the model has none."""
     num_host_pages: int
     """Slots of pages in host memory, slot 0, which is not used, included; 0: there are none."""
+    num_host_states: int
+    """The same for recurrent states."""
     vocab_size: int
     eos_ids: frozenset[int]
     max_model_len: int

@@ -12,7 +12,7 @@ import torch
 
 from radixrt.config import WorkerConfig
 from radixrt.worker.group import TorchGroup
-from radixrt.worker.host_pool import HostPool, host_bytes, plain_memory
+from radixrt.worker.host_pool import STATE_SHARE, HostPool, host_bytes, plain_memory
 from radixrt.worker.kv import IndexPool, KVPool, StatePool
 from radixrt.worker.mixed_pool import MixedKVPool
 from radixrt.worker.model.sharding import Shard
@@ -26,11 +26,9 @@ CPU_MEMORY_SHARE = 0.25
 """Share of the machine's free memory that KV pages take on a CPU, unless `max_total_tokens` sets their number."""
 CPU_MOST_TOKENS = 1 << 18
 """Upper limit of the token slots chosen that way."""
-STATE_SHARE = 0.5
-"""Share of the memory for the cache that recurrent states take. One state takes as much as the KV of thousands of
-tokens, and a prefix can be continued only where there is one."""
 STATES = 8
-"""The most recurrent states that are allocated by default, as a multiple of the most running requests."""
+"""The most recurrent states that are allocated by default, and the most in host memory, as a multiple of the most
+running requests."""
 
 
 def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
@@ -87,32 +85,33 @@ def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: Torc
 
 def begin_host(
     config: WorkerConfig, loaded: Loaded, group: TorchGroup | None, by_torch: bool
-) -> Callable[[KVPool], HostPool | None]:
-    """Begin to allocate host memory for evicted pages, as `kv_offloading_size` asks. The returned function waits for it
-    and makes its pool, which is None if there is none, and if everything is computed by torch on a GPU. Both raise
-    ValueError if memory that was asked for cannot be had. With "auto" a rank that cannot have it is a warning: then no
-    rank has any."""
+) -> Callable[[KVPool, StatePool | None], HostPool | None]:
+    """Begin to allocate host memory for evicted pages and for recurrent states, as `kv_offloading_size` asks. The
+    returned function waits for it and makes its pool, which is None if there is none, and if everything is computed by
+    torch on a GPU. Both raise ValueError if memory that was asked for cannot be had. With "auto" a rank that cannot
+    have it is a warning: then no rank has any."""
     shard = Shard() if group is None else group.shard
-    size = host_bytes(config, loaded.spec.recurrent is not None, loaded.device, shard)
+    size = host_bytes(config, loaded.device, shard)
     if not size or by_torch:
-        return lambda pool: None
-    automatic = config.kv_offloading_size == "auto"
+        return lambda pool, states: None
+    automatic, most = config.kv_offloading_size == "auto", STATES * config.max_num_seqs
 
     def usable(host: HostPool) -> HostPool | None:
-        if host.slots > 1:
+        if host.is_usable:
             return host
         if not automatic:
-            raise ValueError(f"kv_offloading_size: {size} bytes do not hold two pages")
+            held = "two pages" if not host.num_states else "two pages and a recurrent state"
+            raise ValueError(f"kv_offloading_size: {size} bytes do not hold {held}")
         return None
 
     if loaded.device.type == "cpu":
-        return lambda pool: usable(HostPool(pool, config.page_size, plain_memory(size), group))
+        return lambda pool, states: usable(HostPool(pool, config.page_size, plain_memory(size), group, states, most))
     from radixrt.worker.cuda.host_pool import CudaHostPool
     from radixrt.worker.cuda.pinned import PinnedMemory
 
     memory = PinnedMemory(size, loaded.device)
 
-    def finish(pool: KVPool) -> HostPool | None:
+    def finish(pool: KVPool, states: StatePool | None) -> HostPool | None:
         try:
             memory.wait()
         except ValueError as error:
@@ -120,14 +119,9 @@ def begin_host(
                 raise ValueError(f"kv_offloading_size: {error}") from error
             log.warning("evicted pages are lost: %s", error)
             memory.do_without()
-        return usable(CudaHostPool(pool, config.page_size, memory, group))
+        return usable(CudaHostPool(pool, config.page_size, memory, group, states, most))
 
     return finish
-
-
-def reserves_staging(config: WorkerConfig, loaded: Loaded) -> bool:
-    """Whether memory of a GPU has to be left for copies to host memory."""
-    return config.kv_offloading_size != "none" and loaded.spec.recurrent is None
 
 
 def _cache_bytes(loaded: Loaded, gpu_share: float, reserved: int, group: TorchGroup | None = None) -> int:

@@ -98,7 +98,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     states: tuple[bytes, bytes, bytes, bytes, bytes] | None = None
     """Slots, restores, saves, within and runs of `Plan.states`."""
     adapters: bytes | None = None
-    moves: tuple[bytes, bytes] | None = None
+    moves: tuple[bytes, bytes, bytes, bytes] | None = None
+    """The fields of `Plan.moves`."""
 
     @classmethod
     def of(cls, plan: Plan, paths: Mapping[int, Nodes]) -> Step:
@@ -113,7 +114,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             (work := plan.states)
             and tuple(x.tobytes() for x in (work.slots, work.restores, work.saves, work.within, work.runs)),
             None if plan.adapters is None else plan.adapters.tobytes(),
-            plan.moves and (plan.moves.out.tobytes(), plan.moves.back.tobytes()),
+            (moves := plan.moves)
+            and tuple(x.tobytes() for x in (moves.out, moves.back, moves.states_out, moves.states_back)),
         )
 
     def plan(self, requests: tuple[Request, ...]) -> Plan:

@@ -40,7 +40,7 @@ class ModelRunner:
         self.num_states = 0 if states is None else states.slots
         self.states = states
         self.host: HostPool | None = None
-        """Pages in host memory; set before the runner is used, if there are any."""
+        """Pages and states in host memory; set before the runner is used, if there are any."""
         self.num_pages = pool.slots // page_size
         self.page_size = page_size
         self.vocab_size = spec.vocab_size
@@ -59,6 +59,11 @@ class ModelRunner:
     def num_host_pages(self) -> int:
         """See `plan.Runner`."""
         return 0 if self.host is None else self.host.slots
+
+    @property
+    def num_host_states(self) -> int:
+        """See `plan.Runner`."""
+        return 0 if self.host is None else self.host.num_states
 
     def read_adapter(self, module: LoraModule) -> Adapter:
         """See `plan.Runner`."""

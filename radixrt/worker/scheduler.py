@@ -67,7 +67,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._counter = VirtualTokenCounter()
         self._waiting = Waiting(cache, self._counter)
-        self._branching = Branching(self.running, self._waiting, cache.page_size) if cache.states is not None else None
+        self._branching = Branching(self.running, self._waiting, cache) if cache.states is not None else None
         self._admission = Admission(cache, self.running, self._waiting, self._counter, self._branching)
         self._ending = Ending(self._requests, cache, self.running, self._waiting, self._counter)
         self._speculation = Speculation(cache, self.running, limits.max_num_batched_tokens)

@@ -16,8 +16,8 @@ after the accepted ones becomes the live one, without a copy:
 A page of the tree is in exactly one prefix, so a page names the snapshot of the prefix that ends with it. Whoever
 matches a path in the tree can go on from the deepest of its pages that has a snapshot, and has to compute the tokens
 after that again, although their KV is in pages. When a page leaves the tree, so does its snapshot. When slots are
-short, the least recently used snapshot goes. One that a request left counts as used longest ago once another goes on
-from it: a conversation needs only its last one. If it is used again, it is a branching point.
+short, one snapshot goes after the other (see `snapshot_order`). With host memory for snapshots, those that go although
+they are valid are copied there, and back into the live state of a request that needs them (see `host_states`).
 
 The copies of a plan can be done in any order, or at once: no slot is written twice, and none that is read is written.
 Integers only.
@@ -25,27 +25,30 @@ Integers only.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 
 import numpy as np
+
+from radixrt.messages.digests import prefix_digest
+from radixrt.tree import Lease
+from radixrt.worker.host_states import UNKNOWN, Event, HostStates, Prefix
+from radixrt.worker.snapshot_order import SnapshotOrder
 
 BLOCK = 4096
 """Pages that are searched at once, from the end of a path: most hits end near there."""
 
-Prefix = tuple[int, int]
-"""(number of tokens, their digest) of the prefix that ends with a page."""
-UNKNOWN: Prefix = (0, 0)
+Path = tuple[str, memoryview]
+"""(namespace, int32 ids) of the prefix that ends with a page."""
+NO_PATH: Path = ("", memoryview(b""))
 DRAFT_SHARE = 4
 """Drafts may have one of so many slots at a time: those of the least recently used snapshots if none is free."""
-Event = tuple[str, int] | tuple[str, int, int, int]
-"""A `messages.Saved` or `messages.Dropped`: its tag, then its fields."""
 
 
 class States:
     """`num_states` slots, the trash slot 0 included, for the prefixes that end with one of `num_pages` pages. With
-    `events`, changes are recorded for the router's index."""
+    `events`, changes are recorded for the router's index. Snapshots that have to go are copied to `host`, if given."""
 
-    def __init__(self, num_states: int, num_pages: int, events: bool = False) -> None:
+    def __init__(self, num_states: int, num_pages: int, events: bool = False, host: HostStates | None = None) -> None:
         if num_states < 2:
             raise ValueError(f"max_mamba_cache_size: {num_states - 1} states, at least 1")
         self.total = num_states - 1
@@ -54,12 +57,15 @@ class States:
         self.evicted = 0
         self._of_page = np.zeros(num_pages, dtype=np.int32)
         """Slot of each page's snapshot; 0: it has none."""
-        self._pages: OrderedDict[int, int] = OrderedDict()
-        """The page of each snapshot's slot, the first to go first."""
-        self._last: set[int] = set()
-        """The slots of snapshots that a request left and from which none has gone on yet."""
-        self._first_uses: dict[int, int] = {}
-        """For the plan that is made: the slot in `_last` from which each live slot goes on."""
+        self._pages: dict[int, int] = {}
+        """The page of each snapshot's slot."""
+        self._order = SnapshotOrder()
+        """The same slots."""
+        self._spent: dict[int, int] = {}
+        """For the plan that is made: the slot that is spent because this live slot goes on from it."""
+        self._host = host
+        self._names: dict[int, Lease] = {}
+        """With `host`: by which each snapshot's slot is known there."""
         self._free = list(range(num_states - 1, 0, -1))
         self._live: set[int] = set()
         self._drafted: dict[int, list[int]] = {}
@@ -73,7 +79,7 @@ class States:
         self._within: dict[int, int] = {}
         """Of these, the slots that are written by the step: after how many of the request's tokens of the step."""
         self._prefixes: dict[int, Prefix] = {}
-        """The prefix of each snapshot's slot."""
+        """With `events`: the prefix of each snapshot's slot."""
         self._events: list[Event] | None = [] if events else None
 
     def __len__(self) -> int:
@@ -142,7 +148,7 @@ class States:
         source = int(self._of_page[page]) if page else 0
         slot = self._allocate(source, pinned_too=True)
         if not slot:  # the only snapshot that could be evicted is the one to begin with
-            self._unregister(source)
+            self._lose(source)
             self._free.remove(source)
             slot = source
         else:
@@ -153,14 +159,20 @@ class States:
 
     def restore(self, slot: int, page: int) -> None:
         """Let a live state go on from a page's snapshot."""
+        self._forgo(slot)
         self._restores[slot] = source = int(self._of_page[page])
         self._use(source, slot)
 
-    def save(self, slot: int, page: int, within: int = 0, prefix: Prefix = UNKNOWN) -> bool:
-        """Take a snapshot of a live state for a page, with which `prefix` ends, as it is after the step, or after
+    def fetch(self, slot: int, held: int) -> None:
+        """Let a live state go on from a snapshot in host memory, which is held there."""
+        self._forgo(slot)
+        self._host.fetch(held, slot)
+
+    def save(self, slot: int, page: int, within: int = 0, path: Path = NO_PATH) -> bool:
+        """Take a snapshot of a live state for a page, with which `path` ends, as it is after the step, or after
         `within` of the request's tokens of the step. False if there is no slot for it."""
         if self._of_page[page]:
-            self._touch(int(self._of_page[page]))
+            self._order.touch(int(self._of_page[page]))
             return True
         copy = self._allocate()
         if not copy:
@@ -168,7 +180,7 @@ class States:
         self._saves[copy] = slot
         if within:
             self._within[copy] = within
-        self._register(copy, page, prefix)
+        self._register(copy, page, path)
         return True
 
     def draft(self, slot: int, count: int) -> list[int]:
@@ -192,28 +204,48 @@ class States:
         self._free += slots
         return now
 
-    def end(self, slot: int, page: int = 0, prefix: Prefix = UNKNOWN) -> None:
-        """A live state is not written any more. It becomes the snapshot of `page`, with which `prefix` ends, unless
-        that has one or is 0. Drafted tokens that follow it are forgotten."""
+    def end(self, slot: int, page: int = 0, path: Path = NO_PATH) -> None:
+        """A live state is not written any more. It becomes the snapshot of `page`, with which `path` ends, unless
+        that has one or is 0, or the state has not come back from host memory yet. Drafted tokens that follow it are
+        forgotten."""
         self._live.remove(slot)
         self._free += self._drafted.pop(slot, [])
-        if self._restores.pop(slot, None) and (source := self._first_uses.pop(slot, 0)) in self._pages:
-            self._last.add(source)  # the plan does not read it after all
-            self._touch(source)
+        if self._forgo(slot):
+            page = 0
         if not page or self._of_page[page]:
-            self._touch(int(self._of_page[page]))
+            self._order.touch(int(self._of_page[page]))
             self._free.append(slot)
         else:
-            self._register(slot, page, prefix)
-            self._last.add(slot)
+            self._register(slot, page, path, last=True)
+
+    def evict(self, pages: np.ndarray) -> None:
+        """These pages leave the tree although they, and their snapshots, are valid. Those that the plan being made
+        takes are not taken."""
+        for slot in self._slots_of(pages):
+            if slot not in self._saves:
+                self._lose(slot)
+        self.drop(pages)
 
     def drop(self, pages: np.ndarray) -> None:
         """Drop the snapshots of pages that have left the tree, or whose snapshots are not valid."""
-        slots = self._of_page[pages]
-        for slot in slots[slots > 0].tolist():
+        for slot in self._slots_of(pages):
             self._saves.pop(slot, None)
             self._within.pop(slot, None)
             self._unregister(slot)
+
+    def drop_all(self) -> None:
+        """Drop all snapshots: some of them may be of states that did not come back from host memory."""
+        self.drop(np.array(list(self._pages.values()), dtype=np.int64))
+
+    def _slots_of(self, pages: np.ndarray) -> list[int]:
+        slots = self._of_page[pages]
+        return slots[slots > 0].tolist()
+
+    def _forgo(self, slot: int) -> bool:
+        """The plan being made does not restore a live slot, if it was to. Returns whether that was from host memory."""
+        if self._restores.pop(slot, None) and slot in self._spent:
+            self._order.take_back(self._spent.pop(slot))
+        return self._host is not None and self._host.forgo(slot)
 
     # ------------------------------------------------------------ events
 
@@ -223,7 +255,7 @@ class States:
         return events
 
     def snapshot_events(self) -> list[Event]:
-        """All snapshots, as events; those that were not drained are dropped."""
+        """All snapshots on the device, as events; those that were not drained are dropped."""
         self.drain_events()
         return [("saved", slot, *prefix) for slot, prefix in self._prefixes.items()]
 
@@ -241,7 +273,7 @@ class States:
         self._restores.clear()
         self._saves.clear()
         self._within.clear()
-        self._first_uses.clear()
+        self._spent.clear()
         return restores, saves, within
 
     def _oldest(self, spared: int = 0, pinned_too: bool = False) -> int:
@@ -249,9 +281,9 @@ class States:
         pinned; 0 if there is none."""
         busy = {spared, *self._restores.values(), *self._saves}
         first = 0
-        for slot, page in self._pages.items():
+        for slot in self._order:
             if slot not in busy:
-                if page not in self._pinned:
+                if self._pages[slot] not in self._pinned:
                     return slot
                 first = first or slot
         return first if pinned_too else 0
@@ -262,33 +294,38 @@ class States:
             oldest = self._oldest(spared, pinned_too)
             if not oldest:
                 return 0
-            self._unregister(oldest)
+            self._lose(oldest)
             self.evicted += 1
         return self._free.pop()
 
-    def _touch(self, slot: int) -> None:
-        if slot in self._pages:
-            self._pages.move_to_end(slot)
-
     def _use(self, source: int, slot: int) -> None:
         """A live slot goes on from a snapshot, or from nothing (0)."""
-        self._touch(source)
-        if source in self._last:
-            self._last.remove(source)
-            self._pages.move_to_end(source, last=False)
-            self._first_uses[slot] = source
+        if self._order.go_on(source):
+            self._spent[slot] = source
 
-    def _register(self, slot: int, page: int, prefix: Prefix) -> None:
+    def _lose(self, slot: int) -> None:
+        """A snapshot that is valid goes, to host memory if there is any."""
+        if self._host is not None:
+            order, prefix = self._order, self._prefixes.get(slot, UNKNOWN)
+            self._host.store(self._names.pop(slot), slot, prefix, order.is_last(slot), order.is_spent(slot))
+        self._unregister(slot)
+
+    def _register(self, slot: int, page: int, path: Path, last: bool = False) -> None:
         self._of_page[page] = slot
         self._pages[slot] = page
+        self._order.add(slot, last)
         self.version += 1
+        if self._host is not None:
+            self._names[slot] = self._host.name(*path)
         if self._events is not None:
-            self._prefixes[slot] = prefix
+            self._prefixes[slot] = prefix = len(path[1]), prefix_digest(*path)
             self._events.append(("saved", slot, *prefix))
 
     def _unregister(self, slot: int) -> None:
         self._of_page[self._pages.pop(slot)] = 0
-        self._last.discard(slot)
+        self._order.remove(slot)
+        if slot in self._names:
+            self._host.unname(self._names.pop(slot))
         self._free.append(slot)
         self.version += 1
         if self._events is not None:
@@ -308,6 +345,7 @@ class States:
         assert self._of_page[pages].tolist() == list(self._pages), "each snapshot is found by its page"
         assert np.count_nonzero(self._of_page) == len(pages), "and by no other"
         assert not set(self._restores) & set(self._restores.values()), "no slot is both read and written before a step"
-        assert self._last <= set(self._pages), "only snapshots are the last of a conversation"
+        assert set(self._order) == set(self._pages), "each snapshot has its place in the order"
+        assert set(self._names) == (set() if self._host is None else set(self._pages)), "host memory knows each of them"
         assert set(self._restores) <= self._live and set(self._saves.values()) <= self._live
         assert set(self._within) <= set(self._saves)

@@ -45,7 +45,7 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
         pid=os.getpid(),
         life=LIFE,
         vocab_size=runner.vocab_size,
-        num_states=runner.num_states,
+        num_states=runner.num_states + max(0, runner.num_host_states - 1),
         adapters=[Adapter(name) for name in identity.adapters],
         max_loras=identity.max_loras,
     )

@@ -1,4 +1,4 @@
-"""Pages in host memory, on the GPU."""
+"""Pages and recurrent states in host memory, on the GPU."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from radixrt.worker import branching
 from radixrt.worker.cuda import host_pool
 from radixrt.worker.cuda.host_pool import CudaHostPool
 from radixrt.worker.cuda.pinned import PinnedMemory
-from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.kv import DTYPES, KVPool, StatePool
+from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.plan import Moves
 from tests.checkpoints import make_model
-from tests.gpu.test_models import SIZES, load
+from tests.gpu.test_models import OF_FAMILY, SIZES, load
 from tests.worker.engine import Engine, prompts
 
 DEVICE = torch.device("cuda", 0)
@@ -60,6 +62,60 @@ def test_what_comes_back_is_what_was_computed(tmp_path, settings):
     size = runner.page_size
     assert [engine.last(id).cached_tokens for id in ids] == [(len(p) - 1) // size * size for p in asked]
     assert engine.cache.evicted_tokens == 0 and engine.cache.host.fetched_pages * size > 4096
+
+
+def test_states_come_back_as_they_were(monkeypatch):
+    """In pieces of staging, beside pages, while slots are reused and steps that do not wait write other slots."""
+    spec = MambaSpec(frozenset(range(3)), 16, 64, 1, 128, 4, conv_bias=False, bias=False, out_bias=False)
+    pool, states = KVPool(2, 100, 2, 64, torch.bfloat16, DEVICE), StatePool(spec, 40, torch.bfloat16, DEVICE)
+    monkeypatch.setattr(host_pool, "STAGING_BYTES", 8 * states.rules[0].nbytes // 3)
+    host = CudaHostPool(pool, 1, PinnedMemory(64 << 20, DEVICE), None, states, 30)
+    assert host.num_states == 31
+    rng, content, pages = np.random.default_rng(0), {}, np.arange(1, 61, dtype=np.int32)
+    for step in range(40):
+        host.arrive()
+        leaving, slots = (rng.permutation(np.arange(1, n, dtype=np.int32))[:12] for n in (40, 31))
+        for slot, at in zip(slots.tolist(), leaving.tolist(), strict=True):
+            states.convs[at].normal_()
+            states.rules[at].normal_()
+            content[slot] = states.convs[at].cpu(), states.rules[at].cpu()
+        held = rng.choice(np.array(list(content), np.int32), 8, replace=False)
+        to = rng.permutation(np.arange(1, 40, dtype=np.int32))[:8]
+        moved = np.stack([pages, pages]), np.zeros((2, 0), np.int32)
+        host.move(Moves(*moved, np.stack([leaving, slots]), np.stack([held, to])), wait=step % 2 == 0)
+        others = np.setdiff1d(np.arange(1, 40), to)
+        states.rules[torch.from_numpy(others).to(DEVICE)] = 7.0
+        host.arrive()
+        for slot, at in zip(held.tolist(), to.tolist(), strict=True):
+            conv, rule = content[slot]
+            assert torch.equal(states.convs[at].cpu(), conv) and torch.equal(states.rules[at].cpu(), rule)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_next", {}),
+        ("qwen3_next", {"enforce_eager": True, "page_size": 16}),
+        ("nemotron_h", {"kv_cache_dtype": "bfloat16"}),
+        ("lfm2", {}),
+    ],
+)
+def test_conversations_go_on_from_host_memory(tmp_path, family, settings):
+    """Exact, so that warm is cold: the pools hold a few of the prompts, and of their states, only."""
+    folder = tmp_path / family
+    folder.mkdir()
+    make_model(folder, family, **SIZES | OF_FAMILY[family])
+    config = {"kv_cache_dtype": "fp8_e4m3", "enforce_eager": False, "deterministic": True} | settings
+    runner = load(folder, max_total_tokens=4096, max_mamba_cache_size=24, kv_offloading_size="1", **config)
+    engine = Engine(runner, chunk=512, rows=16, max_model_len=2048)
+    asked = prompts(24, 600, 900, vocab_size=4096)
+    cold = engine.generate(asked)
+    ids = [engine.add(prompt) for prompt in asked]
+    engine.finish()
+    assert [engine.tokens(id) for id in ids] == cold
+    marks = [len(prompt) - branching.TAIL for prompt in asked]
+    assert [engine.last(id).cached_tokens for id in ids] == [mark - mark % runner.page_size for mark in marks]
+    assert engine.cache.host.states.fetched > 0 and engine.cache.host.fetched_pages * runner.page_size > 4096
 
 
 def test_memory_can_be_locked_again(monkeypatch):

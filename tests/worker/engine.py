@@ -36,7 +36,7 @@ class Engine:
         self.runner = runner
         self.cache = PageCache(
             runner.num_pages, runner.page_size, rows, max_model_len, num_states=runner.num_states,
-            num_host_pages=runner.num_host_pages,
+            num_host_pages=runner.num_host_pages, num_host_states=runner.num_host_states,
         )  # fmt: skip
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows), drafter)
         self.max_model_len = max_model_len

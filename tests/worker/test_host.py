@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixrt.worker import status
-from radixrt.worker.host import HostPages
+from radixrt.worker.host import HostMemory
 from radixrt.worker.plan import Plan
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
 from tests.worker.test_states import Mirror
@@ -81,7 +81,7 @@ def test_what_is_not_evicted_twice_is_not_copied_twice() -> None:
 
 
 def test_a_gap_ends_what_can_be_fetched() -> None:
-    host = HostPages(100, 1)
+    host = HostMemory(100, 1)
     host.store("", ids(1, 2, 3, 4, 5), 3, np.array([14, 15], np.int32))
     assert host.reach("", ids(1, 2, 3, 4, 5, 6), 3) == 5
     assert host.reach("", ids(1, 2, 3, 4, 5, 6), 2) == 2
@@ -95,7 +95,7 @@ def test_a_gap_ends_what_can_be_fetched() -> None:
 
 
 def test_slots_that_are_held_are_not_reused_before_the_step() -> None:
-    host = HostPages(4, 1)
+    host = HostMemory(4, 1)
     host.store("", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
     held = host.hold("", ids(1, 2, 3), 0)
     host.store("", ids(7, 8), 0, np.array([17, 18], np.int32))
@@ -109,7 +109,7 @@ def test_slots_that_are_held_are_not_reused_before_the_step() -> None:
 
 
 def test_a_slot_that_is_reused_in_a_step_gets_what_it_holds_last() -> None:
-    host = HostPages(2, 1)
+    host = HostMemory(2, 1)
     host.store("", ids(1), 0, np.array([11], np.int32))
     host.store("", ids(2), 0, np.array([12], np.int32))
     assert host.drain().out.tolist() == [[12], [1]]
@@ -205,7 +205,7 @@ def test_contexts_are_kept_where_little_fits_in_host_memory(host: int) -> None:
 
 def test_what_was_held_in_vain_is_not_held_any_longer() -> None:
     """There were no pages to copy it to, and nothing else is copied before the step."""
-    host = HostPages(10, 1)
+    host = HostMemory(10, 1)
     host.store("", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
     host.drain()
     assert len(host.hold("", ids(1, 2, 3), 0)) == 3 and host.tree.leased_tokens == 3
@@ -215,7 +215,7 @@ def test_what_was_held_in_vain_is_not_held_any_longer() -> None:
 
 def test_a_page_that_is_taken_twice_in_a_step_gets_what_the_last_one_needs() -> None:
     """Who it was copied back for was sent back to wait, and lost it to another one."""
-    host = HostPages(10, 1)
+    host = HostMemory(10, 1)
     for first in (1, 5):
         host.store("", ids(first, 2), 0, np.array([first, 2], np.int32))
     host.drain()
@@ -226,7 +226,7 @@ def test_a_page_that_is_taken_twice_in_a_step_gets_what_the_last_one_needs() -> 
 
 
 def test_of_what_does_not_fit_the_beginning_is_stored() -> None:
-    host = HostPages(3, 1)
+    host = HostMemory(3, 1)
     host.store("", ids(1, 2, 3, 4, 5), 1, np.array([12, 13, 14, 15], np.int32))
     assert host.reach("", ids(1, 2, 3, 4, 5), 1) == 3 and host.lost_pages == 2
     assert host.drain().out[0].tolist() == [12, 13]
@@ -234,7 +234,7 @@ def test_of_what_does_not_fit_the_beginning_is_stored() -> None:
 
 def test_slots_are_taken_in_order_again() -> None:
     """Slots that follow each other are one copy."""
-    host = HostPages(9, 1)
+    host = HostMemory(9, 1)
     for n in range(4):
         host.store("", ids(10 * n, 1, 2, 3), 0, np.arange(11, 15, dtype=np.int32))
         slots = host.drain().out[1]
@@ -242,7 +242,7 @@ def test_slots_are_taken_in_order_again() -> None:
 
 
 def test_what_is_copied_back_does_not_change_with_the_table() -> None:
-    host = HostPages(9, 1)
+    host = HostMemory(9, 1)
     host.store("", ids(1), 0, np.array([11], np.int32))
     table = np.array([21], np.int32)
     host.fetch(host.hold("", ids(1), 0), table)
@@ -290,7 +290,7 @@ def test_many_pages_are_evicted_at_a_time(share: float, monkeypatch: pytest.Monk
 
 def test_what_can_be_had_changes_with_the_version() -> None:
     """Also where a gap is filled, which the tree takes no notice of; and where a path is forgotten."""
-    host = HostPages(10, 1)
+    host = HostMemory(10, 1)
     seen, path = [], ids(1, 2, 3)
     for change in (
         lambda: host.store("", path, 2, np.array([13], np.int32)),
@@ -305,7 +305,7 @@ def test_what_can_be_had_changes_with_the_version() -> None:
 
 
 def test_only_evictions_lose_pages() -> None:
-    host = HostPages(4, 1)
+    host = HostMemory(4, 1)
     host.store("", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
     host.forget("", ids(1, 2, 3), 2)
     host.clear()

@@ -61,12 +61,15 @@ class Rough(Bench):
         self.cache.check()
 
 
-def load(seed: int, page_size: int, pages: int, host: int, faults: float) -> tuple[Rough, dict[int, list[int]]]:
+def load(
+    seed: int, page_size: int, pages: int, host: int, faults: float, **states: int
+) -> tuple[Rough, dict[int, list[int]]]:
+    """A bench after a random load, and what each request gives alone. `states`: `Bench`'s `states`, `host_states`."""
     rng = random.Random(seed)
     rows = rng.choice([1, 3, 8])
     bench = Rough(
         rng, faults, max(pages // page_size, 16), page_size, rng.choice([5, 16, 64]), rows, max_len=60, host=host,
-        drafts=rng.random() < 0.5,
+        drafts=rng.random() < 0.5, **states,
     )  # fmt: skip
     trunks = [[rng.randint(3, 9) for _ in range(30)] for _ in range(3)]
     bench.cache.kept.returning = 1.0

@@ -31,14 +31,15 @@ class Bench:
         max_len: int = 128,
         states: int = 0,
         host: int = 0,
+        host_states: int = 0,
     ):
         self.runner = FakeRunner(
             pages + 1, page_size, VOCAB, max_len, check=True, overlaps=self.overlaps, num_states=states and states + 1,
-            num_host_pages=host and host + 1,
+            num_host_pages=host and host + 1, num_host_states=host_states and host_states + 1,
         )  # fmt: skip
         self.cache = PageCache(
             pages + 1, page_size, rows, max_len, num_states=self.runner.num_states,
-            num_host_pages=self.runner.num_host_pages,
+            num_host_pages=self.runner.num_host_pages, num_host_states=self.runner.num_host_states,
         )  # fmt: skip
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows))
         self.runner.bind(self.cache.table)

@@ -1,5 +1,5 @@
-"""The slots of the state pool alone: on a device that does the copies of a plan in any order, every request and every
-prefix finds its state."""
+"""The slots of the state pool alone, and those of host memory: on a device that does the copies of a plan in any order,
+every request and every prefix finds its state."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radixrt.worker.states import States
+from radixrt.worker.host_states import HostStates
+from radixrt.worker.states import Path, States
 
 
 def pages(*numbers: int) -> np.ndarray:
     return np.array(numbers, dtype=np.int32)
+
+
+def path(page: int) -> Path:
+    """A prefix for each page."""
+    return "", memoryview(np.array([page], dtype=np.int32))
 
 
 def saved(states: States, page: int) -> None:
@@ -59,6 +65,53 @@ def test_a_snapshot_whose_page_leaves_before_it_is_taken_is_not_taken() -> None:
     assert states.drain()[1].shape == (2, 0) and states.deepest(pages(5)) == 0 and states.free == 2
 
 
+def test_the_only_state_is_copied_before_a_request_goes_on_in_its_slot() -> None:
+    host = HostStates(5, 1)
+    states = States(2, 10, host=host)
+    states.end(states.begin(0), 1, path(1))
+    states.drain()
+    assert states.begin(1) == 1 and states.drain()[0].size == 0
+    assert host.drain()[0].tolist() == [[1], [1]] and host.deepest(*path(1), 1) == (1, 1)
+
+
+def test_of_two_snapshots_to_go_on_from_the_later_one_counts() -> None:
+    """Others may have computed more by then, here or there. Nobody has gone on from the first one."""
+    for fetched_last in (False, True):
+        host = HostStates(5, 1)
+        states = States(5, 10, host=host)
+        for page in (1, 2):
+            states.end(states.begin(0), page, path(page))
+            states.drain()
+        states.evict(pages(1))
+        host.drain()
+        slot = states.begin(0)
+        for fetches in (not fetched_last, fetched_last):
+            if fetches:
+                host.hold(1)
+                states.fetch(slot, 1)
+            else:
+                states.restore(slot, 2)
+        restored, (_, back) = states.drain()[0].tolist(), host.drain()
+        assert (restored, back.tolist()) == (([[], []], [[1], [slot]]) if fetched_last else ([[2], [slot]], [[], []]))
+        spent = states._order.is_spent(2), host._order.is_spent(1)
+        assert spent == (not fetched_last, fetched_last)
+
+
+def test_what_a_conversation_has_gone_on_from_replaces_nothing_in_host_memory() -> None:
+    for goes_on in (False, True):
+        host = HostStates(2, 1)
+        states = States(4, 10, host=host)
+        for page in (1, 2):
+            states.end(states.begin(0), page, path(page))
+            states.drain()
+        states.evict(pages(1))
+        if goes_on:
+            states.begin(2)
+            states.drain()
+        states.evict(pages(2))
+        assert host.deepest(*path(1 if goes_on else 2), 1) == (1, 1) and len(host) == 1
+
+
 def test_snapshots_are_used_by_restoring_taking_and_leaving() -> None:
     for use in (
         lambda states, _: states.end(states.begin(1)),
@@ -81,10 +134,14 @@ def test_snapshots_are_used_by_restoring_taking_and_leaving() -> None:
 class Slots(RuleBasedStateMachine):
     """A device that does a plan's copies in any order, and what requests and prefixes should find there."""
 
-    @initialize(total=st.sampled_from([1, 2, 3, 4, 6, 9, 12]))
-    def make(self, total: int) -> None:
-        self.states = States(total + 1, 8)
+    @initialize(total=st.sampled_from([1, 2, 3, 4, 6, 9, 12]), memory=st.sampled_from([0, 1, 2, 4]))
+    def make(self, total: int, memory: int) -> None:
+        self.host = HostStates(memory + 1, 1) if memory else None
+        self.states = States(total + 1, 8, host=self.host)
         self.device = [0] * (total + 1)
+        self.memory = [0] * (memory + 1)
+        self.there: dict[int, int] = {}
+        """What the snapshot in host memory for each page should be, if there is one."""
         self.live: dict[int, int] = {}
         """What the state of each live slot is; slots that begin in this plan included."""
         self.known: dict[int, int] = {}
@@ -110,7 +167,7 @@ class Slots(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(set(self.live) - set(self.drafted))))
         if page in self.coming or self.states.deepest(pages(page)):
             return
-        if self.states.save(slot, page, within):
+        if self.states.save(slot, page, within, path(page)):
             self.coming[page] = slot, within
 
     @precondition(lambda self: set(self.live) - self.saved)
@@ -120,7 +177,7 @@ class Slots(RuleBasedStateMachine):
         fresh = page and page not in self.coming and not self.states.deepest(pages(page))
         if self.device[slot] != self.live[slot]:  # not restored yet: it would be of the page that it began with
             fresh, page = False, 0
-        self.states.end(slot, page)
+        self.states.end(slot, page, path(page))
         self.drafted.pop(slot, None)
         self.found.pop(slot, None)
         if fresh:
@@ -147,18 +204,47 @@ class Slots(RuleBasedStateMachine):
         del self.live[slot]
         self.live[slots[count]] = found[count]
 
-    @rule(page=st.integers(1, 7))
-    def drop(self, page: int) -> None:
+    @rule(page=st.integers(1, 7), valid=st.booleans())
+    def drop(self, page: int, valid: bool) -> None:
         source = self.states._of_page[page]
         if source in self.states._restores.values():  # its page is leased
             return
-        self.states.drop(pages(page))
+        (self.states.evict if valid else self.states.drop)(pages(page))
         self.coming.pop(page, None)
+
+    @precondition(lambda self: set(self.live) - set(self.drafted) - self.saved)
+    @rule(data=st.data(), page=st.integers(1, 7))
+    def restore(self, data: st.DataObject, page: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(set(self.live) - set(self.drafted) - self.saved)))
+        if self.states.deepest(pages(page)):
+            self.states.restore(slot, page)
+            self.live[slot] = self.known[page]
+
+    @precondition(lambda self: self.there and set(self.live) - set(self.drafted) - self.saved)
+    @rule(data=st.data())
+    def fetch(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(set(self.live) - set(self.drafted) - self.saved)))
+        page = data.draw(st.sampled_from(sorted(self.there)))
+        held = self.slot_there(page)
+        self.host.hold(held)
+        self.states.fetch(slot, held)
+        self.live[slot] = self.there[page]
 
     @rule(random=st.randoms(use_true_random=False))
     def step(self, random: random.Random) -> None:
         restores, saves, within = self.states.drain()
-        self._copy(restores, random)
+        before = [(self.device, target, source) for source, target in restores.T.tolist()]
+        if self.host is not None:
+            leaving, back = self.host.drain()
+            for source, target in leaving.T.tolist():
+                self.memory[target] = self.device[source]
+            before += [(self.memory, target, source) for source, target in back.T.tolist()]
+        assert len({target for _, target, _ in before}) == len(before), "no slot is written twice"
+        random.shuffle(before)
+        for place, target, source in before:
+            self.device[target] = place[source] if source else 0
+        for page, expected in self.there.items():
+            assert self.memory[self.slot_there(page)] == expected
         self.steps += 1
         for slot, expected in self.live.items():
             assert self.device[slot] == expected
@@ -180,6 +266,10 @@ class Slots(RuleBasedStateMachine):
         """Slots that are saved in this plan."""
         return {slot for slot, _ in self.coming.values()}
 
+    def slot_there(self, page: int) -> int:
+        """Of a page's snapshot in host memory; 0: it has none."""
+        return 0 if self.host is None else self.host.deepest(*path(page), 1)[1]
+
     def _after(self, slot: int, tokens: int) -> int:
         """What this step's state in a live slot is, after so many tokens; 0: after all."""
         return self.steps * 1000 + slot * 10 + tokens
@@ -193,6 +283,8 @@ class Slots(RuleBasedStateMachine):
     @invariant()
     def every_snapshot_is_what_it_should_be(self) -> None:
         if hasattr(self, "states"):
+            # What has just come there is what the device had; what was there already is not copied again.
+            self.there = {p: self.there.get(p, self.known.get(p, 0)) for p in range(1, 8) if self.slot_there(p)}
             self.states.check(list(self.live), np.arange(1, 8))
             for page in range(1, 8):
                 if self.states.deepest(pages(page)):

@@ -26,10 +26,11 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 class Mirror:
     """The router's index of a bench's cache."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, num_states: int | None = None) -> None:
         self._bench = bench
         self.index = Index()
-        self.index.add_worker(0, fresh=True, num_states=bench.runner.num_states)
+        states = bench.runner.num_states if num_states is None else num_states
+        self.index.add_worker(0, fresh=True, num_states=states)
         self._seq = 0
 
     def tell(self, lost: bool = False, snapshot: bool = False) -> None:
@@ -44,9 +45,8 @@ class Mirror:
 
     def check(self, prompt: list[int], namespace: str, most: int) -> int:
         """Assert that the index predicts the hit of a prompt, at most `most` tokens, and return it."""
-        cache, ids = self._bench.cache, np.array(prompt, np.int32)
-        match = cache.tree.match(namespace, ids)
-        hit = cache._covered(np.frombuffer(match.values(), np.int32), min(match.length, most))
+        ids = np.array(prompt, np.int32)
+        _, hit = self._bench.cache.found(namespace, ids, most)
         assert self.index.match(namespace, ids.tobytes(), most).get(0, 0) == hit
         return hit
 

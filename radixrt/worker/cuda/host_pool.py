@@ -1,11 +1,16 @@
-"""Copies pages between a GPU and pinned host memory beside the work of steps.
+"""Copies pages and recurrent states between a GPU and pinned host memory beside the work of steps.
 
     pages of the GPU   --gather--> |         | --copy engine--> slots in host memory
                                    | staging |
                        <-scatter-- |         | <-copy engine--
 
+    recurrent states   ---copy---> | staging | --copy engine--> slots of states in host memory
+                       <------------------------copy engine---
+
 A page is spread over all layers, a slot is contiguous: kernels collect pages in a buffer, and a stream of its own
-copies the buffer, slots that follow each other at once. Steps wait for what they read, not for what they leave behind.
+copies the buffer, slots that follow each other at once. A state is contiguous on the GPU, too, but its slot there is
+written by the very step that it makes room for: the buffer has a copy of it until that is on the host. Steps wait for
+what they read, not for what they leave behind.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import triton.language as tl
 
 from radixrt.worker.cuda.pinned import PinnedMemory
 from radixrt.worker.host_pool import HostPool
-from radixrt.worker.kv import KVPool
+from radixrt.worker.kv import KVPool, StatePool
 from radixrt.worker.plan import Moves
 from radixrt.worker.sample import to_device
 
@@ -70,8 +75,16 @@ def copy_rows(planes: list[torch.Tensor], rows: torch.Tensor, pages: torch.Tenso
 class CudaHostPool(HostPool):
     """A HostPool in page-locked memory."""
 
-    def __init__(self, pool: KVPool, page_size: int, memory: PinnedMemory, group: TorchGroup | None = None) -> None:
-        super().__init__(pool, page_size, memory.wait(), group)
+    def __init__(
+        self,
+        pool: KVPool,
+        page_size: int,
+        memory: PinnedMemory,
+        group: TorchGroup | None = None,
+        states: StatePool | None = None,
+        most_states: int = 0,
+    ) -> None:
+        super().__init__(pool, page_size, memory.wait(), group, states, most_states)
         self._memory = memory
         self._device = pool.device
         words = self._host.shape[1]
@@ -100,7 +113,10 @@ class CudaHostPool(HostPool):
                 for first, start, count in _runs(slots):
                     host[first : first + count].copy_(staging[start : start + count], non_blocking=True)
                 free.record(copies)
-        # Pages are written when the step before has ended, and what was in them has been copied.
+        for source, slot in moves.states_out.T.tolist():
+            for states, there in self._state_parts(slot):
+                self._leave(states[source], there)
+        # Pages and states are written when the step before has ended, and what was in them has been copied.
         self._begun.record(steps)
         for slots, pages in _parts(moves.back, by=0, most=self._most):
             staging, free, full = self._part()
@@ -112,10 +128,30 @@ class CudaHostPool(HostPool):
                 copies.wait_event(self._begun)
                 copy_rows(self._planes, staging, to, out=False)
                 free.record(copies)
-        if moves.back.size:
+        with torch.cuda.stream(copies):
+            copies.wait_event(self._begun)
+            for slot, target in moves.states_back.T.tolist():
+                for states, there in self._state_parts(slot):
+                    states[target].copy_(there, non_blocking=True)
+        if moves.fills:
             self._arrived.record(copies)
             if wait:
                 self.arrive()
+
+    def _leave(self, source: torch.Tensor, there: torch.Tensor) -> None:
+        """Copy uint8[bytes] of the GPU to as many of host memory, a part of staging at a time."""
+        steps, copies = torch.cuda.current_stream(self._device), self._stream
+        size = self._staging[0].nbytes
+        for piece, to in zip(source.split(size), there.split(size), strict=True):
+            staging, free, full = self._part()
+            here = staging.view(torch.uint8).flatten()[: len(piece)]
+            steps.wait_event(free)
+            here.copy_(piece)
+            full.record(steps)
+            with torch.cuda.stream(copies):
+                copies.wait_event(full)
+                to.copy_(here, non_blocking=True)
+                free.record(copies)
 
     def _part(self) -> tuple[torch.Tensor, torch.cuda.Event, torch.cuda.Event]:
         self._next = part = (self._next + 1) % PARTS

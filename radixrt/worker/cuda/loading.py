@@ -34,7 +34,7 @@ from radixrt.worker.group import TorchGroup
 from radixrt.worker.kv import KVPool, StatePool
 from radixrt.worker.loading import load_model, load_scales
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.pools import make_pool, make_states, pool_tokens, reserves_staging
+from radixrt.worker.pools import make_pool, make_states, pool_tokens
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler import Limits, Scheduler
 
@@ -70,7 +70,7 @@ def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | N
         rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of penalized tokens; logits of graphs
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
         kinds = 2 if model.has_adapters else 1  # of decode graphs
-        staging = STAGING_BYTES if reserves_staging(config, loaded) else 0
+        staging = 0 if config.kv_offloading_size == "none" else STAGING_BYTES
         reserved = step + rows + staging + (kinds * GRAPH_BYTES + rows + kept if graphs else 0)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     states = make_states(config, loaded, reserved, group)

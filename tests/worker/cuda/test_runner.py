@@ -23,6 +23,7 @@ from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.grammar import Grammars
+from radixrt.worker.host_pool import HostPool
 from radixrt.worker.matching import Matcher
 from radixrt.worker.sharing import Cost
 from radixrt.worker.vocabulary import Vocabulary
@@ -137,11 +138,13 @@ def folder(request, tmp_path_factory):
 
 
 def runners(
-    folder, page_size: int = 1, tokens: int = 1200, exact: bool = False, ragged: bool = False, full: bool = False
-):
+    folder, page_size: int = 1, tokens: int = 1200, exact: bool = False, ragged: bool = False, full: bool = False,
+    states: int = 0,
+):  # fmt: skip
     """(plain, of the GPU) on the same weights, in float32; `ragged`: with something in FlashInfer's place; `full`: with
-    full heads, of which the workspace holds some."""
-    config = resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=tokens, page_size=page_size))
+    full heads, of which the workspace holds some; `states`: so many recurrent states."""
+    sizes = {"max_total_tokens": tokens, "page_size": page_size, "max_mamba_cache_size": states}
+    config = resolve(WorkerConfig(model=str(folder), device="cpu", **sizes))
     loaded = choices.look_up(config)
     plain = loading.make_runner(config, loaded)
     model = loading.load_model(config, loaded, exact, ops=ops)
@@ -198,6 +201,25 @@ def test_layers_of_two_kinds(window, tmp_path):
     assert tokens[1] == tokens[0] and fast.read_keys < fast.plain_keys
     most = [max(size for number, size in sizes if number == layer) for layer in range(3)]
     assert most[0] == most[1] == 23 and 0 < most[2] < 4, "it is computed for few tokens"
+
+
+def test_states_come_back_before_they_are_read(tmp_path, monkeypatch):
+    """A step in which other requests decode does not wait for them; the device has room for two of three requests."""
+    for name, value in (("branching.LEAST", 2), ("branching.TAIL", 2), ("scheduler.MANY", 1)):
+        monkeypatch.setattr(f"radixrt.worker.{name}", value)
+    layers = {"num_hidden_layers": 3, "layer_types": [*["linear_attention"] * 2, "full_attention"]}
+    make_model(tmp_path, "qwen3_next", **SIZES | LINEAR | layers)
+    plain, fast = runners(tmp_path, tokens=60, states=4)
+    fast.host = HostPool(fast.pool, 1, torch.zeros(1 << 20, dtype=torch.uint8), None, fast.states, 20)
+    asked, few = prompts(3, 20, 24, vocab_size=128), Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+    expected = Engine(plain, rows=2, max_model_len=64).generate(asked, few)
+    engine = Engine(fast, rows=2, max_model_len=64)
+    assert engine.generate(asked, few) == expected
+    ids = [engine.add(prompt, few) for prompt in asked]
+    engine.finish()
+    assert [engine.tokens(id) for id in ids] == expected
+    assert [engine.last(id).cached_tokens for id in ids] == [len(prompt) - 2 for prompt in asked]
+    assert engine.cache.host.states.fetched > 0
 
 
 DRAFTING = ("gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "lfm2")
