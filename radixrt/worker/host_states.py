@@ -132,7 +132,7 @@ class HostStates:
         if not self._names:
             return 0, 0
         slots = np.frombuffer(self._tree.match(namespace, tokens, most).values(), np.int32)
-        found = np.flatnonzero(slots)
+        found = np.flatnonzero(slots != 0)  # of bools that is fast where there are few
         return ((int(found[-1]) + 1) * self._page_size, int(slots[found[-1]])) if len(found) else (0, 0)
 
     def hold(self, slot: int) -> None:
