@@ -400,7 +400,7 @@ def parse(decoder: msgspec.json.Decoder, body: bytes | msgspec.Raw, within: str 
         path = re.search(r" - at `\$\.?([^`]*)`$", text)
         missing = re.search(r"required field `([^`]*)`", text)
         field = within + ((missing or path)[1] if missing or path else "")
-        raise ApiError(400, text, re.sub(r"\[\.\.\.\]", "", field)) from None
+        raise ApiError(400, text, re.sub(r"\[\.\.\.\].*", "", field)) from None
     except msgspec.DecodeError as problem:
         raise ApiError(400, f"the body is not JSON: {problem}", within) from None
     except UnicodeDecodeError as problem:

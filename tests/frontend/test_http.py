@@ -254,6 +254,12 @@ def test_a_body_with_a_fault_behind_a_number_of_another_type(http, tail, said):
         assert said in error_of(response)["message"] and "max_tokens" not in error_of(response)["message"]
 
 
+def test_a_number_that_is_too_large_somewhere_in_a_message(http):
+    """The field is named as far as it is known."""
+    body = b'{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": [{"x": 1e999}]}]}'
+    assert error_of(http.post("/v1/chat/completions", content=body))["param"] == "messages[1]"
+
+
 @pytest.mark.parametrize("field", ["prompt", "unknown", "messages"])
 def test_a_body_that_is_nested_too_deeply(http, field):
     nested = b"[" * 100_000 + b"]" * 100_000
