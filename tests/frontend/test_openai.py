@@ -330,6 +330,15 @@ def test_an_answer_that_another_server_left_empty(client):
         assert caught.value.param == "messages[1].content"
 
 
+def test_of_alternatives_with_the_same_text_the_likeliest_is_kept():
+    """As those that are parts of a character."""
+    texts = {1: "\ufffd", 2: "\ufffd", 3: "\ufffd", 9: "x"}
+    tokenizer = SimpleNamespace(token_text=texts.__getitem__, token_bytes=lambda _: b"?")
+    found = TokenLogprob(2, -3.0, [(9, -0.25), (1, -0.5), (3, -1.0)])
+    (top,) = Reply("m", tokenizer).logprobs([found], Offsets(None, frozenset()))["top_logprobs"]
+    assert top == {"x": -0.25, "\ufffd": -0.5}
+
+
 @pytest.mark.parametrize("make", [complete, chat])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_ended_an_answer(client, make, stream):
