@@ -92,6 +92,7 @@ bench: .venv/installed-test
 	$(BIN)/python -m bench.tree
 	$(BIN)/python -m bench.scheduler
 	$(BIN)/python -m bench.placement
+	$(BIN)/python -m bench.replay
 	$(BIN)/python -m bench.drafts
 	$(BIN)/python -m bench.front
 	$(BIN)/python -m bench.tokens

@@ -21,6 +21,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -57,22 +58,20 @@ class Session:
         self._running = 1
         self._go(list(_short(recorded["requests"])))
 
-    def _go(self, requests: list[dict[str, Any]]) -> None:
-        """Send the first of a chain of requests, and the rest when it is answered."""
+    def _go(self, requests: list[dict[str, Any]], answered: bool = False) -> None:
+        """Send the first of a chain of requests, if one before it was `answered` after its pause, and then the rest."""
+        while requests and requests[0]["type"] == "subagent":
+            self._running += 1
+            self._go(list(_short(requests[0]["requests"])))
+            requests = requests[1:]
         if not requests:
             self._running -= 1
             return self._over() if not self._running else None
         first, rest = requests[0], requests[1:]
-        if first["type"] == "subagent":
-            self._running += 1
-            self._go(list(_short(first["requests"])))
-            return self._go(rest)
-
-        def then(_whole: np.ndarray) -> None:
-            pause = min(LONGEST_PAUSE, rest[0].get("think_time", 0.0)) if rest else 0.0
-            self._fleet.at(self._fleet.clock.now + pause, lambda: self._go(rest))
-
-        self._fleet.ask(self._prompt(first), first["out"], then)
+        pause = min(LONGEST_PAUSE, first.get("think_time", 0.0)) if answered else 0.0
+        prompt = self._prompt(first)
+        send = partial(self._fleet.ask, prompt, first["out"], lambda _whole: self._go(rest, answered=True))
+        self._fleet.at(self._fleet.clock.now + pause, send)
 
     def _prompt(self, request: dict[str, Any]) -> np.ndarray:
         ids = np.concatenate([np.arange(start, start + count) for start, count in request["hash_runs"]])
