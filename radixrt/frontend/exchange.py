@@ -232,7 +232,7 @@ class Exchange(Mailbox):
         return sum(len(c.logprobs or ()) + len(c.prompt_logprobs or ()) for c in self.choices) > MANY
 
     def whole(self) -> bytes:
-        """The body of the answer, once it is complete."""
+        """The body of the answer, once it is complete. May be called in a thread."""
         choices = [
             self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop_reason)
             for c in self.choices
