@@ -73,7 +73,8 @@ class WholeAnswer:
         unwatch = watch(scope, receive, self._exchange)
         try:
             await self._exchange.complete()
-            body = self._exchange.whole()
+            whole = self._exchange.whole
+            body = await asyncio.to_thread(whole) if self._exchange.takes_long else whole()
         except Disconnected:
             return
         except ApiError as error:

@@ -23,6 +23,8 @@ from radixrt.transports import Answer, RouterTransport
 
 OnAnswer = Callable[[Choice], None]
 """Called with each choice that has ended."""
+MANY = 1024
+"""Log-probabilities of more tokens are written in a thread: each takes up to 30 µs, with 20 alternatives."""
 
 
 class Exchange(Mailbox):
@@ -224,8 +226,13 @@ class Exchange(Mailbox):
 
     # ------------------------------------------------------------ to the client
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether `whole` takes so long that others would have to wait."""
+        return sum(len(c.logprobs or ()) + len(c.prompt_logprobs or ()) for c in self.choices) > MANY
+
     def whole(self) -> bytes:
-        """The body of the answer, once it is complete."""
+        """The body of the answer, once it is complete. May be called in a thread."""
         choices = [
             self.reply.choice(c.index, c.message, self.reply.logprobs(c.logprobs, c.offsets), c.finish, c.stop_reason)
             for c in self.choices

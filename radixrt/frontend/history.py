@@ -34,7 +34,7 @@ def checked_messages(messages: list[Message]) -> list[Message]:
 def _not_null(message: Message) -> Message:
     """An assistant's message whose content is "" if it is null and there is nothing else: an answer that other servers
     have left empty."""
-    others = ("tool_calls", "refusal", *THOUGHTS)
+    others = ("tool_calls", "refusal", "function_call", "audio", *THOUGHTS)
     if message.get("role") == "assistant" and message.get("content", "") is None and not any(map(message.get, others)):
         return message | {"content": ""}
     return message

@@ -27,7 +27,7 @@ def limited(found: list[TokenLogprob] | None, most: int | None) -> list[TokenLog
     """Log-probabilities with at most so many alternatives; None if they are not wanted at all."""
     if found is None or most is None:
         return None
-    return [TokenLogprob(one.token, one.logprob, one.top[:most]) for one in found]
+    return [one if len(one.top) <= most else TokenLogprob(one.token, one.logprob, one.top[:most]) for one in found]
 
 
 class Tokens:

@@ -7,7 +7,6 @@ that is not supported is refused.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import re
@@ -171,7 +170,7 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     def _most_logprobs(self) -> int | None:
         """The number of alternatives that are computed, for tokens of the prompt and of the answer alike."""
         wanted, of_prompt = self.output_logprobs(), self.prompt_logprobs
-        if of_prompt is None:
+        if of_prompt is None or (wanted is not None and wanted < 0):  # the latter is refused with the others
             return wanted
         if self.stream:
             refuse("prompt_logprobs", "not with stream")
@@ -392,15 +391,16 @@ def parse(decoder: msgspec.json.Decoder, body: bytes | msgspec.Raw, within: str 
     Numbers and booleans may be in other types with the same value, as clients that compute them send 4096.0, and as
     vLLM and SGLang take them."""
     try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as problem:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # it reads further
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError:
             return _lenient(decoder.type).decode(body)
+    except msgspec.ValidationError as problem:
         text = str(problem)
         path = re.search(r" - at `\$\.?([^`]*)`$", text)
         missing = re.search(r"required field `([^`]*)`", text)
         field = within + ((missing or path)[1] if missing or path else "")
-        raise ApiError(400, text, re.sub(r"\[\.\.\.\]", "", field)) from None
+        raise ApiError(400, text, re.sub(r"\[\.\.\.\].*", "", field)) from None
     except msgspec.DecodeError as problem:
         raise ApiError(400, f"the body is not JSON: {problem}", within) from None
     except UnicodeDecodeError as problem:

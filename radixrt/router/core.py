@@ -207,7 +207,7 @@ class RouterCore:
         if run is None:
             return None, []
         if past > 0:
-            del run.emitted[-past:]
+            run.cut(past)
         self._recorder.finished(run)
         self._close(run)
         self.counters.finished += not run.request.open

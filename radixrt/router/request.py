@@ -172,6 +172,17 @@ class RunState:
     def worker(self) -> str:
         return self.member.name if self.member else ""
 
+    def cut(self, past: int) -> None:
+        """Drop the last `past` tokens, which came after a stop string. The time of the one before them is not known;
+        it is that of tokens that come at equal intervals:
+
+        last_at = first_at + (last_at - first_at) * (kept - 1) / (all - 1)
+        """
+        tokens = len(self.emitted)
+        if past < tokens:
+            self.last_at = self.first_at + (self.last_at - self.first_at) * (tokens - past - 1) / (tokens - 1)
+        del self.emitted[-past:]
+
     def detach(self) -> None:
         """No worker has it now. What its next worker computes again is not counted twice."""
         self.member = None

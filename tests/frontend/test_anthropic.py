@@ -469,6 +469,7 @@ BAD = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
     ({"messages": [{"role": "user"}]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": ""}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": []}, *HELLO]}, "messages.0.content"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
     ({"messages": [*HELLO, {"role": "assistant", "content": "x "}]}, "messages"),
     (turns("x"), "messages.0.content.0"),

@@ -238,13 +238,26 @@ def test_a_body_that_is_no_request(http, body):
 
 
 @pytest.mark.parametrize(
-    "tail", [b"}", b'"x": "\xff"}', b'"messages": "\xff"}', b'"x": ' + b"[" * 5000, b'"messages": 3}']
+    ("tail", "said"),
+    [
+        (b"}", "not JSON"),
+        (b'"model": "\xff"}', "not UTF-8"),
+        (b'"x": ' + b"[" * 5000, "nested too deeply"),
+        (b'"stream": 3}', "stream"),
+    ],
 )
-def test_a_body_with_a_fault_behind_a_number_of_another_type(http, tail):
-    """Which is read a second time, and then further."""
+def test_a_body_with_a_fault_behind_a_number_of_another_type(http, tail, said):
+    """Which is read a second time, and then further: the error is about that fault."""
     for route in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
-        response = http.post(route, content=b'{"max_tokens": 3.0, ' + tail)
+        response = http.post(route, content=b'{"max_tokens": 3.0, "messages": [], ' + tail)
         assert response.status_code == 400 and error_of(response)["type"] == "invalid_request_error"
+        assert said in error_of(response)["message"] and "max_tokens" not in error_of(response)["message"]
+
+
+def test_a_number_that_is_too_large_somewhere_in_a_message(http):
+    """The field is named as far as it is known."""
+    body = b'{"messages": [{"role": "user", "content": "x"}, {"role": "user", "content": [{"x": 1e999}]}]}'
+    assert error_of(http.post("/v1/chat/completions", content=body))["param"] == "messages[1]"
 
 
 @pytest.mark.parametrize("field", ["prompt", "unknown", "messages"])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from radixrt.frontend import exchange
+from radixrt.frontend.replies import Reply
 from radixrt.messages import TokenLogprob
 from radixrt.worker.fake import fake_logprob
 from radixrt.worker.request import Request
@@ -86,6 +89,19 @@ def test_log_probabilities_of_a_chats_prompt(model, fields):
     check(whole["prompt_logprobs"], whole["prompt_token_ids"], 2)
     plain = ask(model, "chat/completions", messages=HELLO, return_token_ids=True, **fields)
     assert whole["choices"] == plain["choices"] and "prompt_logprobs" not in plain
+
+
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}])
+def test_many_log_probabilities_are_written_in_a_thread(model, monkeypatch, fields):
+    """Thousands of tokens with 20 alternatives each take a second, in which other requests go on."""
+    threads = []
+    written = Reply.body
+    monkeypatch.setattr(Reply, "body", lambda *args: threads.append(threading.get_ident()) or written(*args))
+    few = complete(model, **fields)
+    monkeypatch.setattr(exchange, "MANY", 3)
+    assert complete(model, **fields) == few
+    complete(model)
+    assert threads[1] != threads[0] == threads[2]
 
 
 def test_a_token_is_among_its_alternatives(model):

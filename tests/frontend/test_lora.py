@@ -24,6 +24,7 @@ from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import prompts
 
 NAMES = "sql", "support"
+ALIAS = "gpt-9"
 HELLO = [{"role": "user", "content": "What is in the table?"}]
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
@@ -41,7 +42,7 @@ def served(tmp_path_factory) -> Iterator[SimpleNamespace]:
         model=str(folder), device="cpu", max_total_tokens=8192, max_model_len=2048, cpu_threads=1, enable_lora=True,
         lora_modules=modules, speculative_algorithm="ngram",
     )  # fmt: skip
-    router = resolve(RouterConfig(model=str(folder)))
+    router = resolve(RouterConfig(model=str(folder), model_aliases=(ALIAS,)))
     with LocalStack(StackConfig(router, worker, FrontendConfig(), workers=2)) as stack:
         frontend = FrontendThread(resolve(FrontendConfig(model=str(folder), router=stack.address, port=0)))
         try:
@@ -63,7 +64,7 @@ def expected(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 def test_adapters_are_listed_with_their_model(client):
     listed = {model.id: model.parent for model in client.models.list().data}
-    assert listed == {"m": None, "sql": "m", "support": "m"}
+    assert listed == {"m": None, ALIAS: None, "sql": "m", "support": "m"}
     assert client.models.retrieve("sql").parent == "m"
 
 
@@ -112,6 +113,46 @@ def test_a_conversation_goes_on_under_another_adapter(client):
     assert same.usage.input_tokens == other.usage.input_tokens
     cached = [answer.usage.input_tokens_details.cached_tokens for answer in (same, other)]
     assert cached[0] > first.usage.input_tokens > cached[1]
+
+
+def test_an_alias_is_the_model(served, client):
+    """In every API, with its prefixes, its stored responses and its figures; replies have the name that was asked
+    for."""
+    options = {"max_tokens": 12, "messages": [{"role": "user", "content": "What is an alias?"}]}
+    first, again = (client.chat.completions.create(model=name, temperature=0, **options) for name in ("m", ALIAS))
+    assert (first.model, again.model) == ("m", ALIAS)
+    assert again.choices[0].message == first.choices[0].message
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+    with anthropic.Anthropic(base_url=served.url, api_key="-", max_retries=0) as other:
+        message = other.messages.create(model=ALIAS, **options)
+    assert message.model == ALIAS and message.usage.cache_read_input_tokens == again.usage.prompt_tokens - 1
+    with Client(served.address, model=ALIAS) as native:
+        usage = native.generate(options["messages"], Sampling(max_tokens=4, temperature=0)).usage
+    assert usage.cached_tokens == usage.prompt_tokens - 1
+    response = client.responses.create(model=ALIAS, input="Who are you?", max_output_tokens=8, temperature=0)
+    options = {"previous_response_id": response.id, "input": "Why?", "max_output_tokens": 4}
+    following = client.responses.create(model="m", **options)
+    assert following.usage.input_tokens_details.cached_tokens > response.usage.input_tokens
+    assert ALIAS not in {row["model"] for row in httpx.get(served.url + "/v1/report").json()["models"]}
+    assert ALIAS not in httpx.get(served.url + "/metrics").text
+
+
+def test_log_probabilities_of_a_prompt_that_is_cached(served, client):
+    """They are computed nevertheless, by the model that is asked for."""
+    prompt = prompts(1, 40, 40, seed=5)[0]
+    for name, model in served.models.items():
+        client.completions.create(model=name, prompt=prompt, max_tokens=1)
+        with torch.inference_mode():
+            likely = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+        found = client.completions.create(model=name, prompt=prompt, max_tokens=1, extra_body={"prompt_logprobs": 1})
+        assert found.usage.prompt_tokens_details.cached_tokens == 0
+        none, *rows = found.choices[0].prompt_logprobs
+        assert none is None and len(rows) == len(prompt) - 1
+        for at, row in enumerate(rows):
+            token = prompt[at + 1]
+            assert row[str(token)]["logprob"] == pytest.approx(likely[at, token].item(), abs=1e-3)
+            (best,) = (int(one) for one, about in row.items() if about["rank"] == 1)
+            assert likely[at, best].item() == pytest.approx(likely[at].max().item(), abs=1e-3)
 
 
 def test_many_at_once(served):

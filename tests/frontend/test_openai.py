@@ -323,10 +323,20 @@ def test_an_answer_that_another_server_left_empty(client):
     asked = {"return_token_ids": True}
     found = [chat(client, [*HELLO, said | {"content": text}, *HELLO], extra_body=asked) for text in (None, "")]
     assert found[0].prompt_token_ids == found[1].prompt_token_ids
-    for other in ({"role": "assistant"}, {"role": "user", "content": None}):
+    elsewhere = said | {"audio": {"id": "audio_1"}}, said | {"function_call": {"name": "f", "arguments": "{}"}}
+    for other in ({"role": "assistant"}, {"role": "user", "content": None}, *elsewhere):
         with pytest.raises(openai.BadRequestError) as caught:
             chat(client, [*HELLO, other, *HELLO])
         assert caught.value.param == "messages[1].content"
+
+
+def test_of_alternatives_with_the_same_text_the_likeliest_is_kept():
+    """As those that are parts of a character."""
+    texts = {1: "\ufffd", 2: "\ufffd", 3: "\ufffd", 9: "x"}
+    tokenizer = SimpleNamespace(token_text=texts.__getitem__, token_bytes=lambda _: b"?")
+    found = TokenLogprob(2, -3.0, [(9, -0.25), (1, -0.5), (3, -1.0)])
+    (top,) = Reply("m", tokenizer).logprobs([found], Offsets(None, frozenset()))["top_logprobs"]
+    assert top == {"x": -0.25, "\ufffd": -0.5}
 
 
 @pytest.mark.parametrize("make", [complete, chat])
@@ -430,6 +440,13 @@ BAD = [
     (complete, {"extra_body": {"prompt_logprobs": 21}}, 400, "prompt_logprobs"),
     (chat, {"extra_body": {"prompt_logprobs": -1}}, 400, "prompt_logprobs"),
     (complete, {"stream": True, "extra_body": {"prompt_logprobs": 0}}, 400, "prompt_logprobs"),
+    (complete, {"logprobs": -1, "extra_body": {"prompt_logprobs": 2}}, 400, "logprobs"),
+    (chat, {"logprobs": True, "top_logprobs": -2, "extra_body": {"prompt_logprobs": 2}}, 400, "top_logprobs"),
+    (complete, {"max_tokens": "3", "temperature": "warm"}, 400, "temperature"),
+    (chat, {"max_tokens": "3", "extra_body": {"top_k": "3000000000"}}, 400, "top_k"),
+    (complete, {"max_tokens": "3", "temperature": "nan"}, 400, "temperature"),
+    (complete, {"logit_bias": {"5": "nan"}}, 400, "logit_bias"),
+    (complete, {"seed": "9223372036854775808"}, 400, "seed"),
     (complete, {"extra_body": {"truncate_prompt_tokens": 0}}, 400, "truncate_prompt_tokens"),
     (chat, {"extra_body": {"chat_template_kwargs": {"tools": []}}}, 400, "chat_template_kwargs"),
     (complete, {"extra_body": {"structured_outputs": {"regex": 3}}}, 400, "structured_outputs.regex"),

@@ -834,6 +834,9 @@ def test_an_item_of_another_tenant_or_one_not_kept_is_not_there(model):
         ("tools[0].format.definition", {"tools": [SH | {"format": {"type": "grammar", "syntax": "lark"}}]}),
         ("tools[1].tools[0].format.definition", {"tools": [WEATHER, FILES | {"tools": [
             SH | {"format": {"type": "grammar", "syntax": "regex", "definition": 3}}]}]}),
+        ("tools[0].description", {"tools": [SH | {"description": 3}]}),
+        ("tools[0].description", {"tools": [SH | {"description": 3, "format": {
+            "type": "grammar", "syntax": "lark", "definition": "x"}}]}),
         ("tools[1].tools[0].name", {"tools": [WEATHER, FILES | {"tools": [{"type": "function"}]}]}),
         ("tools[2].parameters", {"tools": [{"type": "web_search"}, FILES, NAMED | {"parameters": "x"}]}),
         ("tools[1].tools[1].name", {"tools": [WEATHER, FILES | {"tools": [NAMED, NAMED]}]}),

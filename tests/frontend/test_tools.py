@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from radixrt.config import FrontendConfig
+from radixrt.frontend.errors import ApiError
+from radixrt.frontend.history import checked_messages
 from radixrt.frontend.message import AssistantMessage
 from radixrt.frontend.parsing import CallArguments, CallStart
 from radixrt.frontend.server import make_server
@@ -148,6 +150,29 @@ def test_arguments_in_a_history_may_be_an_object(family):
         found.append(model.chat("It is sunny.", messages=history, tools=TOOLS, extra_body={"return_token_ids": True}))
     assert found[0].prompt_token_ids == found[1].prompt_token_ids
     assert found[0].radixrt["session"] == found[1].radixrt["session"]
+
+
+def calling(arguments: object) -> dict[str, object]:
+    """An answer without text that calls a function."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def test_how_arguments_that_are_an_object_are_written():
+    """Like those that models write. Decoders allow nearly as much nesting as this does."""
+    assert checked_messages([calling({"city": "Zürich", "days": [1]})]) == [calling('{"city": "Zürich", "days": [1]}')]
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ApiError, match="nested too deeply") as caught:
+        checked_messages([calling({"city": deep})])
+    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
+
+
+@pytest.mark.parametrize("message", [calling("{}"), {"role": "assistant", "content": None, "reasoning_content": "Hm."}])
+def test_null_beside_calls_or_thoughts_stays_null(message):
+    """Some templates tell null from an empty text."""
+    assert checked_messages([message]) == [message]
 
 
 def test_special_tokens_do_not_show(family):

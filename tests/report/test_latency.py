@@ -93,13 +93,19 @@ def test_each_choice_is_a_sequence():
 
 
 def test_a_choice_ends_with_the_token_that_completed_a_stop_string():
-    """Not when the client says so."""
+    """Not when the client says so, nor with those that came meanwhile; equal intervals are taken for granted."""
+    for tokens, each in ((1, (0, 0.0)), (2, (1, 1.0)), (3, (1, 1.0)), (4, (1, 1.0)), (None, (1, 1.0))):
+        at = Clocked()
+        (run,) = at.submit(0.0)
+        for time in (2.0, 3.0, 4.0, 5.0):
+            at.step(time, Output(run, [7]))
+        at.core.end_choice(b"c", 1, 0, tokens)
+        assert at.sums() == {"first": (1, 2.0), "each": each, "whole": (1, (tokens or 4) + 1.0)}
     at = Clocked()
     (run,) = at.submit(0.0)
-    for time in (1.0, 2.0, 3.0):
-        at.step(time, Output(run, [7]))
-    at.core.end_choice(b"c", 1, 0, 2)
-    assert at.sums() == {"first": (1, 1.0), "each": (1, 2.0), "whole": (1, 3.0)}
+    at.step(2.0, Output(run, [7]))
+    at.core.end_choice(b"c", 1, 0, 0)
+    assert at.sums() == {"first": (1, 2.0), "each": (0, 0.0), "whole": (0, 0.0)}, "nothing of it is left"
 
 
 def test_what_was_cancelled_or_failed_is_not_a_duration():

@@ -787,6 +787,16 @@ def test_aliases_are_the_model(default):
     ]  # fmt: skip
 
 
+def test_an_adapter_whose_worker_is_lost_is_not_taken_for_an_alias():
+    """It may come back: the model would give other answers meanwhile."""
+    core = core_with(register("w0", adapters=[Adapter("sql")]), register("w1"), model_aliases=("sql",))
+    core.lose(["w0"], 1.0)
+    assert error(core.submit(b"c", generate(1, model="sql"), 2.0)).code == 503
+    core.leave("w0", 3.0)
+    _, run = only_run(core.submit(b"c", generate(2, model="sql"), 4.0))
+    assert run.adapter == ""
+
+
 def test_a_name_may_be_an_adapter_at_one_worker_and_a_model_at_another():
     """Each worker is asked for what it has, also when a run goes on elsewhere; the name is listed once."""
     core = core_with(register("w0", adapters=[Adapter("sql"), Adapter("bot")]))

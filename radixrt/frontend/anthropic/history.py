@@ -144,7 +144,7 @@ def _groups(messages: list[Message]) -> Iterator[tuple[str, list[tuple[str, Bloc
         own = [*blocks(f"messages.{i}.content", message["content"])]
         if message["content"] in ("", []) and message["role"] != "assistant":
             refuse(f"messages.{i}.content", "must not be empty")
-        if not own and i < len(messages) - 1:  # an answer without content, as replies may be, sent back
+        if not own:  # an answer without content, as replies may be, sent back
             own = [(f"messages.{i}.content", {"type": "text", "text": ""})]
         if message["role"] != role and found:
             yield role, found

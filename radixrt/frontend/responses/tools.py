@@ -127,6 +127,8 @@ def _within(field: str, tool: dict[str, Any]) -> Iterator[Listed]:
 def _one(field: str, tool: dict[str, Any], namespace: str = "") -> Listed:
     if tool["type"] == "custom" and tool.get("format") is not None:
         _check_format(f"{field}.format", tool["format"])
+        if not isinstance(tool.get("description"), str | None):
+            refuse(f"{field}.description", "must be a string")
     return Listed(field, tool, namespace)
 
 
