@@ -173,7 +173,16 @@ class PageCache:
         request.computed = min(request.lease.length, request.reusable)
         if self.states is not None:
             request.computed = self._covered(pages, request.computed)
+            if self.host is not None and not self.states.free:
+                self._hold_state(request)
             request.state = self.states.begin(self._page_of(request, request.computed))
+
+    def _hold_state(self, request: Request) -> None:
+        """Keep the snapshot in host memory that a request may go on from: what its live state displaces goes there."""
+        start, most = request.lease.length, request.reusable
+        _, state = self.host.deepest_state(request.namespace, request.tokens, start, most)
+        if state:
+            self.host.states.hold(state)
 
     def withdraw(self, request: Request) -> None:
         """Undo the last `admit`, except that the request's path now counts as recently used."""

@@ -50,6 +50,8 @@ class HostStates:
         self._free = list(range(self.total, 0, -1))
         self._held: set[int] = set()
         """Slots that are not reused before the next step: they are to be copied back."""
+        self._leaving: list[int] = []
+        """Of these, the ones whose snapshot was removed all the same. They are free after the step."""
         self._stored: dict[int, int] = {}
         """For the plan that is made: the slot of the device that is copied to each slot here before the step."""
         self._fetched: dict[int, int] = {}
@@ -113,8 +115,11 @@ class HostStates:
         self.unname(name)
         del self._prefixes[slot]
         self._order.remove(slot)
-        self._stored.pop(slot, None)
-        self._free.append(slot)
+        if slot in self._held:
+            self._leaving.append(slot)
+        else:
+            self._stored.pop(slot, None)
+            self._free.append(slot)
         self.version += 1
         if self._events is not None:
             self._events.append(("dropped", self._first + slot))
@@ -127,7 +132,7 @@ class HostStates:
         if not self._names:
             return 0, 0
         slots = np.frombuffer(self._tree.match(namespace, tokens, most).values(), np.int32)
-        found = np.flatnonzero(slots)
+        found = np.flatnonzero(slots != 0)  # of bools that is fast where there are few
         return ((int(found[-1]) + 1) * self._page_size, int(slots[found[-1]])) if len(found) else (0, 0)
 
     def hold(self, slot: int) -> None:
@@ -165,16 +170,17 @@ class HostStates:
         self._fetched.clear()
         self._spent.clear()
         self._held.clear()
+        self._free += self._leaving
+        self._leaving.clear()
         return stored, fetched
 
     def clear(self) -> None:
-        """Remove all snapshots. Not while a step is planned."""
+        """Remove all snapshots."""
         for slot in list(self._names):
             self._remove(slot)
 
     def forget(self, namespace: str, path: memoryview | bytes, keep: int) -> None:
-        """Remove the snapshots of a path after its first `keep` tokens: they are not valid. Not while a step is
-        planned."""
+        """Remove the snapshots of a path after its first `keep` tokens: they are not valid."""
         slots = np.frombuffer(self._tree.match(namespace, path).values(), np.int32)[keep // self._page_size :]
         for slot in slots[slots > 0].tolist():
             self._remove(slot)
@@ -195,7 +201,8 @@ class HostStates:
         """Assert that every slot is free or at the end of its path, and that nothing else is in the tree. Not while a
         step is planned."""
         self._tree.check()
-        assert sorted([*self._free, *self._names]) == list(range(1, self.total + 1)), "every slot is in one place"
+        places = sorted([*self._free, *self._leaving, *self._names])
+        assert places == list(range(1, self.total + 1)), "every slot is in one place"
         assert set(self._order) == set(self._names) == set(self._prefixes)
         for slot, name in self._names.items():
             found = np.frombuffer(name.values(name.length - self._page_size), np.int32)

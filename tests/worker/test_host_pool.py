@@ -204,6 +204,15 @@ class OtherRanks:
         return min(self._slots, number)
 
 
+def test_all_ranks_have_as_many_states_and_pages():
+    spec = MambaSpec(frozenset({0, 1}), 2, 4, 1, 6, 4, conv_bias=False, bias=False, out_bias=False)
+    cpu = torch.device("cpu")
+    pool = KVPool(1, 4, 1, 8, torch.float32, cpu)
+    states, memory = StatePool(spec, 5, torch.bfloat16, cpu), torch.zeros(1 << 16, dtype=torch.uint8)
+    host = HostPool(pool, 1, memory, OtherRanks(3), states, 10)
+    assert (host.num_states, host.slots) == (4, 3)
+
+
 @pytest.mark.parametrize(("asked", "locks", "theirs"), [("auto", False, 100), ("auto", True, 0), ("1", False, 100)])
 def test_memory_that_cannot_be_locked(asked, locks, theirs, monkeypatch):
     """By default a worker starts without it, and so does one whose other rank cannot lock it."""

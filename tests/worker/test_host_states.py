@@ -269,6 +269,18 @@ def test_a_state_that_has_to_go_while_another_comes_back() -> None:
     assert run(bench, [*text(3), 7]) == [300]
 
 
+def test_who_is_admitted_does_not_lose_the_state_that_its_hit_counts_on() -> None:
+    """Its live state takes the slot of a snapshot, which goes to host memory: not in place of the one that comes back,
+    although that was used longest ago."""
+    bench = bench_of(states=1, host_states=1)
+    run(bench, text(1))
+    run(bench, text(2))
+    request = bench.add(50, [*text(1), 7], 1)
+    assert bench.cache.states.free == 0 and request.hit == 300
+    bench.drain()
+    assert bench.cached[50] == 300 and bench.cache.host.states.lost == 1
+
+
 # ---------------------------------------------------------------- which go
 
 
@@ -374,6 +386,24 @@ def test_slots_that_are_held_are_not_reused_before_the_step() -> None:
     assert host.lost == 1 and host.deepest("", path(2), 1) == (0, 0)
     out, back = host.drain()
     assert out.tolist() == [[11], [1]] and back.tolist() == [[1], [20]]
+    store(host, 2, source=12)
+    assert host.drain()[0].tolist() == [[12], [1]]
+    host.check()
+
+
+@pytest.mark.parametrize("remove", ["clear", "forget"])
+def test_what_is_removed_before_it_was_copied_back_is_not_overwritten(remove: str) -> None:
+    """Nothing else was to be computed, so that there was no step, and then the cache was emptied, or it was of a
+    request that failed."""
+    host = HostStates(2, 1)
+    store(host, 1, source=11)
+    host.hold(1)
+    host.fetch(1, 20)
+    host.clear() if remove == "clear" else host.forget("", path(1), 0)
+    store(host, 2, source=12)
+    out, back = host.drain()
+    assert out.tolist() == [[11], [1]] and back.tolist() == [[1], [20]]
+    assert not len(host) and host.lost == 1
     store(host, 2, source=12)
     assert host.drain()[0].tolist() == [[12], [1]]
     host.check()

@@ -541,6 +541,57 @@ def test_what_is_not_kept_is_remembered_for_a_while(clock):
     assert not found
 
 
+def remembered(found: Kept, clock: Clock, *prompts: list[int]) -> None:
+    """Contexts that are not kept any more."""
+    for prompt in prompts:
+        found.keep(ended(prompt), Lease())
+    clock.now += found.seconds + 0.1
+    found.expire()
+    assert found and not found.leases()
+
+
+def test_one_that_is_only_remembered_is_dropped_by_who_goes_on_from_it(clock):
+    found = keeping()
+    found.keep(ended([1] * 5), Lease())
+    found.arrived(turn := ended([1] * 6))
+    remembered(found, clock)  # the next turn still waits
+    found.admitted(turn)
+    assert not found
+
+
+def test_of_one_that_is_only_remembered_another_turn_may_come(clock):
+    found = keeping()
+    found.keep(ended([1] * 5), Lease())
+    found.arrived(gone := ended([1] * 6))
+    remembered(found, clock)
+    found.left(gone)
+    found.arrived(turn := ended([1] * 6))
+    found.admitted(turn)
+    assert not found, "nobody else is expected"
+
+
+def test_of_several_next_turns_the_first_says_how_long_it_took(clock):
+    found = keeping()
+    found.keep(ended([1] * 5), Lease())
+    for _ in range(50):
+        clock.now += SHORT + 1
+        found.arrived(ended([1] * 6))
+    assert found.seconds == SHORT
+
+
+def test_those_that_are_not_kept_are_forgotten_first(clock):
+    """All together are no more than so many."""
+    found = keeping()
+    remembered(found, clock, [1] * 5, [2] * 5)
+    leases = [Lease() for _ in range(MOST - 1)]
+    for number, lease in enumerate(leases):
+        found.keep(ended([10 + number] * 5), lease)
+    assert not any(lease.released for lease in leases)
+    for prompt, knows in (([1] * 6, False), ([2] * 6, True)):
+        found.arrived(turn := ended(prompt))
+        assert any(turn.number in one.next for one in found._all()) == knows
+
+
 def test_the_first_that_comes_back_is_enough(clock):
     found = Kept(100)
     found.keep(ended([1] * 5), lease := Lease())

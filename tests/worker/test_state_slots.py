@@ -97,6 +97,19 @@ def test_of_two_snapshots_to_go_on_from_the_later_one_counts() -> None:
         assert spent == (not fetched_last, fetched_last)
 
 
+def test_what_one_plan_went_on_from_is_not_taken_back_in_another() -> None:
+    states = States(6, 10)
+    slot = states.begin(0)
+    states.save(slot, 2)
+    states.end(slot, 1)
+    states.drain()
+    slot = states.begin(1)
+    states.drain()
+    states.restore(slot, 2)
+    states.end(slot)
+    assert states._order.is_spent(int(states._of_page[1]))
+
+
 def test_what_a_conversation_has_gone_on_from_replaces_nothing_in_host_memory() -> None:
     for goes_on in (False, True):
         host = HostStates(2, 1)

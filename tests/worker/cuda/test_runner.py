@@ -25,6 +25,7 @@ from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.grammar import Grammars
 from radixrt.worker.host_pool import HostPool
 from radixrt.worker.matching import Matcher
+from radixrt.worker.plan import Moves
 from radixrt.worker.sharing import Cost
 from radixrt.worker.vocabulary import Vocabulary
 from tests.worker.cuda.ragged import PlainFlashInfer
@@ -203,6 +204,24 @@ def test_layers_of_two_kinds(window, tmp_path):
     assert most[0] == most[1] == 23 and 0 < most[2] < 4, "it is computed for few tokens"
 
 
+class Late(HostPool):
+    """What a step does not wait for comes back as late as it may."""
+
+    late: tuple[Moves, ...] = ()
+
+    def arrive(self) -> None:
+        for moves in self.late:
+            super().move(moves)
+        self.late = ()
+
+    def move(self, moves: Moves, wait: bool = True) -> None:
+        none = np.zeros((2, 0), np.int32)
+        super().move(Moves(moves.out, none, moves.states_out, none))
+        self.late = (Moves(none, moves.back, none, moves.states_back),)
+        if wait:
+            self.arrive()
+
+
 def test_states_come_back_before_they_are_read(tmp_path, monkeypatch):
     """A step in which other requests decode does not wait for them; the device has room for two of three requests."""
     for name, value in (("branching.LEAST", 2), ("branching.TAIL", 2), ("scheduler.MANY", 1)):
@@ -210,14 +229,17 @@ def test_states_come_back_before_they_are_read(tmp_path, monkeypatch):
     layers = {"num_hidden_layers": 3, "layer_types": [*["linear_attention"] * 2, "full_attention"]}
     make_model(tmp_path, "qwen3_next", **SIZES | LINEAR | layers)
     plain, fast = runners(tmp_path, tokens=60, states=4)
-    fast.host = HostPool(fast.pool, 1, torch.zeros(1 << 20, dtype=torch.uint8), None, fast.states, 20)
+    fast.host = Late(fast.pool, 1, torch.zeros(1 << 20, dtype=torch.uint8), None, fast.states, 20)
     asked, few = prompts(3, 20, 24, vocab_size=128), Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
     expected = Engine(plain, rows=2, max_model_len=64).generate(asked, few)
     engine = Engine(fast, rows=2, max_model_len=64)
     assert engine.generate(asked, few) == expected
-    ids = [engine.add(prompt, few) for prompt in asked]
+    lengths = 3, 6, 3  # the third one comes while the second one decodes
+    ids = [
+        engine.add(prompt, msgspec.structs.replace(few, max_tokens=n)) for n, prompt in zip(lengths, asked, strict=True)
+    ]
     engine.finish()
-    assert [engine.tokens(id) for id in ids] == expected
+    assert [engine.tokens(id)[:3] for id in ids] == expected
     assert [engine.last(id).cached_tokens for id in ids] == [len(prompt) - 2 for prompt in asked]
     assert engine.cache.host.states.fetched > 0
 
