@@ -106,7 +106,7 @@ def load(
 
 @pytest.mark.parametrize("host", [1, 10, 100, 1000])
 @pytest.mark.parametrize(("page_size", "pages"), [(1, 40), (1, 90), (4, 120), (16, 400)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_random_faults(seed: int, page_size: int, pages: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr("radixrt.worker.scheduler.MANY", rng.choice([1, 10, 512]))

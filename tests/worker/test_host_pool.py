@@ -32,7 +32,7 @@ def load(folder, **settings):
         ("llama", {}),
         ("llama", {"page_size": 16}),
         ("llama", {"kv_cache_dtype": "fp8_e4m3"}),
-        ("llama", {"tensor_parallel_size": 2}),
+        pytest.param("llama", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         ("gemma4_text", {"page_size": 4}),
         ("deepseek_v32", {}),
     ],

@@ -361,8 +361,9 @@ class TestGreedyTokens:
         assert engine.generate(asked, wanted(answers)) == answers, "warm"
         assert engine.cache.tree.tokens == before, "nothing new was computed"
 
-    @pytest.mark.parametrize("chunk", [512, 24])
-    @pytest.mark.parametrize("page_size", [1, 16])
+    @pytest.mark.parametrize(
+        ("chunk", "page_size"), [(512, 1), pytest.param(512, 16, marks=pytest.mark.slow), (24, 1), (24, 16)]
+    )
     def test_in_one_batch(self, expected, family, chunk, page_size):
         folder, asked, answers = expected(family)
         engine = Engine(load(folder, page_size=page_size), chunk=chunk)

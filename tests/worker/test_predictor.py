@@ -124,8 +124,13 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *(("deepseek_v3", way) for way in WAYS),
+        *(pytest.param("qwen3_next", way, marks=pytest.mark.slow if way != "penalized" else ()) for way in WAYS),
+    ],
+)
 def test_the_text_is_the_same(made, family, way):
     """Alone and together, cold and warm, in chunks, with few pages."""
     folder, _ = made(family)

@@ -134,7 +134,10 @@ def test_one_token_each(tokens, device):
 WAYS = [("by_chunks", 32), ("by_tokens", 0), pytest.param("by_chunks", 0, marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(("way", "few"), WAYS)
+@pytest.mark.parametrize(
+    ("way", "few"),
+    [("by_chunks", 32), *(pytest.param(*way, marks=pytest.mark.slow) for way in (("by_chunks", 0), ("by_tokens", 0)))],
+)
 def test_many_tokens(way, few, device, monkeypatch):
     """Of sequences of 1, 2, 64, 65 and 130 tokens. With the convolution of whole chunks and of parts."""
     monkeypatch.setattr(convolutions, "FEW", few)

@@ -338,7 +338,7 @@ WAYS = (False, None, False), (True, None, False), (False, 0.5, False), (False, N
 @pytest.mark.parametrize(
     ("kv_dtype", "window", "heads", "kv_heads", "dims", "page_size"),
     [
-        ("float32", None, 8, 2, (16, 16), 1),
+        pytest.param("float32", None, 8, 2, (16, 16), 1, marks=pytest.mark.slow),
         pytest.param("float32", 25, 14, 2, (24, 12), 4, marks=pytest.mark.slow),
         ("bfloat16", None, 8, 2, (16, 16), 1),
         ("fp8_e4m3", None, 4, 4, (24, 32), 16),

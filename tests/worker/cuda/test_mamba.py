@@ -134,7 +134,9 @@ def test_one_token_each(elements, device):
         recurrent.check_one_token_each(Case(spec, 6, device), device, elements=elements)
 
 
-@pytest.mark.parametrize(("way", "many"), [("by_chunks", 1), ("by_chunks", 1 << 30), ("by_tokens", 1)])
+@pytest.mark.parametrize(
+    ("way", "many"), [("by_chunks", 1), pytest.param("by_chunks", 1 << 30, marks=pytest.mark.slow), ("by_tokens", 1)]
+)
 def test_many_tokens(way, many, device, monkeypatch):
     """Of sequences of 1, 2, 64, 65 and 130 tokens. Heads one by one and together."""
     monkeypatch.setattr(mamba_chunks, "MANY", many)

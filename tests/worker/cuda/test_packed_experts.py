@@ -118,8 +118,7 @@ def test_how_many_splits(tokens, count, chosen, splits):
     assert [packed_experts.splits_for(*one, torch.device("cpu")) for one in ((4, 5), (0, 23))] == [1, 1]
 
 
-@pytest.mark.parametrize("splits", [2, 4])
-@pytest.mark.parametrize("activation", [None, "clamped_swiglu"])
+@pytest.mark.parametrize(("splits", "activation"), [(2, None), (4, "clamped_swiglu")])
 def test_splits_of_products(splits, activation, device):
     """5 blocks of columns, which no number of splits divides; counts are 0 again for the next product."""
     experts = make(3, 600, 600, 0, device)

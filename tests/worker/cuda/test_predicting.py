@@ -72,7 +72,13 @@ def test_proposals_are_the_reference_s(made, page_size):
         assert ids == reference.propose(tokens, COUNT)[: len(ids)]
 
 
-@pytest.mark.parametrize("how", [{"temperature": 1.0}, {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 1}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 1.0},
+        pytest.param({"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 1}, marks=pytest.mark.slow),
+    ],
+)
 def test_drawn_and_penalized(made, how):
     """Tokens that are sampled at launch, and those that wait for the tokens before them."""
     folder, reference = made
