@@ -528,7 +528,8 @@ def test_all_kernels_compile(name, capability, which, tmp_path):
     run(BEGIN + SPECIALISED + SCRIPTS[name], tmp_path, str(capability), which)
 
 
-@pytest.mark.parametrize("tokens", [32, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 128, 256))])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [32, 64, 128, 256])
 def test_products_in_int4_on_hopper(tokens, tmp_path):
     """Launched as they are on a GPU, they compile, to products that are not serialized."""
     run(BEGIN + LAUNCHED + HOPPER_INT4, tmp_path, "90", str(tokens))
