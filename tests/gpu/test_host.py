@@ -69,7 +69,7 @@ def test_states_come_back_as_they_were(monkeypatch):
     spec = MambaSpec(frozenset(range(3)), 16, 64, 1, 128, 4, conv_bias=False, bias=False, out_bias=False)
     pool, states = KVPool(2, 100, 2, 64, torch.bfloat16, DEVICE), StatePool(spec, 40, torch.bfloat16, DEVICE)
     monkeypatch.setattr(host_pool, "STAGING_BYTES", 8 * states.rules[0].nbytes // 3)
-    host = CudaHostPool(pool, 1, PinnedMemory(64 << 20, DEVICE), None, states, 30)
+    host = CudaHostPool(pool, 1, PinnedMemory(128 << 20, DEVICE), None, states, 30)
     assert host.num_states == 31
     rng, content, pages = np.random.default_rng(0), {}, np.arange(1, 61, dtype=np.int32)
     for step in range(40):
@@ -114,7 +114,8 @@ def test_conversations_go_on_from_host_memory(tmp_path, family, settings):
     engine.finish()
     assert [engine.tokens(id) for id in ids] == cold
     marks = [len(prompt) - branching.TAIL for prompt in asked]
-    assert [engine.last(id).cached_tokens for id in ids] == [mark - mark % runner.page_size for mark in marks]
+    hits = [engine.last(id).cached_tokens for id in ids]
+    assert all(hit >= mark - mark % runner.page_size for hit, mark in zip(hits, marks, strict=True))
     assert engine.cache.host.states.fetched > 0 and engine.cache.host.fetched_pages * runner.page_size > 4096
 
 
