@@ -1,4 +1,4 @@
-"""What evictions to host memory cost: as much as what is evicted, however long the prefixes are below which it hangs."""
+"""What evictions to host memory cost: as much as what is evicted, however long the prefixes above it are."""
 
 from __future__ import annotations
 
