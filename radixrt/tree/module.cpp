@@ -164,10 +164,18 @@ PyObject* read_values(Cache* cache, Cache::N* node, size_t offset, size_t start,
   return out;
 }
 
-PyObject* match_values(PyObject* self, PyObject*) {
+PyObject* match_values(PyObject* self, PyObject* const* given, Py_ssize_t n) {
   auto* match = reinterpret_cast<MatchObject*>(self);
-  if (!fresh(match)) return nullptr;
-  return read_values(match->tree->cache, match->node, match->offset, 0, match->length);
+  PyObject* args[1];
+  size_t start = 0;
+  if (!fresh(match) || !arguments(given, n, nullptr, 0, 1, nullptr, args) ||
+      (args[0] && !load_count(args[0], "start", &start)))
+    return nullptr;
+  if (start > match->length || start % match->tree->cache->tree.page_size) {
+    PyErr_SetString(PyExc_ValueError, "values: expected whole pages within the match");
+    return nullptr;
+  }
+  return read_values(match->tree->cache, match->node, match->offset, start, match->length);
 }
 
 void match_dealloc(PyObject* self) {
@@ -797,7 +805,9 @@ PyGetSetDef match_getset[] = {{"length", match_length, nullptr, "Tokens matched,
                               {"namespace", match_namespace, nullptr, nullptr, nullptr},
                               {}};
 PyMethodDef match_methods[] = {
-    {"values", match_values, METH_NOARGS, "values() -> bytes: int32, one per page. ValueError if the match is out of date."}, {}};
+    {"values", method(match_values), kFast,
+     "values(start=0) -> bytes: int32, one per page of tokens from `start` on. ValueError if the match is out of date."},
+    {}};
 PyType_Slot match_slots[] = {{Py_tp_doc, const_cast<char*>("The longest prefix of a path in a tree; made by RadixTree.match.")},
                              {Py_tp_dealloc, reinterpret_cast<void*>(match_dealloc)},
                              {Py_tp_methods, match_methods},

@@ -427,16 +427,17 @@ class PageCache:
             freed = _int32(self.tree.evict(tokens))
             self._evicted_pages += len(freed)
             return self._give_back(freed)
-        left = max(tokens, int(EVICTED * self.total_pages) * self.page_size)
+        gone, left = [], max(tokens, int(EVICTED * self.total_pages) * self.page_size)
         while left > 0 and (found := self.tree.evict_into(self.host.tree, left)) is not None:
             place, ids, values = found
-            pages = _int32(values)
+            gone.append(pages := _int32(values))
             self.host.store(place, ids, pages)
             place.release()
-            if self.states is not None:
-                self.states.evict(pages)
-            self._give_back(pages)
             left -= len(pages) * self.page_size
+        pages = np.concatenate(gone)
+        if self.states is not None:
+            self.states.evict(pages)
+        self._give_back(pages)
 
     def _give_back(self, pages: np.ndarray) -> None:
         if self.states is not None:

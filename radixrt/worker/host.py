@@ -133,7 +133,7 @@ class HostMemory:
         match = self.tree.match(namespace, tokens)
         if match.length <= start:
             return np.zeros(0, dtype=np.int32)
-        slots = np.frombuffer(match.values(), np.int32)[start // self._page_size :]
+        slots = np.frombuffer(match.values(start), np.int32)
         return slots if slots.all() else slots[: int(np.argmin(slots != 0))]
 
     def fetch(self, slots: np.ndarray, pages: np.ndarray) -> None:

@@ -251,6 +251,20 @@ def test_drafts_leave_most_of_a_small_step_to_prompts(budget, overlaps):
     assert sum(len(engine.tokens(id)) for id in speakers) > said_before + 18
 
 
+def test_long_prompts_are_noted_one_after_the_other(monkeypatch):
+    """That of one which does not draft takes nobody's turn."""
+    monkeypatch.setattr("radixrt.worker.speculation.MOST_NOTED", 100)
+    engine = Engine(ways()[0], drafter=Drafter(4, False))
+    engine.add([7] * 150, LONG, score_from=1)
+    for prompt in prompts(4, 70, 70, vocab_size=VOCAB):
+        engine.add(prompt, LONG)
+    found = []
+    for _ in range(4):
+        engine.step()
+        found.append(sum(r.draft_state is not None for r in engine.scheduler._requests.values()))
+    assert found == [2, 4, 4, 4]
+
+
 def test_drafts_take_a_whole_small_step_that_no_prompt_waits_for():
     runner = ways()[0]
     engine = Engine(runner, chunk=32, drafter=Prophet(32, False, 1000))
