@@ -12,6 +12,8 @@
 //                        |  g h   evicted                                        f there, without a walk from the root
 //
 // A node has at most one twin, whose path is the same. It keeps it until the end of one of them moves or is removed.
+// A node that could be merged with its only child is kept apart for its twin's sake if it is long: so the next twin is
+// never far above, and the number of nodes of a path does not grow with the number of leaves that were below it.
 #pragma once
 
 #include <functional>
@@ -22,6 +24,7 @@
 namespace radix {
 
 constexpr uint32_t kNowhere = std::numeric_limits<uint32_t>::max();
+constexpr size_t kLong = 4096;  // tokens of a node that is not merged while it has a twin
 
 struct CacheExtra {
   uint64_t last_use = 0;
@@ -156,7 +159,7 @@ class Cache {
     N* place = there.counterpart(rest, keep ? keep : rest->length());
     there.pin(place);
     tokens->assign(leaf->tokens() + keep, leaf->tokens() + leaf->length());
-    if (!keep) pair(rest, place);  // before the leaf is cut: then its parent is not merged
+    if (!keep) pair(rest, place);  // before the leaf is cut: its parent may then be merged
     cut(leaf, keep, freed);
     if (keep) pair(rest, place);
     return place;
@@ -315,22 +318,23 @@ class Cache {
     const size_t depth = node->depth + offset;
     if (N* twin = node->extra.twin) {
       while (twin->depth >= depth) twin = twin->parent;
-      return leased_end(Place{twin, depth - twin->depth, depth});
+      return end_of(Place{twin, depth - twin->depth, depth});
     }
     std::vector<N*> above;
     for (N* one = node; !one->is_root() && !one->extra.twin; one = one->parent) above.push_back(one);
     const N* known = above.empty() ? node : above.back()->parent;
-    N* place = known->is_root() ? tree.make_root(*known->name) : known->extra.twin;
+    N* at = known->is_root() ? tree.make_root(*known->name) : known->extra.twin;
     for (; !above.empty(); above.pop_back()) {
       N* one = above.back();
       const size_t n = one == node ? offset : one->length();
-      const Values zeros(n / tree.page_size);
-      insert(place, false, one->tokens(), n, zeros.data(), &place);
-      if (one != node) pair(one, place);
+      const Place place = tree.walk(at, one->tokens(), n);
+      if (place.length == n) at = end_of(place);
+      else insert(at, false, one->tokens(), n, Values(n / tree.page_size).data(), &at);
+      if (one != node) pair(one, at);
     }
-    return place;
+    return at;
   }
-  N* leased_end(Place place) {
+  N* end_of(Place place) {
     if (!place.at_end()) ++version;
     N* node = split(place);
     touch(node);
@@ -408,7 +412,9 @@ class Cache {
       if (!node->children.empty()) return;
       tree.drop_root(node);
       ++version;  // empty matches refer to the root
-    } else if (!node->extra.twin && tree.can_merge(node) && node->children.any()->extra.last_use >= node->extra.last_use) {
+    } else if (!(node->extra.twin && node->length() >= kLong) && tree.can_merge(node) &&
+               node->children.any()->extra.last_use >= node->extra.last_use) {
+      part(node);
       reorder(tree.merge(node));
       ++version;
     } else if (evictable(node) && node->extra.heap_at == kNowhere) {

@@ -14,7 +14,7 @@ from radixrt.messages import Grammar, Run, Sampling
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.loading import load_runner
 from radixrt.worker.picking import Picking
-from radixrt.worker.plan import Plan, Result
+from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import NONE_ALLOWED, BadSampling, Request, from_run
 from radixrt.worker.sample import TorchSampler, adjust, choose
 from tests.worker.engine import Engine, prompts
@@ -131,6 +131,15 @@ def picked(asked: Request, raw: torch.Tensor) -> Result:
     plan = Plan(1, (asked,), ones, 2 * ones, ones, ones, ones, ones, ones > 0, np.zeros((3, 0)))
     picking = Picking(plan, raw, TorchSampler())
     return picking.read(picking.packed.numpy())
+
+
+def test_what_a_draft_leaves_no_token_after_is_no_bad_logits():
+    asked, ones = request(Sampling(allowed_token_ids=(5,), bad_token_ids=((5, 5),))), np.ones(2, dtype=np.int32)
+    plan = Plan(1, (asked, asked), ones, 2 * ones + [0, 1], ones, ones, ones, ones, ones > 0, np.zeros((3, 0)),
+                drafts=(Draft(asked, [5], 0),))  # fmt: skip
+    picking = Picking(plan, torch.zeros(2, 8), TorchSampler())
+    result = picking.read(picking.packed.numpy())
+    assert result.tokens[0] == 5 and not result.failed and result.stuck == {1: NONE_ALLOWED}
 
 
 def test_bad_logits_are_no_restriction():
