@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import NoReturn
@@ -26,6 +25,10 @@ MAX_PINS = 4
 MAX_PIN_SECONDS = 3600.0
 MAX_NUMBER = (1 << 31) - 1
 """Workers use int32."""
+MAX_TEMPERATURE = 3.4028234663852886e38
+"""Workers use float32, of which this is the largest."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-4, 1e4
+"""No logit that is divided or multiplied by this leaves float32."""
 
 
 class Refused(FieldError):
@@ -55,16 +58,16 @@ def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
         _refuse("min_tokens", f"must be in [0, {MAX_NUMBER}]")
     if s.max_tokens is not None and s.min_tokens > s.max_tokens:
         _refuse("min_tokens", "must not exceed max_tokens")
-    if not 0 <= s.temperature < math.inf:
-        _refuse("temperature", "must be at least 0 and finite")
+    if not 0 <= s.temperature <= MAX_TEMPERATURE:
+        _refuse("temperature", f"must be in [0, {MAX_TEMPERATURE:.1e}]")
     if not 0 <= s.top_p <= 1:
         _refuse("top_p", "must be in [0, 1]")
     if not -1 <= s.top_k <= MAX_NUMBER:
         _refuse("top_k", f"must be in [1, {MAX_NUMBER}]; 0 and -1 switch it off")
     if not 0 <= s.min_p <= 1:
         _refuse("min_p", "must be in [0, 1]")
-    if not 0 < s.repetition_penalty < math.inf:
-        _refuse("repetition_penalty", "must be above 0")
+    if not MIN_REPETITION_PENALTY <= s.repetition_penalty <= MAX_REPETITION_PENALTY:
+        _refuse("repetition_penalty", f"must be in [{MIN_REPETITION_PENALTY:g}, {MAX_REPETITION_PENALTY:g}]")
     if not -2 <= s.presence_penalty <= 2:
         _refuse("presence_penalty", "must be in [-2, 2]")
     if not -2 <= s.frequency_penalty <= 2:
@@ -89,8 +92,20 @@ def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
         _check_ids(min(s.allowed_token_ids), max(s.allowed_token_ids), "allowed_token_ids", vocab_size)
     if s.bad_token_ids:
         _check_bad(s.bad_token_ids, vocab_size)
+    _check_any_token(s, vocab_size)
     if s.grammar is not None:
         _check_grammar(s.grammar)
+
+
+def _check_any_token(s: Sampling, vocab_size: int) -> None:
+    """Refuse restrictions that allow no first token. (Workers know eos as well, and refuse what is left.)"""
+    banned = {ids[0] for ids in s.bad_token_ids if len(ids) == 1}
+    if s.min_tokens > 0 and s.grammar is None:
+        banned.update(s.stop_token_ids)
+    if s.allowed_token_ids and banned.issuperset(s.allowed_token_ids):
+        _refuse("allowed_token_ids", "must hold a token that bad_words, stop_token_ids and min_tokens do not ban")
+    if vocab_size and len(banned) >= vocab_size:
+        _refuse("bad_token_ids" if s.bad_token_ids else "stop_token_ids", "must not ban all tokens")
 
 
 def _check_bad(sequences: Sequence[Sequence[int]], vocab_size: int) -> None:

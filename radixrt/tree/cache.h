@@ -4,6 +4,16 @@
 // the latest of its descendants'; it gets that when they are evicted. So the cost of a lease does not depend on depth,
 // and LRU is still exact.
 // Only leaves are evicted, so one pin on the last node of a path protects all of it.
+//
+// Twins. What one tree evicts can go on in another one, `there`, which has no values for what was not evicted yet:
+//
+//     here    [ a b c d e f ]             there   [ a b c d e f | g h ]          f here and f there are twins: the next
+//                        |  x y                     0 0 0 0 0 0   5 6            eviction of a leaf below it begins at
+//                        |  g h   evicted                                        f there, without a walk from the root
+//
+// A node has at most one twin, whose path is the same. It keeps it until the end of one of them moves or is removed.
+// A node that could be merged with its only child is kept apart for its twin's sake if it is long: so the next twin is
+// never far above, and the number of nodes of a path does not grow with the number of leaves that were below it.
 #pragma once
 
 #include <functional>
@@ -14,6 +24,7 @@
 namespace radix {
 
 constexpr uint32_t kNowhere = std::numeric_limits<uint32_t>::max();
+constexpr size_t kLong = 4096;  // tokens of a node that is not merged while it has a twin
 
 struct CacheExtra {
   uint64_t last_use = 0;
@@ -23,6 +34,7 @@ struct CacheExtra {
   uint32_t heap_at = kNowhere;
   uint32_t pinned_at = kNowhere;
   mutable uint64_t seen = 0;  // stamp of the last walk that visited it (see pinned_tokens)
+  Node<CacheExtra>* twin = nullptr;
 
   void inherit(const CacheExtra& lower) {
     last_use = lower.last_use;
@@ -40,14 +52,6 @@ struct Event {
   std::vector<Token> tokens;
 };
 
-// What an eviction removed: of the path with these tokens, all but the first `keep`, and their values.
-struct Evicted {
-  std::string name;
-  std::vector<Token> tokens;
-  size_t keep;
-  std::vector<int32_t> values;
-};
-
 class Cache {
  public:
   using S = Structure<CacheExtra>;
@@ -58,6 +62,7 @@ class Cache {
   using Policy = std::function<double(uint64_t, size_t, size_t, uint32_t)>;
 
   Cache(size_t page_size, bool events, bool values) : tree(page_size), with_values(values), with_events_(events) {}
+  ~Cache() { part_all(); }
 
   S tree;
   const bool with_values;
@@ -124,14 +129,40 @@ class Cache {
 
   // Evict at least `wanted` tokens, or as many as are evictable. Appends their values to `freed`.
   void evict(size_t wanted, Values* freed) {
-    evict_each(wanted, [&](N* leaf, size_t keep) { cut(leaf, keep, freed); });
+    for (size_t done = 0; done < wanted && !heap_.empty();) {
+      N* leaf = heap_[0];
+      const size_t keep = kept_of(leaf, wanted - done);
+      done += leaf->length() - keep;
+      cut(leaf, keep, freed);
+    }
   }
-  // The same, with the paths of what is evicted. Copies them: takes time proportional to their lengths.
-  void evict_paths(size_t wanted, std::vector<Evicted>* gone) {
-    evict_each(wanted, [&](N* leaf, size_t keep) {
-      gone->push_back(Evicted{S::name_of(leaf), path_of(leaf), leaf->depth + keep, {}});
-      cut(leaf, keep, &gone->back().values);
-    });
+  // Evict until at least `wanted` pages whose value is not 0 are freed, or nothing is evictable.
+  void evict_used(size_t wanted, Values* freed) {
+    const size_t p = tree.page_size;
+    for (size_t done = 0; done < wanted && !heap_.empty();) {
+      N* leaf = heap_[0];
+      const int32_t* values = leaf->run->values.data() + leaf->begin / p;
+      size_t keep = leaf->length() / p;
+      while (keep && done < wanted) done += values[--keep] != 0;
+      cut(leaf, keep * p, freed);
+    }
+  }
+  // Evict the leaf that comes first, or the last tokens of it if it has more than `wanted`, and append its tokens and
+  // values. Returns the node, in another tree, with which the path above them ends; there it is inserted as far as it is
+  // missing, with values of 0, and pinned for the caller. Null if nothing is evictable. Costs the length of what is
+  // evicted, and of what is inserted there.
+  N* evict_into(Cache& there, size_t wanted, std::vector<Token>* tokens, Values* freed) {
+    if (heap_.empty()) return nullptr;
+    N* leaf = heap_[0];
+    const size_t keep = kept_of(leaf, wanted);
+    N* rest = keep ? leaf : leaf->parent;
+    N* place = there.counterpart(rest, keep ? keep : rest->length());
+    there.pin(place);
+    tokens->assign(leaf->tokens() + keep, leaf->tokens() + leaf->length());
+    if (!keep) pair(rest, place);  // before the leaf is cut: its parent may then be merged
+    cut(leaf, keep, freed);
+    if (keep) pair(rest, place);
+    return place;
   }
   // Remove the tokens of a path after the first `keep`, except those that are leased or have other continuations.
   void forget(N* root, const Token* data, size_t n, size_t keep, Values* freed) {
@@ -148,6 +179,7 @@ class Cache {
   }
   void clear(Values* freed) {
     all_values(freed);
+    part_all();
     tree.clear();
     heap_.clear();
     ++version;
@@ -229,6 +261,7 @@ class Cache {
       require(x.heap_at == kNowhere || heap_[x.heap_at] == node, "a leaf knows its place in the heap");
       require(x.heap_at == kNowhere || x.key == order_of(node), "and its order is that of what it is now");
       require((x.pins > 0) == (x.pinned_at != kNowhere), "pinned nodes are listed");
+      require(!x.twin || is_twin(node, x.twin), "twins know each other, and have the same path");
       evictable_leaves += x.heap_at != kNowhere;
       pinned += x.pins > 0;
     });
@@ -249,27 +282,67 @@ class Cache {
     return values ? values + token / tree.page_size : nullptr;
   }
 
-  // Calls `cut_to(leaf, keep)` for one leaf after the other, in the order of eviction.
-  template <class F>
-  void evict_each(size_t wanted, F cut_to) {
-    size_t done = 0;
-    while (done < wanted && !heap_.empty()) {
-      N* leaf = heap_[0];
-      size_t need = (wanted - done + tree.page_size - 1) / tree.page_size * tree.page_size;
-      size_t keep = leaf->length() > need ? leaf->length() - need : 0;
-      done += leaf->length() - keep;
-      cut_to(leaf, keep);
-    }
+  // How many tokens of a leaf are left if `wanted` are evicted.
+  size_t kept_of(const N* leaf, size_t wanted) const {
+    const size_t need = (wanted + tree.page_size - 1) / tree.page_size * tree.page_size;
+    return leaf->length() > need ? leaf->length() - need : 0;
   }
-  static std::vector<Token> path_of(const N* node) {
-    std::vector<Token> path(node->depth + node->length());
-    for (; !node->is_root(); node = node->parent)
-      std::memcpy(path.data() + node->depth, node->tokens(), node->length() * sizeof(Token));
-    return path;
+
+  // ------------------------------------------------------------ twins
+
+  static void part(N* node) {
+    if (!node->extra.twin) return;
+    node->extra.twin->extra.twin = nullptr;
+    node->extra.twin = nullptr;
+  }
+  static void pair(N* one, N* other) {
+    if (one->is_root() || one->extra.twin == other) return;
+    part(one);
+    part(other);
+    one->extra.twin = other;
+    other->extra.twin = one;
+  }
+  void part_all() {
+    tree.each([](const std::string&, N* node) { part(node); });
+  }
+  static bool is_twin(const N* one, const N* other) {
+    const size_t n = std::min(one->length(), other->length());
+    return other->extra.twin == one && S::name_of(one) == S::name_of(other) &&
+           one->depth + one->length() == other->depth + other->length() &&
+           !std::memcmp(one->run->tokens.data() + one->end - n, other->run->tokens.data() + other->end - n,
+                        n * sizeof(Token));
+  }
+  // The node here with which the path ends that ends after `offset` tokens of `node`, which is of another tree. As far as
+  // it is missing, it is inserted. From there up to the first that has a twin, the nodes above `node` get theirs.
+  N* counterpart(N* node, size_t offset) {
+    const size_t depth = node->depth + offset;
+    if (N* twin = node->extra.twin) {
+      while (twin->depth >= depth) twin = twin->parent;
+      return end_of(Place{twin, depth - twin->depth, depth});
+    }
+    std::vector<N*> above;
+    for (N* one = node; !one->is_root() && !one->extra.twin; one = one->parent) above.push_back(one);
+    const N* known = above.empty() ? node : above.back()->parent;
+    N* at = known->is_root() ? tree.make_root(*known->name) : known->extra.twin;
+    for (; !above.empty(); above.pop_back()) {
+      N* one = above.back();
+      const size_t n = one == node ? offset : one->length();
+      const Place place = tree.walk(at, one->tokens(), n);
+      if (place.length == n) at = end_of(place);
+      else insert(at, false, one->tokens(), n, Values(n / tree.page_size).data(), &at);
+      if (one != node) pair(one, at);
+    }
+    return at;
+  }
+  N* end_of(Place place) {
+    if (!place.at_end()) ++version;
+    N* node = split(place);
+    touch(node);
+    return node;
   }
 
   N* grow(N* node, bool pinned_by_caller, const Token* data, size_t n, const int32_t* values) {
-    const bool extend = node->children.empty() && node->ends_its_run() &&
+    const bool extend = node->children.empty() && node->ends_its_run() && !node->extra.twin &&
                         node->extra.pins == (pinned_by_caller ? 1u : 0u);
     if (extend) {
       if (with_events_) emit_stored(node, node->end, data, n);
@@ -314,6 +387,7 @@ class Cache {
     ++version;
     sums_known_ = false;
     append_values(leaf, keep, freed);
+    part(leaf);
     if (with_events_) {
       Event event{Event::kRemoved};
       event.run = leaf->run->id;
@@ -338,7 +412,9 @@ class Cache {
       if (!node->children.empty()) return;
       tree.drop_root(node);
       ++version;  // empty matches refer to the root
-    } else if (tree.can_merge(node) && node->children.any()->extra.last_use >= node->extra.last_use) {
+    } else if (!(node->extra.twin && node->length() >= kLong) && tree.can_merge(node) &&
+               node->children.any()->extra.last_use >= node->extra.last_use) {
+      part(node);
       reorder(tree.merge(node));
       ++version;
     } else if (evictable(node) && node->extra.heap_at == kNowhere) {

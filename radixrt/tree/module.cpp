@@ -164,10 +164,18 @@ PyObject* read_values(Cache* cache, Cache::N* node, size_t offset, size_t start,
   return out;
 }
 
-PyObject* match_values(PyObject* self, PyObject*) {
+PyObject* match_values(PyObject* self, PyObject* const* given, Py_ssize_t n) {
   auto* match = reinterpret_cast<MatchObject*>(self);
-  if (!fresh(match)) return nullptr;
-  return read_values(match->tree->cache, match->node, match->offset, 0, match->length);
+  PyObject* args[1];
+  size_t start = 0;
+  if (!fresh(match) || !arguments(given, n, nullptr, 0, 1, nullptr, args) ||
+      (args[0] && !load_count(args[0], "start", &start)))
+    return nullptr;
+  if (start > match->length || start % match->tree->cache->tree.page_size) {
+    PyErr_SetString(PyExc_ValueError, "values: expected whole pages within the match");
+    return nullptr;
+  }
+  return read_values(match->tree->cache, match->node, match->offset, start, match->length);
 }
 
 void match_dealloc(PyObject* self) {
@@ -420,6 +428,25 @@ PyObject* tree_lease(PyObject* self, PyObject* object) {
   });
 }
 
+// A lease of the path that ends with `node`, which was pinned for it; null, and not pinned any more, if there is no memory.
+PyObject* lease_of(TreeObject* tree, Cache::N* node) {
+  const std::string& text = Cache::S::name_of(node);
+  PyObject* name = PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+  auto* lease = name ? PyObject_New(LeaseObject, lease_type) : nullptr;
+  if (!lease) {
+    Py_XDECREF(name);
+    tree->cache->unpin(node);
+    return nullptr;
+  }
+  ++tree->cache->live_leases;
+  Py_INCREF(reinterpret_cast<PyObject*>(tree));
+  lease->tree = tree;
+  lease->name = name;
+  lease->node = node;
+  lease->length = node->depth + node->length();
+  return reinterpret_cast<PyObject*>(lease);
+}
+
 PyObject* held_only_by(TreeObject* tree, PyObject* leases) {
   PyObject* each = PyObject_GetIter(leases);
   if (!each) return nullptr;
@@ -496,25 +523,45 @@ PyObject* tree_evict(PyObject* self, PyObject* object) {
   });
 }
 
-PyObject* tree_evict_paths(PyObject* self, PyObject* object) {
+PyObject* tree_evict_used(PyObject* self, PyObject* object) {
   size_t wanted;
-  if (!idle(reinterpret_cast<TreeObject*>(self)) || !load_count(object, "tokens", &wanted)) return nullptr;
+  if (!idle(reinterpret_cast<TreeObject*>(self)) || !load_count(object, "pages", &wanted)) return nullptr;
+  if (!cache_of(self)->with_values) {
+    PyErr_SetString(PyExc_ValueError, "evict_used: this tree holds no values");
+    return nullptr;
+  }
   return guarded([&]() -> PyObject* {
-    std::vector<radix::Evicted> gone;
-    cache_of(self)->evict_paths(wanted, &gone);
-    if (PyErr_Occurred()) return nullptr;
-    PyObject* list = PyList_New(static_cast<Py_ssize_t>(gone.size()));
-    for (size_t i = 0; list && i < gone.size(); ++i) {
-      const radix::Evicted& one = gone[i];
-      PyObject* item = Py_BuildValue("(s#NnN)", one.name.data(), static_cast<Py_ssize_t>(one.name.size()),
-                                     bytes_of(one.tokens), static_cast<Py_ssize_t>(one.keep), bytes_of(one.values));
-      if (!item) {
-        Py_DECREF(list);
-        return nullptr;
-      }
-      PyList_SetItem(list, static_cast<Py_ssize_t>(i), item);
+    std::vector<int32_t> freed;
+    cache_of(self)->evict_used(wanted, &freed);
+    return PyErr_Occurred() ? nullptr : bytes_of(freed);
+  });
+}
+
+PyObject* tree_evict_into(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[2];
+  size_t wanted;
+  if (!arguments(given, n, nullptr, 2, 2, nullptr, args) || !load_count(args[1], "tokens", &wanted)) return nullptr;
+  if (Py_TYPE(args[0]) != Py_TYPE(self)) {
+    PyErr_SetString(PyExc_TypeError, "evict_into: expected a RadixTree");
+    return nullptr;
+  }
+  auto *tree = reinterpret_cast<TreeObject*>(self), *there = reinterpret_cast<TreeObject*>(args[0]);
+  if (!idle(tree) || !idle(there)) return nullptr;
+  if (there == tree || there->cache->tree.page_size != tree->cache->tree.page_size || !there->cache->with_values || !wanted) {
+    PyErr_SetString(PyExc_ValueError, "evict_into: expected another tree with values and the same page size, and tokens");
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    std::vector<Token> tokens;
+    std::vector<int32_t> values;
+    Cache::N* place = tree->cache->evict_into(*there->cache, wanted, &tokens, &values);
+    if (!place) Py_RETURN_NONE;
+    PyObject* lease = lease_of(there, place);
+    if (!lease || PyErr_Occurred()) {
+      Py_XDECREF(lease);
+      return nullptr;
     }
-    return list;
+    return Py_BuildValue("(NNN)", lease, bytes_of(tokens), bytes_of(values));
   });
 }
 
@@ -758,7 +805,9 @@ PyGetSetDef match_getset[] = {{"length", match_length, nullptr, "Tokens matched,
                               {"namespace", match_namespace, nullptr, nullptr, nullptr},
                               {}};
 PyMethodDef match_methods[] = {
-    {"values", match_values, METH_NOARGS, "values() -> bytes: int32, one per page. ValueError if the match is out of date."}, {}};
+    {"values", method(match_values), kFast,
+     "values(start=0) -> bytes: int32, one per page of tokens from `start` on. ValueError if the match is out of date."},
+    {}};
 PyType_Slot match_slots[] = {{Py_tp_doc, const_cast<char*>("The longest prefix of a path in a tree; made by RadixTree.match.")},
                              {Py_tp_dealloc, reinterpret_cast<void*>(match_dealloc)},
                              {Py_tp_methods, match_methods},
@@ -811,9 +860,13 @@ PyMethodDef tree_methods[] = {
      "insert(namespace or lease, tokens, values=None) -> int: how many leading tokens were in the tree already; the "
      "caller must free the values given for them."},
     {"evict", tree_evict, METH_O, "evict(tokens) -> bytes: free at least so many tokens, or all evictable ones; their values."},
-    {"evict_paths", tree_evict_paths, METH_O,
-     "evict_paths(tokens) -> list of (namespace, ids, keep, values): as evict, with what was evicted: of each path `ids`,\n"
-     "bytes of int32, all but the first `keep` tokens, which had these values."},
+    {"evict_used", tree_evict_used, METH_O,
+     "evict_used(pages) -> bytes: as evict, until at least so many pages whose value is not 0 are freed; all freed values."},
+    {"evict_into", method(tree_evict_into), kFast,
+     "evict_into(there, tokens) -> (lease, ids, values) | None: evict one leaf, or at most `tokens` tokens, in whole pages,\n"
+     "from the end of it: `ids`, bytes of int32, which had these values. `lease` is of the path above them in `there`,\n"
+     "another tree, which is inserted there as far as it is missing, with values of 0. None if nothing is evictable.\n"
+     "Costs time and memory in proportion to `ids` and what is inserted, not to the length of the path."},
     {"forget", method(tree_forget), kNamed,
      "forget(namespace, tokens, keep) -> bytes: free the tokens of a path after the first `keep`, except those that are "
      "leased or have other continuations; their values."},

@@ -87,6 +87,7 @@ class Ints {
 
 struct Run {
   int64_t id;
+  const std::string* name;  // its namespace
   uint32_t slices = 0;  // nodes that refer to it
   Ints tokens;
   Ints values;  // one a page; empty in an index
@@ -294,6 +295,7 @@ class Structure {
   N* add_leaf(N* parent, const Token* data, size_t n, const int32_t* values) {
     auto* run = new Run();
     run->id = ++last_run_;
+    run->name = &name_of(parent);
     run->slices = 1;
     run->tokens.append(data, n);
     if (values) run->values.append(values, n / page_size);
@@ -374,10 +376,7 @@ class Structure {
     });
     return total;
   }
-  static const std::string& name_of(const N* node) {
-    while (!node->is_root()) node = node->parent;
-    return *node->name;
-  }
+  static const std::string& name_of(const N* node) { return node->is_root() ? *node->name : *node->run->name; }
 
   // Throws std::logic_error with the first invariant that does not hold.
   void check() const {

@@ -13,6 +13,8 @@ or another mark are left out: tokens up to there are computed again instead.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from radixrt.tree import common_length
 from radixrt.worker.cache import PageCache
@@ -30,6 +32,8 @@ NEAR = 8
 the chunk."""
 MOST = 64
 """The most waiting requests that a request is compared with when it is admitted, the oldest of each tenant."""
+COMPARED = 1 << 20
+"""The tokens after which a request is compared with no others at a time: half a millisecond."""
 
 
 def until_mark(request: Request, count: int) -> int:
@@ -38,6 +42,17 @@ def until_mark(request: Request, count: int) -> int:
     at = bisect_right(request.marks, request.computed)
     near = at < len(request.marks) and request.marks[at] < request.computed + NEAR
     return min(count, request.marks[at] - request.computed) if near else count
+
+
+def _compared(request: Request, others: Iterable[Request]) -> Iterator[Request]:
+    """Of others, those that a request is compared with: until COMPARED tokens are."""
+    left = COMPARED
+    for other in others:
+        yield other
+        if other.namespace == request.namespace:
+            left -= min(len(other.tokens), len(request.tokens))
+            if left <= 0:
+                return
 
 
 class Branching:
@@ -56,22 +71,23 @@ class Branching:
         last = request.reusable if request.score_from is not None else request.prompt_len - TAIL
         for at in sorted((last, known, *request.pinned)):
             self._mark(request, min(at, last), start)
-        for _, other in zip(range(MOST), self._waiting, strict=False):
+        for other in _compared(request, islice(self._waiting, MOST)):
             self._mark_common(request, other)
 
     def arrived(self, request: Request) -> None:
         """Mark where requests that are being computed part from one that has come."""
-        for other in self._running.behind:
+        for other in _compared(request, self._running.behind):
             self._mark_common(other, request)
 
     def must_wait(self, request: Request) -> bool:
         """Whether a snapshot that a running request is about to take saves a waiting one LEAST tokens. The running one
         has a chunk in every step that has room, so that is soon; if it leaves before, nobody waits any more."""
+        least = request.hit + LEAST
+        coming = {}  # the next mark of each that has one
         for other in self._running.behind:
-            coming = [at for at in other.marks if at > max(other.computed, request.hit + LEAST - 1)]
-            if coming and coming[0] <= self._common(other, request):
-                return True
-        return False
+            if marks := [at for at in other.marks if at > other.computed and at >= least]:
+                coming[other] = marks[0]
+        return any(coming[other] <= self._common(other, request) for other in _compared(request, coming))
 
     def _mark_common(self, running: Request, waiting: Request) -> None:
         common = self._common(running, waiting)

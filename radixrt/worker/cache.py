@@ -427,14 +427,17 @@ class PageCache:
             freed = _int32(self.tree.evict(tokens))
             self._evicted_pages += len(freed)
             return self._give_back(freed)
-        for namespace, ids, keep, values in self.tree.evict_paths(
-            max(tokens, int(EVICTED * self.total_pages) * self.page_size)
-        ):
-            pages = _int32(values)
-            self.host.store(namespace, ids, keep, pages)
-            if self.states is not None:
-                self.states.evict(pages)
-            self._give_back(pages)
+        gone, left = [], max(tokens, int(EVICTED * self.total_pages) * self.page_size)
+        while left > 0 and (found := self.tree.evict_into(self.host.tree, left)) is not None:
+            place, ids, values = found
+            gone.append(pages := _int32(values))
+            self.host.store(place, ids, pages)
+            place.release()
+            left -= len(pages) * self.page_size
+        pages = np.concatenate(gone)
+        if self.states is not None:
+            self.states.evict(pages)
+        self._give_back(pages)
 
     def _give_back(self, pages: np.ndarray) -> None:
         if self.states is not None:

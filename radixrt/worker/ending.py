@@ -1,7 +1,7 @@
 """How a request ends, and what of its path stays in the cache:
 
 finished, or aborted by its client    all it computed; if finished while others wait, `kept` protects it for a while
-its grammar allows no token           all it computed
+it allows no token to come next       all it computed
 its logits are not finite             nothing, except what other requests lease
 its step could not be run             what was cached before that step; nothing if the step copied from host memory
 """
@@ -44,9 +44,10 @@ class Ending:
         self._is_over(request)
 
     def stop_short(self, request: Request, reason: str) -> Output:
-        """Fail a request whose grammar allows no token. What it computed stays cached."""
+        """Fail a request that allows no token to come next, by its grammar or otherwise. What it computed stays
+        cached."""
         self.end(request)
-        return _failed(request, reason, "grammar")
+        return _failed(request, reason, request.restriction or "grammar")
 
     def fail_for_good(self, request: Request, reason: str) -> list[Output]:
         """Fail a request whose KV is invalid. Nothing of its path stays cached, whoever computed it, except what other

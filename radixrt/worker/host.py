@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from radixrt.messages import TOKEN_BYTES
 from radixrt.tree import Lease, RadixTree
 from radixrt.worker.host_states import HostStates
 from radixrt.worker.plan import Moves
@@ -62,34 +63,38 @@ class HostMemory:
 
     # ------------------------------------------------------------ from the device
 
-    def store(self, namespace: str, ids: bytes, keep: int, pages: np.ndarray) -> None:
-        """Copy `pages` here, which are evicted from the device: those of the path `ids`, int32, after its first `keep`
-        tokens. What is here already is not copied, and what there is no slot for is lost."""
+    def store(self, place: Lease, ids: bytes, pages: np.ndarray) -> None:
+        """Copy `pages` here, which are evicted from the device: those of the tokens `ids`, int32, that follow the path
+        of `place`, a lease in `tree` that is extended by them. What is here already is not copied, and what there is
+        no slot for is lost."""
         self._changes += 1
-        size = self._page_size
-        with self.tree.lease(self.tree.match(namespace, ids)) as lease:
-            start = min(lease.length, keep)
-            first = (keep - start) // size
-            slots = np.zeros(first + len(pages), dtype=np.int32)  # of the tokens from `start` on
-            known = np.frombuffer(lease.values(start), np.int32)
-            slots[: len(known)] = known
-            lacking = first + np.flatnonzero(slots[first:] == 0)
-            room = self._make_room(len(lacking))
-            self.lost_pages += len(lacking) - room
-            if not room:
-                return
-            lacking = lacking[:room]
-            slots[lacking] = taken = self._take(room)
-            self._stored.append((pages[lacking - first], taken))
-            end = int(lacking[-1]) + 1
-            path = memoryview(ids).cast("i")[lease.length : start + end * size]
-            self.tree.insert(lease, path, slots[len(known) : end])
-            lease.assign(start, slots[: len(known)])
+        start = place.length
+        known = place.extend_match(ids) // self._page_size
+        slots = np.zeros(len(pages), dtype=np.int32)
+        if known:
+            slots[:known] = np.frombuffer(place.values(start), np.int32)
+            lacking = np.flatnonzero(slots == 0)
+            pages = pages[lacking]
+        room = self._make_room(len(pages))
+        self.lost_pages += len(pages) - room
+        if not room:
+            return
+        taken = self._take(room)
+        self._stored.append((pages[:room], taken))
+        if not known:
+            slots = taken
+        else:
+            slots[lacking[:room]] = taken
+            slots = slots[: max(known, int(lacking[room - 1]) + 1)]
+            place.assign(start, slots[:known])
+        if len(slots) > known:
+            size = self._page_size * TOKEN_BYTES
+            self.tree.insert(place, memoryview(ids)[known * size : len(slots) * size], slots[known:])
 
     def _make_room(self, count: int) -> int:
         """Free slots until there are `count`, if possible. Returns how many of these there are."""
-        while self._num_free < count and self.tree.evictable_tokens:
-            self.lost_pages += self._give_back(self.tree.evict((count - self._num_free) * self._page_size))
+        if self._num_free < count:
+            self.lost_pages += self._give_back(self.tree.evict_used(count - self._num_free))
         return min(count, self._num_free)
 
     def _take(self, count: int) -> np.ndarray:
@@ -128,7 +133,7 @@ class HostMemory:
         match = self.tree.match(namespace, tokens)
         if match.length <= start:
             return np.zeros(0, dtype=np.int32)
-        slots = np.frombuffer(match.values(), np.int32)[start // self._page_size :]
+        slots = np.frombuffer(match.values(start), np.int32)
         return slots if slots.all() else slots[: int(np.argmin(slots != 0))]
 
     def fetch(self, slots: np.ndarray, pages: np.ndarray) -> None:

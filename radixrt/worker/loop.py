@@ -347,7 +347,7 @@ class Worker:
 
     def _refuse(self, id: int, error: ValueError) -> None:
         self.cache.pins.drop(id)
-        field = "grammar" if isinstance(error, BadGrammar) else ""
+        field = "grammar" if isinstance(error, BadGrammar) else getattr(error, "field", "")
         self._refused.append(m.Output(id, finish="error", error=str(error), field=field))
 
     # ------------------------------------------------------------ reply

@@ -15,10 +15,10 @@ import torch
 from radixrt.messages import TokenLogprob
 from radixrt.worker.matching import fill_masks
 from radixrt.worker.plan import Plan, Result
+from radixrt.worker.request import NONE_ALLOWED
 from radixrt.worker.sample import Ahead, Masks, Sampler, choose, to_device
 
 NOT_FINITE = "the model gave logits that are not finite"
-NONE_ALLOWED = "allowed_token_ids, bad_words and the rest of the request allow no token, or " + NOT_FINITE
 
 
 class Picking:
@@ -32,6 +32,9 @@ class Picking:
         self._ends = np.cumsum(plan.wants)
         self._chosen = chosen = np.flatnonzero(plan.samples)
         self._problems: dict[int, str] = {}
+        self._vocab_size = logits.shape[-1]
+        self._bits: dict[int, np.ndarray] = {}
+        """By index: the mask of the request's grammar, int32."""
         self.rows = plan.rows[chosen]
         requests = [plan.requests[b] for b in chosen]
         scores = self._scores(logits)
@@ -66,6 +69,7 @@ class Picking:
         theirs = {n: ahead[row] for n, (row, _) in enumerate(asked) if row in ahead}
         problems = fill_masks([requests[b] for _, b in asked], bits.numpy(), ahead=theirs)
         self._problems = {asked[n][1]: problem for n, problem in problems.items()}
+        self._bits = {b: row for (_, b), row in zip(asked, bits.numpy(), strict=True)}
         rows = np.array([row for row, _ in asked])
         return Masks(bits.to(logits.device, non_blocking=True), to_device(rows, logits.device))
 
@@ -113,14 +117,26 @@ class Picking:
         for b, following, count in self._scored:
             found[b] = _read_scores(following, *rest[:count])
             rest = rest[count:]
-        failed = {}
+        failed, stuck = {}, dict(self._problems)
         for row in np.flatnonzero(finite == 0):
             b = int(np.searchsorted(self._ends, row, side="right"))
-            s = self._plan.requests[b].sampling
-            failed[b] = NONE_ALLOWED if s.allowed_token_ids or s.bad_token_ids else NOT_FINITE
+            if self._allows_none(b):
+                stuck[b] = NONE_ALLOWED
+            else:
+                failed[b] = NOT_FINITE
         tokens = np.zeros(len(self._plan.requests), dtype=np.int64)
         tokens[self._chosen] = rest[0]
-        return Result(tokens.tolist(), self._read_logprobs(*rest), found, failed, self._problems)
+        return Result(tokens.tolist(), self._read_logprobs(*rest), found, failed, stuck)
+
+    def _allows_none(self, b: int) -> bool:
+        """Whether what the request of an index asks for leaves no token, whatever its logits."""
+        request = self._plan.requests[b]
+        if not request.adjusted:  # a grammar alone that leaves none is one of `_problems`
+            return False
+        left = request.may_be_next(self._vocab_size, self._plan.ahead.get(b, ()))
+        if b in self._bits:
+            left &= np.unpackbits(self._bits[b].view(np.uint8), bitorder="little")[: len(left)].astype(bool)
+        return not left.any()
 
     def _read_logprobs(self, tokens: np.ndarray, *found: np.ndarray) -> list[TokenLogprob | None]:
         if not found:

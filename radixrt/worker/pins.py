@@ -9,6 +9,7 @@ pages run out, pins are released, least recently used first, before a running re
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,9 @@ TENANTS = 2
 """The pins of all tenants together may hold this many times the share of one."""
 MAX_PINS = 256
 """The most pins of a tenant: each is compared with every request that pins."""
+MAX_OVERLAP = 64
+"""The most tokens of the paths of a tenant's pins, as a multiple of what these may hold: of each, the whole path is in
+memory."""
 _OWNER = 0
 Key = tuple[str, bytes, int]
 """(namespace, path, name) of a pin; by its name an Unpin releases it, and 0 is for the pins of requests."""
@@ -63,6 +67,8 @@ class Pins:
         """Sorted by last use."""
         self._paths: dict[str, OwnerTree] = {}
         """What pins hold, by tenant; overlaps count once."""
+        self._lengths: Counter[str] = Counter()
+        """Tokens of the paths of each tenant's pins; overlaps count each time."""
         self._next_expiry = float("inf")
 
     def __len__(self) -> int:
@@ -126,13 +132,15 @@ class Pins:
         self._next_expiry = min(self._next_expiry, until)
         tenant = tenant_of(namespace)
         self._paths.setdefault(tenant, OwnerTree()).add(namespace, ids, _OWNER)
+        self._lengths[tenant] += lease.length
         self._make_room(tenant)
 
     def _make_room(self, tenant: str) -> None:
         own = [key for key in self._pins if tenant_of(key[0]) == tenant]
         count = len(own)
         for key in own[:-1]:
-            if self.tokens(tenant) <= self.tenant_tokens and count <= MAX_PINS:
+            few = count <= MAX_PINS and self._lengths[tenant] <= MAX_OVERLAP * self.tenant_tokens
+            if few and self.tokens(tenant) <= self.tenant_tokens:
                 break
             self._release(key)
             count -= 1
@@ -171,24 +179,28 @@ class Pins:
 
     def _release(self, key: Key) -> None:
         pin = self._pins.pop(key)
+        length = pin.lease.length
         pin.lease.release()
         if self._states is not None:
             self._states.unpin(pin.page)
         tenant = tenant_of(pin.namespace)
         self._paths[tenant].remove(pin.namespace, pin.ids, _OWNER)
+        self._lengths[tenant] -= length
         if not self._paths[tenant].tokens:
-            del self._paths[tenant]
+            del self._paths[tenant], self._lengths[tenant]
 
     def check(self) -> None:
         """Assert that pins hold what they say, and no more than they may."""
         tenants = {tenant_of(pin.namespace) for pin in self._pins.values()}
-        assert tenants == self._paths.keys(), "tenants with pins are known"
+        assert tenants == self._paths.keys() == self._lengths.keys(), "tenants with pins are known"
         assert sum(self.tokens(tenant) for tenant in tenants) <= self.all_tokens, "all pins are bounded"
         for tenant in tenants:
             pins = [pin for pin in self._pins.values() if tenant_of(pin.namespace) == tenant]
             held = {(p.namespace, p.ids[:n]) for p in pins for n in range(TOKEN_BYTES, len(p.ids) + 1, TOKEN_BYTES)}
             assert len(held) == self.tokens(tenant) <= self.tenant_tokens, "a tenant's pins are counted, and bounded"
             assert len(pins) <= MAX_PINS, "a tenant's pins are few"
+            assert self._lengths[tenant] == sum(len(pin.ids) // TOKEN_BYTES for pin in pins), "so are their paths"
+            assert self._lengths[tenant] <= MAX_OVERLAP * self.tenant_tokens, "and bounded"
         for pin in self._pins.values():
             assert pin.lease.length == len(pin.ids) // TOKEN_BYTES, "a pin leases its path"
             assert pin.until >= self._next_expiry, "no pin is forgotten"

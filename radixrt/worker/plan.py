@@ -231,7 +231,8 @@ class Result:
     failed: dict[int, str] = field(default_factory=dict)
     """Requests whose logits are not finite, with the reason. Only they fail; the KV they computed is discarded."""
     stuck: dict[int, str] = field(default_factory=dict)
-    """Requests whose grammar allows no token, with the reason. Only they fail; the KV they computed is valid."""
+    """Requests that allow no token, by their grammar or otherwise, with the reason. Only they fail; the KV they
+    computed is valid."""
     proposals: dict[int, list[int]] = field(default_factory=dict)
     """What `Plan.proposes` asked for."""
     proposing_seconds: float = 0.0

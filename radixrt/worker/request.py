@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +20,18 @@ if TYPE_CHECKING:
 _numbers = itertools.count()
 GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0."""
+GREEDY_TOP_P = 1e-6
+"""So do values of top_p below this: the most likely of a million tokens has at least this probability."""
+NONE_ALLOWED = "allowed_token_ids, bad_words and the rest of the request allow no token"
 Age = tuple[int, int, int]
+
+
+class BadSampling(ValueError):
+    """A sampling parameter that cannot be followed. `field` names it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
 
 
 class Scores:
@@ -127,7 +138,7 @@ class Request:
         self.scores = None if run.score_from is None else Scores(run.score_from, len(self.tokens), detailed)
         self.pending = 0
         self.over = False
-        self.greedy = not (run.sampling.temperature >= GREEDY_BELOW and run.sampling.top_p > 0)
+        self.greedy = not (run.sampling.temperature >= GREEDY_BELOW and run.sampling.top_p >= GREEDY_TOP_P)
         self.matcher: Matcher | None = None
         self.draft_state: DraftState | None = None
         self.initial_len = self.reported = len(self.tokens)
@@ -191,6 +202,37 @@ class Request:
         self.reported = now = len(tokens)
         return [tokens[-1]] if now == reported + 1 else list(tokens[reported:])
 
+    @property
+    def restriction(self) -> str:
+        """The field that restricts its tokens most; "" if none does."""
+        s = self.sampling
+        if s.allowed_token_ids:
+            return "allowed_token_ids"
+        if s.grammar is not None:
+            return "grammar"
+        return "bad_token_ids" if s.bad_token_ids else "min_tokens" if s.min_tokens else ""
+
+    def banned(self, ahead: Sequence[int] = ()) -> set[int]:
+        """Ids that must not follow its tokens and `ahead`: those that would complete sequences of bad_token_ids, and
+        below min_tokens stop ids. With a grammar, its mask has the latter."""
+        s = self.sampling
+        found = set()
+        if s.bad_token_ids:
+            longest = max(map(len, s.bad_token_ids)) - 1
+            recent = [*self.tokens[max(self.prompt_len, len(self.tokens) - longest) :], *ahead]
+            found = {last for *before, last in s.bad_token_ids if not before or recent[-len(before) :] == before}
+        if s.grammar is None and len(self.tokens) + len(ahead) - self.prompt_len < s.min_tokens:
+            found |= self.stop_ids
+        return found
+
+    def may_be_next(self, vocab_size: int, ahead: Sequence[int] = ()) -> np.ndarray:
+        """bool[vocab_size]: the ids that may follow its tokens and `ahead`, grammars aside."""
+        found = np.full(vocab_size, self.allowed is None)
+        if self.allowed is not None:
+            found[self.allowed] = True
+        found[list(self.banned(ahead))] = False
+        return found
+
     def path(self, start: int, stop: int | None = None) -> memoryview:
         """Tokens [start, stop) as int32, without a copy. The view must be released before the sequence grows."""
         return memoryview(self.tokens)[start:stop]
@@ -201,7 +243,7 @@ def from_run(
     adapters: Mapping[tuple[str, int], int] = {},
 ) -> Request:  # fmt: skip
     """Make a Request from a Run; `adapters` are the numbers of the LoRA adapters that are loaded, by name and version.
-    Raises ValueError that names the invalid field."""
+    Raises ValueError that names the invalid field, and BadSampling."""
     if not run.ids or len(run.ids) % TOKEN_BYTES:
         raise ValueError("ids: expected int32 token ids, at least one")
     total = len(run.ids) // TOKEN_BYTES
@@ -218,7 +260,24 @@ def from_run(
         raise ValueError(f"adapter: {run.adapter!r} is not loaded")
     wanted = run.sampling.max_tokens
     limit = max_model_len if wanted is None else min(run.prompt_len + max(wanted, 0), max_model_len)
-    return Request(run, max(limit, total), eos_ids, adapter)
+    _check_sampled_ids(run.sampling, vocab_size)
+    request = Request(run, max(limit, total), eos_ids, adapter)
+    if request.adjusted and request.limit > total and not request.may_be_next(vocab_size).any():
+        raise BadSampling(request.restriction, NONE_ALLOWED)
+    return request
+
+
+def _check_sampled_ids(s: Sampling, vocab_size: int) -> None:
+    """Raises BadSampling for an id that no logit is of: it would break the step of all requests."""
+    given = {
+        "logit_bias": s.logit_bias,
+        "allowed_token_ids": s.allowed_token_ids,
+        "bad_token_ids": [id for ids in s.bad_token_ids for id in ids],
+        "stop_token_ids": s.stop_token_ids,
+    }
+    for name, ids in given.items():
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise BadSampling(name, f"a token id is outside the vocabulary of {vocab_size}")
 
 
 def _depends_on_tokens(s: Sampling) -> bool:

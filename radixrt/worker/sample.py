@@ -126,19 +126,8 @@ def adjust(logits: torch.Tensor, request: Request, ahead: Sequence[int] = ()) ->
     if s.logit_bias:
         bias = to_device(np.array(list(s.logit_bias.values()), dtype=np.float32), logits.device)
         logits[_index(list(s.logit_bias), logits)] += bias
-    if s.bad_token_ids and (banned := _ends_of_bad(request, ahead)):
-        logits[_index(banned, logits)] = -torch.inf
-    generated = len(request.tokens) + len(ahead) - request.prompt_len
-    if generated < s.min_tokens and request.stop_ids and request.matcher is None:
-        logits[_index(list(request.stop_ids), logits)] = -torch.inf
-
-
-def _ends_of_bad(request: Request, ahead: Sequence[int]) -> list[int]:
-    """The ids with which sequences of bad_token_ids would be complete, after the generated tokens and `ahead`."""
-    sequences = request.sampling.bad_token_ids
-    longest = max(map(len, sequences)) - 1
-    recent = [*request.tokens[max(request.prompt_len, len(request.tokens) - longest) :], *ahead]
-    return [last for *before, last in sequences if not before or recent[-len(before) :] == before]
+    if banned := request.banned(ahead):
+        logits[_index(list(banned), logits)] = -torch.inf
 
 
 def _index(ids: np.ndarray | list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -176,10 +165,11 @@ class Draws:
 
     @staticmethod
     def arrays(samplings: Sequence[Sampling], positions: Sequence[int]) -> dict[str, np.ndarray]:
-        """The fields as host arrays, each [B], by name: `keys` int64, `top_k` int32, the others float32."""
+        """The fields as host arrays, each [B], by name: `keys` int64, `top_k` int32, the others float32. Temperatures
+        above HOTTEST are as that."""
         keys = [_signed(_mix(_mix((s.seed or 0) & _MASK) ^ p)) for s, p in zip(samplings, positions, strict=True)]
         found = {
-            "temperature": np.array([s.temperature for s in samplings], dtype=np.float32),
+            "temperature": np.array([min(s.temperature, HOTTEST) for s in samplings], dtype=np.float32),
             "keys": np.array(keys, dtype=np.int64),
         }
         if any(s.min_p > 0 for s in samplings):
@@ -198,6 +188,9 @@ class Draws:
 
 
 _ALL = (1 << 31) - 1
+HOTTEST = 1e30
+"""All tokens that are not excluded are equally likely then. The inverse of higher temperatures is not a normal float32;
+GPUs may compute 0, and NaN for logits of -inf."""
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:

@@ -140,7 +140,8 @@ class Scheduler:
         if running.drafting and should_wait(sum(r.pending > 0 for r in running.drafting), running.generating):
             return None
         proposes = self._speculation.proposes(self.drafter) if self.drafter is not None else 0
-        drafts = self._speculation.plan(self.drafter, proposes) if running.drafting else []
+        prompts = bool(running.behind or self._waiting)
+        drafts = self._speculation.plan(self.drafter, proposes, prompts) if running.drafting else []
         proposes = self._reserve_decodes(proposes)
         builder = StepBuilder(self.cache)
         for request, *draft in drafts:

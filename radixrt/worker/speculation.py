@@ -9,12 +9,20 @@ becomes the request's own. Nothing is copied, and nothing is computed again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.drafting import MOST_ROWS, Drafter
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 
+PROMPTS_SHARE = 0.75
+"""While prompts are to be computed, so much of a step is left to them, of what is not for the last tokens of requests
+that generate: with a small `max_num_batched_tokens` drafts would otherwise take it all."""
+MOST_NOTED = 1 << 17
+"""Tokens after which no further requests are looked at for the first time after a step: their tokens are noted then, 23
+ns each, and 64 requests with long prompts that begin to decode at once would stop all others."""
 LEAST_STATES = 2
 """A request begins to draft only if it and each other that drafts can have this many recurrent states."""
 
@@ -25,7 +33,7 @@ class Speculation:
     def __init__(self, cache: PageCache, running: Running, most_tokens: int) -> None:
         self._cache = cache
         self._running = running
-        self._most_rows = min(MOST_ROWS, most_tokens)
+        self._most_tokens = most_tokens
 
     def begin(self, drafter: Drafter) -> None:
         """Start drafting for decoding requests that have begun to repeat earlier text."""
@@ -36,8 +44,18 @@ class Speculation:
         most = requests
         if states is not None:
             most = (states.drafted + states.draftable) // LEAST_STATES - len(running.drafting)
-        if most > 0 and (found := [r for r in running.decoding if drafter.begins(r, requests)]):
+        if most > 0 and (found := [r for r in self._noted(running.decoding) if drafter.begins(r, requests)]):
             running.draft(found[:most])
+
+    def _noted(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Those whose tokens are noted already, and others until MOST_NOTED of theirs are to be."""
+        left = MOST_NOTED
+        for request in requests:
+            noted = request.draft_state is not None
+            if noted or left > 0:
+                yield request
+            if not noted and request.draft_state is not None:
+                left -= len(request.tokens)
 
     def proposes(self, drafter: Drafter) -> int:
         """How many tokens the next step is to propose for each request that gets a token (`Plan.proposes`): none if
@@ -49,13 +67,16 @@ class Speculation:
         pages = (len(requests) + 1) * (count // self._cache.page_size + 2)
         return count if count and self._cache.can_take(pages) else 0
 
-    def plan(self, drafter: Drafter, proposes: int = 0) -> list[tuple[Request, list[int], list[int], int]]:
-        """Draft tokens for the drafting requests whose last token is known, and reserve pages and states for them.
+    def plan(
+        self, drafter: Drafter, proposes: int = 0, prompts: bool = False
+    ) -> list[tuple[Request, list[int], list[int], int]]:
+        """Draft tokens for the drafting requests whose last token is known, and reserve pages and states for them. If
+        `prompts` are to be computed, these get their share of the step.
         Requests for which there is no draft, or no room, move back to `decoding`. Returns (request, drafted ids, slots
         of recurrent states, how many tokens are to be proposed, at most `proposes`) of the others."""
         running, states = self._running, self._cache.states
         requests, ready = running.generating, [r for r in running.drafting if not r.pending]
-        rows = self._most_rows - len(running.decoding)
+        rows = self._rows(requests, prompts) - len(running.decoding)
         room = rows // max(len(ready), 1) - 1  # drafted tokens of each, beside its last token
         if states is not None:
             room = min(room, states.draftable // max(len(ready), 1))  # there are slots for all
@@ -71,6 +92,13 @@ class Speculation:
             else:
                 running.decode(request)
         return found
+
+    def _rows(self, requests: int, prompts: bool) -> int:
+        """The most rows of decodes and drafts, of which `requests` are for last tokens."""
+        most = self._most_tokens
+        if prompts:
+            most = min(most, requests + int((1 - PROMPTS_SHARE) * max(0, most - requests)))
+        return min(MOST_ROWS, most)
 
     def room_for(self, request: Request, position: int, proposes: int) -> int:
         """How many of so many proposals can be of use to a request, if they follow a token at this position: after

@@ -13,6 +13,7 @@ import pytest
 from radixrt.frontend.logprobs import Offsets
 from radixrt.frontend.replies import Reply
 from radixrt.messages import TokenLogprob
+from radixrt.worker.fake import EOS
 from tests.frontend.conftest import serving
 
 HELLO = [{"role": "user", "content": "hello there"}]
@@ -459,7 +460,18 @@ BAD = [
     (complete, {"extra_body": {"stop_token_ids": [1 << 70]}}, 400, "stop_token_ids"),
     (chat, {"model": "gpt-9", "stream": True}, 404, "model"),
     (chat, {"max_tokens": -1, "stream": True}, 400, "max_tokens"),
-]
+    (complete, {"temperature": 3.5e38}, 400, "temperature"),
+    (chat, {"temperature": 1e300, "stream": True}, 400, "temperature"),
+    (complete, {"extra_body": {"repetition_penalty": 1e-38}}, 400, "repetition_penalty"),
+    (complete, {"logit_bias": {"7": -1e30}}, 400, "logit_bias"),
+    (complete, {"extra_body": {"allowed_token_ids": []}}, 400, "allowed_token_ids"),
+    (complete, {"extra_body": {"allowed_token_ids": [512]}}, 400, "allowed_token_ids"),
+    (chat, {"extra_body": {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 1}}, 400,
+     "allowed_token_ids"),
+    # only the worker knows that this is eos
+    (complete, {"extra_body": {"allowed_token_ids": [EOS], "min_tokens": 1}}, 400, "allowed_token_ids"),
+    (chat, {"stream": True, "extra_body": {"allowed_token_ids": [EOS], "min_tokens": 1}}, 400, "allowed_token_ids"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "fields", "code", "param"), BAD, ids=[f"{m.__name__}-{f}"[:60] for m, f, _, _ in BAD])

@@ -67,10 +67,11 @@ class CacheMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.tree = RadixTree(self.page_size, policy=self.policy, events=True)
         self.oracle = NaiveCache(self.page_size)
-        self.mirror = Mirror()
+        self.there, self.there_oracle = RadixTree(self.page_size, events=True), NaiveCache(self.page_size)
+        self.mirror, self.there_mirror = Mirror(), Mirror()
         self.leases: list[tuple] = []
         self.kept: tuple | None = None
-        self.next_value = 0
+        self.next_value = 1
 
     def whole(self, path: list[int]) -> tuple[int, ...]:
         return tuple(path[: len(path) // self.page_size * self.page_size])
@@ -173,15 +174,54 @@ class CacheMachine(RuleBasedStateMachine):
         freed = sorted(as_list(self.tree.evict(count)))
         assert freed == sorted(self.oracle.take(freed) if self.policy else self.oracle.evict(count))
 
-    @rule(count=st.integers(0, 30))
-    def evict_paths(self, count: int) -> None:
-        before, freed = {page: value for page, (value, _) in self.oracle.pages.items()}, []
-        for name, ids, keep, values in self.tree.evict_paths(count):
-            path = tuple(as_list(ids))
-            ends = range(keep + self.page_size, len(path) + 1, self.page_size)
-            assert as_list(values) == [before[name, path[:end]] for end in ends]
-            freed += as_list(values)
-        assert sorted(freed) == sorted(self.oracle.take(freed) if self.policy else self.oracle.evict(count))
+    @rule(wanted=st.integers(1, 9), stores=st.booleans())
+    def evict_into(self, wanted: int, stores: bool) -> None:
+        """One leaf goes on in another tree, or is lost there."""
+        paths = {value: page for page, (value, _) in self.oracle.pages.items()}
+        found = self.tree.evict_into(self.there, wanted)
+        if found is None:
+            assert not self.oracle.evict(1)
+            return
+        lease, ids, values = found[0], tuple(as_list(found[1])), as_list(found[2])
+        freed = self.oracle.take(values) if self.policy else self.oracle.evict(len(ids))
+        assert sorted(values) == sorted(freed) and 0 < len(ids) < wanted + self.page_size
+        name, path = paths[values[-1]]
+        keep = len(path) - len(ids)
+        assert (lease.namespace, lease.length, ids) == (name, keep, path[keep:])
+        self.there_oracle.insert(name, path[:keep], [0] * (keep // self.page_size))
+        assert as_list(lease.values()) == self.there_oracle.values(name, path[:keep])
+        if stores:
+            self.there_oracle.insert(name, path, [0] * (keep // self.page_size) + values)
+            self.there.insert(lease, ints(ids), ints(values))
+        lease.release()
+
+    @rule(name=names, path=tokens)
+    def insert_there(self, name: str, path: list[int]) -> None:
+        whole = self.whole(path)
+        values = self.new_values(whole)
+        assert self.there.insert(name, ints(whole), ints(values)) == self.there_oracle.insert(name, whole, values)
+
+    @rule(count=st.integers(0, 9))
+    def evict_there(self, count: int) -> None:
+        assert sorted(as_list(self.there.evict(count))) == sorted(self.there_oracle.evict(count))
+
+    @rule(count=st.integers(1, 5))
+    def evict_used_there(self, count: int) -> None:
+        freed = as_list(self.there.evict_used(count))
+        assert sorted(freed) == sorted(self.there_oracle.evict(len(freed) * self.page_size))
+        used = sum(value != 0 for value in freed)
+        assert used == count or (used < count and not self.there_oracle.pages)
+
+    @rule(name=names, path=tokens, keep=st.integers(0, 20))
+    def forget_there(self, name: str, path: list[int], keep: int) -> None:
+        whole = self.whole(path)
+        freed = as_list(self.there.forget(name, ints(whole), keep))
+        assert sorted(freed) == sorted(self.there_oracle.forget(name, whole, keep))
+
+    @rule()
+    def clear_there(self) -> None:
+        assert len(as_list(self.there.clear())) == len(self.there_oracle.pages)
+        self.there_oracle.pages.clear()
 
     @precondition(lambda self: self.leases)
     @rule(pick=st.integers(0, 99), first=st.integers(0, 20), count=st.integers(0, 20))
@@ -215,6 +255,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.tree.tokens == len(self.oracle.pages) * size
         assert self.tree.leased_tokens == len(self.oracle.leased()) * size
         assert self.tree.evictable_tokens == self.tree.tokens - self.tree.leased_tokens
+        self.there.check()
+        self.there_mirror.apply(self.there.drain_events())
+        assert self.there_mirror.pages(size) == set(self.there_oracle.pages)
         self.mirror.apply(self.tree.drain_events())
         fresh = Mirror()
         fresh.apply(self.tree.snapshot())

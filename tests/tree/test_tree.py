@@ -389,3 +389,47 @@ def test_a_version_is_a_state_of_all_matches(page_size):
         same += tree.version in seen
         assert seen.setdefault(tree.version, lengths) == lengths
     assert 100 < same < 2900
+
+
+@pytest.mark.parametrize("page_size", [1, 2])
+def test_values_of_a_match_from_a_token_on(page_size: int) -> None:
+    tree, path = RadixTree(page_size), np.arange(8, dtype=np.int32)
+    tree.insert("", path, np.arange(8 // page_size, dtype=np.int32))
+    tree.insert("", np.append(path[:4], path[:4] + 9), np.arange(8 // page_size, dtype=np.int32))
+    match = tree.match("", path)
+    for start in range(0, 9, page_size):
+        assert np.frombuffer(match.values(start), np.int32).tolist() == [*range(start // page_size, 8 // page_size)]
+    for wrong in (9, 10, *([3] if page_size == 2 else [])):
+        with pytest.raises(ValueError, match="whole pages"):
+            match.values(wrong)
+
+
+def test_what_cannot_be_evicted_into() -> None:
+    tree = RadixTree(2)
+    tree.insert("", np.zeros(4, np.int32), np.zeros(2, np.int32))
+    for there, wanted in ((tree, 2), (RadixTree(1), 2), (RadixTree(2, values=False), 2), (RadixTree(2), 0)):
+        with pytest.raises(ValueError, match="evict_into"):
+            tree.evict_into(there, wanted)
+    with pytest.raises(TypeError):
+        tree.evict_into(None, 2)
+    with pytest.raises(ValueError, match="values"):
+        RadixTree(2, values=False).evict_used(1)
+    assert RadixTree(2).evict_into(tree, 2) is None
+
+
+def test_a_tree_may_go_before_its_twin() -> None:
+    tree, there = RadixTree(1), RadixTree(1)
+    path = np.arange(9, dtype=np.int32)
+    for survivor in (tree, there):
+        tree.insert("", path, path)
+        lease, ids, _ = tree.evict_into(there, 4)
+        lease.release()
+        if survivor is tree:
+            del there, lease
+            there = RadixTree(1)
+        else:
+            del tree, lease
+        survivor.check()
+        assert survivor.match("", path).length == 5
+        survivor.evict(9)
+        assert not survivor.tokens

@@ -32,6 +32,8 @@ from tests.worker.engine import Engine, prompts
 from tests.worker.foretold import VOCAB, Prophet, random_load, said
 from tests.worker.test_models import load
 
+LONG = Sampling(max_tokens=900, temperature=0.0, ignore_eos=True)
+
 
 def ways(page_size: int = 1, pages: int = 4096, states: int = 0) -> list[FakeRunner]:
     """Steps one after the other, and overlapped. `states`: recurrent states of the model."""
@@ -228,6 +230,46 @@ def test_a_step_has_no_more_rows_than_are_free_of_cost():
     engine.generate(prompts(20, 5, 5, vocab_size=VOCAB))
     sizes = [tokens for _, tokens in runner.steps[1:]]
     assert MOST_ROWS // 2 < max(sizes) <= MOST_ROWS
+
+
+@pytest.mark.parametrize("overlaps", [0, 1])
+@pytest.mark.parametrize("budget", [8, 32, MOST_ROWS])
+def test_drafts_leave_most_of_a_small_step_to_prompts(budget, overlaps):
+    runner = ways()[overlaps]
+    engine = Engine(runner, chunk=budget, drafter=Prophet(budget, False, 1000))
+    speakers = [engine.add(prompt, LONG) for prompt in prompts(2, 5, 5, vocab_size=VOCAB)]
+    while engine.scheduler.running.behind or engine.scheduler.num_waiting:
+        engine.step()
+    for _ in range(3):
+        engine.step()
+    said_before = sum(len(engine.tokens(id)) for id in speakers)
+    late = engine.add(prompts(1, 6 * budget, 6 * budget, vocab_size=VOCAB)[0], Sampling(max_tokens=1))
+    for _ in range(6 * 3):
+        engine.step()
+        assert runner.steps[-1][1] <= budget
+    assert engine.tokens(late), "a prompt of six steps gets more than a third of each"
+    assert sum(len(engine.tokens(id)) for id in speakers) > said_before + 18
+
+
+def test_long_prompts_are_noted_one_after_the_other(monkeypatch):
+    """That of one which does not draft takes nobody's turn."""
+    monkeypatch.setattr("radixrt.worker.speculation.MOST_NOTED", 100)
+    engine = Engine(ways()[0], drafter=Drafter(4, False))
+    engine.add([7] * 150, LONG, score_from=1)
+    for prompt in prompts(4, 70, 70, vocab_size=VOCAB):
+        engine.add(prompt, LONG)
+    found = []
+    for _ in range(4):
+        engine.step()
+        found.append(sum(r.draft_state is not None for r in engine.scheduler._requests.values()))
+    assert found == [2, 4, 4, 4]
+
+
+def test_drafts_take_a_whole_small_step_that_no_prompt_waits_for():
+    runner = ways()[0]
+    engine = Engine(runner, chunk=32, drafter=Prophet(32, False, 1000))
+    engine.generate(prompts(1, 5, 5, vocab_size=VOCAB), LONG)
+    assert max(tokens for _, tokens in runner.steps) == 32
 
 
 def test_what_drafts_gain_counts_between_tenants():

@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from radixrt.messages import TOKEN_BYTES
 from radixrt.worker import status
 from radixrt.worker.host import HostMemory
 from radixrt.worker.plan import Plan
@@ -17,6 +18,14 @@ from tests.worker.test_states import Mirror
 
 def ids(*tokens: int) -> bytes:
     return np.array(tokens, np.int32).tobytes()
+
+
+def store(host: HostMemory, namespace: str, path: bytes, keep: int, pages: np.ndarray) -> None:
+    """Store `pages`, of one token each, of all but the first `keep` tokens of a path."""
+    with host.tree.lease(host.tree.match(namespace, path[: keep * TOKEN_BYTES])) as place:
+        gap = path[place.length * TOKEN_BYTES : keep * TOKEN_BYTES]
+        host.tree.insert(place, gap, bytes(len(gap)))
+        host.store(place, path[keep * TOKEN_BYTES :], pages)
 
 
 def fill(bench: Bench, id: int, length: int = 40) -> list[int]:
@@ -82,10 +91,10 @@ def test_what_is_not_evicted_twice_is_not_copied_twice() -> None:
 
 def test_a_gap_ends_what_can_be_fetched() -> None:
     host = HostMemory(100, 1)
-    host.store("", ids(1, 2, 3, 4, 5), 3, np.array([14, 15], np.int32))
+    store(host, "", ids(1, 2, 3, 4, 5), 3, np.array([14, 15], np.int32))
     assert host.reach("", ids(1, 2, 3, 4, 5, 6), 3) == 5
     assert host.reach("", ids(1, 2, 3, 4, 5, 6), 2) == 2
-    host.store("", ids(1, 2, 3), 1, np.array([12, 13], np.int32))
+    store(host, "", ids(1, 2, 3), 1, np.array([12, 13], np.int32))
     assert host.reach("", ids(1, 2, 3, 4, 5, 6), 1) == 5
     assert host.reach("", ids(1, 2, 3, 4, 5, 6), 0) == 0
     assert host.reach("other", ids(1, 2, 3, 4, 5), 1) == 1
@@ -96,22 +105,22 @@ def test_a_gap_ends_what_can_be_fetched() -> None:
 
 def test_slots_that_are_held_are_not_reused_before_the_step() -> None:
     host = HostMemory(4, 1)
-    host.store("", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
+    store(host, "", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
     held = host.hold("", ids(1, 2, 3), 0)
-    host.store("", ids(7, 8), 0, np.array([17, 18], np.int32))
+    store(host, "", ids(7, 8), 0, np.array([17, 18], np.int32))
     assert host.lost_pages == 2 and host.reach("", ids(7, 8), 0) == 0
     host.fetch(held, np.array([21, 22, 23], np.int32))
     moves = host.drain()
     assert sorted(moves.out[0].tolist()) == [11, 12, 13] and moves.back.tolist() == [held.tolist(), [21, 22, 23]]
-    host.store("", ids(7, 8), 0, np.array([17, 18], np.int32))
+    store(host, "", ids(7, 8), 0, np.array([17, 18], np.int32))
     assert host.reach("", ids(7, 8), 0) == 2
     host.check()
 
 
 def test_a_slot_that_is_reused_in_a_step_gets_what_it_holds_last() -> None:
     host = HostMemory(2, 1)
-    host.store("", ids(1), 0, np.array([11], np.int32))
-    host.store("", ids(2), 0, np.array([12], np.int32))
+    store(host, "", ids(1), 0, np.array([11], np.int32))
+    store(host, "", ids(2), 0, np.array([12], np.int32))
     assert host.drain().out.tolist() == [[12], [1]]
 
 
@@ -206,7 +215,7 @@ def test_contexts_are_kept_where_little_fits_in_host_memory(host: int) -> None:
 def test_what_was_held_in_vain_is_not_held_any_longer() -> None:
     """There were no pages to copy it to, and nothing else is copied before the step."""
     host = HostMemory(10, 1)
-    host.store("", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
+    store(host, "", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
     host.drain()
     assert len(host.hold("", ids(1, 2, 3), 0)) == 3 and host.tree.leased_tokens == 3
     assert host.drain() is None
@@ -217,7 +226,7 @@ def test_a_page_that_is_taken_twice_in_a_step_gets_what_the_last_one_needs() -> 
     """Who it was copied back for was sent back to wait, and lost it to another one."""
     host = HostMemory(10, 1)
     for first in (1, 5):
-        host.store("", ids(first, 2), 0, np.array([first, 2], np.int32))
+        store(host, "", ids(first, 2), 0, np.array([first, 2], np.int32))
     host.drain()
     host.fetch(host.hold("", ids(5, 2), 0), np.array([21, 22], np.int32))
     host.fetch(slots := host.hold("", ids(1, 2), 0), np.array([22, 23], np.int32))
@@ -227,7 +236,7 @@ def test_a_page_that_is_taken_twice_in_a_step_gets_what_the_last_one_needs() -> 
 
 def test_of_what_does_not_fit_the_beginning_is_stored() -> None:
     host = HostMemory(3, 1)
-    host.store("", ids(1, 2, 3, 4, 5), 1, np.array([12, 13, 14, 15], np.int32))
+    store(host, "", ids(1, 2, 3, 4, 5), 1, np.array([12, 13, 14, 15], np.int32))
     assert host.reach("", ids(1, 2, 3, 4, 5), 1) == 3 and host.lost_pages == 2
     assert host.drain().out[0].tolist() == [12, 13]
 
@@ -236,14 +245,14 @@ def test_slots_are_taken_in_order_again() -> None:
     """Slots that follow each other are one copy."""
     host = HostMemory(9, 1)
     for n in range(4):
-        host.store("", ids(10 * n, 1, 2, 3), 0, np.arange(11, 15, dtype=np.int32))
+        store(host, "", ids(10 * n, 1, 2, 3), 0, np.arange(11, 15, dtype=np.int32))
         slots = host.drain().out[1]
         assert (np.diff(slots) == 1).all()
 
 
 def test_what_is_copied_back_does_not_change_with_the_table() -> None:
     host = HostMemory(9, 1)
-    host.store("", ids(1), 0, np.array([11], np.int32))
+    store(host, "", ids(1), 0, np.array([11], np.int32))
     table = np.array([21], np.int32)
     host.fetch(host.hold("", ids(1), 0), table)
     table[:] = 99  # the row is another request's
@@ -258,7 +267,7 @@ def test_what_a_request_has_computed_itself_is_not_copied_back() -> None:
         bench.step()
     length, computed = request.lease.length, request.computed
     assert computed > length + 2
-    bench.cache.host.store("", request.tokens[: length + 2].tobytes(), length, np.array([1, 2], np.int32))
+    store(bench.cache.host, "", request.tokens[: length + 2].tobytes(), length, np.array([1, 2], np.int32))
     assert bench.cache.fetch(request) == 0 and request.computed == computed
 
 
@@ -293,8 +302,8 @@ def test_what_can_be_had_changes_with_the_version() -> None:
     host = HostMemory(10, 1)
     seen, path = [], ids(1, 2, 3)
     for change in (
-        lambda: host.store("", path, 2, np.array([13], np.int32)),
-        lambda: host.store("", path[:8], 0, np.array([11, 12], np.int32)),
+        lambda: store(host, "", path, 2, np.array([13], np.int32)),
+        lambda: store(host, "", path[:8], 0, np.array([11, 12], np.int32)),
         lambda: host.forget("", path, 1),
         host.clear,
     ):
@@ -306,12 +315,12 @@ def test_what_can_be_had_changes_with_the_version() -> None:
 
 def test_only_evictions_lose_pages() -> None:
     host = HostMemory(4, 1)
-    host.store("", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
+    store(host, "", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
     host.forget("", ids(1, 2, 3), 2)
     host.clear()
     assert host.lost_pages == 0 and host.used_slots == 0
     for n in (1, 4):
-        host.store("", ids(n, n + 1, n + 2), 0, np.array([11, 12, 13], np.int32))
+        store(host, "", ids(n, n + 1, n + 2), 0, np.array([11, 12, 13], np.int32))
     assert host.lost_pages == 3
     host.check()
 
@@ -411,3 +420,14 @@ def test_to_the_index_device_and_host_are_one_cache(seed: int, page_size: int) -
             found += reach > device
     assert found > 10
     bench.drain()
+
+
+def test_a_slot_below_many_pages_that_have_none_is_evicted_at_once() -> None:
+    host = HostMemory(3, 1)
+    path = np.arange(50_000, dtype=np.int32).tobytes()
+    store(host, "", path, 49_998, np.array([1, 2], np.int32))
+    host.drain_events()
+    store(host, "", ids(-1, -2), 0, np.array([3, 4], np.int32))
+    ends = [event for event in host.drain_events() if event[0] == "removed"]
+    assert len(ends) == 1 and host.reach("", ids(-1, -2), 0) == 2
+    host.check()

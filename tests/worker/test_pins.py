@@ -67,6 +67,18 @@ def test_a_pin_outlives_a_flood_until_its_time():
     assert bench.ask(2, PROMPT) == 0
 
 
+def test_paths_of_pins_that_overlap_are_bounded_together(monkeypatch):
+    """The oldest go, although all of them hold no more than a path."""
+    monkeypatch.setattr("radixrt.worker.pins.MAX_OVERLAP", 3)
+    bench = Pinning()
+    pins = bench.cache.pins
+    for n in range(20):
+        bench.ask(n, PROMPT, [(20 + n, 300.0)])
+    assert pins.tokens("a") == 39 and 39 + 38 + 37 + 36 == 3 * pins.tenant_tokens
+    assert len(pins) == 4
+    assert bench.ask(30, [5] * 40, [(40, 300.0)], namespace=B) == 0 and pins.tokens("b") == 40
+
+
 def test_a_hit_renews_a_pin():
     bench = Pinning()
     bench.ask(1, PROMPT, [(30, 300.0)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -9,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.messages import Sampling
+from radixrt.messages import Grammar, Run, Sampling
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.loading import load_runner
-from radixrt.worker.picking import NONE_ALLOWED
+from radixrt.worker.picking import Picking
+from radixrt.worker.plan import Draft, Plan, Result
+from radixrt.worker.request import NONE_ALLOWED, BadSampling, Request, from_run
 from radixrt.worker.sample import TorchSampler, adjust, choose
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_sample import logits, request
@@ -97,7 +100,80 @@ def test_generation_is_that_of_transformers(checkpoint, runner, drafts):
         assert found == expected != plain
 
 
-def test_if_no_token_is_left_the_request_says_so(runner):
-    sampling = Sampling(max_tokens=4, allowed_token_ids=(5,), bad_token_ids=((5,),))
-    tokens, last = generated(runner, [5, 6, 7], sampling)
-    assert tokens == [] and (last.finish, last.error) == ("error", NONE_ALLOWED)
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "said", "field"),
+    [
+        ({"allowed_token_ids": (5,), "bad_token_ids": ((5,),)}, [], "allowed_token_ids"),
+        ({"allowed_token_ids": (5,), "bad_token_ids": ((5, 5, 5),)}, [5, 5], "allowed_token_ids"),
+        ({"allowed_token_ids": (5, 6), "bad_token_ids": ((5, 5), (5, 6)), "logit_bias": {5: 100.0}}, [5],
+         "allowed_token_ids"),
+        ({"allowed_token_ids": (2,), "stop_token_ids": (2,), "min_tokens": 3}, [], "allowed_token_ids"),
+        ({"bad_token_ids": tuple((id,) for id in range(512))}, [], "bad_token_ids"),
+    ],
+)  # fmt: skip
+def test_a_request_that_leaves_no_token_ends_with_its_field(runner, fields, said, field, drafts):
+    """Others of its step go on, and what it computed is right."""
+    engine = Engine(runner, drafter=Drafter(4, runner.overlaps) if drafts else None)
+    other = engine.add([8, 9, 10], Sampling(max_tokens=6, temperature=0.0, ignore_eos=True))
+    id = engine.add([5, 6, 7], Sampling(max_tokens=9, **fields))
+    engine.finish()
+    last = engine.last(id)
+    assert engine.tokens(id) == said and (last.finish, last.error, last.field) == ("error", NONE_ALLOWED, field)
+    assert len(engine.tokens(other)) == 6 and engine.last(other).finish == "length"
+    again = engine.add([5, 6, 7, *said, 9], Sampling(max_tokens=1))
+    engine.finish()
+    assert engine.last(again).cached_tokens == 0, "shorter than a page"
+
+
+def picked(asked: Request, raw: torch.Tensor) -> Result:
+    ones = np.ones(1, dtype=np.int32)
+    plan = Plan(1, (asked,), ones, 2 * ones, ones, ones, ones, ones, ones > 0, np.zeros((3, 0)))
+    picking = Picking(plan, raw, TorchSampler())
+    return picking.read(picking.packed.numpy())
+
+
+def test_what_a_draft_leaves_no_token_after_is_no_bad_logits():
+    asked, ones = request(Sampling(allowed_token_ids=(5,), bad_token_ids=((5, 5),))), np.ones(2, dtype=np.int32)
+    plan = Plan(1, (asked, asked), ones, 2 * ones + [0, 1], ones, ones, ones, ones, ones > 0, np.zeros((3, 0)),
+                drafts=(Draft(asked, [5], 0),))  # fmt: skip
+    picking = Picking(plan, torch.zeros(2, 8), TorchSampler())
+    result = picking.read(picking.packed.numpy())
+    assert result.tokens[0] == 5 and not result.failed and result.stuck == {1: NONE_ALLOWED}
+
+
+def test_bad_logits_are_no_restriction():
+    """They are the model's fault, whatever the request allows: then nothing that it computed is right."""
+    asked = request(Sampling(allowed_token_ids=(5,), bad_token_ids=((6,),)))
+    result = picked(asked, torch.full((1, 8), torch.nan))
+    assert list(result.failed) == [0] and not result.stuck
+
+
+@pytest.mark.parametrize(("mask", "stuck"), [(1 << 6, True), (1 << 6 | 1 << 5, False)])
+def test_a_grammar_and_allowed_ids_without_a_common_token_are_no_bad_logits(mask, stuck, monkeypatch):
+    asked = request(Sampling(allowed_token_ids=(5, 7), bad_token_ids=((7,),), grammar=Grammar("regex", "a")))
+    asked.matcher = object()
+    monkeypatch.setattr("radixrt.worker.picking.fill_masks", lambda _, out, ahead: out.fill(mask) or {})
+    result = picked(asked, torch.zeros(1, 8))
+    assert not result.failed and result.stuck == ({0: NONE_ALLOWED} if stuck else {})
+    assert stuck or result.tokens == [5]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"logit_bias": {50: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": (5, 50)}, "allowed_token_ids"),
+        ({"bad_token_ids": ((5, 50),)}, "bad_token_ids"),
+        ({"stop_token_ids": (50,)}, "stop_token_ids"),
+        ({"allowed_token_ids": (2,), "min_tokens": 1}, "allowed_token_ids"),
+        ({"allowed_token_ids": (5,), "bad_token_ids": ((5,),)}, "allowed_token_ids"),
+        ({"bad_token_ids": tuple((id,) for id in range(50) if id != 2), "min_tokens": 1}, "bad_token_ids"),
+    ],
+)
+def test_a_worker_refuses_what_its_vocabulary_and_eos_do_not_allow(fields, field):
+    run = Run(id=1, namespace="", ids=b"\5\0\0\0", prompt_len=1, sampling=Sampling(max_tokens=4, **fields))
+    with pytest.raises(BadSampling) as caught:
+        from_run(run, 99, 50, frozenset({2}))
+    assert caught.value.field == field and str(caught.value).startswith(field)
+    assert from_run(msgspec.structs.replace(run, sampling=Sampling(allowed_token_ids=(2,))), 99, 50, frozenset({2}))

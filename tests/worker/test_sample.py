@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 
@@ -230,3 +231,41 @@ def test_whether_logits_are_finite_does_not_depend_on_the_batch(others):
         raw[-1] = bad
         picking = Picking(plan, raw.clone(), TorchSampler())
         assert list(picking.read(picking.packed.numpy()).failed) == [1]
+
+
+EXTREMES = {
+    "temperature": (5e-324, 1e-5, 1.0, 3.4028234663852886e38),
+    "top_p": (0.0, 5e-324, 1e-40, 1e-6, 1.0),
+    "min_p": (0.0, 5e-324, 1e-38, 1.0),
+    "top_k": (-1, 1, (1 << 31) - 1),
+    "repetition_penalty": (1e-4, 1e4),
+    "presence_penalty": (-2.0, 2.0),
+}
+
+
+def test_extreme_values_draw_tokens_that_are_allowed():
+    """All at once, of logits as large as models have them."""
+    allowed = (3, 5, 8, VOCAB - 1)
+    samplings = [
+        Sampling(**dict(zip(EXTREMES, values, strict=True)), allowed_token_ids=allowed, bad_token_ids=((3,),), seed=n,
+                 logit_bias={5: 100.0, 8: -100.0})
+        for n, values in enumerate(itertools.product(*EXTREMES.values()))
+    ]  # fmt: skip
+    requests = [request(sampling, (5, 6, 7, 5), 2) for sampling in samplings]
+    raw = 1e4 * logits(1).expand(len(requests), -1).clone()
+    tokens, finite = choose(raw, requests, np.arange(len(requests)), [4] * len(requests), TorchSampler())
+    assert finite.all() and set(tokens.tolist()) <= {5, 8, VOCAB - 1}
+
+
+def test_at_the_highest_temperature_all_that_is_allowed_is_as_likely():
+    sampling = Sampling(temperature=3.4e38, allowed_token_ids=(3, 5, 8, 9), logit_bias={5: 100.0}, seed=1)
+    asked = [request(sampling)] * 400
+    tokens, _ = choose(logits(400), asked, np.arange(400), [*range(400)], TorchSampler())
+    assert set(tokens.tolist()) == {3, 5, 8, 9} and tokens.bincount().max() < 150
+    array = Draws.arrays([sampling], [0])["temperature"]
+    assert 1 / array > np.finfo(np.float32).tiny, "a normal number: GPUs take others for 0"
+
+
+@pytest.mark.parametrize("top_p", [0.0, 5e-324, 1e-40, 1e-7])
+def test_a_top_p_that_float32_may_not_have_is_greedy(top_p):
+    assert request(Sampling(top_p=top_p)).greedy and not request(Sampling(top_p=1e-5)).greedy

@@ -378,3 +378,24 @@ def test_a_preempted_request_goes_on_from_the_snapshot_of_its_prompt() -> None:
     assert bench.scheduler.preemptions > 0
     assert bench.tokens == {0: alone(a, 150), 1: alone(b, 150)}
     assert bench.runner.computed_tokens < 550 + 300 + 150
+
+
+def test_a_request_is_compared_with_so_many_tokens_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 40 that wait, with as long a prompt, three are compared."""
+    compared: list[int] = []
+    common_length = branching.common_length
+
+    def counted(one: bytes, other: bytes) -> int:
+        compared.append(min(len(one), len(other)))
+        return common_length(one, other)
+
+    monkeypatch.setattr(branching, "common_length", counted)
+    monkeypatch.setattr(branching, "COMPARED", 1000)
+    bench = Bench(20_000, chunk=64, rows=12, max_len=1000, states=30)
+    asked = {id: [*range(3, 403), id, *range(20)] for id in range(40)}
+    for id, prompt in asked.items():
+        bench.add(id, prompt, 1)
+    bench.step()
+    assert compared == [421] * 3
+    bench.drain()
+    assert all(bench.tokens[id] == alone(prompt, 1) for id, prompt in asked.items())

@@ -188,3 +188,34 @@ def test_a_vocabulary_without_numbers(device):
     found = sampler.draw(logits, rows, draws)
     assert found[2] == fine[2]
     assert ((found >= 0) & (found < VOCAB)).all()
+
+
+def test_extreme_values_draw_tokens_that_are_allowed(device):
+    """Logits of -inf are of tokens that are not; others are as large as models have them."""
+    thresholds = find_thresholds(VOCAB, device) if device.type == "cuda" else PlainThresholds()
+    allowed = torch.tensor([5, 8, 4999], device=device)
+    samplings = [
+        Sampling(temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, seed=7)
+        for temperature in (1e-5, 1.0, 3.4028234663852886e38)
+        for top_p, min_p, top_k in ((1e-6, 0.0, 0), (1.0, 1e-45, -1), (1e-6, 1.0, 1), (1.0, 0.0, (1 << 31) - 1))
+    ]
+    raw = torch.full((len(samplings), VOCAB), -torch.inf, device=device)
+    raw[:, allowed] = 1e4 * torch.randn(len(samplings), 3, device=device)
+    arrays = Draws.arrays(samplings, list(range(len(samplings))))
+    draws = Draws.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+    rows = torch.arange(len(samplings), dtype=torch.int32, device=device)
+    for sampler in (CudaSampler(4, VOCAB, device), CudaSampler(4, VOCAB, device, thresholds)):
+        assert torch.isin(sampler.draw(raw, rows, draws), allowed).all()
+    hot = Draws(draws.temperature[-4:], draws.keys[-4:])
+    assert torch.isin(CudaSampler(4, VOCAB, device).draw(raw, rows[-4:], hot), allowed).all()
+
+
+def test_extreme_penalties_leave_logits_finite(device):
+    sampler = CudaSampler(4, VOCAB, device)
+    requests = [
+        request(n, [1, 2], [2, 3], repetition_penalty=repetition, presence_penalty=2.0, frequency_penalty=-2.0)
+        for n, repetition in enumerate((1e-4, 1e4))
+    ]
+    logits = 1e6 * torch.randn(2, VOCAB, device=device)
+    sampler.penalize(logits, requests, np.array([0, 1], dtype=np.int32), {})
+    assert logits.isfinite().all()
