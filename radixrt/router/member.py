@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from radixrt.messages import Load, Register
+from radixrt.router.failures import Record
 from radixrt.router.placement import Candidate
 
 MOST_SECONDS = 2.0
@@ -30,8 +31,8 @@ class Member:
     is never reused."""
 
     __slots__ = (
-        "asked", "blameless", "heard", "info", "load", "load_at", "name", "next_step", "number", "replaced", "runs",
-        "token_limit", "unseen_tokens", "waiting_tokens",
+        "asked", "blameless", "heard", "info", "load", "load_at", "name", "next_step", "number", "record", "replaced",
+        "runs", "sent_at", "token_limit", "unseen_tokens", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
@@ -53,6 +54,10 @@ class Member:
         self.blameless = False
         """It was told to leave, or its process was heard again: none of its runs has killed it."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
+        self.record = Record(info.name)
+        """Its failures; that of its former Member, if it is the same process."""
+        self.sent_at = now
+        """When it was last sent a run."""
         self.runs: dict[int, Sent] = {}
         """By id, in the order of dispatch."""
         self.waiting_tokens = 0
@@ -130,4 +135,6 @@ class Member:
             wanted_tokens=(load.total_pages - load.free_pages - load.evictable_pages) * info.page_size
             + self.waiting_tokens,
             total_tokens=info.total_pages * info.page_size,
+            failed_share=self.record.failed_share(now) if self.record.incidents else 0.0,
+            idle_seconds=0.0 if self.runs else now - self.sent_at,
         )

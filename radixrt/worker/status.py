@@ -52,8 +52,9 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
 
 
 KNOWN_TOKENS, KNOWN_STEPS = 1024, 16
-"""A rate counts as known after so many tokens, or steps: before, it is noise, or that of a first step that loaded code,
-for which the router would leave this worker idle."""
+"""A rate counts as known after so many tokens, or steps: before, it is noise."""
+KNOWN_PROMPT_STEPS = 4
+"""The fewest steps with prompt tokens after which their rate is known."""
 MOST_TOKENS, MOST_STEPS = 16_384, 64
 """What came so many tokens, or steps, before counts a third (1/e) of what is new."""
 
@@ -81,12 +82,40 @@ class Mean:
         self._value += min(1.0, weight / self.total) * (new - self._value)
 
 
+class Speed:
+    """A moving average that is 0 until `fewest` steps, with `known` weight in all, are measured. Of these the slower half
+    does not count: they loaded code or compiled kernels, and the router would leave this worker idle for it."""
+
+    def __init__(self, known: float, fewest: int, most: float) -> None:
+        self._known = known
+        self._fewest = fewest
+        self._mean = Mean(0, most)
+        self._first: list[tuple[float, float, float]] | None = []
+        """(seconds for each unit of weight, value, weight) of the first steps; None once the average is known."""
+
+    @property
+    def value(self) -> float:
+        return self._mean.value
+
+    def add(self, seconds: float, value: float, weight: float) -> None:
+        """Add a step that took `seconds`."""
+        if self._first is None:
+            self._mean.add(value, weight)
+            return
+        self._first.append((seconds / weight, value, weight))
+        self._known -= weight
+        if self._known <= 0 and len(self._first) >= self._fewest:
+            for _, value, weight in sorted(self._first)[: (len(self._first) + 1) // 2]:
+                self._mean.add(value, weight)
+            self._first = None
+
+
 class Rates:
     """Moving averages of speed, for placement."""
 
     def __init__(self) -> None:
-        self._prefill = Mean(KNOWN_TOKENS, MOST_TOKENS)
-        self._step = Mean(KNOWN_STEPS, MOST_STEPS)
+        self._prefill = Speed(KNOWN_TOKENS, KNOWN_PROMPT_STEPS, MOST_TOKENS)
+        self._step = Speed(KNOWN_STEPS, KNOWN_STEPS, MOST_STEPS)
 
     @property
     def prefill(self) -> float:
@@ -102,9 +131,9 @@ class Rates:
     def add(self, plan: Plan, seconds: float) -> None:
         """Add a step that took `seconds`."""
         if _prompt_tokens(plan):
-            self._prefill.add(len(plan.tokens) / max(seconds, 1e-9), len(plan.tokens))
+            self._prefill.add(seconds, len(plan.tokens) / max(seconds, 1e-9), len(plan.tokens))
         else:
-            self._step.add(seconds, 1)
+            self._step.add(seconds, seconds, 1)
 
 
 def _prompt_tokens(plan: Plan) -> int:
