@@ -10,6 +10,8 @@ from radixrt.router.placement import Candidate
 
 MOST_SECONDS = 2.0
 """For at most this long after its last message a worker is assumed to compute: it sends one after each step."""
+KNOWN_PROMPTS, KNOWN_TOKENS = 4, 1024
+"""Its rate is known once it has computed so many prompts, and so many tokens beside the longest of them."""
 Process = tuple[int, int]
 """(pid, life) of a worker's process; see Register."""
 
@@ -31,8 +33,9 @@ class Member:
     is never reused."""
 
     __slots__ = (
-        "asked", "blameless", "heard", "info", "load", "load_at", "name", "next_step", "number", "record", "replaced",
-        "runs", "sent_at", "token_limit", "unseen_tokens", "waiting_tokens",
+        "asked", "blameless", "computed_tokens", "heard", "info", "load", "load_at", "longest_prompt", "name",
+        "next_step", "num_prompts", "number", "record", "replaced", "runs", "sent_at", "token_limit", "unseen_tokens",
+        "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
@@ -64,6 +67,8 @@ class Member:
         """Tokens of runs whose first token has not arrived."""
         self.unseen_tokens = 0
         """Uncached tokens of dispatched runs that `load` does not include yet."""
+        self.num_prompts = self.computed_tokens = self.longest_prompt = 0
+        """Prompts that it has computed as far as they were not cached, their tokens, and the most of one of them."""
 
     @property
     def process(self) -> Process:
@@ -102,6 +107,9 @@ class Member:
         """The first token of a run has arrived."""
         if sent := self.runs.get(run):
             self.waiting_tokens -= sent.tokens
+            self.num_prompts += 1
+            self.computed_tokens += sent.uncached
+            self.longest_prompt = max(self.longest_prompt, sent.uncached)
 
     def ended(self, run: int) -> None:
         """A run has ended, after `started`."""
@@ -115,6 +123,11 @@ class Member:
             if run <= load.newest_run:
                 break
             self.unseen_tokens += sent.uncached
+
+    @property
+    def rate_known(self) -> bool:
+        """Whether its rate is that of several prompts (see `Candidate`)."""
+        return self.num_prompts >= KNOWN_PROMPTS and self.computed_tokens - self.longest_prompt >= KNOWN_TOKENS
 
     def candidate(self, hit_tokens: int, now: float) -> Candidate:
         """The worker as placement sees it now. Its queue is that of the last load, less what it should have computed
@@ -137,4 +150,5 @@ class Member:
             total_tokens=info.total_pages * info.page_size,
             failed_share=self.record.failed_share(now) if self.record.incidents else 0.0,
             idle_seconds=0.0 if self.runs else now - self.sent_at,
+            rate_known=self.rate_known,
         )

@@ -60,7 +60,9 @@ class Candidate(NamedTuple):
     failed_share: float = 0.0
     """Share of requests that it is expected to fail, in [0, 1] (`failures.Record`)."""
     idle_seconds: float = 0.0
-    """Time since it had its last request; 0 while it has any."""
+    """Time since it was sent a request; 0 while it has any."""
+    rate_known: bool = True
+    """Whether the rate is that of several prompts: the first ones are slow where code is loaded or compiled."""
 
 
 def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DEFAULT_PREFILL_RATE) -> float:
@@ -134,7 +136,8 @@ def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()
     if not workers:
         raise ValueError("no workers")
     trusts = _trusts(workers)
-    rates = _steady([w.prefill_rate for w in workers], DEFAULT_PREFILL_RATE, trusts)
+    known = [trust if w.rate_known else 0.0 for w, trust in zip(workers, trusts, strict=True)]
+    rates = _steady([w.prefill_rate for w in workers], DEFAULT_PREFILL_RATE, known)
     steps = _steady([w.step_seconds for w in workers], 0.0, trusts)
     estimates = [
         _estimate(tokens, worker, rate, step) for worker, rate, step in zip(workers, rates, steps, strict=True)

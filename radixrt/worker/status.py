@@ -53,8 +53,10 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
 
 KNOWN_TOKENS, KNOWN_STEPS = 1024, 16
 """A rate counts as known after so many tokens, or steps: before, it is noise."""
-KNOWN_PROMPT_STEPS = 4
-"""The fewest steps with prompt tokens after which their rate is known."""
+FIRST_STEPS = 4
+"""The first steps with prompt tokens, of which slow ones do not count."""
+SLOW = 3.0
+"""Steps that took so many times as long for each token as half of the first ones are slow."""
 MOST_TOKENS, MOST_STEPS = 16_384, 64
 """What came so many tokens, or steps, before counts a third (1/e) of what is new."""
 
@@ -83,15 +85,15 @@ class Mean:
 
 
 class Speed:
-    """A moving average that is 0 until `fewest` steps, with `known` weight in all, are measured. Of these the slower half
-    does not count: they loaded code or compiled kernels, and the router would leave this worker idle for it."""
+    """A Mean from which slow steps are removed once the first steps of the process are over: they loaded code or
+    compiled kernels, and the router would leave this worker idle for it. `fewest` steps are the first ones, or more
+    until all but the largest have `known` weight in all."""
 
     def __init__(self, known: float, fewest: int, most: float) -> None:
-        self._known = known
-        self._fewest = fewest
-        self._mean = Mean(0, most)
+        self._known, self._fewest, self._most = known, fewest, most
+        self._mean = Mean(known, most)
         self._first: list[tuple[float, float, float]] | None = []
-        """(seconds for each unit of weight, value, weight) of the first steps; None once the average is known."""
+        """(seconds for each unit of weight, value, weight) of the first steps; None once they are over."""
 
     @property
     def value(self) -> float:
@@ -99,22 +101,29 @@ class Speed:
 
     def add(self, seconds: float, value: float, weight: float) -> None:
         """Add a step that took `seconds`."""
-        if self._first is None:
-            self._mean.add(value, weight)
+        self._mean.add(value, weight)
+        if self._first is not None:
+            self._first.append((seconds / weight, value, weight))
+            if len(self._first) >= self._fewest:
+                self._look_back()
+
+    def _look_back(self) -> None:
+        weights = [weight for *_, weight in self._first]
+        if sum(weights) - max(weights) < self._known:
             return
-        self._first.append((seconds / weight, value, weight))
-        self._known -= weight
-        if self._known <= 0 and len(self._first) >= self._fewest:
-            for _, value, weight in sorted(self._first)[: (len(self._first) + 1) // 2]:
+        fast = sorted(self._first)[(len(weights) - 1) // 2][0]
+        self._mean = Mean(0, self._most)
+        for seconds, value, weight in self._first:
+            if seconds <= SLOW * fast:
                 self._mean.add(value, weight)
-            self._first = None
+        self._first = None
 
 
 class Rates:
     """Moving averages of speed, for placement."""
 
     def __init__(self) -> None:
-        self._prefill = Speed(KNOWN_TOKENS, KNOWN_PROMPT_STEPS, MOST_TOKENS)
+        self._prefill = Speed(KNOWN_TOKENS, FIRST_STEPS, MOST_TOKENS)
         self._step = Speed(KNOWN_STEPS, KNOWN_STEPS, MOST_STEPS)
 
     @property
