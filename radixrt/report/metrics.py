@@ -175,17 +175,11 @@ class _Collector(Collector):
         yield from self._failures()
 
     def _failures(self) -> Iterator[Metric]:
-        labels = ["worker"]
-        aside = GaugeMetricFamily(
-            "radixrt_worker_set_aside", "1 if the worker keeps failing and gets probes only.", labels=labels
-        )
-        share = GaugeMetricFamily(
-            "radixrt_worker_failed_share", "Share of its recent sequences that the worker has failed.", labels=labels
-        )
+        text = "1 while a worker that keeps failing gets probes only, as long as others serve."
+        aside = GaugeMetricFamily("radixrt_worker_set_aside", text, labels=["worker"])
         for member in self._core.members:
             aside.add_metric([member.name], member.record.set_aside)
-            share.add_metric([member.name], member.record.share)
-        yield from (aside, share)
+        yield aside
 
     def _states(self, serving: set[str]) -> dict[str, WorkerState]:
         """States of serving workers and of the last `MOST_GONE` that have gone, so that the final values of their

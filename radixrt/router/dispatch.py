@@ -27,10 +27,10 @@ LEAST_SHARED = 256
 WINDOW_BYTES = 16 * TOKEN_BYTES
 """Bytes at the end of a part that are compared to decide whether a run shares it. An estimate is good enough."""
 MAX_TRIES = 16
-"""The most workers that may fail a run before it ends, of however many there are."""
-MAX_TRIES_AGAIN = 6
-"""How often a run may go to workers that have failed it, if others failed with it there. Each time the workers divide
-the suspects among them, so that those that are not the cause part from it."""
+"""How often workers may fail a run before it ends, of however many there are."""
+MAX_TRIES_AGAIN = 12
+"""How often a run may go to workers that have failed it, if others of the same steps may be the cause. Each time the
+workers divide the suspects among them, so that these part from the cause."""
 MOST_SHARERS = 64
 """The most runs that are compared: the latest of those that decode."""
 
@@ -84,9 +84,8 @@ class Dispatcher:
             members = self._not_failed(run, members)
         if run.request.bounded:
             members = [m for m in members if tokens + remaining <= m.token_limit] or members
-        usable = [m for m in members if not m.record.set_aside]
-        if usable and len(usable) < len(members):
-            members = usable if run.failed_by or run.losses else _probed(members, now) or usable
+        if any(m.record.suspect for m in members):
+            members = self._probed(run, members, now)
         return {m.number: m for m in members}
 
     def _able(self, run: RunState, tokens: int) -> list[Member]:
@@ -102,6 +101,17 @@ class Dispatcher:
         suspects = Counter(other.member.number for other in self.in_flight.values() if other.incidents)
         fewest = min(suspects[m.number] for m in members)
         return [m for m in members if suspects[m.number] == fewest]
+
+    def _probed(self, run: RunState, members: list[Member], now: float) -> list[Member]:
+        """Those of `members` that are not set aside; all, if there are no others. Or one that is to be probed by the
+        run, if that has not failed and another worker could go on with it."""
+        usable = [m for m in members if not m.record.set_aside]
+        if not run.failed_by and not run.losses:
+            for member in members:
+                if member.record.is_due(now) and any(m is not member for m in usable):
+                    member.record.probe(now)
+                    return [member]
+        return usable or members
 
     def _serving(self, run: RunState) -> Serving:
         return self._members.serving(run.request.model, run.request.version)
@@ -138,7 +148,7 @@ class Dispatcher:
         tries, members = len(run.failed_by), self._able(run, run.prompt_len + len(run.emitted))
         if tries >= MAX_TRIES:
             return False
-        again = run.in_company and len(members) > 1 and tries < len(members) + MAX_TRIES_AGAIN
+        again = len(members) > 1 and tries < len(members) + MAX_TRIES_AGAIN and failures.may_be_innocent(run)
         return again or any(m.record not in run.failed_by for m in members)
 
     def _choose(
@@ -237,12 +247,3 @@ class Dispatcher:
         self._waiting.pop(run, None)
         if run.member is not None:
             run.member.ended(run.id)
-
-
-def _probed(members: Iterable[Member], now: float) -> list[Member]:
-    """The worker that is set aside and gets a run as a probe now, if any."""
-    for member in members:
-        if member.record.set_aside and now >= member.record.probe_at:
-            member.record.probe(now)
-            return [member]
-    return []

@@ -8,7 +8,8 @@
 All runs that a worker fails at once are one incident, which counts once: one of them may have caused it. It is blamed
 on the worker only when all of them have got on elsewhere. Invalid fields of requests are no failures.
 
-A worker that keeps failing is set aside: it gets no run while others can serve it, except for a probe now and then.
+A worker that was at fault gets a run as a probe now and then, by which its share of failures is known. One that keeps
+failing is set aside: while others can serve it gets nothing but the probes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ BLAME_WEIGHT = 0.25
 """Weight of the latest outcome in `Record.share`."""
 MAX_FAILED_SHARE = 0.5
 """A worker with a larger share is set aside: three failures in a row do, for one that had none."""
+MIN_FAILED_SHARE = 0.25
+"""With a smaller share it serves again."""
 MAX_FAILED_IN_ROW = 8
 """So many requests that fail on a worker, one after the other and nothing else, set it aside even if no other worker
 serves them either."""
@@ -34,7 +37,8 @@ CLEAN_SHARE = 0.1
 FAILURE_HALF_LIFE = 10.0
 """Seconds after which a failure counts half in placement, while its worker is not set aside."""
 MIN_PROBE_SECONDS = 1.0
-"""Time until a worker that was set aside gets its first probe; it doubles with each one."""
+"""Time from the first failure that is blamed on a worker to its first probe, and to the next one; it doubles with each
+probe of a worker that is set aside. After a success the next one comes at once."""
 MAX_PROBE_SECONDS = 60.0
 
 
@@ -42,7 +46,8 @@ class Record:
     """What is known of the failures of a worker's process. It is kept while the process is lost or joins again."""
 
     __slots__ = (
-        "failed_at", "in_row", "incidents", "name", "probe_at", "probe_seconds", "request", "share", "undecided",
+        "failed_at", "in_row", "incidents", "name", "probe_at", "probe_seconds", "request", "served", "set_aside",
+        "share", "undecided",
     )  # fmt: skip
 
     def __init__(self, name: str) -> None:
@@ -55,19 +60,24 @@ class Record:
         """Moving average over its runs and incidents, in [0, 1]: how many it has failed. A run that ends well counts 0,
         an incident that is blamed on it 1."""
         self.in_row = 0
-        """Incidents of different requests since the worker last gave a token."""
+        """Incidents of different requests since the worker last gave a token, without those that fail where others do
+        not."""
+        self.served = False
+        """Whether a run has ended well there since the last incident."""
         self.request: object = None
         """Identifies the request of the last incident."""
         self.failed_at = 0.0
         """Time of the last incident."""
+        self.set_aside = False
         self.probe_at = 0.0
-        """When it may get its next probe, if it is set aside."""
+        """When it may get its next probe, if it is a suspect."""
         self.probe_seconds = MIN_PROBE_SECONDS
         """Time from the next probe to the one after it."""
 
     @property
-    def set_aside(self) -> bool:
-        return self.share > MAX_FAILED_SHARE or self.in_row >= MAX_FAILED_IN_ROW
+    def suspect(self) -> bool:
+        """Whether it gets probes."""
+        return self.share > 0.0 or self.set_aside
 
     def failed_share(self, now: float) -> float:
         """The share of runs that it is expected to fail, for placement:
@@ -86,15 +96,13 @@ class Record:
     def failed(self, request: object, now: float, *, gave_tokens: bool) -> None:
         """Requests have failed there, among them one that `request` identifies; `gave_tokens`: to others since the
         last time."""
-        before = self.set_aside
         self.incidents += 1
         self.undecided += 1
         if gave_tokens:
-            self.in_row = 1
-        elif request != self.request:
-            self.in_row += 1
-        self.request, self.failed_at = request, now
-        self._is_worse(before, now)
+            self.in_row = 0
+        self.in_row += gave_tokens or request != self.request
+        self.request, self.failed_at, self.served = request, now, False
+        self._set_aside(now)
 
     def excuse(self) -> None:
         """An incident cannot be blamed on the worker."""
@@ -102,61 +110,84 @@ class Record:
 
     def blame(self, now: float) -> None:
         """An incident is to be blamed on the worker."""
-        before = self.set_aside
         self.undecided -= 1
+        if not self.suspect:
+            self.probe(now)
         self.share += (1 - self.share) * BLAME_WEIGHT
-        self._is_worse(before, now)
+        self._set_aside(now)
 
     def succeeded(self) -> None:
         """A run has ended well there."""
         if not self.incidents:
             return
-        before = self.set_aside
         self.share *= 1 - BLAME_WEIGHT
-        self.in_row = 0
+        self.in_row, self.served = 0, True
         if self.share < CLEAN_SHARE:
             self.share, self.probe_seconds = 0.0, MIN_PROBE_SECONDS
-        if before and not self.set_aside:
-            log.info("worker %s is not set aside any more: it serves requests again", self.name)
         self.probe_at = 0.0
+        if self.set_aside and self.share < MIN_FAILED_SHARE:
+            self.set_aside = False
+            log.info("worker %s serves again: it has answered its probes", self.name)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is to get a probe."""
+        return self.suspect and now >= self.probe_at
 
     def probe(self, now: float) -> None:
-        """It gets a probe now, or was set aside and gets its first one later."""
+        """It gets a probe now, or has begun to fail and gets its first one later."""
         self.probe_at = now + self.probe_seconds
-        self.probe_seconds = min(2 * self.probe_seconds, MAX_PROBE_SECONDS)
+        if self.set_aside:
+            self.probe_seconds = min(2 * self.probe_seconds, MAX_PROBE_SECONDS)
 
-    def _is_worse(self, before: bool, now: float) -> None:
-        """It may be set aside now; `before`: it was so already."""
-        if self.set_aside and not before:
-            self.probe(now)
+    def _set_aside(self, now: float) -> None:
+        """Set it aside if it has failed too many."""
+        if not self.set_aside and (self.share > MAX_FAILED_SHARE or self.in_row >= MAX_FAILED_IN_ROW):
+            self.set_aside = True
+            self.probe_at = now + self.probe_seconds
             log.warning("worker %s is set aside: it keeps failing requests", self.name)
 
 
 class Incident:
-    """Runs that a worker failed at once. `open`: how many of them have neither got on elsewhere nor ended."""
+    """Runs that a worker failed at once: `size` of them, of which `open` have neither got on elsewhere nor ended."""
 
-    __slots__ = ("excused", "open", "record")
+    __slots__ = ("excused", "gave_tokens", "open", "record", "size")
 
-    def __init__(self, record: Record, open: int) -> None:
+    def __init__(self, record: Record, size: int, *, gave_tokens: bool) -> None:
         self.record = record
-        self.open = open
+        self.size = self.open = size
+        self.gave_tokens = gave_tokens
+        """Whether the worker had given tokens to others, since it last failed any."""
         self.excused = False
-        """Whether one of its runs may have caused it."""
+        """Whether a run that has ended may have caused it."""
+
+    @property
+    def may_be_of_others(self) -> bool:
+        """Whether others than one that is still open may have caused it."""
+        return self.open > 1 or self.excused
+
+    @property
+    def is_of_the_last(self) -> bool:
+        """Whether all but one have got on: that one has caused it."""
+        return self.size > 1 and not self.may_be_of_others
 
 
 def note_failures(record: Record, runs: Sequence[RunState], now: float, *, gave_tokens: bool) -> None:
     """A worker has failed `runs` at once. `gave_tokens`: to others, since it last failed any."""
-    request = runs[-1].request
+    request, gave_tokens = runs[-1].request, gave_tokens or record.served
     record.failed((request.client, request.id), now, gave_tokens=gave_tokens)
-    incident = Incident(record, len(runs))
+    incident = Incident(record, len(runs), gave_tokens=gave_tokens)
     for run in runs:
-        if run.got_on:
+        if run.got_on or (len(runs) > 1 and len(run.emitted) > run.sent):
             run.failed_by.clear()
-            run.in_company = False
         run.sent = len(run.emitted)
         run.failed_by.append(record)
-        run.in_company |= len(runs) > 1
         run.incidents.append(incident)
+
+
+def may_be_innocent(run: RunState) -> bool:
+    """Whether others may have caused all failures of a run, as far as is known."""
+    *earlier, last = run.incidents
+    return last.may_be_of_others and not any(incident.is_of_the_last for incident in earlier)
 
 
 def got_on(run: RunState, now: float) -> None:
@@ -171,10 +202,14 @@ def got_on(run: RunState, now: float) -> None:
 
 
 def ended(run: RunState) -> None:
-    """A run has ended without getting on after its failures: it may have caused them."""
+    """A run has ended without getting on after its failures: it may have caused them. If it failed also where others
+    were served, it has."""
     incidents, run.incidents = run.incidents, []
+    is_cause = any(incident.gave_tokens for incident in incidents)
     for incident in incidents:
         incident.open -= 1
         incident.excused = True
+        if is_cause and incident.record.in_row:
+            incident.record.in_row -= 1
         if not incident.open:
             incident.record.excuse()

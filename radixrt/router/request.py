@@ -105,7 +105,6 @@ class RunState:
         "first_at",
         "hit",
         "id",
-        "in_company",
         "incidents",
         "index",
         "last_at",
@@ -158,8 +157,6 @@ class RunState:
         """Tokens emitted before it was sent to its worker."""
         self.failed_by: list[Record] = []
         """Of the workers that have failed it since it last made progress: one for each failure."""
-        self.in_company = False
-        """Whether others failed together with it, one of which may have caused that."""
         self.incidents: list[Incident] = []
         """Its failures since it last gained a token."""
         self.losses: list[Member] = []
