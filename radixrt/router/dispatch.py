@@ -26,11 +26,6 @@ LEAST_SHARED = 256
 """If workers' hits differ by fewer tokens than this, sharers are not counted (`_sharers`)."""
 WINDOW_BYTES = 16 * TOKEN_BYTES
 """Bytes at the end of a part that are compared to decide whether a run shares it. An estimate is good enough."""
-MAX_TRIES = 16
-"""How often workers may fail a run before it ends, of however many there are."""
-MAX_TRIES_AGAIN = 12
-"""How often a run may go to workers that have failed it, if others of the same steps may be the cause. Each time the
-workers divide the suspects among them, so that these part from the cause."""
 MOST_SHARERS = 64
 """The most runs that are compared: the latest of those that decode."""
 
@@ -79,8 +74,8 @@ class Dispatcher:
         """By number, the workers with room for all tokens that were requested; if there are none, those with room for
         at least one more. Workers that have failed the run, and those that are set aside, only if there are no others,
         but for a probe."""
-        members, remaining = self._able(run, tokens), run.remaining
-        if run.failed_by:
+        members, remaining = self._able(run), run.remaining
+        if run.tries:
             members = self._not_failed(run, members)
         if run.request.bounded:
             members = [m for m in members if tokens + remaining <= m.token_limit] or members
@@ -88,17 +83,22 @@ class Dispatcher:
             members = self._probed(run, members, now)
         return {m.number: m for m in members}
 
-    def _able(self, run: RunState, tokens: int) -> list[Member]:
+    def _able(self, run: RunState) -> list[Member]:
         """The workers with room for at least one more token of a run."""
-        least = tokens + min(1, run.remaining)
+        least = run.prompt_len + len(run.emitted) + min(1, run.remaining)
         return [m for m in self._serving(run).members if least <= m.token_limit]
 
     def _not_failed(self, run: RunState, members: list[Member]) -> list[Member]:
-        """Those of `members` that have not failed a run; if all have, those with the fewest other suspects."""
-        untried = [m for m in members if m.record not in run.failed_by]
-        if untried or not members:
-            return untried
-        suspects = Counter(other.member.number for other in self.in_flight.values() if other.incidents)
+        """Those of `members` that may get a run that some have failed, with the fewest suspects of other requests: so
+        these are divided among the workers, and part from the one that is the cause."""
+        members = failures.next_tries(run, members) or members
+        if len(members) == 1 or not any(m.record.undecided for m in members):
+            return members
+        others = [other for other in self.in_flight.values() if other.incidents]
+        siblings = {other.member.number for other in others if other.request is run.request}
+        if together := [m for m in members if m.number in siblings]:
+            return together
+        suspects = Counter(other.member.number for other in others)
         fewest = min(suspects[m.number] for m in members)
         return [m for m in members if suspects[m.number] == fewest]
 
@@ -106,7 +106,7 @@ class Dispatcher:
         """Those of `members` that are not set aside; all, if there are no others. Or one that is to be probed by the
         run, if that has not failed and another worker could go on with it."""
         usable = [m for m in members if not m.record.set_aside]
-        if not run.failed_by and not run.losses:
+        if not run.tries and not run.losses:
             for member in members:
                 if member.record.is_due(now) and any(m is not member for m in usable):
                     member.record.probe(now)
@@ -130,26 +130,18 @@ class Dispatcher:
 
     def retry(self, member: Member, runs: Sequence[RunState], now: float) -> tuple[list[Effect], list[RunState]]:
         """A worker has failed `runs` in one step, although their requests are valid: the cause may lie with the worker,
-        or with one of them. Each goes to a worker that has not failed it. Returns orders, and the runs for which there
-        is none, which are to end."""
+        or with one of them. Each goes to a worker that has not failed it. Returns orders, and the runs that are to end,
+        as there is none."""
         since = member.record.failed_at
         others = (self.in_flight[id] for id in member.runs if id in self.in_flight)
         gave_tokens = any(run.started and run.last_at > since for run in others)
         failures.note_failures(member.record, runs, now, gave_tokens=gave_tokens)
-        ending = [run for run in runs if not self._has_more_tries(run)]
+        ending = [run for run in runs if not failures.next_tries(run, self._able(run))]
         again = [run for run in runs if run not in ending]
         for run in again:
             self._remove(run)
             run.detach()
         return [effect for run in again for effect in self.send(run, now)], ending
-
-    def _has_more_tries(self, run: RunState) -> bool:
-        """Whether a run that its worker has failed is to be sent again."""
-        tries, members = len(run.failed_by), self._able(run, run.prompt_len + len(run.emitted))
-        if tries >= MAX_TRIES:
-            return False
-        again = len(members) > 1 and tries < len(members) + MAX_TRIES_AGAIN and failures.may_be_innocent(run)
-        return again or any(m.record not in run.failed_by for m in members)
 
     def _choose(
         self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member], now: float

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from radixrt.router.member import Member
     from radixrt.router.request import RunState
 
 log = logging.getLogger("radixrt.router")
@@ -40,6 +41,10 @@ MIN_PROBE_SECONDS = 1.0
 """Time from the first failure that is blamed on a worker to its first probe, and to the next one; it doubles with each
 probe of a worker that is set aside. After a success the next one comes at once."""
 MAX_PROBE_SECONDS = 60.0
+
+
+MAX_TRIES = 16
+"""How often workers may fail a run before it ends, of however many there are."""
 
 
 class Record:
@@ -148,57 +153,61 @@ class Record:
 
 
 class Incident:
-    """Runs that a worker failed at once: `size` of them, of which `open` have neither got on elsewhere nor ended."""
+    """Runs that a worker failed at once. `open`: those of them that have neither got on elsewhere nor ended."""
 
-    __slots__ = ("excused", "gave_tokens", "open", "record", "size")
+    __slots__ = ("excused", "gave_tokens", "open", "record")
 
-    def __init__(self, record: Record, size: int, *, gave_tokens: bool) -> None:
+    def __init__(self, record: Record, runs: Sequence[RunState], *, gave_tokens: bool) -> None:
         self.record = record
-        self.size = self.open = size
+        self.open = set(runs)
         self.gave_tokens = gave_tokens
         """Whether the worker had given tokens to others, since it last failed any."""
         self.excused = False
         """Whether a run that has ended may have caused it."""
 
-    @property
-    def may_be_of_others(self) -> bool:
-        """Whether others than one that is still open may have caused it."""
-        return self.open > 1 or self.excused
+    def is_doubtful(self, run: RunState) -> bool:
+        """Whether another request than that of `run` may have caused it."""
+        return self.excused or any(other.request is not run.request for other in self.open)
 
-    @property
-    def is_of_the_last(self) -> bool:
-        """Whether all but one have got on: that one has caused it."""
-        return self.size > 1 and not self.may_be_of_others
+    def settle(self, run: RunState, now: float) -> None:
+        """A run has got on elsewhere, or ended. If it was the last one, it is clear whether the worker is to blame."""
+        self.open.discard(run)
+        if not self.open and self.excused:
+            self.record.excuse()
+        elif not self.open:
+            self.record.blame(now)
 
 
 def note_failures(record: Record, runs: Sequence[RunState], now: float, *, gave_tokens: bool) -> None:
     """A worker has failed `runs` at once. `gave_tokens`: to others, since it last failed any."""
     request, gave_tokens = runs[-1].request, gave_tokens or record.served
     record.failed((request.client, request.id), now, gave_tokens=gave_tokens)
-    incident = Incident(record, len(runs), gave_tokens=gave_tokens)
+    incident = Incident(record, runs, gave_tokens=gave_tokens)
     for run in runs:
         if run.got_on or (len(runs) > 1 and len(run.emitted) > run.sent):
-            run.failed_by.clear()
+            run.tries.clear()
         run.sent = len(run.emitted)
-        run.failed_by.append(record)
+        run.tries.append(incident)
         run.incidents.append(incident)
 
 
-def may_be_innocent(run: RunState) -> bool:
-    """Whether others may have caused all failures of a run, as far as is known."""
-    *earlier, last = run.incidents
-    return last.may_be_of_others and not any(incident.is_of_the_last for incident in earlier)
+def next_tries(run: RunState, members: Sequence[Member]) -> list[Member]:
+    """Those of `members` that may get a run that some have failed: the ones that have not, or if there are none, those
+    where another run of the same step may have been the cause. None if there are no such, or it was tried too often."""
+    if len(run.tries) >= MAX_TRIES:
+        return []
+    tried = {incident.record for incident in run.tries}
+    if untried := [member for member in members if member.record not in tried]:
+        return untried
+    failed = {incident.record for incident in run.tries if not incident.is_doubtful(run)}
+    return [member for member in members if member.record not in failed] if len(members) > 1 else []
 
 
 def got_on(run: RunState, now: float) -> None:
     """A run has gained a token, or scores, after its failures."""
     incidents, run.incidents = run.incidents, []
     for incident in incidents:
-        incident.open -= 1
-        if not incident.open and not incident.excused:
-            incident.record.blame(now)
-        elif not incident.open:
-            incident.record.excuse()
+        incident.settle(run, now)
 
 
 def ended(run: RunState) -> None:
@@ -207,9 +216,7 @@ def ended(run: RunState) -> None:
     incidents, run.incidents = run.incidents, []
     is_cause = any(incident.gave_tokens for incident in incidents)
     for incident in incidents:
-        incident.open -= 1
         incident.excused = True
+        incident.settle(run, 0.0)
         if is_cause and incident.record.in_row:
             incident.record.in_row -= 1
-        if not incident.open:
-            incident.record.excuse()

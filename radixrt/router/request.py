@@ -100,7 +100,6 @@ class RunState:
         "cached",
         "counts_hits",
         "emitted",
-        "failed_by",
         "finished",
         "first_at",
         "hit",
@@ -121,6 +120,7 @@ class RunState:
         "scores",
         "sent",
         "started",
+        "tries",
         "waiting_since",
     )  # fmt: skip
 
@@ -155,10 +155,10 @@ class RunState:
         self.finished = False
         self.sent = 0
         """Tokens emitted before it was sent to its worker."""
-        self.failed_by: list[Record] = []
-        """Of the workers that have failed it since it last made progress: one for each failure."""
+        self.tries: list[Incident] = []
+        """Its failures since it last made progress."""
         self.incidents: list[Incident] = []
-        """Its failures since it last gained a token."""
+        """Its failures since it last gained a token: it may have caused them."""
         self.losses: list[Member] = []
         """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
         self.waiting_since: float | None = None

@@ -12,12 +12,13 @@ from radixrt.config import RouterConfig
 from radixrt.messages import Delta, Deltas, Error, Generate, Load, Output, Run, Sampling, StepDone, TokenPrompt
 from radixrt.report import Report
 from radixrt.report.metrics import render
-from radixrt.router import dispatch, failures, status
+from radixrt.router import failures, status
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order
 from radixrt.router.failures import Record
 from radixrt.router.states import States
 from radixrt.tree import RadixTree
+
 
 class Cluster:
     """A core and simulated workers, whose messages are delivered at once. `fails(name, run)` says why a worker fails a
@@ -348,7 +349,7 @@ def test_poison_is_tried_on_a_bounded_number_of_workers():
     cluster = Cluster(100, lambda name, run: is_poison(run))
     cluster.ask(1, ids(666, 1))
     cluster.finish()
-    assert cluster.errors[1].code == 500 and sum(cluster.placed.values()) == dispatch.MAX_TRIES
+    assert cluster.errors[1].code == 500 and sum(cluster.placed.values()) == failures.MAX_TRIES
     assert max(cluster.placed.values()) == 1
 
 
