@@ -281,6 +281,8 @@ class RouterCore:
                 self._take(run, output, deltas, others, now)
         if failed:
             others += self._retry(member, failed, now)
+        elif self._dispatcher.held:
+            others += self._release(now)
         member.update(message.load, now)
         self._recorder.load(name, message.load)
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
@@ -304,7 +306,7 @@ class RouterCore:
         effects += self.members.ask_again(now)
         self.groups.expire(now)
         effects += self.pauses.expire(now)
-        effects += self.adapters.tick(now)
+        effects += self.adapters.tick(now) + self._release(now)
         timeout = self._config.worker_timeout
         for request in self._dispatcher.superseded():
             message = f"the LoRA adapter {request.model!r} was replaced or unloaded, and the worker with it was lost"
@@ -363,14 +365,24 @@ class RouterCore:
 
     def _retry(self, member: Member, failed: list[tuple[RunState, Output]], now: float) -> list[Effect]:
         """A worker has failed runs in one step: they go on elsewhere, or end with their requests."""
-        failed = [(run, output) for run, output in failed if not run.finished]
-        effects, ending = self._dispatcher.retry(member, [run for run, _ in failed], now)
-        self.counters.redispatched += len(failed) - len(ending)
+        runs = [run for run, _ in failed if not run.finished]
         for run, output in failed:
-            if run in ending and not run.finished:  # the end of another choice may have been its own as well
+            run.problem = output.error or "the worker failed on this request"
+        effects, ending = self._dispatcher.retry(member, runs, now)
+        self.counters.redispatched += len(set(runs) - set(ending))
+        return effects + self._end(ending)
+
+    def _release(self, now: float) -> list[Effect]:
+        effects, ending = self._dispatcher.release(now)
+        return effects + self._end(ending)
+
+    def _end(self, runs: list[RunState]) -> list[Effect]:
+        """End runs that all workers have failed, with their requests."""
+        effects: list[Effect] = []
+        for run in runs:
+            if not run.finished:  # another choice of its request may have ended it
                 self._close(run)
-                message = output.error or "the worker failed on this request"
-                effects += self._fail(run.request, Error(run.request.id, 500, message))
+                effects += self._fail(run.request, Error(run.request.id, 500, run.problem))
         return effects
 
     def _count_time(self, run: RunState, now: float) -> None:

@@ -4,6 +4,7 @@
                                                             --move, if it has filled the room there--> send
                                                             --retry, if the worker failed it--> send, or it ends
          -> none does: it waits until a worker joins        --send_waiting--> send
+    retry -> others failed with it: it is held until a worker has no other such run in trial    --release--> send
 
 `drop` ends a run, wherever it is.
 """
@@ -11,7 +12,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from radixrt.messages import TOKEN_BYTES
@@ -39,18 +39,22 @@ class Dispatcher:
         self._members = members
         self._index = index
         self._waiting: dict[RunState, None] = {}
+        self.held: dict[RunState, None] = {}
+        """Runs that failed together with others, which may be the cause, or may be themselves: each worker gets one at
+        a time."""
         self._last_id = 0
 
     def __len__(self) -> int:
         """Runs that are in flight or wait for a worker."""
-        return len(self.in_flight) + len(self._waiting)
+        return len(self.in_flight) + len(self._waiting) + len(self.held)
 
-    def send(self, run: RunState, now: float) -> list[Effect]:
-        """Send a run to the best worker, or let it wait until one joins."""
+    def send(self, run: RunState, now: float, trial: list[Member] | None = None) -> list[Effect]:
+        """Send a run to the best worker, or let it wait until one joins; as a `trial` to one of these workers."""
         request = run.request
         ids = run.prompt + run.emitted.tobytes() if run.emitted else run.prompt
         tokens = len(ids) // TOKEN_BYTES
-        fits = self._fitting(run, tokens, now)
+        fits = self._fitting(run, tokens, now, trial)
+        run.on_trial = bool(trial)
         if not fits:
             run.waiting_since = now if run.waiting_since is None else run.waiting_since
             self._waiting[run] = None
@@ -70,13 +74,13 @@ class Dispatcher:
         self._index.computing(member.number, run.id, request.namespace, run.prompt)
         return [Order(member.name, run.order(ids))]
 
-    def _fitting(self, run: RunState, tokens: int, now: float) -> dict[int, Member]:
+    def _fitting(self, run: RunState, tokens: int, now: float, trial: list[Member] | None) -> dict[int, Member]:
         """By number, the workers with room for all tokens that were requested; if there are none, those with room for
         at least one more. Workers that have failed the run, and those that are set aside, only if there are no others,
-        but for a probe."""
-        members, remaining = self._able(run), run.remaining
-        if run.tries:
-            members = self._not_failed(run, members)
+        but for a probe. Of those of a `trial`, if there are any."""
+        members, remaining = trial or self._able(run), run.remaining
+        if run.tries and not trial:
+            members = failures.next_tries(run, members) or members
         if run.request.bounded:
             members = [m for m in members if tokens + remaining <= m.token_limit] or members
         if any(m.record.suspect for m in members):
@@ -87,20 +91,6 @@ class Dispatcher:
         """The workers with room for at least one more token of a run."""
         least = run.prompt_len + len(run.emitted) + min(1, run.remaining)
         return [m for m in self._serving(run).members if least <= m.token_limit]
-
-    def _not_failed(self, run: RunState, members: list[Member]) -> list[Member]:
-        """Those of `members` that may get a run that some have failed, with the fewest suspects of other requests: so
-        these are divided among the workers, and part from the one that is the cause."""
-        members = failures.next_tries(run, members) or members
-        if len(members) == 1 or not any(m.record.undecided for m in members):
-            return members
-        others = [other for other in self.in_flight.values() if other.incidents]
-        siblings = {other.member.number for other in others if other.request is run.request}
-        if together := [m for m in members if m.number in siblings]:
-            return together
-        suspects = Counter(other.member.number for other in others)
-        fewest = min(suspects[m.number] for m in members)
-        return [m for m in members if suspects[m.number] == fewest]
 
     def _probed(self, run: RunState, members: list[Member], now: float) -> list[Member]:
         """Those of `members` that are not set aside; all, if there are no others. Or one that is to be probed by the
@@ -130,8 +120,8 @@ class Dispatcher:
 
     def retry(self, member: Member, runs: Sequence[RunState], now: float) -> tuple[list[Effect], list[RunState]]:
         """A worker has failed `runs` in one step, although their requests are valid: the cause may lie with the worker,
-        or with one of them. Each goes to a worker that has not failed it. Returns orders, and the runs that are to end,
-        as there is none."""
+        or with one of them. Each goes to a worker that has not failed it, at once or as a trial. Returns orders, and
+        the runs that are to end, as there is none."""
         since = member.record.failed_at
         others = (self.in_flight[id] for id in member.runs if id in self.in_flight)
         gave_tokens = any(run.started and run.last_at > since for run in others)
@@ -141,7 +131,32 @@ class Dispatcher:
         for run in again:
             self._remove(run)
             run.detach()
-        return [effect for run in again for effect in self.send(run, now)], ending
+        effects: list[Effect] = []
+        for run in again:
+            if failures.needs_trial(run, self._able(run)):
+                self.held[run] = None
+            else:
+                effects += self.send(run, now)
+        orders, hopeless = self.release(now)
+        return effects + orders, ending + hopeless
+
+    def release(self, now: float) -> tuple[list[Effect], list[RunState]]:
+        """Send held runs to workers that have no trial in progress. Returns orders, and the runs that are to end, as it
+        has become clear that all workers have failed them."""
+        effects: list[Effect] = []
+        ending: list[RunState] = []
+        busy = {run.member.number for run in self.in_flight.values() if run.on_trial and run.incidents}
+        for run in list(self.held):
+            able = self._able(run)
+            members = failures.next_tries(run, able)
+            free = [m for m in members if m.number not in busy]
+            if free or not able:
+                del self.held[run]
+                effects += self.send(run, now, free)
+                busy |= {run.member.number} if run.member else set()
+            elif not members:
+                ending.append(run)
+        return effects, ending
 
     def _choose(
         self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member], now: float
@@ -237,5 +252,6 @@ class Dispatcher:
             self._start(run)
         self.in_flight.pop(run.id, None)
         self._waiting.pop(run, None)
+        self.held.pop(run, None)
         if run.member is not None:
             run.member.ended(run.id)

@@ -45,6 +45,9 @@ MAX_PROBE_SECONDS = 60.0
 
 MAX_TRIES = 16
 """How often workers may fail a run before it ends, of however many there are."""
+MAX_FREE_TRIES = 3
+"""After so many failures together with others a run is sent only where no other such run is, so that those that are not
+the cause part from it."""
 
 
 class Record:
@@ -155,19 +158,22 @@ class Record:
 class Incident:
     """Runs that a worker failed at once. `open`: those of them that have neither got on elsewhere nor ended."""
 
-    __slots__ = ("excused", "gave_tokens", "open", "record")
+    __slots__ = ("excused", "gave_tokens", "open", "record", "together")
 
     def __init__(self, record: Record, runs: Sequence[RunState], *, gave_tokens: bool) -> None:
         self.record = record
         self.open = set(runs)
+        self.together = len(runs) > 1
         self.gave_tokens = gave_tokens
         """Whether the worker had given tokens to others, since it last failed any."""
         self.excused = False
         """Whether a run that has ended may have caused it."""
 
     def is_doubtful(self, run: RunState) -> bool:
-        """Whether another request than that of `run` may have caused it."""
-        return self.excused or any(other.request is not run.request for other in self.open)
+        """Whether another request than that of `run` may have caused it: so it is if `run` has got on since then."""
+        if self.excused or (self.together and run not in self.open):
+            return True
+        return any(other.request is not run.request for other in self.open)
 
     def settle(self, run: RunState, now: float) -> None:
         """A run has got on elsewhere, or ended. If it was the last one, it is clear whether the worker is to blame."""
@@ -193,14 +199,23 @@ def note_failures(record: Record, runs: Sequence[RunState], now: float, *, gave_
 
 def next_tries(run: RunState, members: Sequence[Member]) -> list[Member]:
     """Those of `members` that may get a run that some have failed: the ones that have not, or if there are none, those
-    where another run of the same step may have been the cause. None if there are no such, or it was tried too often."""
+    where another request of the same step may have been the cause. None if it was tried too often."""
     if len(run.tries) >= MAX_TRIES:
         return []
     tried = {incident.record for incident in run.tries}
     if untried := [member for member in members if member.record not in tried]:
         return untried
     failed = {incident.record for incident in run.tries if not incident.is_doubtful(run)}
-    return [member for member in members if member.record not in failed] if len(members) > 1 else []
+    return [member for member in members if member.record not in failed]
+
+
+def needs_trial(run: RunState, members: Sequence[Member]) -> bool:
+    """Whether a run is to be sent where no other suspect is: it may be the cause of others' failures, and it has failed
+    on all of `members` that may get it, or on several."""
+    if not any(incident.is_doubtful(run) for incident in run.tries):
+        return False
+    tried = {incident.record for incident in run.tries}
+    return len(run.tries) >= MAX_FREE_TRIES or all(member.record in tried for member in members)
 
 
 def got_on(run: RunState, now: float) -> None:

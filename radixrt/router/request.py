@@ -111,6 +111,8 @@ class RunState:
         "losses",
         "member",
         "most_cached",
+        "on_trial",
+        "problem",
         "prompt",
         "prompt_len",
         "prompt_logprobs",
@@ -159,6 +161,10 @@ class RunState:
         """Its failures since it last made progress."""
         self.incidents: list[Incident] = []
         """Its failures since it last gained a token: it may have caused them."""
+        self.problem = ""
+        """What its worker said when it last failed it."""
+        self.on_trial = False
+        """Whether it was sent to its worker as a trial (see `Dispatcher.held`)."""
         self.losses: list[Member] = []
         """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
         self.waiting_since: float | None = None
