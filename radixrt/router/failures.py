@@ -199,14 +199,15 @@ def note_failures(record: Record, runs: Sequence[RunState], now: float, *, gave_
 
 def next_tries(run: RunState, members: Sequence[Member]) -> list[Member]:
     """Those of `members` that may get a run that some have failed: the ones that have not, or if there are none, those
-    where another request of the same step may have been the cause. None if it was tried too often."""
+    where another request of the same step may have been the cause, if they do not fail others as well. None if it was
+    tried too often."""
     if len(run.tries) >= MAX_TRIES:
         return []
     tried = {incident.record for incident in run.tries}
     if untried := [member for member in members if member.record not in tried]:
         return untried
     failed = {incident.record for incident in run.tries if not incident.is_doubtful(run)}
-    return [member for member in members if member.record not in failed]
+    return [member for member in members if member.record not in failed and not member.record.set_aside]
 
 
 def needs_trial(run: RunState, members: Sequence[Member]) -> bool:

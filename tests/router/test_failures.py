@@ -33,6 +33,8 @@ class Cluster:
         self.errors: dict[int, Error] = {}
         self.placed: Counter[str] = Counter()
         """Runs by worker."""
+        self.tries: Counter[int] = Counter()
+        """Runs by request."""
         self._rng = random.Random(2)
         for name in self.workers:
             self.core.register(register(name), self.now)
@@ -47,7 +49,9 @@ class Cluster:
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Order):
-                self.placed[effect.name] += isinstance(effect.message, Run)
+                if isinstance(effect.message, Run):
+                    self.placed[effect.name] += 1
+                    self.tries[self.core._dispatcher.in_flight[effect.message.id].request.id] += 1
                 if effect.name in self.workers:
                     self.workers[effect.name].obey(effect.message)
             elif isinstance(effect.message, Error):
@@ -353,7 +357,7 @@ def test_poison_is_tried_on_a_bounded_number_of_workers():
     assert max(cluster.placed.values()) == 1
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [1, 2, 4])
 def test_poison_that_fails_whole_steps_takes_nobody_along(count):
     """The others of its steps go on; they part from it, even if all workers have failed them together with it."""
     cluster = Cluster(count, breaks=lambda name, run: is_poison(run))
@@ -365,6 +369,7 @@ def test_poison_that_fails_whole_steps_takes_nobody_along(count):
     cluster.finish()
     assert set(cluster.errors) == {1000}
     assert all(cluster.answer(id) == continuation(prompt(id), 6) for id in range(90))
+    assert cluster.tries[1000] <= 2 * count + 2
     assert not cluster.set_aside() and all(m.record.share == 0 for m in cluster.core.members)
 
 
@@ -403,6 +408,19 @@ def test_invalid_fields_are_no_failures_of_the_worker():
         cluster.perform(cluster.core.step(name, StepDone([refusal], Load()), cluster.now))
     assert {error.code for error in cluster.errors.values()} == {400}
     assert all(member.record.incidents == 0 for member in cluster.core.members)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_where_all_steps_fail_nobody_waits_long_for_an_error(count):
+    """There is no use in looking for the cause among the requests."""
+    cluster = Cluster(count, breaks=lambda name, run: True)
+    for id in range(300):
+        cluster.ask(id, prompt(id))
+        if id % 3 == 0:
+            cluster.turn()
+            assert cluster.core.runs_in_flight < 30 * count
+    cluster.finish(turns=20)
+    assert len(cluster.errors) == 300
 
 
 def test_choices_of_one_request_end_together():
