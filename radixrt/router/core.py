@@ -219,7 +219,7 @@ class RouterCore:
         run = self._open_run(client, request_id, index)
         if run is None:
             return []
-        past = 0 if tokens is None else len(run.emitted) - tokens
+        past = 0 if tokens is None or tokens < 0 else len(run.emitted) - tokens
         usage, effects = self.stop_choice(client, request_id, index, past)
         delta = Delta(request_id, index, finish="stop", usage=usage)
         if not run.request.stream:  # nothing of it has left yet

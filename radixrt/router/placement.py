@@ -170,11 +170,13 @@ def _steady(values: list[float], unknown: float, trusts: Sequence[float]) -> lis
     """Measured values without noise (see SAME), and as far as they are trusted; 0 means not measured, and if none is,
     all are `unknown`.
 
-    value = trust * measured + (1 - trust) * mean
+    value = trust * measured + (1 - trust) * mean      the mean of those that are trusted at all, if there are any
     """
     measured = [value for value in values if value > 0]
     if len(values) == len(measured) == 1:
         return values
+    trusted = [value for value, trust in zip(values, trusts, strict=True) if value > 0 and trust > 0]
+    measured = trusted or measured
     mean = sum(measured) / len(measured) if measured else unknown
     return [
         trust * value + (1 - trust) * mean if value > 0 and not mean / SAME <= value <= mean * SAME else mean
