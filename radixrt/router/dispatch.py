@@ -83,7 +83,7 @@ class Dispatcher:
             members = failures.next_tries(run, members) or members
         if run.request.bounded:
             members = [m for m in members if tokens + remaining <= m.token_limit] or members
-        if any(m.record.suspect for m in members):
+        if any([m.record.incidents for m in members]):
             members = self._probed(run, members, now)
         return {m.number: m for m in members}
 

@@ -33,9 +33,8 @@ class Member:
     is never reused."""
 
     __slots__ = (
-        "asked", "blameless", "computed_tokens", "heard", "info", "load", "load_at", "longest_prompt", "name",
-        "next_step", "num_prompts", "number", "record", "replaced", "runs", "sent_at", "token_limit", "unseen_tokens",
-        "waiting_tokens",
+        "asked", "blameless", "heard", "info", "load", "load_at", "name", "next_step", "number", "prompts",
+        "rate_known", "record", "replaced", "runs", "sent_at", "token_limit", "unseen_tokens", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
@@ -67,8 +66,10 @@ class Member:
         """Tokens of runs whose first token has not arrived."""
         self.unseen_tokens = 0
         """Uncached tokens of dispatched runs that `load` does not include yet."""
-        self.num_prompts = self.computed_tokens = self.longest_prompt = 0
-        """Prompts that it has computed as far as they were not cached, their tokens, and the most of one of them."""
+        self.rate_known = False
+        """Whether its rate is that of several prompts (see `Candidate`)."""
+        self.prompts: list[int] = []
+        """Until then: uncached tokens of the prompts that it has computed."""
 
     @property
     def process(self) -> Process:
@@ -107,9 +108,8 @@ class Member:
         """The first token of a run has arrived."""
         if sent := self.runs.get(run):
             self.waiting_tokens -= sent.tokens
-            self.num_prompts += 1
-            self.computed_tokens += sent.uncached
-            self.longest_prompt = max(self.longest_prompt, sent.uncached)
+            if not self.rate_known:
+                self._count_prompt(sent.uncached)
 
     def ended(self, run: int) -> None:
         """A run has ended, after `started`."""
@@ -124,10 +124,12 @@ class Member:
                 break
             self.unseen_tokens += sent.uncached
 
-    @property
-    def rate_known(self) -> bool:
-        """Whether its rate is that of several prompts (see `Candidate`)."""
-        return self.num_prompts >= KNOWN_PROMPTS and self.computed_tokens - self.longest_prompt >= KNOWN_TOKENS
+    def _count_prompt(self, tokens: int) -> None:
+        self.prompts.append(tokens)
+        beside_longest = sum(self.prompts) - max(self.prompts)
+        if len(self.prompts) >= KNOWN_PROMPTS and beside_longest >= KNOWN_TOKENS:
+            self.rate_known = True
+            self.prompts.clear()
 
     def candidate(self, hit_tokens: int, now: float) -> Candidate:
         """The worker as placement sees it now. Its queue is that of the last load, less what it should have computed

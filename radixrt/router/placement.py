@@ -135,10 +135,8 @@ def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()
     """
     if not workers:
         raise ValueError("no workers")
-    trusts = _trusts(workers)
-    known = [trust if w.rate_known else 0.0 for w, trust in zip(workers, trusts, strict=True)]
-    rates = _steady([w.prefill_rate for w in workers], DEFAULT_PREFILL_RATE, known)
-    steps = _steady([w.step_seconds for w in workers], 0.0, trusts)
+    rates = _steady([w.prefill_rate for w in workers], DEFAULT_PREFILL_RATE, workers, [w.rate_known for w in workers])
+    steps = _steady([w.step_seconds for w in workers], 0.0, workers, [True] * len(workers))
     estimates = [
         _estimate(tokens, worker, rate, step) for worker, rate, step in zip(workers, rates, steps, strict=True)
     ]
@@ -159,26 +157,26 @@ def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()
     return min(near, key=rank)
 
 
-def _trusts(workers: Sequence[Candidate]) -> list[float]:
-    """How far the measured values of each worker count: 1, or less for one that is idle while others are not."""
-    if not any(worker.requests for worker in workers):
-        return [1.0] * len(workers)
-    return [0.5 ** (worker.idle_seconds / IDLE_HALF_LIFE) for worker in workers]
+def _steady(values: list[float], unknown: float, workers: Sequence[Candidate], known: Sequence[bool]) -> list[float]:
+    """Measured values without noise (see SAME); 0 means not measured, and if none is, all are `unknown`. `known`: those
+    that count at all, unless none does.
 
-
-def _steady(values: list[float], unknown: float, trusts: Sequence[float]) -> list[float]:
-    """Measured values without noise (see SAME), and as far as they are trusted; 0 means not measured, and if none is,
-    all are `unknown`.
-
-    value = trust * measured + (1 - trust) * mean      the mean of those that are trusted at all, if there are any
+    value = trust * measured + (1 - trust) * mean
+    trust = 2 ** -(idle_seconds / IDLE_HALF_LIFE) if others are busy and it is known; 0 if it is not, and otherwise 1
     """
     measured = [value for value in values if value > 0]
     if len(values) == len(measured) == 1:
         return values
-    trusted = [value for value, trust in zip(values, trusts, strict=True) if value > 0 and trust > 0]
-    measured = trusted or measured
     mean = sum(measured) / len(measured) if measured else unknown
-    return [
-        trust * value + (1 - trust) * mean if value > 0 and not mean / SAME <= value <= mean * SAME else mean
-        for value, trust in zip(values, trusts, strict=True)
-    ]
+    low, high = mean / SAME, mean * SAME
+    if all([low <= value <= high or value <= 0 for value in values]):
+        return [mean] * len(values)
+    if counting := [value for value, counts in zip(values, known, strict=True) if value > 0 and counts]:
+        mean = sum(counting) / len(counting)
+    busy = any(worker.requests for worker in workers)
+    steady = []
+    for value, counts, worker in zip(values, known, workers, strict=True):
+        trust = 0.5 ** (worker.idle_seconds / IDLE_HALF_LIFE) if busy else 1.0
+        noise = value <= 0 or not counts or mean / SAME <= value <= mean * SAME
+        steady.append(mean if noise else trust * value + (1 - trust) * mean)
+    return steady
