@@ -59,6 +59,7 @@ log = logging.getLogger("radixrt.router")
 
 MAX_LOSSES = 3
 """A run is taken for the cause, and fails, after this many of its workers were lost for good (`Member.blameless`)."""
+FAILED = "the worker failed on this request"
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a disconnected one is noticed."""
 
@@ -214,8 +215,8 @@ class RouterCore:
         return run.usage(), [Order(run.worker, Abort([run.id]))] if run.member else []
 
     def end_choice(self, client: Client, request_id: int, index: int, tokens: int | None = None) -> list[Effect]:
-        """As `stop_choice`, for a client that looks for stop strings itself. `tokens`, if given, is the number of
-        tokens up to the stop string. The client gets the choice's last Delta."""
+        """As `stop_choice`, for a client that looks for stop strings itself. `tokens`, if given and not negative, is
+        the number of tokens up to the stop string. The client gets the choice's last Delta."""
         run = self._open_run(client, request_id, index)
         if run is None:
             return []
@@ -359,15 +360,17 @@ class RouterCore:
                 deltas[request.client].append(delta)
         elif finish == "error":
             self._close(run)
-            others += self._fail(request, Error(request.id, 400, output.error, output.field))
+            others += self._fail(request, Error(request.id, 400, output.error or FAILED, output.field))
         else:
             self._finish(run, output, deltas, others)
 
     def _retry(self, member: Member, failed: list[tuple[RunState, Output]], now: float) -> list[Effect]:
         """A worker has failed runs in one step: they go on elsewhere, or end with their requests."""
-        runs = [run for run, _ in failed if not run.finished]
         for run, output in failed:
-            run.problem = output.error or "the worker failed on this request"
+            run.problem = output.error or FAILED
+        runs = [run for run, _ in failed if not run.finished]  # an invalid field may have ended a request of several
+        if not runs:
+            return []
         effects, ending = self._dispatcher.retry(member, runs, now)
         self.counters.redispatched += len(set(runs) - set(ending))
         return effects + self._end(ending)

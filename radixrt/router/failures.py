@@ -6,7 +6,8 @@
                                  its client ends it      -> nobody knows
 
 All runs that a worker fails at once are one incident, which counts once: one of them may have caused it. It is blamed
-on the worker only when all of them have got on elsewhere. Invalid fields of requests are no failures.
+on the worker only when all of them have got on elsewhere. So that they do, each is tried where no other suspect is
+(`needs_trial`). Invalid fields of requests are no failures.
 
 A worker that was at fault gets a run as a probe now and then, by which its share of failures is known. One that keeps
 failing is set aside: while others can serve it gets nothing but the probes.
@@ -41,8 +42,6 @@ MIN_PROBE_SECONDS = 1.0
 """Time from the first failure that is blamed on a worker to its first probe, and to the next one; it doubles with each
 probe of a worker that is set aside. After a success the next one comes at once."""
 MAX_PROBE_SECONDS = 60.0
-
-
 MAX_TRIES = 16
 """How often workers may fail a run before it ends, of however many there are."""
 MAX_FREE_TRIES = 3
@@ -90,16 +89,17 @@ class Record:
     def failed_share(self, now: float) -> float:
         """The share of runs that it is expected to fail, for placement:
 
-        recent = share * 2 ** -((now - failed_at) / FAILURE_HALF_LIFE)      `share` itself while it is set aside
+        recent = share * 2 ** -((now - failed_at) / FAILURE_HALF_LIFE)      or while it is set aside
+                 max(share, MAX_FAILED_SHARE)
         result = 1 - (1 - recent) * (1 - BLAME_WEIGHT) ** undecided         each counts as if it were blamed
         """
         if not self.incidents:
             return 0.0
-        share = max(self.share, MAX_FAILED_SHARE) if self.set_aside else self._recent(now)
-        return 1 - (1 - share) * (1 - BLAME_WEIGHT) ** self.undecided
-
-    def _recent(self, now: float) -> float:
-        return self.share * 0.5 ** ((now - self.failed_at) / FAILURE_HALF_LIFE)
+        if self.set_aside:
+            recent = max(self.share, MAX_FAILED_SHARE)
+        else:
+            recent = self.share * 0.5 ** ((now - self.failed_at) / FAILURE_HALF_LIFE)
+        return 1 - (1 - recent) * (1 - BLAME_WEIGHT) ** self.undecided
 
     def failed(self, request: object, now: float, *, gave_tokens: bool) -> None:
         """Requests have failed there, among them one that `request` identifies; `gave_tokens`: to others since the
@@ -199,8 +199,8 @@ def note_failures(record: Record, runs: Sequence[RunState], now: float, *, gave_
 
 def next_tries(run: RunState, members: Sequence[Member]) -> list[Member]:
     """Those of `members` that may get a run that some have failed: the ones that have not, or if there are none, those
-    where another request of the same step may have been the cause, if they do not fail others as well. None if it was
-    tried too often."""
+    where another request of the same step may have been the cause, if they do not fail others as well. No worker, if it
+    was tried too often."""
     if len(run.tries) >= MAX_TRIES:
         return []
     tried = {incident.record for incident in run.tries}

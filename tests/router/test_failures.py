@@ -410,6 +410,18 @@ def test_invalid_fields_are_no_failures_of_the_worker():
     assert all(member.record.incidents == 0 for member in cluster.core.members)
 
 
+def test_a_choice_with_an_invalid_field_ends_the_others_whatever_became_of_them():
+    cluster = Cluster(2)
+    cluster.ask(1, prompt(1), n=3)
+    ((name, worker),) = ((name, worker) for name, worker in cluster.workers.items() if worker.sequences)
+    runs = list(worker.sequences)
+    outputs = [Output(run, finish="error", error="no", field="grammar" * (run == runs[-1])) for run in runs]
+    worker.sequences.clear()
+    cluster.perform(cluster.core.step(name, StepDone(outputs, Load()), cluster.now))
+    cluster.finish()
+    assert cluster.errors[1].code == 400 and all(not worker.sequences for worker in cluster.workers.values())
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_where_all_steps_fail_nobody_waits_long_for_an_error(count):
     """There is no use in looking for the cause among the requests."""
