@@ -16,6 +16,7 @@ from radixrt.router import failures, status
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order
 from radixrt.router.failures import Record
+from radixrt.router.request import PROGRESS_TOKENS
 from radixrt.router.states import States
 from radixrt.tree import RadixTree
 
@@ -442,3 +443,100 @@ def test_choices_of_one_request_end_together():
     cluster.ask(2, prompt(2), n=3)
     cluster.finish()
     assert set(cluster.errors) == {1} and all(worker.sequences == {} for worker in cluster.workers.values())
+
+
+# ---------------------------------------------------------------- details
+
+
+def test_one_request_that_fails_again_and_again_is_not_many():
+    found = Record("w")
+    for n in range(20):
+        found.failed("the same", float(n), gave_tokens=False)
+        found.excuse()
+    assert found.in_row == 1 and not found.set_aside
+    for n in range(20):
+        found.failed(n, float(n), gave_tokens=n % 3 == 0)
+        found.excuse()
+    assert found.in_row <= 3 and not found.set_aside, "it gives tokens between them"
+
+
+def test_a_worker_that_was_to_blame_once_is_probed():
+    found = record("f", start=10.0)
+    assert found.probe_at == 10.0 + failures.MIN_PROBE_SECONDS and found.is_due(11.0) and not found.is_due(10.5)
+    assert not record("x").is_due(99.0)
+
+
+def test_choices_do_not_excuse_each_other():
+    cluster = Cluster(2, breaks=lambda name, run: is_poison(run))
+    cluster.ask(1, ids(666, 1), n=3)
+    cluster.finish()
+    assert set(cluster.errors) == {1} and cluster.tries[1] <= 6
+
+
+def test_a_long_answer_outlives_any_number_of_failures_between_which_it_gets_on():
+    cluster = Cluster(2, lambda name, run: len(cluster.tokens(name, run)) >= len(run.ids) // 4 + 20)
+    cluster.ask(1, prompt(1), max_tokens=700)
+    cluster.finish(turns=3000)
+    assert cluster.answer(1) == continuation(prompt(1), 700)
+
+
+def test_whoever_sends_poison_all_the_time_ends_no_answer_of_others():
+    """Between two failures they gain few tokens, but it was never they alone that failed."""
+    cluster = Cluster(1, breaks=lambda name, run: is_poison(run))
+    for id in range(1000, 1004):
+        cluster.ask(id, prompt(id), max_tokens=120)
+    for id in range(60):
+        cluster.ask(id, ids(666, id))
+        cluster.turn()
+        cluster.perform(cluster.core.cancel(b"c", id))
+        for _ in range(5):
+            cluster.turn()
+    cluster.finish()
+    assert all(cluster.answer(id) == continuation(prompt(id), 120) for id in range(1000, 1004))
+    assert min(cluster.tries[id] for id in range(1000, 1004)) > failures.MAX_TRIES
+
+
+def test_a_run_that_fails_after_many_tokens_is_no_success():
+    cluster = Cluster(1, lambda name, run: len(cluster.tokens(name, run)) > 30)
+    cluster.ask(1, prompt(1), max_tokens=90)
+    cluster.finish()
+    (member,) = cluster.core.members
+    assert set(cluster.errors) == {1} and not member.record.served
+    cluster.ask(2, prompt(2), max_tokens=90)
+    while len(cluster.answer(2)) < PROGRESS_TOKENS:
+        cluster.turn()
+    cluster.perform(cluster.core.cancel(b"c", 2))
+    assert member.record.served, "though its client has left before its end"
+
+
+def test_a_worker_that_is_set_aside_is_tried_before_a_run_ends():
+    cluster = Cluster(3, lambda name, run: name != "w2")
+    record = cluster.core.members.hear("w2", 1.0).record
+    record.set_aside, record.share, record.incidents, record.probe_at = True, 0.9, 5, 1e9
+    cluster.ask(1, prompt(1))
+    cluster.finish()
+    assert not cluster.errors and cluster.placed == {"w0": 1, "w1": 1, "w2": 1}
+
+
+def test_runs_that_are_held_are_in_flight():
+    cluster = Cluster(1, breaks=lambda name, run: is_poison(run))
+    cluster.ask(1, ids(666, 1))
+    for id in (2, 3, 4):
+        cluster.ask(id, prompt(id))
+    cluster.turn()
+    assert cluster.core.runs_in_flight == 4 and len(cluster.workers["w0"].sequences) == 1
+    cluster.perform(cluster.core.cancel(b"c", 4))
+    assert cluster.core.runs_in_flight == 3
+    cluster.finish()
+    assert set(cluster.errors) == {1} and not cluster.got[4]
+
+
+def test_a_run_whose_worker_was_lost_is_no_probe():
+    cluster = Cluster(3)
+    record = cluster.core.members.hear("w0", 1.0).record
+    record.set_aside, record.share, record.incidents, record.probe_at = True, 0.9, 5, 1e9
+    cluster.ask(1, prompt(1))
+    record.probe_at = 0.0
+    (first,) = cluster.placed
+    cluster.perform(cluster.core.leave(first, 2.0))
+    assert set(cluster.placed) == {"w1", "w2"}
