@@ -75,11 +75,14 @@ class About:
         return json_response({"version": radixrt.__version__})
 
     async def health(self, request: Request) -> Response:
-        """200 while a worker serves, else 503 with the reason."""
+        """200 while a worker serves, else 503 with the reason. `set_aside` counts the workers that keep failing, if
+        there are any."""
         try:
             health = await self._ask("").health()
         except (ApiError, ServerError) as problem:
             return json_response({"status": "unavailable", "reason": problem.message}, 503, {"retry-after": "1"})
         if not health["serving"]:
             return json_response({"status": "unavailable", "reason": "no worker serves yet"}, 503, {"retry-after": "1"})
-        return json_response({"status": "ok", "workers": len(health["workers"])})
+        set_aside = sum(worker["set_aside"] for worker in health["workers"])
+        failing = {"set_aside": set_aside} if set_aside else {}
+        return json_response({"status": "ok", "workers": len(health["workers"])} | failing)

@@ -172,6 +172,14 @@ class _Collector(Collector):
         yield from gauges.values()
         yield pages
         yield from counters.values()
+        yield from self._failures()
+
+    def _failures(self) -> Iterator[Metric]:
+        text = "1 while a worker that keeps failing gets probes only, as long as others serve."
+        aside = GaugeMetricFamily("radixrt_worker_set_aside", text, labels=["worker"])
+        for member in self._core.members:
+            aside.add_metric([member.name], member.record.set_aside)
+        yield aside
 
     def _states(self, serving: set[str]) -> dict[str, WorkerState]:
         """States of serving workers and of the last `MOST_GONE` that have gone, so that the final values of their

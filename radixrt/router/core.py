@@ -5,7 +5,7 @@ here; text is encoded before and decoded after (`handlers`, `streams`). Requests
 workers, and `dispatch` chooses one of them for each run.
 
     submit -> dispatched at once to the best worker -> its outputs become Deltas, one message per step and client
-    worker fails a run -> it goes to another worker, once; if there is none, or that fails it too, it ends with 500
+    worker fails a run -> it goes to another worker, until all have failed it (`failures`); then it ends with 500
     worker lost -> its runs go to other workers, with the tokens emitted so far; streams continue
     a worker's message lost with a connection -> likewise, to any worker, this one included
     no worker left -> runs wait `worker_timeout * 2` for one to join, then fail with 503
@@ -59,6 +59,7 @@ log = logging.getLogger("radixrt.router")
 
 MAX_LOSSES = 3
 """A run is taken for the cause, and fails, after this many of its workers were lost for good (`Member.blameless`)."""
+FAILED = "the worker failed on this request"
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a disconnected one is noticed."""
 
@@ -209,17 +210,17 @@ class RouterCore:
         if past > 0:
             run.cut(past)
         self._recorder.finished(run)
-        self._close(run)
+        self._close(run, well=True)
         self.counters.finished += not run.request.open
         return run.usage(), [Order(run.worker, Abort([run.id]))] if run.member else []
 
     def end_choice(self, client: Client, request_id: int, index: int, tokens: int | None = None) -> list[Effect]:
-        """As `stop_choice`, for a client that looks for stop strings itself. `tokens`, if given, is the number of
-        tokens up to the stop string. The client gets the choice's last Delta."""
+        """As `stop_choice`, for a client that looks for stop strings itself. `tokens`, if given and not negative, is
+        the number of tokens up to the stop string. The client gets the choice's last Delta."""
         run = self._open_run(client, request_id, index)
         if run is None:
             return []
-        past = 0 if tokens is None else len(run.emitted) - tokens
+        past = 0 if tokens is None or tokens < 0 else len(run.emitted) - tokens
         usage, effects = self.stop_choice(client, request_id, index, past)
         delta = Delta(request_id, index, finish="stop", usage=usage)
         if not run.request.stream:  # nothing of it has left yet
@@ -264,7 +265,7 @@ class RouterCore:
         effects = self.members.mirror(member, message, now)
         deltas: Collected = defaultdict(list)
         others: list[Effect] = []
-        runs = self._dispatcher.in_flight
+        runs, failed = self._dispatcher.in_flight, []
         for output in message.outputs:
             run = runs.get(output.id)
             if run is None or run.member is not member:
@@ -275,8 +276,14 @@ class RouterCore:
                 run.last_at = now
                 delta = Delta(request.id, run.index, _pack_token(tokens[0]), logprobs=output.logprobs)
                 deltas[request.client].append(delta)
+            elif output.finish == "error" and not output.field:
+                failed.append((run, output))
             else:
                 self._take(run, output, deltas, others, now)
+        if failed:
+            others += self._retry(member, failed, now)
+        elif self._dispatcher.held:
+            others += self._release(now)
         member.update(message.load, now)
         self._recorder.load(name, message.load)
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
@@ -300,7 +307,7 @@ class RouterCore:
         effects += self.members.ask_again(now)
         self.groups.expire(now)
         effects += self.pauses.expire(now)
-        effects += self.adapters.tick(now)
+        effects += self.adapters.tick(now) + self._release(now)
         timeout = self._config.worker_timeout
         for request in self._dispatcher.superseded():
             message = f"the LoRA adapter {request.model!r} was replaced or unloaded, and the worker with it was lost"
@@ -325,14 +332,15 @@ class RouterCore:
         """Apply one output. A stream gets a Delta for each, other requests one with everything at the end."""
         request = run.request
         if not run.started and output.finish != "error":
-            self._dispatcher.start(run)
+            self._dispatcher.start(run, now)
             others += request.resumed.unpin() if request.resumed else []
         tokens = output.tokens
         if tokens:
             self._count_time(run, now)
         run.emitted.extend(tokens)
         if run.counts_hits:
-            run.cached = output.cached_tokens
+            cached, most = output.cached_tokens, run.most_cached
+            run.cached = cached if most is None else min(cached, most)
         if output.scores:
             run.scores += output.scores
         if output.prompt_logprobs:
@@ -350,15 +358,35 @@ class RouterCore:
                 if run.prompt_logprobs:
                     delta.prompt_logprobs, run.prompt_logprobs = run.prompt_logprobs, None
                 deltas[request.client].append(delta)
-        elif finish == "error" and not output.field and (moved := self._dispatcher.retry(run, now)) is not None:
-            self.counters.redispatched += 1
-            others += moved
         elif finish == "error":
             self._close(run)
-            message = output.error or "the worker failed on this request"
-            others += self._fail(request, Error(request.id, 400 if output.field else 500, message, output.field))
+            others += self._fail(request, Error(request.id, 400, output.error or FAILED, output.field))
         else:
             self._finish(run, output, deltas, others)
+
+    def _retry(self, member: Member, failed: list[tuple[RunState, Output]], now: float) -> list[Effect]:
+        """A worker has failed runs in one step: they go on elsewhere, or end with their requests."""
+        for run, output in failed:
+            run.problem = output.error or FAILED
+        runs = [run for run, _ in failed if not run.finished]  # an invalid field may have ended a request of several
+        if not runs:
+            return []
+        effects, ending = self._dispatcher.retry(member, runs, now)
+        self.counters.redispatched += len(set(runs) - set(ending))
+        return effects + self._end(ending)
+
+    def _release(self, now: float) -> list[Effect]:
+        effects, ending = self._dispatcher.release(now)
+        return effects + self._end(ending)
+
+    def _end(self, runs: list[RunState]) -> list[Effect]:
+        """End runs that all workers have failed, with their requests."""
+        effects: list[Effect] = []
+        for run in runs:
+            if not run.finished:  # another choice of its request may have ended it
+                self._close(run)
+                effects += self._fail(run.request, Error(run.request.id, 500, run.problem))
+        return effects
 
     def _count_time(self, run: RunState, now: float) -> None:
         """Tokens of a run have arrived, which are not among `emitted` yet."""
@@ -373,7 +401,7 @@ class RouterCore:
         if request.scores and request.open == 1:
             others.append(Reply(request.client, request.scored()))
         self._recorder.finished(run)
-        self._close(run)
+        self._close(run, well=True)
         self.counters.finished += not request.open
         if request.scores:
             return
@@ -384,12 +412,12 @@ class RouterCore:
         )
         deltas[request.client].append(delta)
 
-    def _close(self, run: RunState) -> None:
-        """Forget a finished or failed run, and its request with the last one."""
+    def _close(self, run: RunState, *, well: bool = False) -> None:
+        """Forget a run that has ended, `well` if by itself, and its request with the last one."""
         request = run.request
         if run.started or run.emitted:
             self._recorder.ended(run)
-        self._dispatcher.drop(run)
+        self._dispatcher.drop(run, well=well)
         run.finished = True
         request.open -= 1
         self._tenants[request.tenant] -= 1

@@ -2,8 +2,9 @@
 
     send -> a worker fits: in flight there, under a new id  --reclaim, if the worker was lost--> send
                                                             --move, if it has filled the room there--> send
-                                                            --retry, if the worker failed it--> send
+                                                            --retry, if the worker failed it--> send, or it ends
          -> none does: it waits until a worker joins        --send_waiting--> send
+    retry -> others failed with it: it is held until a worker has no other such run in trial    --release--> send
 
 `drop` ends a run, wherever it is.
 """
@@ -11,10 +12,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from radixrt.messages import TOKEN_BYTES
-from radixrt.router import placement
+from radixrt.router import failures, placement
 from radixrt.router.effects import Effect, Order
 from radixrt.router.index import Index
 from radixrt.router.member import Member, Sent
@@ -25,8 +26,6 @@ LEAST_SHARED = 256
 """If workers' hits differ by fewer tokens than this, sharers are not counted (`_sharers`)."""
 WINDOW_BYTES = 16 * TOKEN_BYTES
 """Bytes at the end of a part that are compared to decide whether a run shares it. An estimate is good enough."""
-PROGRESS_TOKENS = 16
-"""A run that a worker has added this many tokens to is not the cause of its earlier losses."""
 MOST_SHARERS = 64
 """The most runs that are compared: the latest of those that decode."""
 
@@ -40,18 +39,22 @@ class Dispatcher:
         self._members = members
         self._index = index
         self._waiting: dict[RunState, None] = {}
+        self.held: dict[RunState, None] = {}
+        """Runs that failed together with others, which may be the cause, or may be themselves: each worker gets one at
+        a time."""
         self._last_id = 0
 
     def __len__(self) -> int:
         """Runs that are in flight or wait for a worker."""
-        return len(self.in_flight) + len(self._waiting)
+        return len(self.in_flight) + len(self._waiting) + len(self.held)
 
-    def send(self, run: RunState, now: float) -> list[Effect]:
-        """Send a run to the best worker, or let it wait until one joins."""
+    def send(self, run: RunState, now: float, trial: list[Member] | None = None) -> list[Effect]:
+        """Send a run to the best worker, or let it wait until one joins; as a `trial` to one of these workers."""
         request = run.request
         ids = run.prompt + run.emitted.tobytes() if run.emitted else run.prompt
         tokens = len(ids) // TOKEN_BYTES
-        fits = self._fitting(run, tokens)
+        fits = self._fitting(run, tokens, now, trial)
+        run.on_trial = bool(trial)
         if not fits:
             run.waiting_since = now if run.waiting_since is None else run.waiting_since
             self._waiting[run] = None
@@ -59,7 +62,11 @@ class Dispatcher:
         member, hit, best_hit = self._choose(run, ids, tokens, fits, now)
         if run.id < 0:  # dispatched for the first time
             run.hit, run.best_hit = hit, best_hit
+        else:
+            run.most_cached = request.resident.get(member.record)
+        request.resident.setdefault(member.record, hit)
         self._last_id += 1
+        member.sent_at = now
         run.id, run.member, run.started, run.waiting_since = self._last_id, member, False, None
         run.sent = len(run.emitted)
         self.in_flight[run.id] = run
@@ -67,17 +74,34 @@ class Dispatcher:
         self._index.computing(member.number, run.id, request.namespace, run.prompt)
         return [Order(member.name, run.order(ids))]
 
-    def _fitting(self, run: RunState, tokens: int) -> dict[int, Member]:
+    def _fitting(self, run: RunState, tokens: int, now: float, trial: list[Member] | None) -> dict[int, Member]:
         """By number, the workers with room for all tokens that were requested; if there are none, those with room for
-        at least one more. A worker that has failed the run only if there is no other."""
-        members, remaining = self._serving(run).members, run.remaining
-        if run.failed_by is not None:
-            members = [m for m in members if m is not run.failed_by] or members
+        at least one more. Workers that have failed the run, and those that are set aside, only if there are no others,
+        but for a probe. Of those of a `trial`, if there are any."""
+        members, remaining = trial or self._able(run), run.remaining
+        if run.tries and not trial:
+            members = failures.next_tries(run, members) or members
         if run.request.bounded:
-            roomy = {m.number: m for m in members if tokens + remaining <= m.token_limit}
-            if roomy:
-                return roomy
-        return {m.number: m for m in members if tokens + min(1, remaining) <= m.token_limit}
+            members = [m for m in members if tokens + remaining <= m.token_limit] or members
+        if any([m.record.incidents for m in members]):
+            members = self._probed(run, members, now)
+        return {m.number: m for m in members}
+
+    def _able(self, run: RunState) -> list[Member]:
+        """The workers with room for at least one more token of a run."""
+        least = run.prompt_len + len(run.emitted) + min(1, run.remaining)
+        return [m for m in self._serving(run).members if least <= m.token_limit]
+
+    def _probed(self, run: RunState, members: list[Member], now: float) -> list[Member]:
+        """Those of `members` that are not set aside; all, if there are no others. Or one that is to be probed by the
+        run, if that has not failed and another worker could go on with it."""
+        usable = [m for m in members if not m.record.set_aside]
+        if not run.tries and not run.losses:
+            for member in members:
+                if member.record.is_due(now) and any(m is not member for m in usable):
+                    member.record.probe(now)
+                    return [member]
+        return usable or members
 
     def _serving(self, run: RunState) -> Serving:
         return self._members.serving(run.request.model, run.request.version)
@@ -90,21 +114,49 @@ class Dispatcher:
         tokens = run.prompt_len + len(run.emitted)
         if not run.member.token_limit <= tokens < self._serving(run).token_limit:
             return None
-        self.drop(run)
+        self._remove(run)
         run.member, run.counts_hits = None, False
         return self.send(run, now)
 
-    def retry(self, run: RunState, now: float) -> list[Effect] | None:
-        """Send a run that its worker failed, although the request is valid, to another worker: the cause may lie with
-        the worker, or with another request in the same step. None if there is no other worker, or that was tried
-        before."""
-        members = self._serving(run).members
-        if run.failed_by is not None or not any(m is not run.member for m in members):
-            return None
-        self.drop(run)
-        run.failed_by = run.member
-        run.detach()
-        return self.send(run, now)
+    def retry(self, member: Member, runs: Sequence[RunState], now: float) -> tuple[list[Effect], list[RunState]]:
+        """A worker has failed `runs` in one step, although their requests are valid: the cause may lie with the worker,
+        or with one of them. Each goes to a worker that has not failed it, at once or as a trial. Returns orders, and
+        the runs that are to end, as there is none."""
+        since = member.record.failed_at
+        others = (self.in_flight[id] for id in member.runs if id in self.in_flight)
+        gave_tokens = any(run.started and run.last_at > since for run in others)
+        failures.note_failures(member.record, runs, now, gave_tokens=gave_tokens)
+        ending = [run for run in runs if not failures.next_tries(run, self._able(run))]
+        again = [run for run in runs if run not in ending]
+        for run in again:
+            self._remove(run)
+            run.detach()
+        effects: list[Effect] = []
+        for run in again:
+            if failures.needs_trial(run, self._able(run)):
+                self.held[run] = None
+            else:
+                effects += self.send(run, now)
+        orders, hopeless = self.release(now)
+        return effects + orders, ending + hopeless
+
+    def release(self, now: float) -> tuple[list[Effect], list[RunState]]:
+        """Send held runs to workers that have no trial in progress. Returns orders, and the runs that are to end, as it
+        has become clear that all workers have failed them."""
+        effects: list[Effect] = []
+        ending: list[RunState] = []
+        busy = {run.member.number for run in self.in_flight.values() if run.on_trial and run.incidents}
+        for run in list(self.held):
+            able = self._able(run)
+            members = failures.next_tries(run, able)
+            free = [m for m in members if m.number not in busy]
+            if free or not able:
+                del self.held[run]
+                effects += self.send(run, now, free)
+                busy |= {run.member.number} if run.member else set()
+            elif not members:
+                ending.append(run)
+        return effects, ending
 
     def _choose(
         self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member], now: float
@@ -168,24 +220,38 @@ class Dispatcher:
         """Take back runs that their worker no longer serves, to be sent again."""
         runs = [self.in_flight.pop(id) for id in ids]
         for run in runs:
-            if len(run.emitted) >= run.sent + PROGRESS_TOKENS:
+            if run.got_on:
                 run.losses.clear()
             run.losses.append(run.member)
             run.detach()
         return runs
 
-    def start(self, run: RunState) -> None:
+    def start(self, run: RunState, now: float) -> None:
         """A run's worker has computed its prompt: from now on the worker's cache events tell what is cached of it."""
+        self._start(run)
+        if run.incidents:
+            failures.got_on(run, now)
+
+    def _start(self, run: RunState) -> None:
         run.started = True
         if run.member is not None:
             run.member.started(run.id)
             self._index.computed(run.member.number, run.id)
 
-    def drop(self, run: RunState) -> None:
-        """Forget a run that has ended."""
+    def drop(self, run: RunState, *, well: bool) -> None:
+        """Forget a run that has ended, `well` if by itself."""
+        self._remove(run)
+        if run.incidents:
+            failures.ended(run)
+        if run.member is not None and (well or run.got_on):
+            run.member.record.succeeded()
+
+    def _remove(self, run: RunState) -> None:
+        """Remove a run from its worker, or from those that wait for one."""
         if not run.started and run.member is not None:
-            self.start(run)
+            self._start(run)
         self.in_flight.pop(run.id, None)
         self._waiting.pop(run, None)
+        self.held.pop(run, None)
         if run.member is not None:
             run.member.ended(run.id)

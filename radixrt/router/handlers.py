@@ -56,7 +56,7 @@ from radixrt.router.states import Key
 from radixrt.router.streams import Keep, TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
 from radixrt.router.tasks import Handler, Tasks, now
 from radixrt.router.tokens import Encoded, TextService
-from radixrt.router.validate import Refused, refusal
+from radixrt.router.validate import Refused, check_cancel, refusal
 
 
 class Handlers:
@@ -92,6 +92,7 @@ class Handlers:
                 case Cancel(index=None):
                     self._cancel(client, message.id)
                 case Cancel():
+                    check_cancel(message)
                     self._perform(self._core.end_choice(client, message.id, message.index, message.tokens))
                 case Tokenize() | Detokenize():
                     self._start(self._translate, client, message)

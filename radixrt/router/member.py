@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from radixrt.messages import Load, Register
+from radixrt.router.failures import Record
 from radixrt.router.placement import Candidate
 
 MOST_SECONDS = 2.0
 """For at most this long after its last message a worker is assumed to compute: it sends one after each step."""
+KNOWN_PROMPTS, KNOWN_TOKENS = 4, 1024
+"""Its rate is known once it has computed so many prompts, and so many tokens beside the longest of them."""
 Process = tuple[int, int]
 """(pid, life) of a worker's process; see Register."""
 
@@ -30,8 +33,8 @@ class Member:
     is never reused."""
 
     __slots__ = (
-        "asked", "blameless", "heard", "info", "load", "load_at", "name", "next_step", "number", "replaced", "runs",
-        "token_limit", "unseen_tokens", "waiting_tokens",
+        "asked", "blameless", "heard", "info", "load", "load_at", "name", "next_step", "number", "prompts",
+        "rate_known", "record", "replaced", "runs", "sent_at", "token_limit", "unseen_tokens", "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
@@ -53,12 +56,20 @@ class Member:
         self.blameless = False
         """It was told to leave, or its process was heard again: none of its runs has killed it."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
+        self.record = Record(info.name)
+        """Its failures; that of its former Member, if it is the same process."""
+        self.sent_at = now
+        """When it was last sent a run."""
         self.runs: dict[int, Sent] = {}
         """By id, in the order of dispatch."""
         self.waiting_tokens = 0
         """Tokens of runs whose first token has not arrived."""
         self.unseen_tokens = 0
         """Uncached tokens of dispatched runs that `load` does not include yet."""
+        self.rate_known = False
+        """Whether its rate is that of several prompts (see `Candidate`)."""
+        self.prompts: list[int] = []
+        """Until then: uncached tokens of the prompts that it has computed."""
 
     @property
     def process(self) -> Process:
@@ -97,6 +108,8 @@ class Member:
         """The first token of a run has arrived."""
         if sent := self.runs.get(run):
             self.waiting_tokens -= sent.tokens
+            if not self.rate_known:
+                self._count_prompt(sent.uncached)
 
     def ended(self, run: int) -> None:
         """A run has ended, after `started`."""
@@ -110,6 +123,13 @@ class Member:
             if run <= load.newest_run:
                 break
             self.unseen_tokens += sent.uncached
+
+    def _count_prompt(self, tokens: int) -> None:
+        self.prompts.append(tokens)
+        beside_longest = sum(self.prompts) - max(self.prompts)
+        if len(self.prompts) >= KNOWN_PROMPTS and beside_longest >= KNOWN_TOKENS:
+            self.rate_known = True
+            self.prompts.clear()
 
     def candidate(self, hit_tokens: int, now: float) -> Candidate:
         """The worker as placement sees it now. Its queue is that of the last load, less what it should have computed
@@ -130,4 +150,7 @@ class Member:
             wanted_tokens=(load.total_pages - load.free_pages - load.evictable_pages) * info.page_size
             + self.waiting_tokens,
             total_tokens=info.total_pages * info.page_size,
+            failed_share=self.record.failed_share(now) if self.record.incidents else 0.0,
+            idle_seconds=0.0 if self.runs else now - self.sent_at,
+            rate_known=self.rate_known,
         )

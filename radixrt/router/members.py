@@ -125,6 +125,8 @@ class Members:
         take_out = self._take_out if again else self.remove  # a process that joins again does not count as lost
         orphans = take_out(info.name, may_return=False)
         member = self._join(info, now, replaced, fresh=not again)
+        if known and known.process == member.process:
+            member.record = known.record
         if not again:
             return orphans, []
         # The worker has dropped its runs, but some may have reached it after that.
@@ -138,7 +140,7 @@ class Members:
             return []
         lost.blameless = True
         member = self._join(lost.info, now, lost.replaced, fresh=False)
-        member.next_step = None
+        member.next_step, member.record = None, lost.record
         return [*_abort(name, list(lost.runs)), *self._ask_snapshot(member, now)]
 
     def remove(self, name: str, *, may_return: bool, planned: bool = False) -> list[int]:

@@ -26,6 +26,11 @@ FILL_RANGE = 0.5, 1.0
 full."""
 PARTS = 8
 """Parts of the largest hit, for each of which sharers are counted."""
+FAILURE_SECONDS = 2.0
+"""Time that a request loses, on average, if its worker fails it and another one has to go on with it."""
+IDLE_HALF_LIFE = 30.0
+"""Seconds after which the measured rate of a worker counts half, if it is idle while others are busy: it may be that
+of a time when it was slow, and while it is idle it measures none."""
 TYPICAL_OUTPUT = 128
 """Tokens that a running request is expected to generate before its place is free."""
 
@@ -52,6 +57,12 @@ class Candidate(NamedTuple):
     come."""
     total_tokens: int = 0
     """Token slots in all; 0: unknown."""
+    failed_share: float = 0.0
+    """Share of requests that it is expected to fail, in [0, 1] (`failures.Record`)."""
+    idle_seconds: float = 0.0
+    """Time since it was sent a request; 0 while it has any."""
+    rate_known: bool = True
+    """Whether the rate is that of several prompts: the first ones are slow where code is loaded or compiled."""
 
 
 def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DEFAULT_PREFILL_RATE) -> float:
@@ -62,7 +73,8 @@ def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DE
         step      = step_seconds if requests > 0                      the current step has to end
         memory    = max(0, uncached - free_tokens) * step_seconds / requests
         place     = max(0, requests + 1 - max_running) * TYPICAL_OUTPUT * step_seconds / max_running
-        estimate  = prefill + step + memory + place                   [s]
+        failures  = failed_share * FAILURE_SECONDS                    what fails there begins anew elsewhere
+        estimate  = prefill + step + memory + place + failures        [s]
 
     Memory: in a steady state running requests free slots as fast as they fill them, `requests` per step.
     Place: of `max_running` requests, one ends every TYPICAL_OUTPUT / max_running steps.
@@ -76,6 +88,8 @@ def _estimate(tokens: int, worker: Candidate, rate: float, step: float) -> float
     """`time_to_first_token` with a given rate and step time instead of the worker's own."""
     uncached = tokens - worker.hit_tokens
     estimate = (worker.queued_tokens + uncached) / rate + (step if worker.requests else 0.0)
+    if worker.failed_share:
+        estimate += worker.failed_share * FAILURE_SECONDS
     if uncached > worker.free_tokens:
         estimate += (uncached - worker.free_tokens) * step / max(1, worker.requests)
     crowd = worker.requests + 1 - worker.max_running
@@ -121,8 +135,8 @@ def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()
     """
     if not workers:
         raise ValueError("no workers")
-    rates = _steady([w.prefill_rate for w in workers], DEFAULT_PREFILL_RATE)
-    steps = _steady([w.step_seconds for w in workers], 0.0)
+    rates = _steady([w.prefill_rate for w in workers], DEFAULT_PREFILL_RATE, workers, [w.rate_known for w in workers])
+    steps = _steady([w.step_seconds for w in workers], 0.0, workers, [True] * len(workers))
     estimates = [
         _estimate(tokens, worker, rate, step) for worker, rate, step in zip(workers, rates, steps, strict=True)
     ]
@@ -143,10 +157,26 @@ def place(tokens: int, workers: Sequence[Candidate], sharers: Sequence[int] = ()
     return min(near, key=rank)
 
 
-def _steady(values: list[float], unknown: float) -> list[float]:
-    """Measured values without noise (see SAME); 0 means not measured, and if none is, all are `unknown`."""
+def _steady(values: list[float], unknown: float, workers: Sequence[Candidate], known: Sequence[bool]) -> list[float]:
+    """Measured values without noise (see SAME); 0 means not measured, and if none is, all are `unknown`. `known`: those
+    that count at all, unless none does.
+
+    value = trust * measured + (1 - trust) * mean
+    trust = 2 ** -(idle_seconds / IDLE_HALF_LIFE) if others are busy and it is known; 0 if it is not, and otherwise 1
+    """
     measured = [value for value in values if value > 0]
     if len(values) == len(measured) == 1:
         return values
     mean = sum(measured) / len(measured) if measured else unknown
-    return [value if value > 0 and not mean / SAME <= value <= mean * SAME else mean for value in values]
+    low, high = mean / SAME, mean * SAME
+    if all([low <= value <= high or value <= 0 for value in values]):
+        return [mean] * len(values)
+    if counting := [value for value, counts in zip(values, known, strict=True) if value > 0 and counts]:
+        mean = sum(counting) / len(counting)
+    busy = any(worker.requests for worker in workers)
+    steady = []
+    for value, counts, worker in zip(values, known, workers, strict=True):
+        trust = 0.5 ** (worker.idle_seconds / IDLE_HALF_LIFE) if busy else 1.0
+        noise = value <= 0 or not counts or mean / SAME <= value <= mean * SAME
+        steady.append(mean if noise else trust * value + (1 - trust) * mean)
+    return steady

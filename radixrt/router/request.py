@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from radixrt.messages import TOKEN_BYTES, Origin, Run, Sampling, Scored, TokenLogprob, Usage
+from radixrt.router.failures import Incident, Record
 from radixrt.router.member import Member
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 Client = Hashable
 """The ZMQ identity of a client."""
+PROGRESS_TOKENS = 16
+"""A run that a worker has added this many tokens to is not the cause of its earlier losses and failures."""
 
 
 class Request:
@@ -30,6 +33,7 @@ class Request:
         "open",
         "origin",
         "pin",
+        "resident",
         "resumed",
         "runs",
         "scores",
@@ -70,6 +74,9 @@ class Request:
         self.resumed: Paused | None = None
         """The pause that it ends, if any."""
         self.runs: list[RunState] = []
+        self.resident: dict[Record, int] = {}
+        """By worker process: tokens that were expected to be cached there when the first run was sent to it. What is
+        found beyond that, this request may have computed."""
         self.open = 0
 
     def scored(self) -> Scored:
@@ -93,16 +100,19 @@ class RunState:
         "cached",
         "counts_hits",
         "emitted",
-        "failed_by",
         "finished",
         "first_at",
         "hit",
         "id",
+        "incidents",
         "index",
         "last_at",
         "logprobs",
         "losses",
         "member",
+        "most_cached",
+        "on_trial",
+        "problem",
         "prompt",
         "prompt_len",
         "prompt_logprobs",
@@ -112,6 +122,7 @@ class RunState:
         "scores",
         "sent",
         "started",
+        "tries",
         "waiting_since",
     )  # fmt: skip
 
@@ -132,6 +143,8 @@ class RunState:
         self.cached = 0
         self.counts_hits = True
         """Whether `cached` is still to be taken from outputs; False once the run has moved after its first token."""
+        self.most_cached: int | None = None
+        """The most tokens that `cached` may be, of a run that was sent again: see `Request.resident`."""
         self.hit = 0
         """Hit predicted at the first dispatch, in tokens."""
         self.best_hit = 0
@@ -144,8 +157,14 @@ class RunState:
         self.finished = False
         self.sent = 0
         """Tokens emitted before it was sent to its worker."""
-        self.failed_by: Member | None = None
-        """A worker that has failed it, which gets it again only if there is no other."""
+        self.tries: list[Incident] = []
+        """Its failures since it last made progress."""
+        self.incidents: list[Incident] = []
+        """Its failures since it last gained a token: it may have caused them."""
+        self.problem = ""
+        """What its worker said when it last failed it."""
+        self.on_trial = False
+        """Whether it was sent to its worker as a trial (see `Dispatcher.held`)."""
         self.losses: list[Member] = []
         """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
         self.waiting_since: float | None = None
@@ -162,6 +181,11 @@ class RunState:
     def remaining(self) -> int:
         """Tokens that it may still emit."""
         return self.sampling.max_tokens - len(self.emitted)
+
+    @property
+    def got_on(self) -> bool:
+        """Whether it has made progress on its worker."""
+        return len(self.emitted) >= self.sent + PROGRESS_TOKENS
 
     @property
     def scored(self) -> bool:
@@ -186,8 +210,8 @@ class RunState:
     def detach(self) -> None:
         """No worker has it now. What its next worker computes again is not counted twice."""
         self.member = None
+        self.counts_hits = self.counts_hits and not self.emitted and not self.scores
         self.scores.clear()
-        self.counts_hits = self.counts_hits and not self.emitted
 
     def usage(self) -> Usage:
         return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker)

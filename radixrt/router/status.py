@@ -36,6 +36,8 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
                 "free_pages": m.load.free_pages,
                 "evictable_pages": m.load.evictable_pages,
                 "total_pages": m.load.total_pages,
+                "failed_share": round(m.record.share, 3),
+                "set_aside": m.record.set_aside,
             }
             for m in members
         ],

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import msgspec
 
-from radixrt.messages import TOKEN_BYTES, Error, Grammar, Sampling
+from radixrt.messages import TOKEN_BYTES, Cancel, Error, Grammar, Sampling
 from radixrt.router.errors import FieldError
 from radixrt.router.grammar import check_grammar
 from radixrt.router.tokens import ids_below
@@ -164,6 +164,12 @@ def check_pins(pins: list[tuple[int, float]], prompt_tokens: int) -> None:
             _refuse("pin", f"must be of 1 to {prompt_tokens} tokens, which the prompt has")
         if not 0 < seconds <= MAX_PIN_SECONDS:
             _refuse("pin", f"must be for at most {MAX_PIN_SECONDS:.0f} seconds")
+
+
+def check_cancel(cancel: Cancel) -> None:
+    """Raise Refused (400) if the number of tokens up to a stop string is negative."""
+    if cancel.tokens is not None and cancel.tokens < 0:
+        _refuse("tokens", "must be at least 0")
 
 
 def check_choices(n: int) -> None:

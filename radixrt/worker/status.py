@@ -52,8 +52,11 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
 
 
 KNOWN_TOKENS, KNOWN_STEPS = 1024, 16
-"""A rate counts as known after so many tokens, or steps: before, it is noise, or that of a first step that loaded code,
-for which the router would leave this worker idle."""
+"""A rate counts as known after so many tokens, or steps: before, it is noise."""
+FIRST_STEPS = 4
+"""The first steps with prompt tokens, of which slow ones do not count."""
+SLOW = 3.0
+"""Steps that took so many times as long for each token as half of the first ones are slow."""
 MOST_TOKENS, MOST_STEPS = 16_384, 64
 """What came so many tokens, or steps, before counts a third (1/e) of what is new."""
 
@@ -81,12 +84,47 @@ class Mean:
         self._value += min(1.0, weight / self.total) * (new - self._value)
 
 
+class Speed:
+    """A Mean from which slow steps are removed once the first steps of the process are over: they loaded code or
+    compiled kernels, and the router would leave this worker idle for it. `fewest` steps are the first ones, or more
+    until all but the largest have `known` weight in all."""
+
+    def __init__(self, known: float, fewest: int, most: float) -> None:
+        self._known, self._fewest, self._most = known, fewest, most
+        self._mean = Mean(known, most)
+        self._first: list[tuple[float, float, float]] | None = []
+        """(seconds for each unit of weight, value, weight) of the first steps; None once they are over."""
+
+    @property
+    def value(self) -> float:
+        return self._mean.value
+
+    def add(self, seconds: float, value: float, weight: float) -> None:
+        """Add a step that took `seconds`."""
+        self._mean.add(value, weight)
+        if self._first is not None:
+            self._first.append((seconds / weight, value, weight))
+            if len(self._first) >= self._fewest:
+                self._look_back()
+
+    def _look_back(self) -> None:
+        weights = [weight for *_, weight in self._first]
+        if sum(weights) - max(weights) < self._known:
+            return
+        fast = sorted(self._first)[(len(weights) - 1) // 2][0]
+        self._mean = Mean(0, self._most)
+        for seconds, value, weight in self._first:
+            if seconds <= SLOW * fast:
+                self._mean.add(value, weight)
+        self._first = None
+
+
 class Rates:
     """Moving averages of speed, for placement."""
 
     def __init__(self) -> None:
-        self._prefill = Mean(KNOWN_TOKENS, MOST_TOKENS)
-        self._step = Mean(KNOWN_STEPS, MOST_STEPS)
+        self._prefill = Speed(KNOWN_TOKENS, FIRST_STEPS, MOST_TOKENS)
+        self._step = Speed(KNOWN_STEPS, KNOWN_STEPS, MOST_STEPS)
 
     @property
     def prefill(self) -> float:
@@ -102,9 +140,9 @@ class Rates:
     def add(self, plan: Plan, seconds: float) -> None:
         """Add a step that took `seconds`."""
         if _prompt_tokens(plan):
-            self._prefill.add(len(plan.tokens) / max(seconds, 1e-9), len(plan.tokens))
+            self._prefill.add(seconds, len(plan.tokens) / max(seconds, 1e-9), len(plan.tokens))
         else:
-            self._step.add(seconds, 1)
+            self._step.add(seconds, seconds, 1)
 
 
 def _prompt_tokens(plan: Plan) -> int:

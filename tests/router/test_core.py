@@ -145,11 +145,13 @@ def test_the_router_draws_a_missing_seed_and_the_room_left():
     assert run.sampling.max_tokens == 96
 
 
-@pytest.mark.parametrize(("said", "counted"), [(None, 3), (2, 2), (3, 3), (4, 3), (9, 3), (0, 0), (-4, 0)])
+@pytest.mark.parametrize(("said", "counted"), [(None, 3), (2, 2), (3, 3), (4, 3), (2**60, 3), (0, 0), (-4, 3)])
 def test_tokens_behind_what_ends_a_choice_are_not_counted(said, counted):
     core = core_with(register("w0"))
     _, run = only_run(core.submit(b"c", generate(), 1.0))
     core.step("w0", step(Output(run.id, [9, 9, 9])), 1.1)
+    for index in (-1, 1, 2**60):
+        assert core.end_choice(b"c", 1, index, said) == [], "there is no such choice"
     abort, reply = core.end_choice(b"c", 1, 0, said)
     assert abort.message == Abort([run.id])
     (delta,) = reply.message.items
@@ -634,6 +636,21 @@ def test_a_whole_answer_that_its_client_ends_is_what_there_is_of_it():
     assert reply.message.items[0].ids == b"" and core.runs_in_flight == 0
 
 
+def test_what_a_run_had_computed_itself_is_no_hit_where_it_goes_on():
+    """Its worker is lost in the middle of its prompt, and comes back with what it had computed of it."""
+    core = core_with(register("w0"))
+    namespace = only_run(core.submit(b"c", generate(0), 0.0))[1].namespace
+    core.cancel(b"c", 0)
+    core.step("w0", step(events=[Stored(namespace, 1, 0, 0, 0, ids(5))]), 0.5)
+    core.submit(b"c", generate(1, stream=False), 1.0)
+    core.lose(["w0"], 2.0)
+    orders = core.heartbeat("w0", 3.0)
+    again = orders[-1].message
+    assert isinstance(again, Run)
+    (reply,) = core.step("w0", step(Output(again.id, [1], "length", 3)), 4.0)
+    assert reply.message.items[0].usage.cached_tokens == 1, "one token was there before"
+
+
 def test_a_worker_error_fails_its_request_alone():
     core = core_with(register("w0"))
     bad = [e.message for e in core.submit(b"c", generate(1, n=2), 1.0)]
@@ -646,7 +663,7 @@ def test_a_worker_error_fails_its_request_alone():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_a_worker_fails_goes_on_at_another_once(stream):
+def test_what_a_worker_fails_goes_on_at_another(stream):
     """What was wrong may have been the worker, or another request of the step."""
     core = core_with(*(register(f"w{i}") for i in range(3)))
     first, run = only_run(core.submit(b"c", generate(stream=stream), 1.0))

@@ -11,7 +11,19 @@ import pytest
 from sim_workers import SimWorker, continuation, ids, register
 
 from radixrt.config import RouterConfig
-from radixrt.messages import Deltas, Error, Generate, Register, Run, Sampling, Score, Scored, TokenPrompt
+from radixrt.messages import (
+    Deltas,
+    Error,
+    Generate,
+    Output,
+    Register,
+    Run,
+    Sampling,
+    Score,
+    Scored,
+    StepDone,
+    TokenPrompt,
+)
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Reply
 from radixrt.tree import RadixTree
@@ -39,6 +51,9 @@ class World:
         self.lives = 0
         self.loses = 0.1
         """Share of the messages without outputs."""
+        self.fresh = False
+        """Whether prompts share nothing."""
+        self.cached: dict[tuple[bytes, int, int], int] = {}
 
     def perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -59,6 +74,7 @@ class World:
                         self.ended.add(key)
                         assert delta.usage.completion_tokens == len(self.got[key])
                         assert 0 <= delta.usage.cached_tokens < delta.usage.prompt_tokens
+                        self.cached[key] = delta.usage.cached_tokens
             case Scored():
                 self.scored[client, message.id] = message
             case Error():
@@ -102,7 +118,9 @@ class World:
         rng = self.rng
         client, id = rng.choice((b"a", b"b", b"c")), len(self.sent)
         prompt = ids(
-            *([rng.randrange(3)] * rng.randrange(1, 40)), *(rng.randrange(4) for _ in range(rng.randrange(1, 9)))
+            *([100 + id] * self.fresh),
+            *([rng.randrange(3)] * rng.randrange(1, 40)),
+            *(rng.randrange(4) for _ in range(rng.randrange(1, 9))),
         )
         if rng.random() < 0.15:
             choices = [TokenPrompt(ids(*range(1, rng.randrange(2, 6)))) for _ in range(3)]
@@ -121,11 +139,14 @@ class World:
             self.cancelled.add((client, id))
             self.perform(self.core.cancel(client, id))
 
+    def step(self, name: str, worker: SimWorker) -> StepDone:
+        return worker.step(self.rng)
+
     def turn(self) -> None:
         """A quarter of a second: workers step, messages arrive or lag, one of them may be lost on the way."""
         self.now += 0.25
         for name, worker in list(self.workers.items()):
-            message = worker.step(self.rng)
+            message = self.step(name, worker)
             message.number = self.numbers[name] = self.numbers[name] + 1
             self.to_router[name].append(message)
         for name in list(self.to_router):
@@ -177,9 +198,105 @@ def test_every_stream_is_what_one_worker_would_have_given(seed, monkeypatch):
     check_nothing_is_left(world)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_request_never_hits_what_it_has_computed_itself(seed, monkeypatch):
+    """Its prompt is new: however often its workers are lost with what they have computed of it, and come back, nothing
+    of it was cached."""
+    monkeypatch.setattr("radixrt.router.core.MAX_LOSSES", 1000)
+    world = World(seed)
+    world.fresh = True
+    for _ in range(3):
+        world.start_worker()
+    for _ in range(100):
+        for action, chance in ((world.submit, 0.8), (world.start_worker, 0.2), (world.mute_worker, 0.1)):
+            if world.rng.random() < chance:
+                action()
+        if world.rng.random() < 0.1:
+            world.cut_wire()
+        world.turn()
+    for _ in range(60):
+        world.start_worker()
+        world.turn()
+    check_answers(world)
+    assert world.core.counters.redispatched > 20
+    assert {cached for (_, _, index), cached in world.cached.items() if index == 0} == {0}
+
+
+class Failing(World):
+    """Two of four workers fail most of what they get; one of the others is always there. Some requests are poison, by
+    which a worker fails all its requests."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.poison: set[tuple[bytes, int]] = set()
+        self.fresh = True
+
+    def kill_worker(self) -> None:
+        kept = self.workers.pop("w1")
+        super().kill_worker()
+        self.workers["w1"] = kept
+
+    def mute_worker(self) -> None:
+        super().mute_worker()
+        self.muted.pop("w1", None)
+
+    def submit(self) -> None:
+        before = set(self.sent)
+        super().submit()
+        for key in set(self.sent) - before:
+            if self.rng.random() < 0.05:
+                self.poison.add(key)
+
+    def step(self, name: str, worker: SimWorker) -> StepDone:
+        poison = {100 + id for _, id in self.poison}
+        failed: list[int] = []
+        if any(sequence.tokens[0] in poison for sequence in worker.sequences.values()):
+            failed = list(worker.sequences)
+        elif name in ("w0", "w2"):
+            failed = [run for run in worker.sequences if self.rng.random() < 0.6]
+        for run in failed:
+            del worker.sequences[run]
+        message = super().step(name, worker)
+        message.outputs += [Output(run, finish="error", error="the step failed") for run in failed]
+        return message
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_among_bad_workers_and_poison_all_other_requests_end_well(seed, monkeypatch):
+    monkeypatch.setattr("radixrt.router.core.MAX_LOSSES", 1000)
+    world = Failing(seed)
+    while len(world.workers) < 4:
+        world.start_worker()
+    for _ in range(150):
+        for action, chance in (
+            (world.submit, 0.8),
+            (world.start_worker, 0.3),
+            (world.kill_worker, 0.03),
+            (world.mute_worker, 0.02),
+            (world.cut_wire, 0.02),
+        ):
+            if world.rng.random() < chance:
+                action()
+        if world.sent and world.rng.random() < 0.05:
+            world.cancel()
+        world.turn()
+    for _ in range(200):
+        world.start_worker()
+        world.turn()
+    poison = {id for _, id in world.poison}
+    failed = {error.id for error in world.errors}
+    assert world.poison and failed <= poison, failed - poison
+    check_answers(world)
+    check_nothing_is_left(world)
+    records = {member.name: member.record for member in world.core.members}
+    assert all(record.undecided == 0 for record in records.values())
+    assert not records["w1"].set_aside and not records["w3"].set_aside
+
+
 def check_answers(world: World) -> None:
+    failed = {error.id for error in world.errors}
     for (client, id), request in world.sent.items():
-        if (client, id) in world.cancelled:
+        if (client, id) in world.cancelled or id in failed:
             continue
         if isinstance(request, Score):
             expected = [[float(t) for t in array("i", choice.ids)] for choice in request.choices]

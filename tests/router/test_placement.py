@@ -6,6 +6,7 @@ import pytest
 
 from radixrt.router.placement import (
     CROWDING_WEIGHT,
+    FAILURE_SECONDS,
     RECOMPUTE_WEIGHT,
     Candidate,
     place,
@@ -16,9 +17,10 @@ from radixrt.router.placement import (
 
 
 def worker(
-    number: int, hit=0, queued=0, requests=0, max_running=8, free=10**6, rate=10_000.0, step=0.01, empty=0, wanted=0
-) -> Candidate:
-    return Candidate(number, hit, queued, requests, max_running, free, rate, step, empty, wanted, 10_000)
+    number: int, hit=0, queued=0, requests=0, max_running=8, free=10**6, rate=10_000.0, step=0.01, empty=0, wanted=0,
+    **more,
+) -> Candidate:  # fmt: skip
+    return Candidate(number, hit, queued, requests, max_running, free, rate, step, empty, wanted, 10_000, **more)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,30 @@ def worker(
         ("no step has to end where nothing runs", 25, [worker(0, step=0.05, empty=500), worker(1, step=0.004)], 0),
         ("no place left, and steps are long", 500, [worker(0, hit=450, requests=8, step=0.05), worker(1)], 1),
         ("no pages left", 5000, [worker(0, hit=1000, free=100, requests=1), worker(1)], 1),
+        (
+            "a failure outweighs a short queue",
+            100,
+            [worker(0, failed_share=0.25), worker(1, queued=4000, requests=5)],
+            1,
+        ),
+        ("but not a long one", 100, [worker(0, failed_share=0.25), worker(1, queued=6000, requests=5)], 0),
+        ("a hit does not outweigh it", 1000, [worker(0, hit=990, failed_share=0.25), worker(1)], 1),
+        ("the one that fails less", 100, [worker(0, failed_share=0.9), worker(1, failed_share=0.6)], 1),
+        (
+            "the rate of a first prompt does not count",
+            4000,
+            [worker(0, rate=667.0, rate_known=False), worker(1, hit=9)],
+            0,
+        ),
+        ("that of several does", 4000, [worker(0, rate=667.0), worker(1, hit=9)], 1),
+        (
+            "idle while others work, it may have become faster",
+            4000,
+            [worker(0, rate=667.0, idle_seconds=300.0), worker(1, requests=1, queued=9000)],
+            0,
+        ),
+        ("not so soon", 4000, [worker(0, rate=667.0, idle_seconds=3.0), worker(1, requests=1, queued=9000)], 1),
+        ("nor if all are idle", 4000, [worker(0, rate=667.0, idle_seconds=300.0), worker(1, idle_seconds=300.0)], 1),
         ("nobody has measured", 100, [worker(0, rate=0.0, step=0.0, queued=10**4), worker(1, rate=0.0, step=0.0)], 1),
     ],
 )
@@ -114,6 +140,8 @@ def test_estimate_is_the_formula_in_seconds():
     assert time_to_first_token(1000, worker(0, hit=600, queued=1600, requests=1)) == pytest.approx(0.2 + 0.01)
     crowded = worker(0, hit=0, requests=9, max_running=8)
     assert time_to_first_token(100, crowded) == pytest.approx(0.01 + 0.01 + 2 * 128 * 0.01 / 8)
+    bad = worker(0, hit=600, failed_share=0.25)
+    assert time_to_first_token(1000, bad) == pytest.approx(0.04 + 0.25 * FAILURE_SECONDS)
     full = worker(0, requests=2, free=40)
     assert time_to_first_token(100, full) == pytest.approx(0.01 + 0.01 + 60 * 0.01 / 2)
 

@@ -178,6 +178,21 @@ def test_cancel_frees_the_worker():
         eventually(lambda: router.server.core.runs_in_flight == 0)
 
 
+def test_a_cancel_with_a_negative_count_is_refused_and_changes_nothing():
+    with stack(pace=0.01) as (router, _, client):
+        client.send(generate(1, max_tokens=60))
+        client.receive()
+        client.send(Cancel(1, 0, tokens=-3), Cancel(1, 7, tokens=1), Cancel(1, -1, tokens=1))
+        answers: list = []
+        while not any(isinstance(answer, Error) for answer in answers):
+            answers.append(client.receive())
+        refusal = answers[-1]
+        assert (refusal.id, refusal.code, refusal.field) == (1, 400, "tokens")
+        (whole,) = client.gather(1).values()
+        assert (whole.finish, whole.usage.completion_tokens) == ("length", 60)
+        assert router.server.core.counters.generated_tokens == 60
+
+
 def test_a_client_that_vanishes_is_cancelled(monkeypatch):
     monkeypatch.setattr("radixrt.router.core.KEEPALIVE_SECONDS", 0.1)
     with stack(worker_timeout=0.5, pace=0.02) as (router, workers, client):

@@ -53,6 +53,41 @@ def test_one_slow_step_counts_by_its_tokens():
     assert rates.prefill == pytest.approx(40_000, rel=0.01)
 
 
+@pytest.mark.parametrize("slow", [1, 2])
+def test_slow_first_prompts_do_not_count_once_others_have_come(slow):
+    """They compiled kernels."""
+    rates = Rates()
+    for n in range(4):
+        rates.add(chunk(4000), 6.0 if n < slow else 0.2)
+    assert rates.prefill == pytest.approx(20_000)
+
+
+def test_a_worker_that_is_always_slow_is_known_to_be():
+    rates = Rates()
+    for _ in range(4):
+        rates.add(chunk(4000), 2.0)
+    assert rates.prefill == pytest.approx(2000)
+
+
+def test_slow_first_steps_do_not_count_once_others_have_come():
+    rates = Rates()
+    for n in range(KNOWN_STEPS + 1):
+        rates.add(decode(), 5.0 if n < 3 else 0.002)
+    assert rates.step == pytest.approx(0.002)
+
+
+def test_small_prompts_beside_one_long_one_are_few_measurements():
+    """The long one alone does not decide what is slow."""
+    rates = Rates()
+    rates.add(chunk(8000), 8.0)
+    for _ in range(10):
+        rates.add(chunk(50), 0.01)
+    assert rates.prefill == pytest.approx((8000 * 1000 + 500 * 5000) / 8500)
+    for _ in range(11):
+        rates.add(chunk(50), 0.01)
+    assert rates.prefill == pytest.approx(5000)
+
+
 def test_what_changes_is_followed():
     rates = Rates()
     for rate in (40_000, 10_000):
