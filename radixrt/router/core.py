@@ -6,6 +6,7 @@ workers, and `dispatch` chooses one of them for each run.
 
     submit -> dispatched at once to the best worker -> its outputs become Deltas, one message per step and client
     worker fails a run -> it goes to another worker, once; if there is none, or that fails it too, it ends with 500
+    worker does not get on -> likewise, if another one serves; it serves again when a step ends
     worker lost -> its runs go to other workers, with the tokens emitted so far; streams continue
     a worker's message lost with a connection -> likewise, to any worker, this one included
     no worker left -> runs wait `worker_timeout * 2` for one to join, then fail with 503
@@ -29,6 +30,7 @@ from radixrt.messages import (
     Clear,
     Delta,
     Deltas,
+    DrainWorker,
     Error,
     Generate,
     Output,
@@ -41,6 +43,7 @@ from radixrt.messages import (
 from radixrt.router.adapters import AdapterChanges
 from radixrt.router.admission import Admission
 from radixrt.router.dispatch import Dispatcher
+from radixrt.router.draining import Drains
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.groups import Groups
 from radixrt.router.index import Index
@@ -59,6 +62,8 @@ log = logging.getLogger("radixrt.router")
 
 MAX_LOSSES = 3
 """A run is taken for the cause, and fails, after this many of its workers were lost for good (`Member.blameless`)."""
+DRAIN_SECONDS = 5.0
+"""Retry-After of requests that are refused because the server drains."""
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a disconnected one is noticed."""
 
@@ -92,6 +97,9 @@ class RouterCore:
         self._tenants: Counter[str] = Counter()
         """Unfinished runs by tenant."""
         self._next_keepalive = 0.0
+        self._drains = Drains(self.members, config.shutdown_timeout)
+        self.draining = False
+        """Whether new requests are refused, as the server is about to end."""
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -118,6 +126,17 @@ class RouterCore:
         key does not allow that."""
         self._admission.check_admin(message.api_key, message.admin_only)
         return self.adapters.add(client, message, at)
+
+    def drain_worker(self, client: Client, message: DrainWorker, now: float) -> list[Effect]:
+        """Let a worker finish its runs and leave. Raises Refused if the key does not allow that, or there is no such
+        worker, or no other one."""
+        self._admission.check_operator(message.api_key, message.admin_only)
+        return self._drains.ask(client, message, now)
+
+    def check_open(self) -> None:
+        """Raise Refused (503) if the server is about to end, and takes no new requests."""
+        if self.draining:
+            raise Refused("", "the server is draining: it finishes the requests in flight, and ends", 503, DRAIN_SECONDS)
 
     def has_place(self, tenant: str, beside: int, own: int) -> bool:
         """Whether the queue has a place for one more request of a tenant, `beside` requests that are not runs yet,
@@ -241,12 +260,27 @@ class RouterCore:
         orders += self.adapters.joined(self.members.hear(info.name, now))
         return orders + self._redispatch(orphans, now) + self._dispatcher.send_waiting(now)
 
-    def heartbeat(self, name: str, now: float) -> list[Effect]:
-        return [] if self.members.hear(name, now) else self._revive(name, now)
+    def heartbeat(self, name: str, now: float, stalled: float = 0.0, stuck: bool = False) -> list[Effect]:
+        """`stalled` and `stuck` as in a Heartbeat. A worker that is stuck is lost, as long as another one serves its
+        model: a step that takes long even so only costs the requests their cache."""
+        member = self.members.hear(name, now, stalled, stuck)
+        if member is None:
+            return [] if stuck else self._revive(name, now)
+        if not stuck or not self.members.has_other(member):
+            return []
+        log.warning("worker %s does not get on: no step has ended for %.0f s", name, stalled)
+        self.counters.workers_stuck += 1
+        return self.lose([name], now)
+
+    def drained(self, name: str, now: float) -> list[Effect]:
+        """A worker was told to stop, and waits for its runs to finish."""
+        self.members.hear(name, now)
+        return self._drains.begin(name, now)
 
     def leave(self, name: str, now: float, *, planned: bool = False) -> list[Effect]:
         """A worker has left for good: its runs continue on other workers. `planned`: it was told to leave."""
-        return self._redispatch(self.members.remove(name, may_return=False, planned=planned), now)
+        orphans = self.members.remove(name, may_return=False, planned=planned)
+        return self._redispatch(orphans, now) + self._drains.tick(now)
 
     def lose(self, names: Iterable[str], now: float) -> list[Effect]:
         """Workers cannot be reached: as `leave`, but a heartbeat brings each back. All are removed before their runs
@@ -301,6 +335,7 @@ class RouterCore:
         self.groups.expire(now)
         effects += self.pauses.expire(now)
         effects += self.adapters.tick(now)
+        effects += self._drains.tick(now)
         timeout = self._config.worker_timeout
         for request in self._dispatcher.superseded():
             message = f"the LoRA adapter {request.model!r} was replaced or unloaded, and the worker with it was lost"

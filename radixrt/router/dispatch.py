@@ -70,7 +70,7 @@ class Dispatcher:
     def _fitting(self, run: RunState, tokens: int) -> dict[int, Member]:
         """By number, the workers with room for all tokens that were requested; if there are none, those with room for
         at least one more. A worker that has failed the run only if there is no other."""
-        members, remaining = self._serving(run).members, run.remaining
+        members, remaining = self._serving(run).open, run.remaining
         if run.failed_by is not None:
             members = [m for m in members if m is not run.failed_by] or members
         if run.request.bounded:
@@ -98,7 +98,7 @@ class Dispatcher:
         """Send a run that its worker failed, although the request is valid, to another worker: the cause may lie with
         the worker, or with another request in the same step. None if there is no other worker, or that was tried
         before."""
-        members = self._serving(run).members
+        members = self._serving(run).open
         if run.failed_by is not None or not any(m is not run.member for m in members):
             return None
         self.drop(run)

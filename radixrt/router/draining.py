@@ -1,0 +1,78 @@
+"""Workers that are to leave: they get no new runs, finish those that they have, and are then told to stop.
+
+    begin -> no runs are left, or the time is over -> Stop -> it leaves: what is left of its runs continues elsewhere
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from radixrt.messages import DrainWorker, Info, Stop
+from radixrt.router.effects import Effect, Order, Reply
+from radixrt.router.member import Process
+from radixrt.router.members import Members
+from radixrt.router.request import Client
+from radixrt.router.validate import Refused
+
+
+@dataclass(slots=True)
+class Drain:
+    process: Process
+    until: float
+    """When it is told to stop in any case."""
+    restart: bool = False
+    clients: list[tuple[Client, int]] = field(default_factory=list)
+    """Those that asked for it, with the ids of their messages."""
+
+
+class Drains:
+    """The workers that drain, by name. `seconds`: how long their runs may take."""
+
+    def __init__(self, members: Members, seconds: float) -> None:
+        self._members = members
+        self._seconds = seconds
+        self._drains: dict[str, Drain] = {}
+
+    def ask(self, client: Client, message: DrainWorker, now: float) -> list[Effect]:
+        """A client asks for it. Raises Refused (404, 409)."""
+        name = message.worker
+        member = self._members.member(name)
+        if member is None:
+            names = ", ".join(sorted(m.name for m in self._members)) or "none"
+            raise Refused("worker", f"no worker {name!r} serves; these do: {names}", 404)
+        if not message.restart and not self._members.has_other(member):
+            text = f"worker {name!r} is the only one that serves {member.info.model!r}: use restart, or stop the server"
+            raise Refused("worker", text, 409)
+        self.begin(name, now)
+        drain = self._drains[name]
+        drain.restart |= message.restart
+        drain.clients.append((client, message.id))
+        return self._orders(name, drain, now)
+
+    def begin(self, name: str, now: float) -> list[Effect]:
+        """A worker drains from now on, if it serves."""
+        member = self._members.member(name)
+        if member is None:
+            return []
+        if name not in self._drains:
+            self._drains[name] = Drain(member.process, now + self._seconds)
+            self._members.close(name)
+        return self._orders(name, self._drains[name], now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """To be called about once a second, and when a worker has left."""
+        effects: list[Effect] = []
+        for name, drain in list(self._drains.items()):
+            if self._members.speaks_for(name, *drain.process) and self._members.known(name):
+                effects += self._orders(name, drain, now)
+            else:  # it has left, or another process has its name
+                del self._drains[name]
+                reply = {"worker": name, "restart": drain.restart}
+                effects += [Reply(client, Info(id, reply)) for client, id in drain.clients]
+        return effects
+
+    def _orders(self, name: str, drain: Drain, now: float) -> list[Effect]:
+        member = self._members.member(name)
+        if member is None or (member.runs and now < drain.until):
+            return []
+        return [Order(name, Stop(restart=drain.restart))]
