@@ -27,6 +27,7 @@ from radixrt.checkpoint_files import check_files, check_model
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
 from radixrt.lora_modules import check_lora_modules
 from radixrt.roles import ROLES, check_role, follow_parent, read_config, run_role
+from radixrt.shutdown import Pulse
 from radixrt.wire.keys import is_private, make_secret_key, public_suffix
 
 INTERNAL = {"router", "name", "shares_port"}
@@ -132,6 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
     for role, config in ROLES.items():
         command = commands.add_parser(role, help=(config.__doc__ or "").splitlines()[0])
         command.add_argument("--config-from-stdin", action="store_true", help=argparse.SUPPRESS)
+        command.add_argument("--pulse", type=int, metavar="FD", help=argparse.SUPPRESS)
         add_fields(command, config)
         command.set_defaults(run=_role, role=role)
 
@@ -193,8 +195,7 @@ def _role(args: argparse.Namespace) -> int:
             _check_here(check_files if config.fake else check_model, config.model)
             _check_adapters(config)
     check_role(config)
-    run_role(args.role, resolve(config))
-    return 0
+    return run_role(args.role, resolve(config), Pulse(args.pulse))
 
 
 def _report(args: argparse.Namespace) -> int:

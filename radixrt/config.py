@@ -161,8 +161,8 @@ class WorkerConfig:
     seed: int = setting(0, "seed of dummy weights", least=0, most=(1 << 63) - 1)
     watchdog_timeout: float = setting(
         300.0,
-        "a worker whose step takes longer than so many seconds ends, and is started again; a limit that is learned from "
-        "the steps before may be shorter (0: never)",
+        "a worker whose step takes longer than so many seconds ends, and is started again; a shorter limit may be "
+        "learned from earlier steps (0: never)",
         least=0.0,
         most=MOST_SECONDS,
     )

@@ -8,8 +8,8 @@ for one that hangs.
     restart  min(hard, max(MIN_RESTART_SECONDS, RESTART_FACTOR * limit))              the process ends
 
 `slowest` and `most` are the longest duration and the most tokens of the last WINDOW_STEPS to 2 * WINDOW_STEPS steps,
-`tokens` those of the step in flight. Before KNOWN_STEPS steps nothing is known, and both are `hard`: the first steps may
-compile kernels for minutes.
+`tokens` those of the step in flight. Before KNOWN_STEPS steps nothing is known, and both are `hard`: the first steps
+may compile kernels for minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ MAX_LOOK_SECONDS = 3.0
 class Watchdog:
     """Progress of one loop. `hard`: seconds after which it hangs whatever was learned; 0: it never does."""
 
-    __slots__ = ("_ahead", "_before", "_done", "_hard", "_last_look", "_seen", "_slowest", "_steps", "_tokens", "stalled")
+    __slots__ = (
+        "_ahead", "_before", "_done", "_hard", "_last_look", "_seen", "_slowest", "_steps", "_tokens", "stalled",
+    )  # fmt: skip
 
     def __init__(self, hard: float = 0.0) -> None:
         self._hard = hard or math.inf

@@ -136,7 +136,7 @@ class RouterCore:
     def check_open(self) -> None:
         """Raise Refused (503) if the server is about to end, and takes no new requests."""
         if self.draining:
-            raise Refused("", "the server is draining: it finishes the requests in flight, and ends", 503, DRAIN_SECONDS)
+            raise Refused("", "the server is draining: it takes no new requests, and ends soon", 503, DRAIN_SECONDS)
 
     def has_place(self, tenant: str, beside: int, own: int) -> bool:
         """Whether the queue has a place for one more request of a tenant, `beside` requests that are not runs yet,

@@ -158,7 +158,7 @@ class RouterServer:
             case AdapterLoaded():
                 if (name := self._workers.name(identity)) is not None:
                     self._perform(self.core.adapter_loaded(name, message, now()))
-            case Heartbeat() | Leave() | Draining() if not self.core.members.speaks_for(message.name, message.pid, message.life):
+            case Heartbeat() | Leave() | Draining() if not self._is_current(message):
                 pass
             case Heartbeat():
                 self._perform(self.core.heartbeat(message.name, now(), message.stalled, message.stuck))
@@ -176,6 +176,9 @@ class RouterServer:
                 log.info("worker %s left: %s", message.name, message.reason or "no reason given")
                 self._workers.unbind(message.name)
                 self._perform(self.core.leave(message.name, now(), planned=message.planned))
+
+    def _is_current(self, message: Heartbeat | Leave | Draining) -> bool:
+        return self.core.members.speaks_for(message.name, message.pid, message.life)
 
     # ------------------------------------------------------------ to both
 
