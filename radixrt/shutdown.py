@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 
@@ -38,12 +39,13 @@ class Pulse:
 
 
 class Pulses:
-    """The parent's end of the pipe `fd`, which it closes when it is dropped. Times are seconds of any monotonic
-    clock."""
+    """The parent's end of the pipe `fd`, which is closed when this is dropped, at the latest. Times are seconds of any
+    monotonic clock."""
 
     def __init__(self, fd: int) -> None:
         os.set_blocking(fd, False)
-        self._file = open(fd, "rb", buffering=0)
+        self._fd = fd
+        self._close = weakref.finalize(self, os.close, fd)
         self.state = b""
         """The last one."""
         self.count = 0
@@ -53,7 +55,7 @@ class Pulses:
     def look(self, now: float) -> float | None:
         """Read all pulses. Returns for how long none has come; None before the first. Time in which this process did
         not look does not count: it may have been suspended, and the child with it."""
-        data = b"" if self._file.closed else self._file.read(4096)
+        data = self._read()
         gap, self._last_look = now - self._last_look, now
         if data:
             self.state, self.count, self._heard = data[-1:], self.count + len(data), now
@@ -61,8 +63,14 @@ class Pulses:
             self._heard += gap
         return None if self._heard is None else now - self._heard
 
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._fd, 4096) if self._close.alive else b""
+        except BlockingIOError:
+            return b""
+
     def close(self) -> None:
-        self._file.close()
+        self._close()
 
 
 class Ending:

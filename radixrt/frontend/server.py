@@ -41,7 +41,8 @@ def run(config: FrontendConfig, pulse: Pulse | None = None) -> None:
 
 def run_with_router(config: RouterConfig, pulse: Pulse | None = None) -> None:
     """Run a router and its front end, `config.http`, on one event loop, which saves messages between processes. Serve
-    until SIGTERM or SIGINT, and then until no request is in flight (see `shutdown`). Raises ValueError or OSError if they cannot start."""
+    until SIGTERM or SIGINT, and then until no request is in flight (see `shutdown`). Raises ValueError or OSError if
+    they cannot start."""
     assert config.http is not None
     router = RouterServer(config)
     with router.text, listen(config.http) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
