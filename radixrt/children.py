@@ -21,8 +21,11 @@ log = logging.getLogger("radixrt.launch")
 
 STOP_SECONDS = 10.0
 """A child that has not exited this long after SIGTERM is killed."""
-INSIST_SECONDS = 1.0
-"""After this time it gets another SIGTERM: it may wait for requests in flight, and ends at once then."""
+INSIST_SECONDS, HURRIED_INSIST_SECONDS = 1.0, 0.2
+"""After this time it gets another SIGTERM: it may wait for requests in flight, and ends at once then. (Two signals at
+the same time would count as one.)"""
+HURRIED_STOP_SECONDS = 3.0
+"""As STOP_SECONDS, if everything is to end at once."""
 SILENT_SECONDS = {"router": 30.0, "frontend": 30.0, "worker": 60.0}
 """A child that has not shown for this long that it gets on is killed."""
 RESTART_CODE = 75
@@ -107,7 +110,7 @@ def start_child(role: str, name: str, config: Any, log_level: str = "info", *, p
 def stop_children(
     children: Iterable[Child], seconds: float = STOP_SECONDS, hurry: threading.Event | None = None
 ) -> None:
-    """Terminate all children, wait for them up to `seconds` (2 * INSIST_SECONDS once `hurry` is set), and kill those
+    """Terminate all children, wait for them up to `seconds` (HURRIED_STOP_SECONDS once `hurry` is set), and kill those
     that are left."""
     children = list(children)
     began = time.monotonic()
@@ -116,13 +119,13 @@ def stop_children(
     while left := [child for child in children if child.alive]:
         passed = time.monotonic() - began
         hurried = hurry is not None and hurry.is_set()
-        if passed > (min(seconds, 2 * INSIST_SECONDS) if hurried else seconds):
+        if passed > (min(seconds, HURRIED_STOP_SECONDS) if hurried else seconds):
             for child in left:
                 log.warning("%s does not stop: killed", child.name)
                 child.process.kill()
                 child.process.wait()
             break
-        if not insisted and (hurried or passed > INSIST_SECONDS):
+        if not insisted and passed > (HURRIED_INSIST_SECONDS if hurried else INSIST_SECONDS):
             insisted = True
             _terminate(left)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -138,8 +138,8 @@ class Frontend:
         return self._guarded(handler, checked=False)
 
     def _restrict(self, request: Request, message: ChangeAdapter | DrainWorker) -> None:
-        """Set who may change a LoRA adapter, or drain a worker, as far as this front end knows. Raises ApiError (403) for
-        web pages."""
+        """Set who may change a LoRA adapter, or drain a worker, as far as this front end knows. Raises ApiError (403)
+        for web pages."""
         check_page(request, self._config.allowed_origins)
         message.admin_only = bool(self._tenants)
 

@@ -275,7 +275,7 @@ class RouterCore:
     def drained(self, name: str, now: float) -> list[Effect]:
         """A worker was told to stop, and waits for its runs to finish."""
         self.members.hear(name, now)
-        return self._drains.begin(name, now)
+        return self._drains.told(name, now)
 
     def leave(self, name: str, now: float, *, planned: bool = False) -> list[Effect]:
         """A worker has left for good: its runs continue on other workers. `planned`: it was told to leave."""

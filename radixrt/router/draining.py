@@ -1,6 +1,6 @@
 """Workers that are to leave: they get no new runs, finish those that they have, and are then told to stop.
 
-    begin -> no runs are left, or the time is over -> Stop -> it leaves: what is left of its runs continues elsewhere
+    asked, told -> no runs are left, or the time is over -> Stop -> it leaves: what is left of its runs continues elsewhere
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 
 from radixrt.messages import DrainWorker, Info, Stop
 from radixrt.router.effects import Effect, Order, Reply
-from radixrt.router.member import Process
+from radixrt.router.member import Member, Process
 from radixrt.router.members import Members
 from radixrt.router.request import Client
 from radixrt.router.validate import Refused
+
+
+AGAIN_SECONDS = 5.0
+"""A worker that has not left after this time is told once more: the message may have been lost with a connection."""
 
 
 @dataclass(slots=True)
@@ -21,6 +25,8 @@ class Drain:
     until: float
     """When it is told to stop in any case."""
     restart: bool = False
+    told: float | None = None
+    """When it was last told to stop."""
     clients: list[tuple[Client, int]] = field(default_factory=list)
     """Those that asked for it, with the ids of their messages."""
 
@@ -43,21 +49,23 @@ class Drains:
         if not message.restart and not self._members.has_other(member):
             text = f"worker {name!r} is the only one that serves {member.info.model!r}: use restart, or stop the server"
             raise Refused("worker", text, 409)
-        self.begin(name, now)
-        drain = self._drains[name]
+        drain = self._begin(member, now)
         drain.restart |= message.restart
         drain.clients.append((client, message.id))
         return self._orders(name, drain, now)
 
-    def begin(self, name: str, now: float) -> list[Effect]:
-        """A worker drains from now on, if it serves."""
+    def told(self, name: str, now: float) -> list[Effect]:
+        """A worker says that it is to leave."""
         member = self._members.member(name)
-        if member is None:
-            return []
-        if name not in self._drains:
-            self._drains[name] = Drain(member.process, now + self._seconds)
-            self._members.close(name)
-        return self._orders(name, self._drains[name], now)
+        return [] if member is None else self._orders(name, self._begin(member, now), now)
+
+    def _begin(self, member: Member, now: float) -> Drain:
+        """The worker gets no new runs from now on."""
+        drain = self._drains.get(member.name)
+        if drain is None or drain.process != member.process:
+            drain = self._drains[member.name] = Drain(member.process, now + self._seconds)
+            self._members.close(member.name)
+        return drain
 
     def tick(self, now: float) -> list[Effect]:
         """To be called about once a second, and when a worker has left."""
@@ -75,4 +83,7 @@ class Drains:
         member = self._members.member(name)
         if member is None or (member.runs and now < drain.until):
             return []
+        if drain.told is not None and now < drain.told + AGAIN_SECONDS:
+            return []
+        drain.told = now
         return [Order(name, Stop(restart=drain.restart))]
