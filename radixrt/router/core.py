@@ -53,6 +53,7 @@ from radixrt.router.pauses import Pauses
 from radixrt.router.record import Counters, Recorder
 from radixrt.router.request import Client, Request, RunState
 from radixrt.router.states import Key
+from radixrt.router.suspects import Suspects
 from radixrt.router.validate import Refused
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class RouterCore:
         self._tenants: Counter[str] = Counter()
         """Unfinished runs by tenant."""
         self._next_keepalive = 0.0
+        self._suspects = Suspects()
         self._drains = Drains(self.members, config.shutdown_timeout)
         self.draining = False
         """Whether new requests are refused, as the server is about to end."""
@@ -109,7 +111,7 @@ class RouterCore:
     @property
     def runs_in_flight(self) -> int:
         """Runs that are dispatched or wait for a worker."""
-        return len(self._dispatcher)
+        return len(self._dispatcher) + len(self._suspects)
 
     # ------------------------------------------------------------ clients
 
@@ -270,7 +272,7 @@ class RouterCore:
             return []
         log.warning("worker %s does not get on: no step has ended for %.0f s", name, stalled)
         self.counters.workers_stuck += 1
-        return self.lose([name], now)
+        return self._redispatch(self.members.remove(name, may_return=True), now, hung=True)
 
     def drained(self, name: str, now: float) -> list[Effect]:
         """A worker was told to stop, and waits for its runs to finish."""
@@ -314,6 +316,8 @@ class RouterCore:
         member.update(message.load, now)
         self._recorder.load(name, message.load)
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
+        if self._suspects:
+            others += self._try_next(now)
         return effects + others
 
     def adapter_loaded(self, name: str, message: AdapterLoaded, now: float) -> list[Effect]:
@@ -335,7 +339,7 @@ class RouterCore:
         self.groups.expire(now)
         effects += self.pauses.expire(now)
         effects += self.adapters.tick(now)
-        effects += self._drains.tick(now)
+        effects += self._drains.tick(now) + self._try_next(now)
         timeout = self._config.worker_timeout
         for request in self._dispatcher.superseded():
             message = f"the LoRA adapter {request.model!r} was replaced or unloaded, and the worker with it was lost"
@@ -425,6 +429,7 @@ class RouterCore:
         if run.started or run.emitted:
             self._recorder.ended(run)
         self._dispatcher.drop(run)
+        self._suspects.drop(run)
         run.finished = True
         request.open -= 1
         self._tenants[request.tenant] -= 1
@@ -454,19 +459,27 @@ class RouterCore:
 
     # ------------------------------------------------------------ lost workers
 
-    def _redispatch(self, orphans: list[int], now: float) -> list[Effect]:
-        """Dispatch runs again that their worker no longer serves."""
+    def _redispatch(self, orphans: list[int], now: float, *, hung: bool = False) -> list[Effect]:
+        """Dispatch runs again that their worker no longer serves. `hung`: it lives, and does not get on."""
         effects: list[Effect] = []
         for run in self._dispatcher.reclaim(orphans):
             if run.finished:
                 continue
-            if sum(not member.blameless for member in run.losses) >= MAX_LOSSES:
+            if hung and self._suspects.is_guilty(run):
+                effects += self._fail(run.request, Error(run.request.id, 500, "workers hang on this request"))
+            elif sum(not member.blameless for member in run.losses) >= MAX_LOSSES:
                 message = f"{MAX_LOSSES} workers were lost while they served this request"
                 effects += self._fail(run.request, Error(run.request.id, 500, message))
             else:
                 self.counters.redispatched += 1
-                effects += self._dispatcher.send(run, now)
-        return effects
+                if not hung or not self._suspects.take(run):
+                    effects += self._dispatcher.send(run, now)
+        return effects + self._try_next(now)
+
+    def _try_next(self, now: float) -> list[Effect]:
+        """Send the next run that may make its worker hang, if none is tried now."""
+        run = self._suspects.next()
+        return [] if run is None else self._dispatcher.send(run, now)
 
     def _restart(self, member: Member, now: float) -> list[Effect]:
         """A message of a worker was lost with a connection: its runs are dispatched again, from the tokens that have

@@ -14,7 +14,6 @@ from radixrt.router.members import Members
 from radixrt.router.request import Client
 from radixrt.router.validate import Refused
 
-
 AGAIN_SECONDS = 5.0
 """A worker that has not left after this time is told once more: the message may have been lost with a connection."""
 
@@ -71,7 +70,9 @@ class Drains:
         """To be called about once a second, and when a worker has left."""
         effects: list[Effect] = []
         for name, drain in list(self._drains.items()):
-            if self._members.speaks_for(name, *drain.process) and self._members.known(name):
+            serves = self._members.member(name) is not None
+            there = serves or (drain.told is None and self._members.known(name))  # if it is lost, it may come back
+            if there and self._members.speaks_for(name, *drain.process):
                 effects += self._orders(name, drain, now)
             else:  # it has left, or another process has its name
                 del self._drains[name]
