@@ -1,6 +1,6 @@
 """Workers that are to leave: they get no new runs, finish those that they have, and are then told to stop.
 
-    asked, told -> no runs are left, or the time is over -> Stop -> it leaves: what is left of its runs continues elsewhere
+    asked, told -> no runs are left, or the time is over -> Stop -> it leaves: its other runs continue elsewhere
 """
 
 from __future__ import annotations
