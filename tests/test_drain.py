@@ -30,12 +30,12 @@ from radixrt.worker.fake import FakeRunner, fake_token
 from radixrt.worker.status import LIFE
 from tests.waiting import eventually
 
-LONG = Sampling(max_tokens=150, temperature=0.0, ignore_eos=True)
+LONG = Sampling(max_tokens=100, temperature=0.0, ignore_eos=True)
 POISON = 31_999
 """A step with this token does not end."""
 
 
-def expected(prompt: list[int], count: int = 150) -> list[int]:
+def expected(prompt: list[int], count: int = 100) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(fake_token(tokens[-1], len(tokens) - 1, 32_000))
@@ -287,6 +287,7 @@ def test_a_process_that_is_stopped_is_replaced(monkeypatch, role):
         watcher = threading.Thread(target=lambda: codes.append(stack.watch()))
         watcher.start()
         (victim,) = (child for child in stack._children if child.name == role)
+        eventually(lambda: victim.pulses.count)
         os.kill(victim.process.pid, signal.SIGSTOP)
         if role == "router":
             watcher.join(60)
