@@ -11,6 +11,7 @@ then workers, then the router, and kills those that do not exit in time. Before 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -19,6 +20,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -263,9 +265,10 @@ class Stack:
                 child.process.kill()
                 killed = True
             if killed:
-                child.process.wait()
                 if life is not None:
                     life.replaced = True
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(1.0)
 
     def _silent_seconds(self, child: Child) -> float:
         if child.role != "worker":
