@@ -139,7 +139,8 @@ class _Collector(Collector):
     def _workers(self) -> Iterator[Metric]:
         serving = {member.name for member in self._core.members}
         yield GaugeMetricFamily("radixrt_workers", "Serving workers.", len(serving))
-        yield GaugeMetricFamily("radixrt_draining", "1 while the server takes no new requests.", self._core.draining)
+        text = "1 while the server takes no new requests."
+        yield GaugeMetricFamily("radixrt_draining", text, self._core.drains.server)
         yield from self._progress()
         gauges = {
             name: GaugeMetricFamily(f"radixrt_worker_{metric}", text, labels=["worker"])

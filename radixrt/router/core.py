@@ -30,7 +30,6 @@ from radixrt.messages import (
     Clear,
     Delta,
     Deltas,
-    DrainWorker,
     Error,
     Generate,
     Output,
@@ -63,8 +62,6 @@ log = logging.getLogger("radixrt.router")
 
 MAX_LOSSES = 3
 """A run is taken for the cause, and fails, after this many of its workers were lost for good (`Member.blameless`)."""
-DRAIN_SECONDS = 5.0
-"""Retry-After of requests that are refused because the server drains."""
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a disconnected one is noticed."""
 
@@ -99,9 +96,7 @@ class RouterCore:
         """Unfinished runs by tenant."""
         self._next_keepalive = 0.0
         self._suspects = Suspects()
-        self._drains = Drains(self.members, config.shutdown_timeout)
-        self.draining = False
-        """Whether new requests are refused, as the server is about to end."""
+        self.drains = Drains(self.members, self._admission, config.shutdown_timeout)
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -128,17 +123,6 @@ class RouterCore:
         key does not allow that."""
         self._admission.check_admin(message.api_key, message.admin_only)
         return self.adapters.add(client, message, at)
-
-    def drain_worker(self, client: Client, message: DrainWorker, now: float) -> list[Effect]:
-        """Let a worker finish its runs and leave. Raises Refused if the key does not allow that, or there is no such
-        worker, or no other one."""
-        self._admission.check_operator(message.api_key, message.admin_only)
-        return self._drains.ask(client, message, now)
-
-    def check_open(self) -> None:
-        """Raise Refused (503) if the server is about to end, and takes no new requests."""
-        if self.draining:
-            raise Refused("", "the server is draining: it takes no new requests, and ends soon", 503, DRAIN_SECONDS)
 
     def has_place(self, tenant: str, beside: int, own: int) -> bool:
         """Whether the queue has a place for one more request of a tenant, `beside` requests that are not runs yet,
@@ -274,15 +258,10 @@ class RouterCore:
         self.counters.workers_stuck += 1
         return self._redispatch(self.members.remove(name, may_return=True), now, hung=True)
 
-    def drained(self, name: str, now: float) -> list[Effect]:
-        """A worker was told to stop, and waits for its runs to finish."""
-        self.members.hear(name, now)
-        return self._drains.told(name, now)
-
     def leave(self, name: str, now: float, *, planned: bool = False) -> list[Effect]:
         """A worker has left for good: its runs continue on other workers. `planned`: it was told to leave."""
         orphans = self.members.remove(name, may_return=False, planned=planned)
-        return self._redispatch(orphans, now) + self._drains.tick(now)
+        return self._redispatch(orphans, now) + self.drains.tick(now)
 
     def lose(self, names: Iterable[str], now: float) -> list[Effect]:
         """Workers cannot be reached: as `leave`, but a heartbeat brings each back. All are removed before their runs
@@ -339,7 +318,7 @@ class RouterCore:
         self.groups.expire(now)
         effects += self.pauses.expire(now)
         effects += self.adapters.tick(now)
-        effects += self._drains.tick(now) + self._try_next(now)
+        effects += self.drains.tick(now) + self._try_next(now)
         timeout = self._config.worker_timeout
         for request in self._dispatcher.superseded():
             message = f"the LoRA adapter {request.model!r} was replaced or unloaded, and the worker with it was lost"

@@ -1,4 +1,5 @@
-"""Workers that are to leave: they get no new runs, finish those that they have, and are then told to stop.
+"""Workers that are to leave, and a server that is about to end. The workers get no new runs, finish those that they
+have, and are then told to stop.
 
     asked, told -> no runs are left, or the time is over -> Stop -> it leaves: its other runs continue elsewhere
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from radixrt.messages import DrainWorker, Info, Stop
+from radixrt.router.admission import Admission
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.member import Member, Process
 from radixrt.router.members import Members
@@ -16,6 +18,8 @@ from radixrt.router.validate import Refused
 
 AGAIN_SECONDS = 5.0
 """A worker that has not left after this time is told once more: the message may have been lost with a connection."""
+RETRY_SECONDS = 5.0
+"""Retry-After of requests that are refused because the server drains."""
 
 
 @dataclass(slots=True)
@@ -33,13 +37,18 @@ class Drain:
 class Drains:
     """The workers that drain, by name. `seconds`: how long their runs may take."""
 
-    def __init__(self, members: Members, seconds: float) -> None:
+    def __init__(self, members: Members, admission: Admission, seconds: float) -> None:
+        self.server = False
+        """Whether the server as a whole is about to end, and takes no new requests."""
         self._members = members
+        self._admission = admission
         self._seconds = seconds
         self._drains: dict[str, Drain] = {}
 
     def ask(self, client: Client, message: DrainWorker, now: float) -> list[Effect]:
-        """A client asks for it. Raises Refused (404, 409)."""
+        """A client asks for it. Raises Refused if its key does not allow that (401, 403), if there is no such worker
+        (404), or no other one (409)."""
+        self._admission.check_operator(message.api_key, message.admin_only)
         name = message.worker
         member = self._members.member(name)
         if member is None:
@@ -52,6 +61,11 @@ class Drains:
         drain.restart |= message.restart
         drain.clients.append((client, message.id))
         return self._orders(name, drain, now)
+
+    def check_open(self) -> None:
+        """Raise Refused (503) if the server takes no new requests."""
+        if self.server:
+            raise Refused("", "the server is draining: it takes no new requests, and ends soon", 503, RETRY_SECONDS)
 
     def told(self, name: str, now: float) -> list[Effect]:
         """A worker says that it is to leave."""

@@ -116,7 +116,7 @@ class Handlers:
                 case ChangeAdapter():
                     self._perform(self._core.change_adapter(client, message, time.time_ns() // 1_000_000))
                 case DrainWorker():
-                    self._perform(self._core.drain_worker(client, message, now()))
+                    self._perform(self._core.drains.ask(client, message, now()))
                 case ClearCache():
                     self._clear_cache(client, message)
                 case Ask():
@@ -157,7 +157,7 @@ class Handlers:
     def _take(self, client: bytes, request: Generate | Score) -> None:
         """Submit a request of token ids at once; others are encoded first, in a task. Raises Refused (503) while the
         server drains."""
-        self._core.check_open()
+        self._core.drains.check_open()
         if is_encoded(request):
             self._submit(client, request)
         elif isinstance(request.prompt, StatePrompt):

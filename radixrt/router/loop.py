@@ -114,7 +114,7 @@ class RouterServer:
 
     def drain(self) -> None:
         """Take no new requests. Call it on the event loop."""
-        self.core.draining = True
+        self.core.drains.server = True
 
     @property
     def idle(self) -> bool:
@@ -164,7 +164,7 @@ class RouterServer:
                 self._perform(self.core.heartbeat(message.name, now(), message.stalled, message.stuck))
             case Draining():
                 log.info("worker %s drains", message.name)
-                self._perform(self.core.drained(message.name, now()))
+                self._perform(self.core.drains.told(message.name, now()))
             case Register() if self.core.members.is_replaced(message):
                 log.error("worker %s: %s", message.name, NAME_TAKEN)
                 self._workers.dismiss(identity, NAME_TAKEN)

@@ -16,7 +16,7 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
     members = list(core.members)
     return {
         "serving": any(not m.stuck for m in members),
-        "draining": core.draining,
+        "draining": core.drains.server,
         "stuck": sorted(m.name for m in (*members, *core.members.lost()) if m.stuck),
         "max_model_len": max((m.token_limit for m in members), default=0),
         "runs_in_flight": core.runs_in_flight,

@@ -150,7 +150,7 @@ def test_progress_is_a_metric():
 
 
 def ask(core: RouterCore, worker: str, now: float, **fields):
-    return core.drain_worker(b"admin", DrainWorker(id=9, worker=worker, **fields), now)
+    return core.drains.ask(b"admin", DrainWorker(id=9, worker=worker, **fields), now)
 
 
 def test_a_drained_worker_finishes_and_leaves():
@@ -193,11 +193,11 @@ def test_an_idle_worker_leaves_at_once_and_a_new_process_of_its_name_serves():
 def test_a_worker_that_is_told_to_stop_says_so_and_drains():
     core = core_with(register("w0"), register("w1"))
     name, run = only_run(core.submit(b"c", generate(), 1.0))
-    assert core.drained(name, 2.0) == []
+    assert core.drains.told(name, 2.0) == []
     assert [w["draining"] for w in health(core)["workers"] if w["name"] == name] == [True]
     core.step(name, step(Output(run.id, tokens=[1], finish="stop")), 4.0)
     assert stops(core.tick(5.0)) == [(name, False)]
-    assert stops(core.drained("w0" if name == "w1" else "w1", 6.0)) != []
+    assert stops(core.drains.told("w0" if name == "w1" else "w1", 6.0)) != []
 
 
 def test_a_worker_that_joins_again_still_drains():
@@ -219,7 +219,7 @@ def test_a_worker_that_joins_again_still_drains():
 )
 def test_what_cannot_be_drained(fields, code, field):
     with pytest.raises(Refused) as caught:
-        core_with(register("w0")).drain_worker(b"c", DrainWorker(id=1, **fields), 1.0)
+        core_with(register("w0")).drains.ask(b"c", DrainWorker(id=1, **fields), 1.0)
     assert (caught.value.code, caught.value.field) == (code, field)
 
 
@@ -240,10 +240,10 @@ def test_who_may_drain_a_worker(config, key, admin_only, code):
         core.register(register(name), 0.0)
     message = DrainWorker(id=1, worker="w0", api_key=key, admin_only=admin_only)
     if code is None:
-        assert stops(core.drain_worker(b"c", message, 1.0)) == [("w0", False)]
+        assert stops(core.drains.ask(b"c", message, 1.0)) == [("w0", False)]
         return
     with pytest.raises(Refused) as caught:
-        core.drain_worker(b"c", message, 1.0)
+        core.drains.ask(b"c", message, 1.0)
     assert caught.value.code == code
 
 
