@@ -24,6 +24,7 @@ from radixrt.messages import (
     Delta,
     Detokenize,
     Done,
+    DrainWorker,
     Error,
     Forget,
     Fork,
@@ -310,6 +311,17 @@ class AsyncClient:
 
     async def change_adapter(self, message: ChangeAdapter) -> dict[str, str]:
         """Load or unload a LoRA adapter, as the message says. Returns and raises as `load_adapter`."""
+        return (await self._ask_for(Info, message)).data
+
+    async def drain_worker(self, name: str, *, restart: bool = False) -> dict[str, Any]:
+        """Let a worker finish its requests, without new ones, and leave; requests that take longer than the server's
+        --shutdown-timeout continue elsewhere. With `restart` the process that started it starts it again. Returns when
+        it has left. Raises ServerError (404) if no worker of that name serves, (409) if it is the only one, unless it
+        is to be restarted, and (401, 403) if the key is not the admin's where there are keys."""
+        return await self.send_drain(DrainWorker(id=0, worker=name, restart=restart, api_key=self._api_key))
+
+    async def send_drain(self, message: DrainWorker) -> dict[str, Any]:
+        """As `drain_worker`, as the message says."""
         return (await self._ask_for(Info, message)).data
 
     async def _query(self, what: str, model: str = "") -> Any:

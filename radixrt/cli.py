@@ -4,6 +4,7 @@ radixrt serve MODEL            start router, workers and HTTP front ends
 radixrt router|worker|frontend start only one of these, for setups of several machines
 radixrt report                 print the hit-rate report of a running stack
 radixrt run PROGRAM.py         run an agent program against a running stack
+radixrt drain WORKER           let a worker of a running stack finish its requests and leave
 radixrt keygen FILE            make a CURVE key, for ZMQ beyond loopback
 """
 
@@ -16,18 +17,23 @@ import json
 import logging
 import runpy
 import sys
+import time
 import traceback
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from radixrt import __version__, launch
 from radixrt.checkpoint_files import check_files, check_model
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
 from radixrt.lora_modules import check_lora_modules
 from radixrt.roles import ROLES, check_role, follow_parent, read_config, run_role
+from radixrt.shutdown import Pulse
 from radixrt.wire.keys import is_private, make_secret_key, public_suffix
+
+if TYPE_CHECKING:
+    from radixrt.client import Client
 
 INTERNAL = {"router", "name", "shares_port"}
 """Fields that `serve` sets itself."""
@@ -41,6 +47,8 @@ ALIASES = {
 """Names that users of vLLM and SGLang know."""
 log = logging.getLogger("radixrt.cli")
 
+RESTART_SECONDS = 600.0
+"""How long `radixrt drain --restart` waits until the worker serves again."""
 DEFAULT_URL = "tcp://127.0.0.1:5555"
 
 
@@ -132,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     for role, config in ROLES.items():
         command = commands.add_parser(role, help=(config.__doc__ or "").splitlines()[0])
         command.add_argument("--config-from-stdin", action="store_true", help=argparse.SUPPRESS)
+        command.add_argument("--pulse", type=int, metavar="FD", help=argparse.SUPPRESS)
         add_fields(command, config)
         command.set_defaults(run=_role, role=role)
 
@@ -143,7 +152,10 @@ def build_parser() -> argparse.ArgumentParser:
     program.add_argument("--model", default="", help="model or LoRA adapter that it asks (default: the server's model)")
     program.add_argument("program", metavar="PROGRAM.py")
     program.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="passed to the program")
-    for command, run in ((report, _report), (program, _run)):
+    drain = commands.add_parser("drain", help="let a worker finish its requests, without new ones, and leave")
+    drain.add_argument("--restart", action="store_true", help="start it again, and wait until it serves")
+    drain.add_argument("worker", metavar="WORKER", help="its name, as in /health and the report: worker-0")
+    for command, run in ((report, _report), (program, _run), (drain, _drain)):
         command.add_argument("--url", default=DEFAULT_URL, help=f"tcp://, ipc:// or http:// (default: {DEFAULT_URL})")
         command.add_argument("--api-key", default="", help="key of the tenant, or @FILE with KEY or TENANT:KEY")
         command.set_defaults(run=run)
@@ -193,8 +205,7 @@ def _role(args: argparse.Namespace) -> int:
             _check_here(check_files if config.fake else check_model, config.model)
             _check_adapters(config)
     check_role(config)
-    run_role(args.role, resolve(config))
-    return 0
+    return run_role(args.role, resolve(config), Pulse(args.pulse))
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -213,6 +224,34 @@ def _report(args: argparse.Namespace) -> int:
     else:
         print(json.dumps(data, indent=2) if args.json else to_text(data), end="\n" if args.json else "")
     return 0
+
+
+def _drain(args: argparse.Namespace) -> int:
+    from radixrt.client import Client, ServerError
+
+    key = read_key(args.api_key)
+    try:
+        with Client(args.url, api_key=key) as client:
+            before = _pid(client, args.worker)
+            client.drain_worker(args.worker, restart=args.restart)
+            print(f"worker {args.worker} has left")
+            deadline = time.monotonic() + RESTART_SECONDS
+            while args.restart and _pid(client, args.worker) in (None, before):
+                if time.monotonic() > deadline:
+                    print(f"radixrt drain: worker {args.worker} has not come back", file=sys.stderr)
+                    return 1
+                time.sleep(0.2)
+            if args.restart:
+                print(f"worker {args.worker} serves again")
+    except ServerError as error:
+        print(f"radixrt drain: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _pid(client: Client, worker: str) -> int | None:
+    """The process id of a worker; None if it does not serve."""
+    return next((w["pid"] for w in client.health()["workers"] if w["name"] == worker), None)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -79,6 +79,10 @@ class Client:
         """See AsyncClient.metrics."""
         return self._portal.call(self.aio.metrics)
 
+    def drain_worker(self, name: str, *, restart: bool = False) -> dict[str, Any]:
+        """See AsyncClient.drain_worker."""
+        return self._portal.call(self.aio.drain_worker, name, restart=restart)
+
     def clear_cache(self) -> None:
         """See AsyncClient.clear_cache."""
         self._portal.call(self.aio.clear_cache)

@@ -71,6 +71,10 @@ RUNTIME_LORA = (
     "/v1/unload_lora_adapter): all clients if there are no API keys, else those with the --admin-api-key; needs "
     "--enable-lora"
 )
+SHUTDOWN = (
+    "a process that is told to stop finishes the requests in flight, and refuses new ones (503), for at most so many "
+    "seconds (0: it ends at once); so long has a drained worker, before its requests continue elsewhere"
+)
 KEEP_THINKING = "keep the thinking of earlier answers in the prompt even if the chat template drops it"
 
 
@@ -155,6 +159,14 @@ class WorkerConfig:
     cpu_threads: int = setting(0, "compute threads of each rank on a CPU (0: torch's default)", least=0, most=1 << 12)
     load_format: str = setting("auto", "weights: auto (safetensors files), dummy (random, from config.json alone)")
     seed: int = setting(0, "seed of dummy weights", least=0, most=(1 << 63) - 1)
+    watchdog_timeout: float = setting(
+        300.0,
+        "a worker whose step takes longer than so many seconds ends, and is started again; a shorter limit may be "
+        "learned from earlier steps (0: never)",
+        least=0.0,
+        most=MOST_SECONDS,
+    )
+    shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MOST_SECONDS)
     check: bool = setting(False, "assert the page accounting after every step (slow)")
     fake: str = setting(
         "", "simulate a model with so many prefill tokens per second, and seconds per decode step, e.g. 50000,0.01"
@@ -215,6 +227,7 @@ class RouterConfig:
     pause_seconds: float = setting(
         60.0, "longest time that a program's prefix stays cached while a tool runs", least=0.0, most=MOST_SECONDS
     )
+    shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MOST_SECONDS)
     curve_secret_key: str = setting("", "file with a CURVE secret key; required to listen beyond loopback")
     http: FrontendConfig | None = None
     """An HTTP front end that runs on the router's event loop, if any."""
@@ -265,6 +278,7 @@ class FrontendConfig:
     share_sessions: bool = setting(
         False, "share sessions and stored responses with the router's other front ends (set by serve if there are any)"
     )
+    shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MOST_SECONDS)
     shares_port: bool = setting(False, "other front ends listen on the same port (set by serve)")
 
 

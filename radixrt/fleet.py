@@ -9,11 +9,13 @@ router over ZMQ, as workers on this machine do. radixrt and the model's files mu
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
+import time
 from dataclasses import replace
 from typing import IO, Any
 
-from radixrt.children import Child, start_child
+from radixrt.children import SILENT_SECONDS, Child, start_child
 from radixrt.config import RouterConfig, StackConfig, WorkerConfig
 from radixrt.wire.addresses import is_loopback
 from radixrt.wire.keys import public_suffix
@@ -22,23 +24,34 @@ log = logging.getLogger("radixrt.fleet")
 
 ANYWHERE = ("tcp://0.0.0.0:", "tcp://*:")
 DEVICES = ("auto", "cpu", "cuda")
+POLL_SECONDS = 1.0
+"""How often a host looks after its worker."""
 
 
 class Host:
     """A Ray actor: the parent process of one worker, on the worker's machine. The worker ends when its actor does."""
 
     def __init__(self, config: WorkerConfig, log_level: str) -> None:
-        self._process = start_child("worker", config.name, config, log_level).process
+        self._child = start_child("worker", config.name, config, log_level)
+        self._process = self._child.process
+        self._silent_seconds = min(SILENT_SECONDS["worker"], config.watchdog_timeout or math.inf)
 
     def pid(self) -> int | None:
         return self._process.pid
 
     def ended(self) -> int:
-        """Wait until the worker ends. Returns its exit code."""
-        return self._process.wait()
+        """Wait until the worker ends. Returns its exit code. Kills it if it does not get on."""
+        while True:
+            try:
+                return self._process.wait(POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._child.end_if_silent(self._silent_seconds, time.monotonic())
 
     def terminate(self) -> None:
         self._process.terminate()
+
+    def send_signal(self, sig: int) -> None:
+        self._process.send_signal(sig)
 
 
 class Remote:
@@ -95,6 +108,9 @@ class Remote:
 
     def kill(self) -> None:
         self._ray.kill(self._actor)
+
+    def send_signal(self, sig: int) -> None:
+        self._actor.send_signal.remote(sig)
 
 
 class Fleet:

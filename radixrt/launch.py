@@ -5,18 +5,22 @@
 A child reads its configuration from the pipe (one line of JSON, so that API keys are in no argument list), and exits
 when the pipe closes, however its parent has ended. The router writes to another pipe once it listens; only then are the
 other children started. Children are in sessions of their own, so Ctrl-C reaches only the parent. It stops front ends,
-then workers, then the router, and kills those that do not exit in time.
+then workers, then the router, and kills those that do not exit in time. Before that it lets the router drain (see
+`shutdown`). By a third pipe a child shows that it gets on; one that does not is killed, and started again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -27,7 +31,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from radixrt import wire
-from radixrt.children import Child, start_child, stop_children
+from radixrt.children import HANG_CODE, RESTART_CODE, SILENT_SECONDS, Child, start_child, stop_children
 from radixrt.config import (
     FrontendConfig,
     RouterConfig,
@@ -41,6 +45,7 @@ from radixrt.config import (
 from radixrt.messages import Ask, ClientReply, Info
 from radixrt.ports import keep_port
 from radixrt.roles import check_address, say_leave
+from radixrt.shutdown import DRAINED, IDLE
 from radixrt.wire.keys import public_suffix
 
 if TYPE_CHECKING:
@@ -85,6 +90,9 @@ class Life:
     """Delay of the last restart, in seconds."""
     due: float | None = None
     """When it is to be restarted; None while it runs."""
+    role: str = "worker"
+    replaced: bool = False
+    """Until it is restarted: it was ended because it is to be replaced, so it is, even if it was the last one."""
 
 
 class Stack:
@@ -101,13 +109,18 @@ class Stack:
         self._children: list[Child] = []
         self._lives: dict[str, Life] = {}
         self._stopping = threading.Event()
+        self._hurry = threading.Event()
+        """Set if the stack is to stop without waiting for requests."""
         self._port = config.frontend.port
         self._port_holder: socket.socket | None = None
         """A bound socket that reserves the port for several front ends."""
         self._fleet: Fleet | None = None
 
     def request_stop(self, *_signal: int | FrameType | None) -> None:
-        """Make `start` or `watch` return soon. May be called in a signal handler."""
+        """Make `start` or `watch` return soon; the second time, make `drain` and `stop` do so. May be called in a
+        signal handler."""
+        if self._stopping.is_set():
+            self._hurry.set()
         self._stopping.set()
 
     def start(self) -> None:
@@ -122,10 +135,11 @@ class Stack:
         if self._stopping.is_set():
             return
         for worker in workers:
-            self._launch(worker.name, functools.partial(self._start_worker, worker))
+            self._launch("worker", worker.name, functools.partial(self._start_worker, worker))
         for number in range(config.api_server_count if http is None else 0):
             name = f"frontend-{number}"
-            self._launch(name, functools.partial(start_child, "frontend", name, frontend, config.log_level))
+            start = functools.partial(start_child, "frontend", name, frontend, config.log_level)
+            self._launch("frontend", name, start)
         self._wait(deadline)
         if not self._stopping.is_set():
             places = [f"ZMQ {self._client_address.partition('#')[0]}"]
@@ -171,9 +185,9 @@ class Stack:
                     stop_children([child])
                     raise StartError(f"{child.name} ended with code {child.process.returncode} while starting")
 
-    def _launch(self, name: str, start: Callable[[], Child]) -> None:
+    def _launch(self, role: str, name: str, start: Callable[[], Child]) -> None:
         """Start a worker or a front end for the first time."""
-        self._lives[name] = Life(name, start, time.monotonic())
+        self._lives[name] = Life(name, start, time.monotonic(), role=role)
         self._children.append(start())
 
     def _worker_configs(self) -> list[WorkerConfig]:
@@ -222,13 +236,14 @@ class Stack:
         return True
 
     def watch(self) -> int:
-        """Restart workers and front ends that fail while another one serves. Returns an exit code: 0 when asked to
-        stop, 1 when the router, all workers or all front ends have ended."""
+        """Restart workers and front ends that fail while another one serves, or that do not get on. Returns an exit
+        code: 0 when asked to stop, 1 when the router, all workers or all front ends have ended."""
         while not self._stopping.wait(POLL_SECONDS):
+            self._end_silent(time.monotonic())
             ended = [child for child in self._children if not child.alive]
             for child in ended:
                 self._bury(child)
-            roles = {child.role for child in self._children}
+            roles = {child.role for child in self._children} | self._replaced_roles()
             wanted = {"router", "worker"} | ({"frontend"} if self._config.api_server_count > 1 else set())
             if missing := wanted - roles:
                 log.error("no %s is left: stopping", " and no ".join(sorted(missing)))
@@ -239,9 +254,40 @@ class Stack:
             self._revive(now)
         return 0
 
+    def _end_silent(self, now: float) -> None:
+        """Kill the children that do not get on, and those that were restarted and do not begin to serve."""
+        for child in self._children:
+            life = self._lives.get(child.name)
+            late = life is not None and now - life.began > self._config.ready_timeout
+            killed = child.end_if_silent(self._silent_seconds(child), now)
+            if late and not killed and child.pulses is not None and not child.pulses.count:
+                log.error("%s (pid %s) does not begin to serve: killed", child.name, child.process.pid)
+                child.process.kill()
+                killed = True
+            if killed:
+                if life is not None:
+                    life.replaced = True
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.process.wait(1.0)
+
+    def _silent_seconds(self, child: Child) -> float:
+        if child.role != "worker":
+            return SILENT_SECONDS[child.role]
+        return min(SILENT_SECONDS["worker"], self._config.worker.watchdog_timeout or math.inf)
+
+    def _replaced_roles(self) -> set[str]:
+        """Roles of children that will be back."""
+        return {life.role for life in self._lives.values() if life.replaced}
+
     def _bury(self, child: Child) -> None:
         """Remove a child that has ended. For a worker, tell the router, as it may have died without a Leave."""
-        log.error("%s (pid %s) ended with code %s", child.name, child.process.pid, child.process.returncode)
+        code, life = child.process.returncode, self._lives.get(child.name)
+        log.log(
+            logging.INFO if code == RESTART_CODE else logging.ERROR,
+            "%s (pid %s) ended with code %s", child.name, child.process.pid, code,
+        )  # fmt: skip
+        if life is not None and code in (RESTART_CODE, HANG_CODE):
+            life.replaced = True
         self._children.remove(child)
         stop_children([child])
         if child.role == "worker":
@@ -249,7 +295,9 @@ class Stack:
 
     def _expect(self, child: Child, now: float) -> None:
         """Schedule the restart of a child that has ended, unless its exit code is 0: it was told to stop then."""
-        if child.process.returncode:
+        if child.process.returncode == RESTART_CODE:
+            self._lives[child.name].due = now
+        elif child.process.returncode:
             life = self._lives[child.name]
             life.delay = RESTART_SECONDS if now - life.began > STEADY_SECONDS else min(2 * life.delay, MOST_SECONDS)
             life.due = now + life.delay
@@ -259,13 +307,43 @@ class Stack:
         """Restart what is due."""
         for life in self._lives.values():
             if life.due is not None and now >= life.due:
-                life.began, life.due = now, None
+                life.began, life.due, life.replaced = now, None, False
                 self._children.append(life.start())
+
+    def drain(self) -> None:
+        """Let the router refuse new requests, and wait until those in flight are finished and the front ends have sent
+        their answers: for up to --shutdown-timeout, and until `request_stop` is called once more."""
+        began = time.monotonic()
+        (router,) = (child for child in self._children if child.role == "router")
+        fronts = [child for child in self._children if child.role == "frontend"]
+        if self._config.router.shutdown_timeout <= 0 or not router.alive or router.pulses is None:
+            return
+        router.process.send_signal(signal.SIGUSR1)
+        counts: dict[str, int] = {}
+        said = False
+        while router.alive and time.monotonic() - began < self._config.router.shutdown_timeout:
+            now = time.monotonic()
+            for child in (router, *fronts):
+                child.pulses.look(now)
+            if router.pulses.state == DRAINED:
+                counts = counts or {child.name: child.pulses.count for child in fronts}
+                if not any(child.alive and not self._has_sent(child, counts[child.name]) for child in fronts):
+                    return
+            if not said and now - began > 1.0:
+                said = True
+                log.info("requests are in flight: waiting for them; another signal ends them")
+            if self._hurry.wait(POLL_SECONDS / 2):
+                return
+
+    @staticmethod
+    def _has_sent(frontend: Child, count: int) -> bool:
+        """Whether a front end was idle after it had shown `count` pulses."""
+        return frontend.pulses.count > count + 1 and frontend.pulses.state == IDLE
 
     def stop(self) -> None:
         """Stop front ends, then workers, then the router. Returns when all have exited."""
         for role in ("frontend", "worker", "router"):
-            stop_children(child for child in self._children if child.role == role)
+            stop_children((child for child in self._children if child.role == role), hurry=self._hurry)
         self._children.clear()
         if self._fleet is not None:
             self._fleet.close()
@@ -341,8 +419,8 @@ def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfi
 
 
 def run_stack(config: StackConfig) -> int:
-    """`radixrt serve`: start, watch, stop. Returns the exit code: 0 when asked to stop, 1 when something failed, 2 when
-    it could not start."""
+    """`radixrt serve`: start, watch, drain, stop. Returns the exit code: 0 when asked to stop, 1 when something failed,
+    2 when it could not start."""
     with Stack(config) as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stack.request_stop)
@@ -351,4 +429,7 @@ def run_stack(config: StackConfig) -> int:
         except StartError as error:
             log.error("%s", error)
             return 2
-        return stack.watch()
+        code = stack.watch()
+        if code == 0:
+            stack.drain()
+        return code

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import functools
 import logging
 import os
 import signal
@@ -13,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from radixrt import wire
+from radixrt.children import HANG_CODE, INSIST_SECONDS, RESTART_CODE
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, check, flag
 from radixrt.garbage import settle
 from radixrt.messages import Leave
+from radixrt.shutdown import Pulse
 from radixrt.wire.addresses import check_shared
 from radixrt.wire.watch import watched
 from radixrt.worker_setup import make_worker
@@ -36,15 +41,17 @@ def read_config(role: str) -> Any:
 
 
 def follow_parent() -> None:
-    """From now on, this process ends when its stdin closes: it sends itself SIGTERM, and exits after ORPHAN_SECONDS in
-    any case."""
+    """From now on, this process ends when its stdin closes: it sends itself SIGTERM, which it takes twice in order to
+    wait for nothing, and exits after ORPHAN_SECONDS in any case."""
 
     def watch() -> None:
         # Not by sys.stdin.read: a daemon thread that holds sys.stdin's lock would abort the interpreter at exit.
         while os.read(sys.stdin.fileno(), 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(ORPHAN_SECONDS)
+        time.sleep(INSIST_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(ORPHAN_SECONDS - INSIST_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, name="parent", daemon=True).start()
@@ -69,28 +76,31 @@ def check_address(name: str, address: str, *, listens: bool = False) -> None:
         raise ValueError(f"{flag(name)}: {problem}") from None
 
 
-def run_role(role: str, config: Any) -> None:
-    """Run as a process of `role` until SIGTERM or SIGINT."""
+def run_role(role: str, config: Any, pulse: Pulse | None = None) -> int:
+    """Run as a process of `role` until SIGTERM or SIGINT. Returns its exit code. `pulse` shows its parent that it gets
+    on."""
     match role:
         case "router":
             if config.http:
                 from radixrt.frontend import server
 
-                server.run_with_router(config)
+                server.run_with_router(config, pulse)
             else:
                 from radixrt.router import process
 
-                process.run(config)
+                process.run(config, pulse)
         case "frontend":
             from radixrt.frontend import server
 
             with watched(config.router):
-                server.run(config)
+                server.run(config, pulse)
         case "worker":
             worker = make_worker(config)
+            worker.on_hang = functools.partial(_end_hanging, config, worker)
+            worker.on_beat = pulse.beat if pulse else None
             settle()
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: worker.stop())
+                signal.signal(number, lambda *_: worker.drain())
             with watched(config.router):
                 _serve(worker)
             for number in (signal.SIGTERM, signal.SIGINT):  # a second signal must not interrupt the exit
@@ -100,6 +110,20 @@ def run_role(role: str, config: Any) -> None:
             from radixrt.worker.status import LIFE
 
             say_leave(config.router, config.name, "stopped", os.getpid(), LIFE, planned=True)
+            return RESTART_CODE if worker.restart else 0
+    return 0
+
+
+def _end_hanging(config: WorkerConfig, worker: Worker) -> None:
+    """End this process, whose main thread may wait on the device for ever, with those of its other ranks. Its log shows
+    where the threads are."""
+    from radixrt.worker.status import LIFE
+
+    with contextlib.suppress(Exception):
+        faulthandler.dump_traceback()
+        worker.runner.kill()
+        say_leave(config.router, config.name, "it does not get on", os.getpid(), LIFE)
+    os._exit(HANG_CODE)
 
 
 def _serve(worker: Worker) -> None:

@@ -69,6 +69,8 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
         grammars=Grammars(config.model, runner.vocab_size, runner.eos_ids, jump_forward=config.jump_forward),
         max_pinned_share=config.max_pinned_share,
         stopped=stopped,
+        watchdog_timeout=config.watchdog_timeout,
+        shutdown_timeout=config.shutdown_timeout,
     )
 
 

@@ -90,7 +90,7 @@ def test_a_file_without_one_key(told, tmp_path, capsys, content, words):
 
 def test_all_flags_in_the_readme_exist(capsys):
     known: set[str] = set()
-    for command in ("serve", "router", "worker", "frontend", "report", "run", "keygen"):
+    for command in ("serve", "router", "worker", "frontend", "report", "run", "drain", "keygen"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         known.update(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))

@@ -14,12 +14,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from radixrt import fleet
+from radixrt.children import Child
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.fleet import Fleet, Host
 from radixrt.launch import Stack, StartError
 from radixrt.messages import Sampling
 from radixrt.ports import free_tcp_address
+from radixrt.shutdown import Pulses
 from radixrt.wire.keys import make_secret_key, public_suffix
 from tests.waiting import eventually
 
@@ -112,6 +115,21 @@ def key(tmp_path):
 
 def open_to_all(key: str) -> dict[str, str]:
     return {"worker_address": "tcp://0.0.0.0:5556", "curve_secret_key": key}
+
+
+def test_a_host_ends_a_worker_that_does_not_get_on(monkeypatch):
+    """On its machine: its exit code is that of one that failed, so another one is started."""
+    ours, theirs = os.pipe()
+    os.write(theirs, b".")
+    process = subprocess.Popen(["sleep", "60"])
+    child = Child("worker", "worker-0", process, Pulses(ours))
+    monkeypatch.setattr(fleet, "start_child", lambda *_: child)
+    monkeypatch.setattr(fleet, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(fleet, "SILENT_SECONDS", {"worker": 0.1})
+    host = Host(WorkerConfig(name="worker-0"), "info")
+    assert host.pid() == process.pid and host.ended() == -signal.SIGKILL
+    child.pulses.close()
+    os.close(theirs)
 
 
 def test_a_worker_has_its_ranks_gpus(ray, key):

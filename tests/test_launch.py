@@ -105,7 +105,8 @@ def test_a_worker_that_ends_says_which_process_it_was(monkeypatch):
             said.append(wire.Decoder(ToRouter).decode(payload))
 
     monkeypatch.setattr(wire, "Link", Link)
-    monkeypatch.setattr(roles, "make_worker", lambda config: SimpleNamespace(run=lambda: None, dismissed=""))
+    worker = SimpleNamespace(run=lambda: None, dismissed="", restart=False)
+    monkeypatch.setattr(roles, "make_worker", lambda config: worker)
     monkeypatch.setattr(roles, "settle", lambda: None)
     monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
     roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))

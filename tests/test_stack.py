@@ -20,13 +20,14 @@ import httpx
 import psutil
 import pytest
 
-from radixrt import launch, wire
+from radixrt import children, launch, wire
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.launch import Child, Stack, StartError, start_child
 from radixrt.local import LocalStack
 from radixrt.messages import Cancel, Generate, Origin, Register, Sampling, TokenPrompt
 from radixrt.ports import free_tcp_address
+from radixrt.shutdown import BUSY, DRAINED, DRAINING, IDLE, Pulses
 from tests.checkpoints import make_model, make_tokenizer
 from tests.waiting import eventually
 from tests.worker.engine import prompts
@@ -330,6 +331,83 @@ def test_workers_that_end_together_are_not_expected_again(folder, monkeypatch, c
             child.process.wait(10)
         assert running.watch() == 1
     assert "no worker is left: stopping" in caplog.text and "started again" not in caplog.text
+
+
+@pytest.mark.parametrize("code", [children.RESTART_CODE, children.HANG_CODE])
+def test_a_worker_that_ends_in_order_to_be_replaced_is_started_again_though_it_is_the_last(folder, monkeypatch, code):
+    """At once if it was told to; else as one that failed."""
+    monkeypatch.setattr(launch, "RESTART_SECONDS", 0.05)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launch, "Life", partial(launch.Life, delay=0.02))
+    begun = act(monkeypatch, {"router": "exec sleep 60", "worker-0": f"exit {code}"})
+    with watched(Stack(config(folder, 1))) as running:
+        eventually(lambda: len(begun["worker-0"]) == 3)
+        assert named(running, "router")[0].alive
+
+
+def test_a_child_that_does_not_get_on_is_replaced(folder, monkeypatch, caplog):
+    """A worker by another process; without its router the stack ends, and says so by its code."""
+    monkeypatch.setattr(launch, "RESTART_SECONDS", 0.05)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launch, "Life", partial(launch.Life, delay=0.02))
+    begun = act(monkeypatch, {"router": "exec sleep 60", "worker-0": "exec sleep 60"})
+    silent = {"worker-0": 0}
+    look = Child.end_if_silent
+
+    def end_if_silent(child: Child, seconds: float, now: float) -> bool:
+        assert seconds == children.SILENT_SECONDS[child.role]
+        if silent.get(child.name) != child.process.pid:
+            return look(child, seconds, now)
+        child.process.kill()
+        return True
+
+    monkeypatch.setattr(Child, "end_if_silent", end_if_silent)
+    with Stack(config(folder, 1)) as running:
+        running.start()
+        codes: list[int] = []
+        watcher = threading.Thread(target=lambda: codes.append(running.watch()))
+        watcher.start()
+        silent["worker-0"] = named(running, "worker-0")[0].process.pid
+        eventually(lambda: len(begun["worker-0"]) == 2)
+        silent["router"] = named(running, "router")[0].process.pid
+        watcher.join(30)
+    assert codes == [1] and "no router is left: stopping" in caplog.text
+
+
+def test_a_stack_drains_until_router_and_front_ends_say_so(folder, monkeypatch):
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
+    running = Stack(dataclasses.replace(config(folder, 1), api_server_count=2))
+    sent: list[int] = []
+    process = SimpleNamespace(poll=lambda: None, send_signal=sent.append, stdin=None)
+    pipes = [os.pipe() for _ in range(3)]
+    names = ["router", "frontend-0", "frontend-1"]
+    kids = [Child(n.partition("-")[0], n, process, Pulses(p[0])) for n, p in zip(names, pipes, strict=True)]
+    running._children = list(kids)
+    drained = threading.Event()
+    waiter = threading.Thread(target=lambda: (running.drain(), drained.set()))
+    waiter.start()
+
+    def say(number: int, state: bytes) -> None:
+        """So often that it was said after all that was said before."""
+        for _ in range(3):
+            os.write(pipes[number][1], state)
+            time.sleep(0.02)
+
+    early = (1, IDLE), (2, IDLE), (0, DRAINING), (1, IDLE), (2, BUSY)
+    for number, state in (*early, (0, DRAINED), (1, IDLE), (2, BUSY)):
+        say(number, state)
+        assert not drained.is_set(), "an answer is on its way"
+    say(2, IDLE)
+    assert drained.wait(30) and sent == [signal.SIGUSR1]
+    running.request_stop()
+    running.request_stop()
+    os.write(pipes[0][1], DRAINING)
+    time.sleep(0.02)
+    running.drain()  # told twice, it does not wait
+    running._children = []
+    for child, (_, theirs) in zip(kids, pipes, strict=True):
+        child.pulses.close()
+        os.close(theirs)
 
 
 def test_a_front_end_that_fails_is_started_again(folder, monkeypatch):

@@ -4,6 +4,7 @@ app           routes, keys, body limit, errors; with it
   guard         what the routes of all APIs share
   about         models, report, metrics, health, version
   native        the native API
+  workers       workers that are told to leave
   tokenization  text to ids and back
 schema        OpenAI's requests as messages, pure; with it
   history       the messages of a chat, checked

@@ -75,14 +75,19 @@ class About:
         return json_response({"version": radixrt.__version__})
 
     async def health(self, request: Request) -> Response:
-        """200 while a worker serves, else 503 with the reason. `set_aside` counts the workers that keep failing, if
-        there are any."""
+        """200 while a worker serves and gets on, else 503 with the reason; so while the server drains. `set_aside`
+        counts the workers that keep failing, if there are any."""
         try:
             health = await self._ask("").health()
         except (ApiError, ServerError) as problem:
             return json_response({"status": "unavailable", "reason": problem.message}, 503, {"retry-after": "1"})
+        if health["draining"]:
+            reason = "the server finishes the requests in flight, and ends"
+            return json_response({"status": "draining", "reason": reason}, 503, {"retry-after": "5"})
         if not health["serving"]:
-            return json_response({"status": "unavailable", "reason": "no worker serves yet"}, 503, {"retry-after": "1"})
+            reason = "no worker gets on" if health["workers"] else "no worker serves yet"
+            return json_response({"status": "unavailable", "reason": reason}, 503, {"retry-after": "1"})
+        stalled = max(worker["stalled_seconds"] for worker in health["workers"])
         set_aside = sum(worker["set_aside"] for worker in health["workers"])
         failing = {"set_aside": set_aside} if set_aside else {}
-        return json_response({"status": "ok", "workers": len(health["workers"])} | failing)
+        return json_response({"status": "ok", "workers": len(health["workers"]), "stalled_seconds": stalled} | failing)

@@ -39,7 +39,8 @@ from radixrt.frontend.replies import ChatReply, Reply
 from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
 from radixrt.frontend.schema import Chat, parse, parse_completion
 from radixrt.frontend.tokenization import Tokenization
-from radixrt.messages import ChangeAdapter
+from radixrt.frontend.workers import WorkerRoutes
+from radixrt.messages import ChangeAdapter, DrainWorker
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
 from radixrt.router.validate import parse_api_keys
@@ -81,6 +82,7 @@ class Frontend:
             Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
             *About(self._link.ask).routes(self._guarded),
             *AdapterRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
+            *WorkerRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
         ]
         self.app = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)
 
@@ -135,8 +137,9 @@ class Frontend:
         """As `_guarded`, for handlers that check the key themselves."""
         return self._guarded(handler, checked=False)
 
-    def _restrict(self, request: Request, message: ChangeAdapter) -> None:
-        """Set who may change a LoRA adapter, as far as this front end knows. Raises ApiError (403) for web pages."""
+    def _restrict(self, request: Request, message: ChangeAdapter | DrainWorker) -> None:
+        """Set who may change a LoRA adapter, or drain a worker, as far as this front end knows. Raises ApiError (403)
+        for web pages."""
         check_page(request, self._config.allowed_origins)
         message.admin_only = bool(self._tenants)
 

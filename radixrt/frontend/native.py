@@ -16,7 +16,7 @@ from radixrt.frontend.link import RouterLink
 from radixrt.frontend.mailbox import Mailbox
 from radixrt.frontend.replies import encode
 from radixrt.frontend.schema import parse
-from radixrt.messages import Cancel, ChangeAdapter, ClientRequest, Delta, Error, Generate
+from radixrt.messages import Cancel, ChangeAdapter, ClientRequest, Delta, DrainWorker, Error, Generate
 from radixrt.router.errors import FieldError
 from radixrt.transports import Answer, RouterTransport, ServerError
 
@@ -26,14 +26,15 @@ _request = msgspec.json.Decoder(ClientRequest)
 
 class Native:
     """The route. `check` raises ApiError (401) for an unknown key. `read` reads a body; its second argument is whether
-    there was no key in the header. `restrict` says who may change a LoRA adapter, or raises ApiError (403)."""
+    there was no key in the header. `restrict` says who may change a LoRA adapter or drain a worker, or raises ApiError
+    (403)."""
 
     def __init__(
         self,
         link: RouterLink,
         check: Callable[[str], None],
         read: Callable[[Request, bool], Awaitable[bytes]],
-        restrict: Callable[[Request, ChangeAdapter], None],
+        restrict: Callable[[Request, ChangeAdapter | DrainWorker], None],
     ) -> None:
         self._link = link
         self._check = check
@@ -57,7 +58,7 @@ class Native:
             raise ApiError(400, "type: a request is cancelled by closing its connection", "type")
         message.api_key = key or message.api_key
         self._check(message.api_key)
-        if isinstance(message, ChangeAdapter):
+        if isinstance(message, ChangeAdapter | DrainWorker):
             self._restrict(request, message)
         transport = self._link.reachable()
         try:

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import signal
 import socket
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 import uvicorn
 import uvloop
@@ -21,28 +23,30 @@ from radixrt.garbage import settle
 from radixrt.ports import bind_http
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
+from radixrt.shutdown import Ending, Pulse
 
 log = logging.getLogger("radixrt.frontend")
 BACKLOG = 2048
 GRACE_SECONDS = 1
-"""How long clients may read the end of their answers after the process is told to stop."""
+"""How long clients may read the end of their answers when the process ends although some are not finished."""
 
 
-def run(config: FrontendConfig) -> None:
+def run(config: FrontendConfig, pulse: Pulse | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises ValueError or OSError if the server cannot start."""
     with TextService.load(config) as text, listen(config) as sock:
-        server = make_server(config, text)
+        server = make_server(config, text, pulse)
         settle()
         server.run([sock])
 
 
-def run_with_router(config: RouterConfig) -> None:
+def run_with_router(config: RouterConfig, pulse: Pulse | None = None) -> None:
     """Run a router and its front end, `config.http`, on one event loop, which saves messages between processes. Serve
-    until SIGTERM or SIGINT. Raises ValueError or OSError if they cannot start."""
+    until SIGTERM or SIGINT, and then until no request is in flight (see `shutdown`). Raises ValueError or OSError if
+    they cannot start."""
     assert config.http is not None
     router = RouterServer(config)
     with router.text, listen(config.http) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        server = Server(Frontend(config.http, router.text, router))
+        server = Server(Frontend(config.http, router.text, router), config.shutdown_timeout, pulse, router)
         settle()
         runner.run(_serve_both(router, server, sock))
 
@@ -82,9 +86,16 @@ _as_ours = _AsOurs()
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that on a signal ends requests in flight with an error, at once, and returns normally."""
+    """A uvicorn server that on a signal finishes the requests in flight, for up to `seconds`, and returns normally.
+    Meanwhile the `router` on its event loop refuses new ones; without one it does not listen any more."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(
+        self,
+        frontend: Frontend,
+        seconds: float = 0.0,
+        pulse: Pulse | None = None,
+        router: RouterServer | None = None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 frontend.app,
@@ -104,6 +115,34 @@ class Server(uvicorn.Server):
         )
         logging.getLogger("uvicorn.error").addFilter(_as_ours)
         self._frontend = frontend
+        self._router = router
+        self._ending = Ending(seconds, self._drain, self._is_idle, pulse)
+
+    def _is_idle(self) -> bool:
+        return not self.server_state.tasks and (self._router is None or self._router.idle)
+
+    def _drain(self) -> None:
+        if self._router is not None:
+            self._router.drain()
+        else:
+            self._close_listeners()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second."""
+        if self._ending.look():
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def _close_listeners(self) -> None:
+        """Let other front ends that share the port, if there are any, have all new connections."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal handler."""
+        self._ending.told()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._frontend.close()
@@ -113,12 +152,14 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn's, but without raising the signal again at the end, which would kill the process."""
         with super().capture_signals():
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGUSR1, self._ending.asked)
             yield
             self._captured_signals.clear()
 
 
-def make_server(config: FrontendConfig, text: TextService) -> Server:
-    return Server(Frontend(config, text))
+def make_server(config: FrontendConfig, text: TextService, pulse: Pulse | None = None) -> Server:
+    return Server(Frontend(config, text), config.shutdown_timeout, pulse)
 
 
 def listen(config: FrontendConfig) -> socket.socket:

@@ -156,7 +156,19 @@ class ChangeAdapter(msgspec.Struct, tag="change_adapter", kw_only=True, omit_def
     api_key: str = ""
 
 
+class DrainWorker(msgspec.Struct, tag="drain_worker", kw_only=True, omit_defaults=True):
+    """Let a worker finish its runs, without new ones, and then end; runs that take longer than --shutdown-timeout
+    continue elsewhere. With `restart` its parent starts it again. The reply is an Info, when it has left. Refused where
+    API keys are configured for all keys but the admin's. `admin_only` as in ChangeAdapter."""
+
+    id: int
+    worker: str
+    restart: bool = False
+    admin_only: bool = False
+    api_key: str = ""
+
+
 ClientRequest = (
     Generate | Score | Cancel | Tokenize | Detokenize | Ask | Fork | Pause | Forget | Share | Recall | ClearCache
-    | ChangeAdapter
+    | ChangeAdapter | DrainWorker
 )  # fmt: skip

@@ -88,9 +88,11 @@ class Unknown(msgspec.Struct, tag="unknown"):
 
 
 class Stop(msgspec.Struct, tag="stop"):
-    """Exit without finishing any run. `reason` says why, if the worker is not allowed to serve."""
+    """Exit without finishing any run. `reason` says why, if the worker is not allowed to serve. `restart`: its parent
+    is to start it again."""
 
     reason: str = ""
+    restart: bool = False
 
 
 ToWorker = Run | Abort | Snapshot | Clear | Unknown | Stop | Pin | Unpin | LoadAdapter | UnloadAdapter
@@ -266,6 +268,10 @@ class Heartbeat(msgspec.Struct, tag="heartbeat"):
     pid: int = 0
     life: int = 0
     """As in the Register (0: any). Heartbeats of an earlier process of the name are ignored."""
+    stalled: float = 0.0
+    """For so many seconds its loop has had work, and no step has ended."""
+    stuck: bool = False
+    """That is longer than any step is expected to take (`watchdog`)."""
 
 
 class Leave(msgspec.Struct, tag="leave"):
@@ -280,4 +286,13 @@ class Leave(msgspec.Struct, tag="leave"):
     """The worker was told to stop, so its requests are not suspected to be the cause."""
 
 
-ToRouter = Register | StepDone | AdapterLoaded | Heartbeat | Leave
+class Draining(msgspec.Struct, tag="draining"):
+    """A worker was told to stop: it is to get no new runs, and leaves when it has finished those that it has."""
+
+    name: str
+    pid: int = 0
+    life: int = 0
+    """As in a Heartbeat."""
+
+
+ToRouter = Register | StepDone | AdapterLoaded | Heartbeat | Leave | Draining

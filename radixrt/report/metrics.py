@@ -52,6 +52,7 @@ class _Collector(Collector):
         for name, text in (
             ("redispatched", "Sequences that were continued by another worker."),
             ("workers_lost", "Workers that left or were lost."),
+            ("workers_stuck", "Of workers_lost, those that were heard, but did not get on."),
             ("snapshots", "Snapshots requested from workers because the index had missed cache events."),
         ):
             yield CounterMetricFamily(f"radixrt_{name}", text, getattr(counters, name))
@@ -138,6 +139,9 @@ class _Collector(Collector):
     def _workers(self) -> Iterator[Metric]:
         serving = {member.name for member in self._core.members}
         yield GaugeMetricFamily("radixrt_workers", "Serving workers.", len(serving))
+        text = "1 while the server takes no new requests."
+        yield GaugeMetricFamily("radixrt_draining", text, self._core.drains.server)
+        yield from self._progress()
         gauges = {
             name: GaugeMetricFamily(f"radixrt_worker_{metric}", text, labels=["worker"])
             for name, metric, text in (
@@ -180,6 +184,20 @@ class _Collector(Collector):
         for member in self._core.members:
             aside.add_metric([member.name], member.record.set_aside)
         yield aside
+
+    def _progress(self) -> Iterator[Metric]:
+        members = self._core.members
+        text = "For how long a worker has had work, and no step has ended."
+        stalled = GaugeMetricFamily("radixrt_worker_stalled_seconds", text, labels=["worker"])
+        text = "1 while a worker gets no new sequences, as it is to leave."
+        draining = GaugeMetricFamily("radixrt_worker_draining", text, labels=["worker"])
+        for member in members:
+            stalled.add_metric([member.name], member.stalled)
+            draining.add_metric([member.name], members.is_closed(member.name))
+        for member in members.lost():
+            if member.stuck:
+                stalled.add_metric([member.name], member.stalled)
+        yield from (stalled, draining)
 
     def _states(self, serving: set[str]) -> dict[str, WorkerState]:
         """States of serving workers and of the last `MOST_GONE` that have gone, so that the final values of their

@@ -65,6 +65,15 @@ class Admission:
             code = 403 if api_key in self._tenants else 401
             raise Refused("api_key", "LoRA adapters are changed only with the key of --admin-api-key", code)
 
+    def check_operator(self, api_key: str, always: bool = False) -> None:
+        """Raise Refused (401, 403) if workers may not be told to leave with this key. Keys as in `check_admin`."""
+        admin = self._config.admin_api_key
+        if not admin and not self._tenants and not always:
+            return
+        if not admin or not hmac.compare_digest(api_key.encode(), admin.encode()):
+            code = 403 if api_key in self._tenants else 401
+            raise Refused("api_key", "workers are drained only with the key of --admin-api-key", code)
+
     def admit(
         self, client: Client, message: Generate | Score, runs_in_flight: int, runs_by_tenant: Mapping[str, int]
     ) -> Request:

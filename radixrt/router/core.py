@@ -6,6 +6,7 @@ workers, and `dispatch` chooses one of them for each run.
 
     submit -> dispatched at once to the best worker -> its outputs become Deltas, one message per step and client
     worker fails a run -> it goes to another worker, until all have failed it (`failures`); then it ends with 500
+    worker does not get on -> its runs go to others, if any serve (`suspects`); it serves again when a step ends
     worker lost -> its runs go to other workers, with the tokens emitted so far; streams continue
     a worker's message lost with a connection -> likewise, to any worker, this one included
     no worker left -> runs wait `worker_timeout * 2` for one to join, then fail with 503
@@ -41,6 +42,7 @@ from radixrt.messages import (
 from radixrt.router.adapters import AdapterChanges
 from radixrt.router.admission import Admission
 from radixrt.router.dispatch import Dispatcher
+from radixrt.router.draining import Drains
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.groups import Groups
 from radixrt.router.index import Index
@@ -50,6 +52,7 @@ from radixrt.router.pauses import Pauses
 from radixrt.router.record import Counters, Recorder
 from radixrt.router.request import Client, Request, RunState
 from radixrt.router.states import Key
+from radixrt.router.suspects import Suspects
 from radixrt.router.validate import Refused
 
 if TYPE_CHECKING:
@@ -93,6 +96,8 @@ class RouterCore:
         self._tenants: Counter[str] = Counter()
         """Unfinished runs by tenant."""
         self._next_keepalive = 0.0
+        self._suspects = Suspects()
+        self.drains = Drains(self.members, self._admission, config.shutdown_timeout)
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -102,7 +107,7 @@ class RouterCore:
     @property
     def runs_in_flight(self) -> int:
         """Runs that are dispatched or wait for a worker."""
-        return len(self._dispatcher)
+        return len(self._dispatcher) + len(self._suspects)
 
     # ------------------------------------------------------------ clients
 
@@ -242,12 +247,22 @@ class RouterCore:
         orders += self.adapters.joined(self.members.hear(info.name, now))
         return orders + self._redispatch(orphans, now) + self._dispatcher.send_waiting(now)
 
-    def heartbeat(self, name: str, now: float) -> list[Effect]:
-        return [] if self.members.hear(name, now) else self._revive(name, now)
+    def heartbeat(self, name: str, now: float, stalled: float = 0.0, stuck: bool = False) -> list[Effect]:
+        """`stalled` and `stuck` as in a Heartbeat. A worker that is stuck is lost, as long as another one serves its
+        model: a step that takes long even so only costs the requests their cache."""
+        member = self.members.hear(name, now, stalled, stuck)
+        if member is None:
+            return [] if stuck else self._revive(name, now)
+        if not stuck or not self.members.has_other(member):
+            return []
+        log.warning("worker %s does not get on: no step has ended for %.0f s", name, stalled)
+        self.counters.workers_stuck += 1
+        return self._redispatch(self.members.remove(name, may_return=True), now, hung=True)
 
     def leave(self, name: str, now: float, *, planned: bool = False) -> list[Effect]:
         """A worker has left for good: its runs continue on other workers. `planned`: it was told to leave."""
-        return self._redispatch(self.members.remove(name, may_return=False, planned=planned), now)
+        orphans = self.members.remove(name, may_return=False, planned=planned)
+        return self._redispatch(orphans, now) + self.drains.tick(now)
 
     def lose(self, names: Iterable[str], now: float) -> list[Effect]:
         """Workers cannot be reached: as `leave`, but a heartbeat brings each back. All are removed before their runs
@@ -287,6 +302,8 @@ class RouterCore:
         member.update(message.load, now)
         self._recorder.load(name, message.load)
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
+        if self._suspects:
+            others += self._try_next(now)
         return effects + others
 
     def adapter_loaded(self, name: str, message: AdapterLoaded, now: float) -> list[Effect]:
@@ -307,7 +324,8 @@ class RouterCore:
         effects += self.members.ask_again(now)
         self.groups.expire(now)
         effects += self.pauses.expire(now)
-        effects += self.adapters.tick(now) + self._release(now)
+        effects += self.adapters.tick(now) + self.drains.tick(now)
+        effects += self._release(now) + self._try_next(now)
         timeout = self._config.worker_timeout
         for request in self._dispatcher.superseded():
             message = f"the LoRA adapter {request.model!r} was replaced or unloaded, and the worker with it was lost"
@@ -418,6 +436,7 @@ class RouterCore:
         if run.started or run.emitted:
             self._recorder.ended(run)
         self._dispatcher.drop(run, well=well)
+        self._suspects.drop(run)
         run.finished = True
         request.open -= 1
         self._tenants[request.tenant] -= 1
@@ -447,19 +466,27 @@ class RouterCore:
 
     # ------------------------------------------------------------ lost workers
 
-    def _redispatch(self, orphans: list[int], now: float) -> list[Effect]:
-        """Dispatch runs again that their worker no longer serves."""
+    def _redispatch(self, orphans: list[int], now: float, *, hung: bool = False) -> list[Effect]:
+        """Dispatch runs again that their worker no longer serves. `hung`: it lives, and does not get on."""
         effects: list[Effect] = []
         for run in self._dispatcher.reclaim(orphans):
             if run.finished:
                 continue
-            if sum(not member.blameless for member in run.losses) >= MAX_LOSSES:
+            if hung and self._suspects.is_guilty(run):
+                effects += self._fail(run.request, Error(run.request.id, 500, "workers hang on this request"))
+            elif sum(not member.blameless for member in run.losses) >= MAX_LOSSES:
                 message = f"{MAX_LOSSES} workers were lost while they served this request"
                 effects += self._fail(run.request, Error(run.request.id, 500, message))
             else:
                 self.counters.redispatched += 1
-                effects += self._dispatcher.send(run, now)
-        return effects
+                if not hung or not self._suspects.take(run):
+                    effects += self._dispatcher.send(run, now)
+        return effects + self._try_next(now)
+
+    def _try_next(self, now: float) -> list[Effect]:
+        """Send the next run that may make its worker hang, if none is tried now."""
+        run = self._suspects.next()
+        return [] if run is None else self._dispatcher.send(run, now)
 
     def _restart(self, member: Member, now: float) -> list[Effect]:
         """A message of a worker was lost with a connection: its runs are dispatched again, from the tokens that have

@@ -88,9 +88,9 @@ class Dispatcher:
         return {m.number: m for m in members}
 
     def _able(self, run: RunState) -> list[Member]:
-        """The workers with room for at least one more token of a run."""
+        """The workers that get new runs, and have room for at least one more token of this one."""
         least = run.prompt_len + len(run.emitted) + min(1, run.remaining)
-        return [m for m in self._serving(run).members if least <= m.token_limit]
+        return [m for m in self._serving(run).open if least <= m.token_limit]
 
     def _probed(self, run: RunState, members: list[Member], now: float) -> list[Member]:
         """Those of `members` that are not set aside; all, if there are no others. Or one that is to be probed by the

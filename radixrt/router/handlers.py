@@ -29,6 +29,7 @@ from radixrt.messages import (
     ClientRequest,
     Detokenize,
     Done,
+    DrainWorker,
     Forget,
     Fork,
     Generate,
@@ -115,6 +116,8 @@ class Handlers:
                     self._answer(client, Info(message.id, [self._shared.get(tenant, key) for key in keys]))
                 case ChangeAdapter():
                     self._perform(self._core.change_adapter(client, message, time.time_ns() // 1_000_000))
+                case DrainWorker():
+                    self._perform(self._core.drains.ask(client, message, now()))
                 case ClearCache():
                     self._clear_cache(client, message)
                 case Ask():
@@ -132,6 +135,11 @@ class Handlers:
         self._streams.forget_client(client)
         return self._core.drop_client(client)
 
+    @property
+    def busy(self) -> bool:
+        """Whether messages are not answered yet."""
+        return len(self._tasks) > 0
+
     def close(self) -> None:
         """Cancel the tasks."""
         self._tasks.close()
@@ -148,7 +156,9 @@ class Handlers:
     # ------------------------------------------------------------ requests
 
     def _take(self, client: bytes, request: Generate | Score) -> None:
-        """Submit a request of token ids at once; others are encoded first, in a task."""
+        """Submit a request of token ids at once; others are encoded first, in a task. Raises Refused (503) while the
+        server drains."""
+        self._core.drains.check_open()
         if is_encoded(request):
             self._submit(client, request)
         elif isinstance(request.prompt, StatePrompt):

@@ -20,6 +20,7 @@ from radixrt.messages import (
     ClientReply,
     ClientRequest,
     Deltas,
+    Draining,
     Error,
     Heartbeat,
     Leave,
@@ -111,6 +112,15 @@ class RouterServer:
         """Tell every worker to stop. Call it on the event loop."""
         self._perform(self.core.stop_workers())
 
+    def drain(self) -> None:
+        """Take no new requests. Call it on the event loop."""
+        self.core.drains.server = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is in flight."""
+        return not self.core.runs_in_flight and not self._handlers.busy
+
     # ------------------------------------------------------------ from clients
 
     def attach(self, deliver: Callable[[ClientReply], None]) -> bytes:
@@ -148,10 +158,13 @@ class RouterServer:
             case AdapterLoaded():
                 if (name := self._workers.name(identity)) is not None:
                     self._perform(self.core.adapter_loaded(name, message, now()))
-            case Heartbeat() | Leave() if not self.core.members.speaks_for(message.name, message.pid, message.life):
+            case Heartbeat() | Leave() | Draining() if not self._is_current(message):
                 pass
             case Heartbeat():
-                self._perform(self.core.heartbeat(message.name, now()))
+                self._perform(self.core.heartbeat(message.name, now(), message.stalled, message.stuck))
+            case Draining():
+                log.info("worker %s drains", message.name)
+                self._perform(self.core.drains.told(message.name, now()))
             case Register() if self.core.members.is_replaced(message):
                 log.error("worker %s: %s", message.name, NAME_TAKEN)
                 self._workers.dismiss(identity, NAME_TAKEN)
@@ -163,6 +176,9 @@ class RouterServer:
                 log.info("worker %s left: %s", message.name, message.reason or "no reason given")
                 self._workers.unbind(message.name)
                 self._perform(self.core.leave(message.name, now(), planned=message.planned))
+
+    def _is_current(self, message: Heartbeat | Leave | Draining) -> bool:
+        return self.core.members.speaks_for(message.name, message.pid, message.life)
 
     # ------------------------------------------------------------ to both
 

@@ -34,7 +34,8 @@ class Member:
 
     __slots__ = (
         "asked", "blameless", "heard", "info", "load", "load_at", "name", "next_step", "number", "prompts",
-        "rate_known", "record", "replaced", "runs", "sent_at", "token_limit", "unseen_tokens", "waiting_tokens",
+        "rate_known", "record", "replaced", "runs", "sent_at", "stalled", "stuck", "token_limit", "unseen_tokens",
+        "waiting_tokens",
     )  # fmt: skip
 
     def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
@@ -55,6 +56,10 @@ class Member:
         """The number of its next StepDone if no message is lost; None: any."""
         self.blameless = False
         """It was told to leave, or its process was heard again: none of its runs has killed it."""
+        self.stalled = 0.0
+        """For so many seconds it has had work, and no step has ended, as it said in its last heartbeat."""
+        self.stuck = False
+        """It said that this is longer than a step takes."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
         self.record = Record(info.name)
         """Its failures; that of its former Member, if it is the same process."""

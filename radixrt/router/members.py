@@ -31,6 +31,8 @@ class Serving(NamedTuple):
     """The workers that serve a model."""
 
     members: list[Member]
+    open: list[Member]
+    """Those of them that get new runs: they do not drain."""
     vocab_size: int
     """The largest vocabulary of any of them; 0 if none reports it."""
     token_limit: int
@@ -50,6 +52,8 @@ class Members:
         """A cache by model and version, cleared when what workers serve changes."""
         self.wanted: dict[str, Adapter] = {}
         """The LoRA adapters that were loaded, or unloaded (path ""), while workers serve. Changed by `want`."""
+        self._closed: set[str] = set()
+        """Names of the workers that get no new runs."""
         self._numbers = itertools.count()
         self._last_look: float | None = None
 
@@ -62,6 +66,27 @@ class Members:
     def known(self, name: str) -> bool:
         """Whether a worker serves, or may come back."""
         return name in self._serving or name in self._lost
+
+    def member(self, name: str) -> Member | None:
+        """The worker of that name, if it serves."""
+        return self._serving.get(name)
+
+    def lost(self) -> Iterator[Member]:
+        """The workers that may come back."""
+        return iter(self._lost.values())
+
+    def close(self, name: str) -> None:
+        """A worker gets no new runs any more."""
+        self._closed.add(name)
+        self._by_model.clear()
+
+    def is_closed(self, name: str) -> bool:
+        return name in self._closed
+
+    def has_other(self, member: Member) -> bool:
+        """Whether another worker serves its model, gets new runs, and gets on."""
+        others = (m for m in self if m is not member and m.name not in self._closed and not m.stuck)
+        return any(m.info.model == member.info.model for m in others)
 
     def models(self) -> set[str]:
         """Names of the models of all serving workers, and of lost ones that may come back, without adapters."""
@@ -106,7 +131,8 @@ class Members:
         if found is None:
             members = [member for member in self if member.serves(*key)]
             vocab_size = max((m.info.vocab_size for m in members), default=0)
-            found = Serving(members, vocab_size, max((m.token_limit for m in members), default=0))
+            roomy = [member for member in members if member.name not in self._closed]
+            found = Serving(members, roomy, vocab_size, max((m.token_limit for m in members), default=0))
             if members:  # clients may request any name: others are not cached
                 self._by_model[key] = found
         return found
@@ -121,6 +147,8 @@ class Members:
         again = before is not None and before.process == process(info)
         if known := before or self._lost.get(info.name):
             known.blameless = known.process == process(info)
+        if known is None or not known.blameless:
+            self._closed.discard(info.name)
         replaced = self._replaced_by(info)
         take_out = self._take_out if again else self.remove  # a process that joins again does not count as lost
         orphans = take_out(info.name, may_return=False)
@@ -188,11 +216,13 @@ class Members:
 
     # ------------------------------------------------------------ messages of workers
 
-    def hear(self, name: str, now: float) -> Member | None:
-        """Note that a worker was heard; None if it does not serve."""
+    def hear(self, name: str, now: float, stalled: float | None = None, stuck: bool = False) -> Member | None:
+        """Note that a worker was heard, and what a heartbeat says of its progress; None if it does not serve."""
         member = self._serving.get(name)
         if member is not None:
             member.heard = now
+        if stalled is not None and (told := member or self._lost.get(name)) is not None:
+            told.heard, told.stalled, told.stuck = now, stalled, stuck
         return member
 
     def mirror(self, member: Member, message: StepDone, now: float) -> list[Effect]:

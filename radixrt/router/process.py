@@ -15,16 +15,32 @@ from radixrt.garbage import settle
 from radixrt.report import Report
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
+from radixrt.shutdown import POLL_SECONDS as SHUTDOWN_POLL_SECONDS
+from radixrt.shutdown import Ending, Pulse
 
 
-def run(config: RouterConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ValueError or OSError if the router cannot start."""
+def run(config: RouterConfig, pulse: Pulse | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, and then until no request is in flight (see `shutdown`). Raises ValueError or
+    OSError if the router cannot start."""
 
     async def serve() -> None:
-        stop = asyncio.Event()
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        ending = Ending(config.shutdown_timeout, server.drain, lambda: server.idle, pulse)
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        await server.run(stop, lambda: tell_parent(config.tells))
+            loop.add_signal_handler(number, ending.told)
+        loop.add_signal_handler(signal.SIGUSR1, ending.asked)
+
+        def look() -> None:
+            if ending.look():
+                stop.set()
+            else:
+                loop.call_later(SHUTDOWN_POLL_SECONDS, look)
+
+        def on_ready() -> None:
+            tell_parent(config.tells)
+            look()
+
+        await server.run(stop, on_ready)
 
     server = RouterServer(config)
     settle()

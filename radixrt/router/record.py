@@ -23,6 +23,7 @@ class Counters:
     failed: int = 0
     redispatched: int = 0
     workers_lost: int = 0
+    workers_stuck: int = 0
     snapshots: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0

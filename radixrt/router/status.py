@@ -10,10 +10,14 @@ from radixrt.router.states import States
 
 
 def health(core: RouterCore, states: States) -> dict[str, Any]:
-    """`serving` is True while a worker serves; `max_model_len` is the largest of all workers, 0 without any."""
+    """`serving` is True while a worker serves and gets on; `draining`: new requests are refused. `max_model_len` is the
+    largest of all workers, 0 without any. `stuck` are the names of workers that do not get on; they serve only if there
+    is no other."""
     members = list(core.members)
     return {
-        "serving": bool(members),
+        "serving": any(not m.stuck for m in members),
+        "draining": core.drains.server,
+        "stuck": sorted(m.name for m in (*members, *core.members.lost()) if m.stuck),
         "max_model_len": max((m.token_limit for m in members), default=0),
         "runs_in_flight": core.runs_in_flight,
         "index_tokens": core.index.tokens,
@@ -29,6 +33,8 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
                 "pid": m.info.pid,
                 "kv_dtype": m.info.kv_dtype,
                 "page_size": m.info.page_size,
+                "draining": core.members.is_closed(m.name),
+                "stalled_seconds": m.stalled,
                 "requests": len(m.runs),
                 "running": m.load.running,
                 "waiting": m.load.waiting,

@@ -11,10 +11,13 @@ have the former one finish with it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from typing import TYPE_CHECKING, Any
 
 from radixrt.lora_modules import FLAG, LoraModule
@@ -27,6 +30,9 @@ log = logging.getLogger("radixrt.worker")
 
 MOST_ERROR_CHARS = 1000
 """Errors name what an adapter's files have in the wrong place, which can be of any size."""
+
+READ_SECONDS = 300.0
+"""The longest that reading an adapter's files may take: a network's file system may not answer."""
 
 Key = tuple[str, int]
 """Name and version."""
@@ -44,7 +50,9 @@ class AdapterSlots:
         self._free = list(range(len(names), slots))
         self._leaving: set[int] = set()
         self._loading: deque[tuple[Adapter, Future[Any]]] = deque()
-        self._reader: ThreadPoolExecutor | None = None
+        """The first one is being read, or was."""
+        self._read_until = 0.0
+        """When reading it is given up, by time.monotonic()."""
 
     @property
     def loaded(self) -> list[Adapter]:
@@ -55,14 +63,30 @@ class AdapterSlots:
         """Load an adapter: its AdapterLoaded is among the next that `take` returns."""
         if any(adapter == other for other, _ in self._loading):
             return
-        if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-        read: Future[Any] = Future()
+        self._loading.append((adapter, Future()))
+        if len(self._loading) == 1:
+            self._read_first()
+
+    def _read_first(self) -> None:
+        """Read the first adapter, in a thread of its own, which may never end."""
+        if not self._loading:
+            return
+        adapter, read = self._loading[0]
+        self._read_until = time.monotonic() + READ_SECONDS
         if (adapter.name, adapter.version) in self.numbers:  # a reply was lost
             read.set_result(None)
         else:
-            read = self._reader.submit(self._runner.read_adapter, LoraModule(adapter.name, adapter.path))
-        self._loading.append((adapter, read))
+            threading.Thread(target=self._read, args=(adapter, read), name="adapters", daemon=True).start()
+
+    def _read(self, adapter: Adapter, read: Future[Any]) -> None:
+        try:
+            content = self._runner.read_adapter(LoraModule(adapter.name, adapter.path))
+        except BaseException as error:
+            with contextlib.suppress(InvalidStateError):
+                read.set_exception(error)
+        else:
+            with contextlib.suppress(InvalidStateError):  # it came too late
+                read.set_result(content)
 
     def unload(self, name: str, version: int) -> None:
         """From now on no new request can have it."""
@@ -76,9 +100,14 @@ class AdapterSlots:
 
     def is_ready(self, used: Callable[[], set[int]]) -> bool:
         """Whether `take` has something to do. `used` returns the numbers of the adapters that requests have."""
-        if not self._loading or not self._loading[0][1].done():
+        if not self._loading:
             return False
         adapter, read = self._loading[0]
+        if not read.done() and time.monotonic() > self._read_until:
+            with contextlib.suppress(InvalidStateError):
+                read.set_exception(ValueError(f"{adapter.name}: reading it took more than {READ_SECONDS:.0f} s"))
+        if not read.done():
+            return False
         if (adapter.name, adapter.version) in self.numbers or read.exception() is not None:
             return True  # it needs no slot
         if not self._free and self._leaving:
@@ -90,6 +119,7 @@ class AdapterSlots:
         """Put the next one into a slot, or refuse it. No step may be in flight."""
         adapter, read = self._loading.popleft()
         error = self._put(adapter, read)
+        self._read_first()
         return AdapterLoaded(
             adapter, error if len(error) <= MOST_ERROR_CHARS else error[: MOST_ERROR_CHARS - 3] + "..."
         )
@@ -114,6 +144,5 @@ class AdapterSlots:
         return ""
 
     def close(self) -> None:
-        """End the thread that reads."""
-        if self._reader is not None:
-            self._reader.shutdown(cancel_futures=True)
+        """Forget what is being read."""
+        self._loading.clear()

@@ -130,6 +130,9 @@ class FakeRunner:
     def works(self) -> bool:
         return True
 
+    def kill(self) -> None:
+        """There are no other ranks."""
+
     def close(self) -> None:
         """There is nothing to release."""
 

@@ -21,6 +21,7 @@ import msgspec
 
 from radixrt import messages as m
 from radixrt.lora_modules import num_slots
+from radixrt.watchdog import Watchdog
 from radixrt.worker import status
 from radixrt.worker.adapter_slots import AdapterSlots
 from radixrt.worker.cache import PageCache
@@ -35,6 +36,8 @@ from radixrt.worker.status import Identity, Rates
 log = logging.getLogger("radixrt.worker")
 
 HEARTBEAT_SECONDS = 1.0
+NO_ROUTER_SECONDS = 2.0
+"""A drained worker that has told its router, and has nothing to do, waits for its Stop for this long."""
 BUSY_SECONDS = 0.02
 """A gap between two steps that is shorter than this was no wait for work: the loop was busy throughout."""
 _encode = msgspec.msgpack.Encoder().encode
@@ -78,6 +81,8 @@ class Worker:
         drafter: Drafter | None = None,
         max_pinned_share: float = 0.25,
         stopped: threading.Event | None = None,
+        watchdog_timeout: float = 0.0,
+        shutdown_timeout: float = 0.0,
     ) -> None:
         room = (runner.num_pages - 1) * runner.page_size
         self.runner = runner
@@ -115,6 +120,18 @@ class Worker:
         """A Register was sent, and no send has timed out since."""
         self.dismissed = ""
         """The reason of the router's Stop; empty if it gave none."""
+        self.restart = False
+        """Whether the router's Stop said that it is to be started again."""
+        self.watchdog = Watchdog(watchdog_timeout)
+        self.on_beat: Callable[[], None] | None = None
+        """Called about once a second, in the heartbeat thread."""
+        self.on_hang: Callable[[], None] | None = None
+        """Called in the heartbeat thread when the loop hangs: it is to end the process."""
+        self._shutdown_timeout = shutdown_timeout
+        self._drain_until: float | None = None
+        """While it drains: when it stops in any case, by time.monotonic()."""
+        self._drain_told: float | None = None
+        """When the router was told."""
 
     # ------------------------------------------------------------ the loop
 
@@ -142,6 +159,23 @@ class Worker:
         """Leave the loop after the current step. May be called from another thread."""
         self._stopped.set()
 
+    def drain(self) -> None:
+        """Finish all runs, for up to `shutdown_timeout` seconds, then stop; the router sends the others to other
+        workers. A second call stops it at once. May be called from another thread."""
+        if self._drain_until is not None or self._shutdown_timeout <= 0:
+            self.stop()
+        else:
+            self._drain_until = time.monotonic() + self._shutdown_timeout
+
+    def _look_whether_drained(self, busy: bool) -> None:
+        """The router says when to stop: it knows whether all outputs have arrived, and what else is on its way."""
+        now = time.monotonic()
+        if self._drain_told is None:
+            self._drain_told = now
+            self._send(m.Draining(self.identity.name, os.getpid(), status.LIFE))
+        elif now > self._drain_until or (not busy and now > self._drain_told + NO_ROUTER_SECONDS):
+            self.stop()
+
     def _step(self) -> list[m.Output]:
         """Launch the next step, if there is one, and apply the result of the step before. If the runner does not
         overlap steps, the result of the launched step is applied as well."""
@@ -164,12 +198,14 @@ class Worker:
         while self._adapters.is_ready(lambda: self.scheduler.adapters | self._compiling.adapters):
             outputs += self._land_last()
             loaded = self._adapters.take()
+            self.watchdog.moved()
             self._registration.adapters = self._adapters.loaded
             self._send(loaded)
         return outputs
 
     def _launch(self, plan: Plan) -> list[m.Output]:
         started = time.perf_counter()
+        self.watchdog.launched(len(plan.tokens))
         try:
             self._flight = Flight(plan, self.runner.launch(plan), started)
         except Exception as error:
@@ -200,7 +236,9 @@ class Worker:
         except Exception as error:
             return self._fail(flight.plan, error)
         done = time.perf_counter()
-        self._rates.add(flight.plan, done - max(flight.launched, self._last_done))
+        seconds = done - max(flight.launched, self._last_done)
+        self._rates.add(flight.plan, seconds)
+        self.watchdog.landed(len(flight.plan.tokens), seconds)
         self._time_decodes(flight, done, result)
         self._last_done = done
         return self.scheduler.apply(flight.plan, result)
@@ -210,6 +248,7 @@ class Worker:
         read KV that the failed step was to compute. Raises DeviceLost if no step can be run any more: otherwise this
         worker would look idle, and be sent more requests than the others."""
         log.error("step %d failed", plan.step, exc_info=error)
+        self.watchdog.moved()
         if not self.runner.works():
             raise DeviceLost(f"the device is lost: {error}") from error
         reason, outputs = f"the step failed: {error}", []
@@ -249,6 +288,10 @@ class Worker:
         if self._link.broke():
             self._join_again("the connection to the router has broken")
         busy = self.scheduler.has_work or self._flight
+        if not busy:
+            self.watchdog.moved()
+        if self._drain_until is not None:
+            self._look_whether_drained(bool(busy or self._refused or self._compiling))
         idle = not busy and not self._refused and not self._snapshot_wanted
         timeout = POLL_SECONDS if self._compiling or self._adapters else HEARTBEAT_SECONDS / 4
         payload = self._link.recv(timeout if idle else 0)
@@ -287,8 +330,8 @@ class Worker:
                 self._snapshot_wanted = True
             case m.Unknown():
                 self._join_again("the router does not know this worker")
-            case m.Stop(reason=reason):
-                self.dismissed = reason
+            case m.Stop(reason=reason, restart=restart):
+                self.dismissed, self.restart = reason, restart
                 self.stop()
 
     def _join_again(self, why: str) -> None:
@@ -390,7 +433,20 @@ class Worker:
         try:
             while not self._stopped.wait(HEARTBEAT_SECONDS):
                 link.broke()  # reads the monitor's events, which ZMQ would keep; heartbeats may be lost
+                stalled = self._watch()
+                beat = m.Heartbeat(self.identity.name, os.getpid(), status.LIFE, stalled, self.watchdog.stuck)
                 with contextlib.suppress(TimeoutError):  # the router does not read, but may again
-                    link.send(_encode(m.Heartbeat(self.identity.name, os.getpid(), status.LIFE)))
+                    link.send(_encode(beat))
         finally:
             link.close()
+
+    def _watch(self) -> float:
+        """Look whether the loop gets on. Returns the seconds since it last did."""
+        watchdog = self.watchdog
+        stalled = watchdog.look(time.monotonic())
+        if watchdog.hangs and self.on_hang is not None:
+            log.error("no step has ended for %.0f s, which is too long: this worker ends", stalled)
+            self.on_hang()
+        if self.on_beat is not None:
+            self.on_beat()
+        return stalled

@@ -296,5 +296,8 @@ class Runner(Protocol):
     def works(self) -> bool:
         """Called when a step has failed: whether other steps can be run. Some errors of a device persist."""
 
+    def kill(self) -> None:
+        """Called in another thread before this process ends at once: end the processes of other ranks, if any."""
+
     def close(self) -> None:
         """Called when the worker has left its loop."""

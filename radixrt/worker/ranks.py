@@ -194,6 +194,13 @@ class Followers:
         for pipe in self._pipes:
             pipe.close()
 
+    def kill(self) -> None:
+        """End the processes at once: they may be stopped, or wait on the device."""
+        self._closing.set()
+        for process in self._processes:
+            process.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def close(self) -> None:
         """End the processes, and wait for them. Idempotent."""
         self.dismiss()
@@ -270,6 +277,9 @@ class Leader:
 
     def draw(self) -> None:
         self._runner.draw()
+
+    def kill(self) -> None:
+        self._followers.kill()
 
     def close(self) -> None:
         self._followers.dismiss()

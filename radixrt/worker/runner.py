@@ -83,6 +83,9 @@ class ModelRunner:
             return False
         return True
 
+    def kill(self) -> None:
+        """There are no other ranks here; see `ranks.Leader`."""
+
     def close(self) -> None:
         """There is nothing to release."""
 

@@ -201,7 +201,7 @@ def test_one_tenant_does_not_clear_the_caches_of_all(folder):
 
 def test_health_metrics_and_report(http):
     http.post("/v1/completions", json={"model": "m", "prompt": "hi"}, headers={"x-radixrt-program": "p"})
-    assert http.get("/health").json() == {"status": "ok", "workers": 2}
+    assert http.get("/health").json() == {"status": "ok", "workers": 2, "stalled_seconds": 0.0}
     metrics = http.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
     names = {family.name for family in text_string_to_metric_families(metrics.text)}
@@ -284,6 +284,28 @@ def test_a_context_of_its_own(folder):
         assert response.status_code == 400 and error_of(response)["param"] == "prompt"
 
 
+def test_a_worker_is_drained_by_who_may(url):
+    """Not by web pages that somebody visits; it must be there, and not the only one."""
+    page = {"origin": "https://evil.example", "content-type": "text/plain"}
+    body = {"worker": "worker-9"}
+    with httpx.Client(base_url=url) as client:
+        assert client.post("/v1/drain_worker", json=body, headers=page).status_code == 403
+        native = {"type": "drain_worker", "id": 1, "worker": "worker-9"}
+        assert client.post("/v1/native", json=native, headers=page).status_code == 403
+        unknown = client.post("/v1/drain_worker", json=body)
+        assert unknown.status_code == 404 and "worker-0, worker-1" in error_of(unknown)["message"]
+        assert client.post("/v1/drain_worker", json={}).status_code == 400
+
+
+def test_with_keys_only_the_admin_drains(folder):
+    with serving(folder, workers=1, api_key=("t:key",)) as frontend, httpx.Client(base_url=frontend.url) as client:
+        for key, code in (("key", 403), ("other", 401)):
+            answer = client.post(
+                "/v1/drain_worker", json={"worker": "worker-0"}, headers={"authorization": f"Bearer {key}"}
+            )
+            assert answer.status_code == code and error_of(answer)["param"] == "api_key"
+
+
 def test_a_body_that_is_too_large(folder):
     with serving(folder, max_body_bytes=10_000) as frontend, httpx.Client(base_url=frontend.url) as client:
         body = json.dumps({"prompt": "x" * 20_000}).encode()
@@ -349,7 +371,8 @@ def test_a_router_that_is_gone(folder):
 
 
 def test_a_process_that_is_told_to_stop(folder, capfd):
-    """Streams end with an error, the exit code is 0, and nothing is said of it."""
+    """It finishes its streams, and takes no new connections. Told twice it ends them with an error; the exit code is
+    0, and nothing is said of it."""
     names = {"model": str(folder), "served_model_name": "m"}
     address = free_tcp_address()
     port = int(free_tcp_address().rpartition(":")[2])
@@ -365,6 +388,10 @@ def test_a_process_that_is_told_to_stop(folder, capfd):
                 lines = response.iter_lines()
                 next(lines)
                 began = time.monotonic()
+                child.process.terminate()
+                eventually(lambda: not can_connect(port))
+                for _ in range(10):
+                    next(lines)
                 child.process.terminate()
                 last = [line for line in lines if line][-1]
             assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from radixrt.messages import Adapter
+from radixrt.worker import adapter_slots
 from radixrt.worker.adapter_slots import AdapterSlots
 from tests.waiting import eventually
 
@@ -138,3 +139,19 @@ def test_without_slots_nothing_is_loaded(runner):
     slots = AdapterSlots(runner, ["first"], 0)
     assert load(slots, "sql", 5, "folder") == "sql: no slot is free"
     slots.close()
+
+
+def test_files_that_cannot_be_read_do_not_keep_others_waiting(slots, runner, monkeypatch):
+    """A network's file system may not answer: that is given up after a while, and the worker serves on."""
+    runner.may_read.clear()
+    slots.load(Adapter("lost", 1, "nfs"))
+    slots.load(Adapter("sql", 2, "sql"))
+    assert not slots.is_ready(set)
+    monkeypatch.setattr(adapter_slots, "READ_SECONDS", 60.0)
+    slots._read_until = 0.0
+    found = slots.take() if slots.is_ready(set) else None
+    assert found.adapter.name == "lost" and found.error == "lost: reading it took more than 60 s"
+    runner.may_read.set()
+    eventually(lambda: slots.is_ready(set))
+    found = slots.take()
+    assert (found.adapter.name, found.error) == ("sql", "") and set(runner.slots.values()) == {"sql"}

@@ -17,6 +17,7 @@ import pytest
 
 from radixrt.messages import (
     Abort,
+    Draining,
     Heartbeat,
     Register,
     Run,
@@ -30,6 +31,7 @@ from radixrt.messages import (
     Unknown,
 )
 from radixrt.messages.digests import prefix_digest
+from radixrt.watchdog import Watchdog
 from radixrt.worker import loop, status
 from radixrt.worker.branching import TAIL
 from radixrt.worker.drafting import Drafter
@@ -577,3 +579,119 @@ def test_steps_of_the_fake_take_as_long_as_is_said(rate, seconds):
     runner = FakeRunner(prefill_rate=rate, decode_step=0.01, decode_each=0.001)
     plan = SimpleNamespace(tokens=np.zeros(7), counts=np.array([1, 5, 1]), moves=None)
     assert runner._seconds(plan) == pytest.approx(seconds)
+
+
+# ---------------------------------------------------------------- getting on, and leaving
+
+
+class Stuck(FakeRunner):
+    """Its steps wait for `go`, once it is clear."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings)
+        self.go = threading.Event()
+        self.go.set()
+
+    def launch(self, plan):
+        wait = super().launch(plan)
+
+        def read():
+            assert self.go.wait(30)
+            return wait()
+
+        return read
+
+
+def beats(router: Router, until) -> Heartbeat:
+    """The first heartbeat that `until` holds of; other messages are kept."""
+    while True:
+        message = router.outbox.get(timeout=30)
+        if not isinstance(message, Heartbeat):
+            router.messages.append(message)
+        elif until(message):
+            return message
+
+
+def test_heartbeats_say_for_how_long_no_step_has_ended(monkeypatch):
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.02)
+    hung, runner = threading.Event(), Stuck(num_pages=400)
+    with worker(runner) as (router, serving):
+        serving.watchdog = Watchdog(0.1)
+        serving.on_hang = hung.set
+        router.tell(run(1, [5, 6, 7]))
+        router.finished(1)
+        beats(router, lambda beat: beat.stalled == 0.0)
+        runner.go.clear()
+        router.tell(run(2, [5, 6, 7]))
+        assert not beats(router, lambda beat: beat.stalled > 0.0).stuck
+        assert beats(router, lambda beat: beat.stuck).stalled > 0.1
+        assert hung.wait(30)
+        runner.go.set()
+        router.finished(2)
+        beats(router, lambda beat: beat.stalled == 0.0 and not beat.stuck)
+
+
+def test_whatever_the_loop_waits_for_is_noticed(monkeypatch):
+    """Not only a step: a plan, or an adapter that is put into its slot."""
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.02)
+    go = threading.Event()
+    with worker() as (router, serving):
+        serving.watchdog = Watchdog(0.1)
+        plan = serving.scheduler.plan
+        monkeypatch.setattr(serving.scheduler, "plan", lambda: (go.wait(30), plan())[1])
+        router.tell(run(1, [5, 6, 7]))
+        beats(router, lambda beat: beat.stuck)
+        go.set()
+        router.finished(1)
+
+
+def test_who_plans_nothing_though_there_is_work_does_not_get_on(monkeypatch):
+    monkeypatch.setattr(loop, "HEARTBEAT_SECONDS", 0.02)
+    with worker() as (router, serving):
+        serving.watchdog = Watchdog(0.1)
+        plan = serving.scheduler.plan
+        monkeypatch.setattr(serving.scheduler, "plan", lambda: None)
+        router.tell(run(1, [5, 6, 7]))
+        beats(router, lambda beat: beat.stuck)
+        serving.scheduler.plan = plan
+        router.finished(1)
+
+
+def test_a_worker_that_is_told_to_stop_says_so_and_finishes():
+    runner = Stuck(num_pages=400)
+    with worker(runner) as (router, serving):
+        serving._shutdown_timeout = 60.0
+        runner.go.clear()
+        router.tell(run(1, [5, 6, 7]))
+        eventually(lambda: serving.scheduler.has_work or serving._flight)
+        serving.drain()
+        runner.go.set()
+        router.finished(1)
+        router.hear(lambda messages: any(isinstance(m, Draining) for m in messages))
+        (said,) = (m for m in router.messages if isinstance(m, Draining))
+        assert (said.name, said.pid, said.life) == ("w", os.getpid(), LIFE)
+        assert not serving._stopped.is_set(), "the router says when"
+        router.tell(Stop(restart=True))
+        eventually(serving._stopped.is_set)
+        assert serving.restart and not serving.dismissed
+
+
+def test_told_twice_or_without_a_router_it_stops_by_itself(monkeypatch):
+    monkeypatch.setattr(loop, "NO_ROUTER_SECONDS", 0.05)
+    for times, timeout in ((1, 60.0), (2, 60.0), (1, 0.0)):
+        with worker() as (_, serving):
+            serving._shutdown_timeout = timeout
+            for _ in range(times):
+                serving.drain()
+            assert serving._stopped.is_set() == (times == 2 or not timeout)
+            eventually(serving._stopped.is_set)
+
+
+def test_a_worker_that_cannot_finish_in_time_stops():
+    runner = FakeRunner(num_pages=40_000, decode_step=0.01)
+    with worker(runner) as (router, serving):
+        serving._shutdown_timeout = 0.05
+        router.tell(run(1, [5, 6, 7], Sampling(max_tokens=30_000, ignore_eos=True)))
+        eventually(lambda: serving.scheduler.has_work)
+        serving.drain()
+        eventually(serving._stopped.is_set)
