@@ -226,8 +226,8 @@ class RouterConfig:
     (`children.tell_parent`)."""
     near_address: str = ""
     """An address of the worker socket for workers that the same parent has started, set by `serve`."""
-    near_key: str = ""
-    """The secret, 64 hex digits, of the CURVE keys of `near_address`; `serve` makes another one at each start."""
+    near_password: str = ""
+    """What they need to connect to `near_address`; `serve` makes another one at each start."""
 
 
 @dataclass(frozen=True, slots=True)

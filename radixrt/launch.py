@@ -43,7 +43,8 @@ from radixrt.config import (
 from radixrt.messages import Ask, ClientReply, Info
 from radixrt.ports import free_tcp_address, keep_port
 from radixrt.roles import check_address, say_leave
-from radixrt.wire.keys import key_pair, public_suffix, suffix
+from radixrt.wire.addresses import PASSWORD
+from radixrt.wire.keys import public_suffix
 
 if TYPE_CHECKING:
     from radixrt.fleet import Fleet
@@ -98,9 +99,9 @@ class Stack:
         router = config.router
         self._client_address, self._worker_address = reachable_addresses(router)
         if config.data_parallel_backend == "mp":
-            near, secret = near_address(), secrets.token_hex(32)
-            self._worker_address = near + suffix(key_pair(secret, "workers"))
-            router = dataclasses.replace(router, near_address=near, near_key=secret)
+            near, password = near_address(), secrets.token_hex(32)
+            self._worker_address = f"{near}#{PASSWORD}{password}"
+            router = dataclasses.replace(router, near_address=near, near_password=password)
         self._config = dataclasses.replace(config, router=router)
         self._children: list[Child] = []
         self._lives: dict[str, Life] = {}
@@ -312,7 +313,7 @@ def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
 
 def near_address() -> str:
     """An address of this machine for the workers that `serve` starts: a socket in Linux' abstract namespace, which is
-    not a file; where there are none, a TCP port. Anybody on the machine can connect to either, so it needs a key."""
+    not a file; where there are none, a TCP port. Anybody on the machine can connect to either: it needs a password."""
     if sys.platform == "linux":
         name = f"radixrt-{uuid.uuid4().hex}"
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:  # a sandbox may forbid it

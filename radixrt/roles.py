@@ -96,11 +96,12 @@ def run_role(role: str, config: Any) -> None:
                 _serve(worker)
             for number in (signal.SIGTERM, signal.SIGINT):  # a second signal must not interrupt the exit
                 signal.signal(number, signal.SIG_IGN)
-            if worker.dismissed:  # the exit code is 0 even so: the worker must not be restarted
-                log.error("worker %s ends: %s", config.name, worker.dismissed)
             from radixrt.worker.status import LIFE
 
             say_leave(config.router, config.name, "stopped", os.getpid(), LIFE, planned=True)
+            if worker.dismissed:  # it did not end as it was told to: whoever has started it is to know
+                log.error("worker %s ends: %s", config.name, worker.dismissed)
+                sys.exit(1)
 
 
 def _serve(worker: Worker) -> None:

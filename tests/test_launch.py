@@ -16,7 +16,6 @@ from radixrt.frontend.server import listen
 from radixrt.messages import Leave, ToRouter
 from radixrt.wire import watch
 from radixrt.wire.addresses import is_loopback
-from radixrt.wire.keys import key_pair, suffix
 from radixrt.worker.plan import DeviceLost, GroupLost
 from radixrt.worker.status import LIFE
 from tests.waiting import eventually
@@ -49,15 +48,14 @@ def test_own_workers_come_by_a_unix_socket(monkeypatch):
 
 
 def test_each_start_has_a_secret_for_its_workers():
-    """It is the key of their address; where clients connect needs none, and without --worker-address nobody else can
-    join."""
+    """Without --worker-address nobody else can join."""
     config = StackConfig(RouterConfig(), WorkerConfig(fake="0,0"), FrontendConfig())
     first, second = (launch.Stack(config) for _ in range(2))
     for stack in (first, second):
         (worker,), router = stack._worker_configs(), stack._config.router
-        assert worker.router == router.near_address + suffix(key_pair(router.near_key, "workers"))
-        assert not router.worker_address and router.near_key not in worker.router
-    assert first._config.router.near_key != second._config.router.near_key
+        assert worker.router == f"{router.near_address}#plain:{router.near_password}"
+        assert not router.worker_address and len(router.near_password) == 64
+    assert first._config.router.near_password != second._config.router.near_password
 
 
 def test_workers_have_gpus_of_their_own(monkeypatch):
@@ -104,8 +102,9 @@ def test_a_free_address_is_given_to_nobody_else():
         socket.create_server(("127.0.0.1", port)).close()
 
 
-def test_a_worker_that_ends_says_which_process_it_was(monkeypatch):
-    """In another container one of its name may have its pid."""
+@pytest.mark.parametrize("dismissed", ["", "another has this name"])
+def test_a_worker_that_ends_says_which_process_it_was(monkeypatch, caplog, dismissed):
+    """In another container one of its name may have its pid. If it was dismissed, that is a failure."""
     said = []
 
     class Link(contextlib.nullcontext):
@@ -118,11 +117,14 @@ def test_a_worker_that_ends_says_which_process_it_was(monkeypatch):
             said.append(wire.Decoder(ToRouter).decode(payload))
 
     monkeypatch.setattr(wire, "Link", Link)
-    monkeypatch.setattr(roles, "make_worker", lambda config: SimpleNamespace(run=lambda: None, dismissed=""))
+    monkeypatch.setattr(roles, "make_worker", lambda config: SimpleNamespace(run=lambda: None, dismissed=dismissed))
     monkeypatch.setattr(roles, "settle", lambda: None)
     monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
-    roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
+    ends = pytest.raises(SystemExit, match="1") if dismissed else contextlib.nullcontext()
+    with ends:
+        roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
     assert said == [Leave("w", "stopped", os.getpid(), LIFE, planned=True)] and LIFE
+    assert ("worker w ends: another" in caplog.text) == bool(dismissed)
 
 
 @pytest.mark.parametrize("lost", [DeviceLost("illegal access"), GroupLost("rank 1")])

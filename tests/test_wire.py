@@ -70,7 +70,7 @@ def test_an_edge_swallowed_by_a_send_is_not_lost(address):
 
 @pytest.mark.parametrize("keyed", [False, True])
 def test_a_router_is_reached_in_two_ways(tmp_path, keyed):
-    """Each peer is answered where it came from; with a key, on both."""
+    """Each peer is answered where it came from; who comes near needs the password, be there a key elsewhere or not."""
     path = tmp_path / "key"
     keys.make_secret_key(path)
     key = keys.load_secret_key(path, "workers") if keyed else None
@@ -80,18 +80,19 @@ def test_a_router_is_reached_in_two_ways(tmp_path, keyed):
     async def main():
         got = []
         server = wire.RouterSocket(
-            "tcp://127.0.0.1:*", lambda who, said: server.send(who, said), key=key, near=near, near_key=key
+            "tcp://127.0.0.1:*", lambda who, said: server.send(who, said), key=key, near=near, password="sesame"
         )
-        clients = [wire.DealerSocket(at + suffix, got.append) for at in (server.address, near)]
+        clients = [wire.DealerSocket(at, got.append) for at in (server.address + suffix, near + "#plain:sesame")]
         for number, client in enumerate(clients):
             assert client.send(b"%d" % number)
         await until(lambda: sorted(got) == [b"0", b"1"])
-        if keyed:
-            stranger = wire.DealerSocket(near, got.append)
+        strangers = [wire.DealerSocket(near + wrong, got.append) for wrong in ("", "#plain:", "#plain:sesam", suffix)]
+        for stranger in strangers:
             stranger.send(b"2")
-            await asyncio.sleep(0.2)
-            stranger.close()
-        for socket in (*clients, server):
+        await asyncio.sleep(0.2)
+        with pytest.raises(OSError, match="cannot listen on inproc://zeromq.zap"):
+            wire.RouterSocket("", print, near=f"ipc://{tmp_path}/other", password="sesame")
+        for socket in (*clients, *strangers, server):
             socket.close()
         assert len(got) == 2
 

@@ -189,8 +189,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 class Register(msgspec.Struct, tag="register", kw_only=True):
     """First message of a worker, sent again after an Unknown. `name` is unique: a Register of the same name replaces
-    the earlier one, whose runs are dispatched again. If the earlier one was from another process, which then registers
-    again, that process gets a Stop."""
+    the earlier one, whose runs are dispatched again, unless that was from another process, which still serves: then the
+    reply is a Stop."""
 
     name: str
     model: str

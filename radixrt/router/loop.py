@@ -31,6 +31,7 @@ from radixrt.messages import (
 from radixrt.report import Report
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order, Reply
+from radixrt.router.gate import Gate
 from radixrt.router.handlers import Handlers
 from radixrt.router.links import ClientLinks, WorkerLinks
 from radixrt.router.programs import Programs
@@ -38,11 +39,11 @@ from radixrt.router.streams import TextStreams
 from radixrt.router.tasks import now
 from radixrt.router.tokens import TextService
 from radixrt.router.validate import malformed
-from radixrt.wire.keys import is_private, key_pair, load_secret_key
+from radixrt.wire.keys import is_private, load_secret_key
 
 log = logging.getLogger("radixrt.router")
 
-NAME_TAKEN = "another worker has taken this name since; each needs a --name of its own"
+NAME_TAKEN = "another worker serves under this name; each needs a --name of its own"
 
 _client_message = wire.Decoder(ClientRequest)
 _worker_message = wire.Decoder(ToRouter)
@@ -71,6 +72,7 @@ class RouterServer:
             config, self.core, self.text, self._streams, self.programs, self.report, self._perform
         )
         self._clients = ClientLinks()
+        self._gate = Gate(self.core.keys)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop` is set; `on_ready` is called once it listens."""
@@ -103,7 +105,7 @@ class RouterServer:
                 self._from_worker,
                 key=key["workers"],
                 near=config.near_address,
-                near_key=key_pair(config.near_key, "workers") if config.near_key else None,
+                password=config.near_password,
             )
         except BaseException:
             clients.close()
@@ -125,9 +127,12 @@ class RouterServer:
         return self._clients.attach(deliver)
 
     def _from_client(self, client: bytes, payload: bytes) -> None:
+        if (refusal := self._gate.refusal(payload)) is not None:
+            self._answer(client, refusal)
+            return
         try:
             message = _client_message.decode(payload)
-        except (wire.Malformed, RecursionError) as problem:
+        except wire.Malformed as problem:
             self._answer(client, malformed(payload, problem))
             return
         self.take(client, message)
@@ -141,7 +146,7 @@ class RouterServer:
     def _from_worker(self, identity: bytes, payload: bytes) -> None:
         try:
             message = _worker_message.decode(payload)
-        except (wire.Malformed, RecursionError) as problem:
+        except wire.Malformed as problem:
             log.warning("worker socket: a message that is none was ignored: %s", problem)
             return
         match message:
@@ -158,8 +163,8 @@ class RouterServer:
                 pass
             case Heartbeat():
                 self._perform(self.core.heartbeat(message.name, now()))
-            case Register() if self.core.members.is_replaced(message):
-                log.error("worker %s: %s", message.name, NAME_TAKEN)
+            case Register() if self.core.members.is_taken(message) and self._workers.is_there(message.name):
+                log.error("a worker %s (pid %d) is refused: %s", message.name, message.pid, NAME_TAKEN)
                 self._workers.dismiss(identity, NAME_TAKEN)
             case Register():
                 self._workers.bind(message.name, identity)

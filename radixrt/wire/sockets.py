@@ -17,7 +17,11 @@ READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 """Plain ints: to combine Python's enum flags takes half a microsecond."""
 ZAP_DOMAIN = "radixrt"
 """Of sockets that listen. With one, ZMQ refuses the protocols before ZMTP 3, which begin with any bytes: to ZMTP 1.0 a
-request that a web page makes a browser send is a series of messages. A handler (RFC 27) is not needed for that."""
+request that a web page makes a browser send is a series of messages. That needs no handler (RFC 27, see `Door`)."""
+HANDLER = "inproc://zeromq.zap.01"
+"""Where ZMQ looks for a handler."""
+USER = b"radixrt"
+"""The name that goes with a password; it says nothing."""
 
 Key = tuple[bytes, bytes]
 """The (secret, public) CURVE keys of a socket that listens, in Z85."""
@@ -34,19 +38,22 @@ def open_socket(kind: int = zmq.DEALER) -> zmq.Socket:
     return socket
 
 
-def bind(socket: zmq.Socket, address: str, key: Key | None) -> str:
-    """Listen on an address. Returns it, with the port that ZMQ has chosen for `*`. Raises ValueError for an invalid
-    address, or one that other machines can reach if there is no `key`, and OSError if it is in use."""
-    endpoint, _ = split_address(address)
+def bind(socket: zmq.Socket, address: str, key: Key | None = None, *, domain: str = "") -> str:
+    """Listen on an address, for peers that know the public `key`, or a password that a handler knows for the `domain`.
+    Returns the address, with the port that ZMQ has chosen for `*`. Raises ValueError for an invalid one, or one that
+    other machines can reach if there is no `key`, and OSError if it is in use."""
+    endpoint = split_address(address).endpoint
     socket.ipv6 = "[" in endpoint
     if key is None and not is_loopback(address):
         raise ValueError(
             f"{endpoint} can be reached from other machines: that needs --curve-secret-key (radixrt keygen)"
         )
-    socket.set_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    socket.set_string(zmq.ZAP_DOMAIN, domain or ZAP_DOMAIN)
     if key is not None:
         socket.curve_secretkey, socket.curve_publickey = key
         socket.curve_server = True
+    elif domain:
+        socket.plain_server = True
     if endpoint.startswith("ipc://") and is_served(endpoint.removeprefix("ipc://")):
         raise OSError(errno.EADDRINUSE, f"cannot listen on {endpoint}: {os.strerror(errno.EADDRINUSE)}")
     try:
@@ -69,12 +76,15 @@ def ignore_identities(socket: zmq.Socket) -> None:
 
 
 def connect(socket: zmq.Socket, address: str) -> None:
-    """Connect to an address, with the public key in it, if there is one. Raises ValueError if it is not valid."""
-    endpoint, server_key = split_address(address)
+    """Connect to an address, with the public key or the password in it, if there is one. Raises ValueError if it is not
+    valid."""
+    endpoint, server_key, password = split_address(address)
     socket.ipv6 = "[" in endpoint
     if server_key is not None:
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         socket.curve_serverkey = server_key
+    elif password:
+        socket.plain_username, socket.plain_password = USER, password.encode()
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
