@@ -45,6 +45,8 @@ log = logging.getLogger("radixrt.router")
 
 NAME_TAKEN = "another worker serves under this name; each needs a --name of its own"
 
+FAILED = "the router failed on this request; its log says why"
+
 _client_message = wire.Decoder(ClientRequest)
 _worker_message = wire.Decoder(ToRouter)
 
@@ -135,7 +137,11 @@ class RouterServer:
         except wire.Malformed as problem:
             self._answer(client, malformed(payload, problem))
             return
-        self.take(client, message)
+        try:
+            self.take(client, message)
+        except Exception:
+            log.exception("a message of a client failed")
+            self._answer(client, Error(message.id, 500, FAILED))
 
     def take(self, client: bytes, message: ClientRequest) -> None:
         """Handle a message of a client."""
@@ -149,6 +155,14 @@ class RouterServer:
         except wire.Malformed as problem:
             log.warning("worker socket: a message that is none was ignored: %s", problem)
             return
+        try:
+            self._take_from_worker(identity, message)
+        except Exception:
+            name = self._workers.name(identity)
+            log.exception("a message of worker %s failed", name)
+            self._lost([name] if name is not None else [])
+
+    def _take_from_worker(self, identity: bytes, message: ToRouter) -> None:
         match message:
             case StepDone():
                 name = self._workers.name(identity)
