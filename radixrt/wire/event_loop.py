@@ -156,7 +156,6 @@ class RouterSocket(_AsyncSocket):
             raise
         return True
 
-
     def close(self) -> None:
         """See _AsyncSocket."""
         super().close()

@@ -12,7 +12,19 @@ from sim_workers import continuation, register
 from stack import Client, stack
 
 from radixrt import wire
-from radixrt.messages import ClientReply, Generate, Load, Output, Run, Sampling, StepDone, ToWorker, Unknown
+from radixrt.messages import (
+    Ask,
+    ClientReply,
+    Generate,
+    Load,
+    Output,
+    Run,
+    Sampling,
+    StepDone,
+    ToRouter,
+    ToWorker,
+    Unknown,
+)
 from tests.waiting import eventually
 
 _order, _reply = wire.Decoder(ToWorker), wire.Decoder(ClientReply)
@@ -41,6 +53,20 @@ def test_mutated_messages_disturb_nobody(number, caplog):
         assert answers > number / 2 and not faults(caplog)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        *(register("w0", **{field: n}) for field in ("vocab_size", "num_states", "page_size") for n in (-1, 1 << 31)),
+        *(StepDone([Output(1, [5, token])], Load()) for token in (-1, 1 << 31)),
+        StepDone([Output(1, cached_tokens=1 << 31)], Load()),
+    ],
+)
+def test_numbers_of_workers_have_bounds(message):
+    """Those that the router computes with, or makes arrays of."""
+    with pytest.raises(wire.Malformed, match="Expected `int`"):
+        wire.Decoder(ToRouter).decode(wire.encode(message))
+
+
 @pytest.mark.parametrize("number", [1500, pytest.param(50_000, marks=pytest.mark.slow)])
 def test_mutated_results_of_runs_disturb_nobody(number, caplog):
     """A worker says odd things of the runs that it has; requests end in some way."""
@@ -52,7 +78,7 @@ def test_mutated_results_of_runs_disturb_nobody(number, caplog):
         hello = wire.encode(register("w0", life=5, num_states=8))
         worker.send(hello)
         eventually(lambda: len(router.server.core.members))
-        runs = [0]
+        asker, runs = Client(router.server.client_address), [0]
         for step in range(number):
             for order in map(_order.decode, worker.drain()):
                 if isinstance(order, Run):
@@ -69,4 +95,7 @@ def test_mutated_results_of_runs_disturb_nobody(number, caplog):
             done = StepDone([output], Load(1, 1, 5, 100, 0, 200, 10.0, 0.1), 0, events, rng.random() < 0.5)
             worker.send(next(mutated([done], 1, step)))
             client.link.drain()
+            if step % 20 == 0:
+                assert asker.ask(Ask(id=step, what="health")).data, "it is served, and has read what came before"
+        asker.link.close()
     assert router.server.core.counters.finished and not faults(caplog)
