@@ -21,6 +21,7 @@ import zmq
 from radixrt import wire
 from radixrt.config import RouterConfig
 from radixrt.messages import Ask, Generate, Info, Load, Output, Register, Sampling, StepDone, TokenPrompt
+from radixrt.ports import free_tcp_address
 from radixrt.router.process import RouterThread
 from radixrt.wire.sockets import connect
 from tests.waiting import eventually
@@ -94,14 +95,17 @@ def test_only_zmtp_3_is_heard(greeting):
         assert len(heard) == 1, "the question just asked"
 
 
-def test_a_router_without_worker_address_has_no_port_for_workers():
-    with router(worker_address="", near_address="ipc://@test-sockets-near", near_password="sesame") as (server, heard):
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_only_own_workers_come_near(transport):
+    """By a port of this machine where there are no Unix sockets without a file."""
+    near = "ipc://@test-sockets-near" if transport == "ipc" else free_tcp_address()
+    with router(worker_address="", near_address=near, near_password="sesame") as (server, heard):
         assert server.worker_address == ""
         for suffix in ("", "#plain:wrong", "#" + "0" * 64):
-            with wire.Link("ipc://@test-sockets-near" + suffix) as stranger:
+            with wire.Link(near + suffix) as stranger:
                 stranger.send(EVIL[0])
                 time.sleep(0.05)
-        with wire.Link("ipc://@test-sockets-near#plain:sesame") as own:
+        with wire.Link(near + "#plain:sesame") as own:
             own.send(wire.encode(Register(name="own", **ABOUT)))
             eventually(lambda: [w["name"] for w in health(server.client_address)["workers"]] == ["own"])
         assert [payload for name, payload in heard if name == "worker"] == [wire.encode(Register(name="own", **ABOUT))]
@@ -203,7 +207,7 @@ for one in (first, *peers, router):
 """
 
 
-def test_no_identity_ends_the_router():
+def test_no_identity_makes_the_router_abort():
     """libzmq aborts where a peer has called itself what another one is numbered; not where names do not count."""
     named, numbered = (
         subprocess.run([sys.executable, "-c", ABORTS, *more], capture_output=True, timeout=60) for more in ((), ("1",))

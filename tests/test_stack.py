@@ -509,10 +509,9 @@ def stack_of(settings: StackConfig):
 
 def serve(folder: Path, *flags: str) -> tuple[subprocess.Popen, str]:
     """`radixrt serve` with fake workers; the process and the clients' address."""
-    address, inner, http = (free_tcp_address() for _ in range(3))
+    address, http = free_tcp_address(), free_tcp_address()
     command = [sys.executable, "-m", "radixrt", "serve", str(folder), "--fake", "0,0.001", "--workers", "2"]
-    command += ["--client-address", address, "--worker-address", inner]
-    command += ["--port", port_of(http), *flags]
+    command += ["--client-address", address, "--port", port_of(http), *flags]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True), address
 
 
@@ -524,6 +523,8 @@ def test_no_process_stays_behind(folder, how):
             eventually(lambda: len(client.health()["workers"]) == 2)
             family = children_of(process.pid)
             assert len(family) == 3
+            ports = [c.laddr.port for one in family for c in one.net_connections("tcp") if c.status == "LISTEN"]
+            assert ports == [int(port_of(address))], "none for workers"
             process.send_signal(how)
             assert process.wait(15) == (0 if how != signal.SIGKILL else -signal.SIGKILL)
         _, alive = psutil.wait_procs(family, timeout=15)
