@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 0.1
 class Link:
     """A blocking connection for one thread (ZMQ sockets are not thread-safe: each thread needs its own).
 
-    `identity` is a name that is sent to the peer; a RouterSocket ignores it. When `stopped` is set, by any thread, then
+    `identity` is a name that is sent to the peer; a RouterSocket ignores it. Once `stopped` is set, by any thread,
     sends do not block any more. A `monitored` link knows when its connection has broken (not on inproc).
     """
 
