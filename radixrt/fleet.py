@@ -26,6 +26,10 @@ ANYWHERE = ("tcp://0.0.0.0:", "tcp://*:")
 DEVICES = ("auto", "cpu", "cuda")
 POLL_SECONDS = 1.0
 """How often a host looks after its worker."""
+WANTED = (
+    "--worker-address: workers that Ray places need one; give --worker-address tcp://0.0.0.0:PORT and "
+    "--curve-secret-key (radixrt keygen)"
+)
 
 
 class Host:
@@ -176,6 +180,8 @@ def _worker_address(router: RouterConfig, ray: Any) -> str:
     """The address, with the public key, at which machines of the cluster connect to the router's worker socket. Raises
     ValueError if they cannot."""
     address, here = router.worker_address, ray.util.get_node_ip_address()
+    if not address:
+        raise ValueError(WANTED)
     machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if is_loopback(address) and machines != {here}:
         raise ValueError(

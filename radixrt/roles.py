@@ -62,7 +62,8 @@ def check_role(config: Any) -> None:
     check(config)
     if isinstance(config, RouterConfig):
         check_address("client_address", config.client_address, listens=True)
-        check_address("worker_address", config.worker_address, listens=True)
+        if config.worker_address or not config.near_address:
+            check_address("worker_address", config.worker_address, listens=True)
     else:
         check_address("router", config.router)
 
@@ -105,11 +106,12 @@ def run_role(role: str, config: Any, pulse: Pulse | None = None) -> int:
                 _serve(worker)
             for number in (signal.SIGTERM, signal.SIGINT):  # a second signal must not interrupt the exit
                 signal.signal(number, signal.SIG_IGN)
-            if worker.dismissed:  # the exit code is 0 even so: the worker must not be restarted
-                log.error("worker %s ends: %s", config.name, worker.dismissed)
             from radixrt.worker.status import LIFE
 
             say_leave(config.router, config.name, "stopped", os.getpid(), LIFE, planned=True)
+            if worker.dismissed:  # it did not end as it was told to: whoever has started it is to know
+                log.error("worker %s ends: %s", config.name, worker.dismissed)
+                return 1
             return RESTART_CODE if worker.restart else 0
     return 0
 

@@ -15,6 +15,7 @@ from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConf
 from radixrt.frontend.server import listen
 from radixrt.messages import Leave, ToRouter
 from radixrt.wire import watch
+from radixrt.wire.addresses import is_loopback
 from radixrt.worker.plan import DeviceLost, GroupLost
 from radixrt.worker.status import LIFE
 from tests.waiting import eventually
@@ -34,17 +35,27 @@ def forbidden(*_kind):
 
 
 def test_own_workers_come_by_a_unix_socket(monkeypatch):
-    """Where there are such without a file: of each stack its own, with its key."""
+    """Where there are such without a file; else by a port of this machine."""
     monkeypatch.setattr(launch.sys, "platform", "linux")
-    first, second = (launch.near_address("tcp://127.0.0.1:5556#KEY") for _ in range(2))
-    assert first != second and first.startswith("ipc://@radixrt-") and first.endswith("#KEY")
-    assert "#" not in launch.near_address("tcp://127.0.0.1:5556")
-    assert launch.near_address("ipc:///tmp/w") == ""
+    first, second = (launch.near_address() for _ in range(2))
+    assert first != second and first.startswith("ipc://@radixrt-") and second.startswith("ipc://@radixrt-")
     with monkeypatch.context() as patch:
+        patch.setattr(launch, "free_tcp_address", lambda: "tcp://127.0.0.1:7")
         patch.setattr(launch.socket, "socket", forbidden)
-        assert launch.near_address("tcp://127.0.0.1:5556") == ""
+        assert launch.near_address() == "tcp://127.0.0.1:7"
     monkeypatch.setattr(launch.sys, "platform", "darwin")
-    assert launch.near_address("tcp://127.0.0.1:5556") == ""
+    assert is_loopback(launch.near_address())
+
+
+def test_each_start_has_a_secret_for_its_workers():
+    """Without --worker-address nobody else can join."""
+    config = StackConfig(RouterConfig(), WorkerConfig(fake="0,0"), FrontendConfig())
+    first, second = (launch.Stack(config) for _ in range(2))
+    for stack in (first, second):
+        (worker,), router = stack._worker_configs(), stack._config.router
+        assert worker.router == f"{router.near_address}#plain:{router.near_password}"
+        assert not router.worker_address and len(router.near_password) == 64
+    assert first._config.router.near_password != second._config.router.near_password
 
 
 def test_workers_have_gpus_of_their_own(monkeypatch):
@@ -91,8 +102,9 @@ def test_a_free_address_is_given_to_nobody_else():
         socket.create_server(("127.0.0.1", port)).close()
 
 
-def test_a_worker_that_ends_says_which_process_it_was(monkeypatch):
-    """In another container one of its name may have its pid."""
+@pytest.mark.parametrize("dismissed", ["", "another has this name"])
+def test_a_worker_that_ends_says_which_process_it_was(monkeypatch, caplog, dismissed):
+    """In another container one of its name may have its pid. If it was dismissed, that is a failure."""
     said = []
 
     class Link(contextlib.nullcontext):
@@ -105,12 +117,14 @@ def test_a_worker_that_ends_says_which_process_it_was(monkeypatch):
             said.append(wire.Decoder(ToRouter).decode(payload))
 
     monkeypatch.setattr(wire, "Link", Link)
-    worker = SimpleNamespace(run=lambda: None, dismissed="", restart=False)
+    worker = SimpleNamespace(run=lambda: None, dismissed=dismissed, restart=False)
     monkeypatch.setattr(roles, "make_worker", lambda config: worker)
     monkeypatch.setattr(roles, "settle", lambda: None)
     monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
-    roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
+    code = roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
+    assert code == (1 if dismissed else 0)
     assert said == [Leave("w", "stopped", os.getpid(), LIFE, planned=True)] and LIFE
+    assert ("worker w ends: another" in caplog.text) == bool(dismissed)
 
 
 @pytest.mark.parametrize("lost", [DeviceLost("illegal access"), GroupLost("rank 1")])
@@ -169,6 +183,7 @@ def test_settings_that_cannot_be_are_named_before_anything_is_started(monkeypatc
         ["worker", "--router", "tcp://127.0.0.1:1", "--name", "a\nb"],
         ["router", "--worker-address", "tcp://127.0.0.1:99999"],
         ["router", "--session-tokens", "-1"],
+        ["router", "--worker-address", ""],
     ],
 )
 def test_so_are_those_of_one_process(monkeypatch, capsys, arguments):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-from radixrt.messages.shared import FinishReason, Sampling, TokenLogprob
+from radixrt.messages.shared import Count, FinishReason, Number, Sampling, TokenLogprob
 
 # ---------------------------------------------------------------- router -> worker
 
@@ -100,6 +102,9 @@ ToWorker = Run | Abort | Snapshot | Clear | Unknown | Stop | Pin | Unpin | LoadA
 
 # ---------------------------------------------------------------- worker -> router
 
+MAX_STATES = 1 << 24
+"""Slots of recurrent states: the router has arrays of so many."""
+
 
 class Stored(msgspec.Struct, tag="stored", frozen=True, array_like=True):
     """Tokens were cached: `ids` were appended to run `run` of the worker's tree (see tree/structure.h), which had `at`
@@ -191,23 +196,23 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 class Register(msgspec.Struct, tag="register", kw_only=True):
     """First message of a worker, sent again after an Unknown. `name` is unique: a Register of the same name replaces
-    the earlier one, whose runs are dispatched again. If the earlier one was from another process, which then registers
-    again, that process gets a Stop."""
+    the earlier one, whose runs are dispatched again, unless that was from another process, which still serves: then the
+    reply is a Stop."""
 
     name: str
     model: str
-    max_model_len: int
-    page_size: int
-    total_pages: int
-    max_running: int
+    max_model_len: Number
+    page_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    total_pages: Number
+    max_running: Number
     kv_dtype: str = ""
     device: str = "cpu"
     pid: int = 0
     life: int = 0
     """A random number that identifies the process: pids are not unique across machines or containers."""
-    vocab_size: int = 0
+    vocab_size: Count = 0
     """Number of token ids that the model accepts; 0 if unknown."""
-    num_states: int = 0
+    num_states: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STATES)] = 0
     """Slots of recurrent states, a trash slot 0 included, of the device and then of host memory; 0: the model has none.
     If it has, a cached prefix can be continued only where there is a snapshot (see Saved)."""
     adapters: list[Adapter] = []
@@ -222,9 +227,9 @@ class Output(msgspec.Struct, array_like=True):
     set."""
 
     id: int
-    tokens: list[int] = []
+    tokens: list[Count] = []
     finish: FinishReason | None = None
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     logprobs: list[TokenLogprob] | None = None
     scores: list[float] | None = None
     stop: int | None = None

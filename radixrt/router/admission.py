@@ -44,6 +44,11 @@ class Admission:
         self._spare = config.max_queued_requests // SPARE if several else 0
         """Places reserved for tenants with at most this many runs in flight."""
 
+    @property
+    def keys(self) -> list[str]:
+        """See `RouterCore.keys`."""
+        return [key for key in (*self._tenants, self._config.admin_api_key) if key] if self._tenants else []
+
     def tenant(self, api_key: str) -> str:
         """The tenant of a key. Raises Refused (401) if keys are configured and this is not one of them."""
         if not self._tenants:

@@ -105,6 +105,11 @@ class RouterCore:
         return self._config.model_aliases
 
     @property
+    def keys(self) -> list[str]:
+        """The keys of tenants, and the admin's; empty if a client needs none."""
+        return self._admission.keys
+
+    @property
     def runs_in_flight(self) -> int:
         """Runs that are dispatched or wait for a worker."""
         return len(self._dispatcher) + len(self._suspects)

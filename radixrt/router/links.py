@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from radixrt import wire
-from radixrt.messages import ClientReply, Deltas, Error, Stop, Unknown
+from radixrt.messages import Abort, ClientReply, Deltas, Error, Stop, Unknown
 from radixrt.wire.sockets import HIGH_WATER
 
 log = logging.getLogger("radixrt.router")
@@ -28,6 +28,8 @@ MOST_REFUSED = 256
 REFUSED_SECONDS = 5.0
 """After this time a worker that still has not registered gets another Unknown: the message, or the reply, was lost with
 a connection."""
+
+NOTHING = wire.encode(Abort([]))
 
 MOST_OWED = 4 * HIGH_WATER
 """The most requests for which a client is owed an Error; beyond that the oldest are dropped."""
@@ -80,6 +82,13 @@ class WorkerLinks:
             self._refused[identity] = now
             if len(self._refused) > MOST_REFUSED:
                 del self._refused[next(iter(self._refused))]
+
+    def is_there(self, name: str) -> bool:
+        """Whether the worker of that name is connected: it gets a message that asks nothing of it."""
+        identity = self._identities.get(name)
+        with contextlib.suppress(wire.PeerGone):
+            return identity is not None and (self._socket.send(identity, NOTHING) or True)
+        return False
 
     def dismiss(self, identity: bytes, reason: str) -> None:
         """Send Stop to a worker that must not serve."""

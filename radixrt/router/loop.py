@@ -32,6 +32,7 @@ from radixrt.messages import (
 from radixrt.report import Report
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order, Reply
+from radixrt.router.gate import Gate
 from radixrt.router.handlers import Handlers
 from radixrt.router.links import ClientLinks, WorkerLinks
 from radixrt.router.programs import Programs
@@ -43,7 +44,9 @@ from radixrt.wire.keys import is_private, load_secret_key
 
 log = logging.getLogger("radixrt.router")
 
-NAME_TAKEN = "another worker has taken this name since; each needs a --name of its own"
+NAME_TAKEN = "another worker serves under this name; each needs a --name of its own"
+
+FAILED = "the router failed on this request; its log says why"
 
 _client_message = wire.Decoder(ClientRequest)
 _worker_message = wire.Decoder(ToRouter)
@@ -72,6 +75,7 @@ class RouterServer:
             config, self.core, self.text, self._streams, self.programs, self.report, self._perform
         )
         self._clients = ClientLinks()
+        self._gate = Gate(self.core.keys)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop` is set; `on_ready` is called once it listens."""
@@ -96,16 +100,22 @@ class RouterServer:
         if path and not is_private(path):
             log.warning("%s, the CURVE secret key, can be read by others than its owner (chmod 600)", path)
         key = {role: load_secret_key(path, role) if path else None for role in ("clients", "workers")}
-        limit = wire.MAX_CLIENT_BYTES
+        limit, config = wire.MAX_CLIENT_BYTES, self.config
         clients = wire.RouterSocket(self.client_address, self._from_client, key=key["clients"], max_bytes=limit)
         try:
-            near = self.config.near_address
-            workers = wire.RouterSocket(self.worker_address, self._from_worker, key=key["workers"], near=near)
+            workers = wire.RouterSocket(
+                self.worker_address,
+                self._from_worker,
+                key=key["workers"],
+                near=config.near_address,
+                password=config.near_password,
+            )
         except BaseException:
             clients.close()
             raise
         self.client_address, self.worker_address = clients.address, workers.address
-        log.info("listening on %s for clients, %s for workers", self.client_address, self.worker_address)
+        others = f", {workers.address} for workers" if workers.address else ""
+        log.info("listening on %s for clients%s", self.client_address, others)
         return clients, workers
 
     def stop_workers(self) -> None:
@@ -129,12 +139,19 @@ class RouterServer:
         return self._clients.attach(deliver)
 
     def _from_client(self, client: bytes, payload: bytes) -> None:
+        if (refusal := self._gate.refusal(payload)) is not None:
+            self._answer(client, refusal)
+            return
         try:
             message = _client_message.decode(payload)
-        except (wire.Malformed, RecursionError) as problem:
+        except wire.Malformed as problem:
             self._answer(client, malformed(payload, problem))
             return
-        self.take(client, message)
+        try:
+            self.take(client, message)
+        except Exception:
+            log.exception("a message of a client failed")
+            self._answer(client, Error(message.id, 500, FAILED))
 
     def take(self, client: bytes, message: ClientRequest) -> None:
         """Handle a message of a client."""
@@ -145,9 +162,17 @@ class RouterServer:
     def _from_worker(self, identity: bytes, payload: bytes) -> None:
         try:
             message = _worker_message.decode(payload)
-        except (wire.Malformed, RecursionError) as problem:
+        except wire.Malformed as problem:
             log.warning("worker socket: a message that is none was ignored: %s", problem)
             return
+        try:
+            self._take_from_worker(identity, message)
+        except Exception:
+            name = self._workers.name(identity)
+            log.exception("a message of worker %s failed", name)
+            self._lost([name] if name is not None else [])
+
+    def _take_from_worker(self, identity: bytes, message: ToRouter) -> None:
         match message:
             case StepDone():
                 name = self._workers.name(identity)
@@ -165,8 +190,8 @@ class RouterServer:
             case Draining():
                 log.info("worker %s drains", message.name)
                 self._perform(self.core.drains.told(message.name, now()))
-            case Register() if self.core.members.is_replaced(message):
-                log.error("worker %s: %s", message.name, NAME_TAKEN)
+            case Register() if self.core.members.is_taken(message) and self._workers.is_there(message.name):
+                log.error("a worker %s (pid %d) is refused: %s", message.name, message.pid, NAME_TAKEN)
                 self._workers.dismiss(identity, NAME_TAKEN)
             case Register():
                 self._workers.bind(message.name, identity)

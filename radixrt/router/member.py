@@ -34,16 +34,13 @@ class Member:
 
     __slots__ = (
         "asked", "blameless", "heard", "info", "load", "load_at", "name", "next_step", "number", "prompts",
-        "rate_known", "record", "replaced", "runs", "sent_at", "stalled", "stuck", "token_limit", "unseen_tokens",
-        "waiting_tokens",
+        "rate_known", "record", "runs", "sent_at", "stalled", "stuck", "token_limit", "unseen_tokens", "waiting_tokens",
     )  # fmt: skip
 
-    def __init__(self, number: int, info: Register, now: float, replaced: tuple[Process, ...] = ()) -> None:
+    def __init__(self, number: int, info: Register, now: float) -> None:
         self.number = number
         self.info = info
         self.name = info.name
-        self.replaced = replaced
-        """Former processes of its name."""
         self.token_limit = min(info.max_model_len, info.total_pages * info.page_size)
         """The most tokens of a sequence, by the model and by the size of the pool."""
         self.heard = now

@@ -16,15 +16,13 @@ from typing import NamedTuple
 from radixrt.messages import Abort, Adapter, Register, Snapshot, StepDone
 from radixrt.router.effects import Effect, Order
 from radixrt.router.index import Index
-from radixrt.router.member import Member, Process, process
+from radixrt.router.member import Member, process
 from radixrt.router.record import Counters
 
 FORGET_SECONDS = 600.0
 """For how long a lost worker may come back."""
 SNAPSHOT_SECONDS = 10.0
 """After this time a snapshot that has not arrived is requested again: it may have been lost with a connection."""
-MOST_REPLACED = 16
-"""The most former processes of a worker's name that are remembered."""
 
 
 class Serving(NamedTuple):
@@ -149,10 +147,9 @@ class Members:
             known.blameless = known.process == process(info)
         if known is None or not known.blameless:
             self._closed.discard(info.name)
-        replaced = self._replaced_by(info)
         take_out = self._take_out if again else self.remove  # a process that joins again does not count as lost
         orphans = take_out(info.name, may_return=False)
-        member = self._join(info, now, replaced, fresh=not again)
+        member = self._join(info, now, fresh=not again)
         if known and known.process == member.process:
             member.record = known.record
         if not again:
@@ -167,7 +164,7 @@ class Members:
         if lost is None:
             return []
         lost.blameless = True
-        member = self._join(lost.info, now, lost.replaced, fresh=False)
+        member = self._join(lost.info, now, fresh=False)
         member.next_step, member.record = None, lost.record
         return [*_abort(name, list(lost.runs)), *self._ask_snapshot(member, now)]
 
@@ -196,20 +193,14 @@ class Members:
         member = self._serving.get(name) or self._lost.get(name)
         return member is None or member.is_process(pid, life)
 
-    def is_replaced(self, info: Register) -> bool:
-        """Whether another process has joined under the same name since this one did."""
+    def is_taken(self, info: Register) -> bool:
+        """Whether another process serves under the same name, and was heard within the timeout."""
         member = self._serving.get(info.name)
-        return member is not None and process(info) in member.replaced
+        return member is not None and member.process != process(info)
 
-    def _replaced_by(self, info: Register) -> tuple[Process, ...]:
-        """The last processes of this name, except this one."""
-        before = self._serving.get(info.name) or self._lost.get(info.name)
-        known = () if before is None else (*before.replaced, before.process)
-        return tuple(one for one in known if one != process(info))[-MOST_REPLACED:]
-
-    def _join(self, info: Register, now: float, replaced: tuple[Process, ...], *, fresh: bool) -> Member:
+    def _join(self, info: Register, now: float, *, fresh: bool) -> Member:
         """Make a new Member of a name; `fresh` if its cache is empty."""
-        member = self._serving[info.name] = Member(next(self._numbers), info, now, replaced)
+        member = self._serving[info.name] = Member(next(self._numbers), info, now)
         self._by_model.clear()
         self._index.add_worker(member.number, fresh=fresh, num_states=info.num_states)
         return member

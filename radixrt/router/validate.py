@@ -209,7 +209,7 @@ def malformed(payload: bytes, problem: Exception) -> Error:
     """The Error for a payload that cannot be decoded, with its id if that can be read, and the path of the field."""
     try:
         request_id = _head.decode(payload).id
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         request_id = None
     text = str(problem)
     path = re.search(r" - at `\$\.?([^`]*)`", text)

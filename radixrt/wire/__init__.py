@@ -17,7 +17,7 @@ from radixrt.wire.link import Link
 __all__ = ["MAX_CLIENT_BYTES", "DealerSocket", "Decoder", "Link", "Malformed", "PeerGone", "RouterSocket", "encode"]
 
 Decoder = msgspec.msgpack.Decoder
-Malformed = msgspec.MsgspecError
+Malformed = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """Raised by `Decoder.decode` for bytes that are not a message of its union."""
 encode = msgspec.msgpack.Encoder().encode
 

@@ -5,13 +5,28 @@ from __future__ import annotations
 import abc
 import asyncio
 import errno
+import hmac
 import time
 from collections.abc import Callable
+from typing import Any
 
 import zmq
 
 from radixrt.wire.monitor import IDLE_SECONDS, Monitor
-from radixrt.wire.sockets import NOW, NOW_AND_MORE, bind, connect, is_readable, open_socket, plain_send
+from radixrt.wire.sockets import (
+    HANDLER,
+    NOW,
+    NOW_AND_MORE,
+    USER,
+    ZAP_DOMAIN,
+    Key,
+    bind,
+    connect,
+    ignore_identities,
+    is_readable,
+    open_socket,
+    plain_send,
+)
 
 _BATCH = 512
 """The most messages that are handled before other callbacks of the event loop run."""
@@ -81,12 +96,14 @@ class _AsyncSocket(abc.ABC):
 
 
 class RouterSocket(_AsyncSocket):
-    """Listens on `address`, and on `near` if given; `on_message(identity, payload)` is called on the event loop for
-    each message.
+    """Listens on `address`, on `near`, or on both; `on_message(identity, payload)` is called on the event loop for each
+    message.
 
-    `key` is a (secret, public) pair of `load_secret_key`. If a message does not have exactly one frame after the
-    identity, the payload is empty, which is not a valid message. Raises ValueError for an invalid address, or one that
-    other machines can reach if there is no key, and OSError if it is in use.
+    `key` is a pair of `wire.keys` for `address`. Who comes to `near` needs the `password`; it costs nothing for each
+    message, as a key does, but is for this machine only, and for one socket of a process. Each connection has an
+    identity of its own, whatever its peer calls itself: a peer that connects again is another one. If a message does
+    not have exactly one frame after the identity, the payload is empty, which is not a valid message. Raises ValueError
+    for an invalid address, or one that other machines can reach if there is no key, and OSError if it is in use.
     """
 
     def __init__(
@@ -94,19 +111,26 @@ class RouterSocket(_AsyncSocket):
         address: str,
         on_message: Callable[[bytes, bytes], None],
         *,
-        key: tuple[bytes, bytes] | None = None,
+        key: Key | None = None,
         max_bytes: int = -1,
         near: str = "",
+        password: str = "",
     ) -> None:
+        if not address and not near:
+            raise ValueError("a router needs an address to listen on")
         socket = open_socket(zmq.ROUTER)
         socket.router_mandatory = True
-        socket.router_handover = True
         socket.maxmsgsize = max_bytes
+        self._door: Door | None = None
         try:
-            self.address = bind(socket, address, key)
+            self.address = bind(socket, address, key) if address else ""
             if near:
-                bind(socket, near, key)
+                self._door = Door(password)
+                bind(socket, near, domain=self._door.domain)
+            ignore_identities(socket)
         except (ValueError, OSError):
+            if self._door:
+                self._door.close()
             socket.close(0)
             raise
         self._on_message = on_message
@@ -131,6 +155,48 @@ class RouterSocket(_AsyncSocket):
                 raise PeerGone(identity.hex()) from None
             raise
         return True
+
+    def close(self) -> None:
+        """See _AsyncSocket."""
+        super().close()
+        if self._door:
+            self._door.close()
+
+
+class Door(_AsyncSocket):
+    """Answers ZMQ's questions, for all sockets of this process that listen, whether a peer may connect (RFC 27, ZAP):
+    to those of its own `domain` if it has the password, to others always. Raises ValueError without a password, and
+    OSError if there is a door already."""
+
+    domain = ZAP_DOMAIN + "/near"
+
+    def __init__(self, password: str) -> None:
+        if not password:
+            raise ValueError("near_address: it needs near_password")
+        self._password = password.encode()
+        socket = open_socket(zmq.ROUTER)
+        try:
+            socket.bind(HANDLER)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise OSError(error.errno, f"cannot listen on {HANDLER}: {error.strerror}") from None
+        super().__init__(socket)
+
+    def _receive_one(self) -> None:
+        head, version, request, domain, *rest = self._receive_question()
+        allowed = domain != self.domain.encode() or self._is_known(rest)
+        answer = (b"200", b"OK", USER) if allowed else (b"400", b"wrong password", b"")
+        self._socket.send_multipart([*head, version, request, *answer, b""], NOW)
+        self._schedule_drain()
+
+    def _receive_question(self) -> Any:
+        identity, empty, *frames = self._socket.recv_multipart(NOW)
+        return [identity, empty], *frames
+
+    def _is_known(self, rest: list[bytes]) -> bool:
+        """Whether the rest of a question, (address, identity, mechanism, credentials), has the password."""
+        _address, _identity, mechanism, *credentials = rest
+        return mechanism == b"PLAIN" and hmac.compare_digest(credentials[1], self._password)
 
 
 class DealerSocket(_AsyncSocket):

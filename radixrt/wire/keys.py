@@ -11,6 +11,8 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
+from radixrt.wire.sockets import Key
+
 
 def make_secret_key(path: str) -> None:
     """Write a new CURVE secret key, 64 hex digits, readable by its owner only. Raises FileExistsError if the file
@@ -20,7 +22,7 @@ def make_secret_key(path: str) -> None:
     file.write_text(secrets.token_hex(32) + "\n")
 
 
-def load_secret_key(path: str, role: str) -> tuple[bytes, bytes]:
+def load_secret_key(path: str, role: str) -> Key:
     """Derive the key pair of the socket for `role` ("clients" or "workers"). Roles have different keys, so that a
     client's does not give access to the worker socket. Returns (secret, public), in Z85.
 

@@ -19,9 +19,8 @@ PATIENCE_SECONDS = 0.1
 class Link:
     """A blocking connection for one thread (ZMQ sockets are not thread-safe: each thread needs its own).
 
-    `identity` identifies this end to the router; a new link with the same identity replaces this one. When `stopped` is
-    set, by any thread, sends do not block any more. A `monitored` link knows when its connection has broken (not on
-    inproc).
+    `identity` is a name that is sent to the peer; a RouterSocket ignores it. Once `stopped` is set, by any thread,
+    sends do not block any more. A `monitored` link knows when its connection has broken (not on inproc).
     """
 
     def __init__(

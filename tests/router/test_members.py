@@ -11,7 +11,7 @@ from radixrt.messages import Abort, Load, Snapshot, StepDone, Stored
 from radixrt.router.effects import Order
 from radixrt.router.index import Index
 from radixrt.router.member import Member, Sent
-from radixrt.router.members import FORGET_SECONDS, MOST_REPLACED, SNAPSHOT_SECONDS, Members
+from radixrt.router.members import FORGET_SECONDS, SNAPSHOT_SECONDS, Members
 from radixrt.router.record import Counters
 
 HELD = StepDone([], Load(), 0, [Stored("default\nm\n", 1, 0, 0, 0, ids(5, 6, 7))])
@@ -119,25 +119,20 @@ def test_those_that_left_or_were_lost_are_counted(members, counters):
     assert counters.workers_lost == 2, "each once"
 
 
-def test_who_had_a_name_first_does_not_take_it_back(members):
-    """Be the other one on another machine with the same pid, or lost in between; for as long as the other serves."""
-    first, second, third = (register("w0", pid=1, life=life) for life in (1, 2, 3))
+def test_who_serves_keeps_its_name(members):
+    """Be the other one on another machine with the same pid. A lost one does not serve."""
+    first, second = (register("w0", pid=1, life=life) for life in (1, 2))
     members.register(first, 0.0)
-    assert not members.is_replaced(first) and not members.is_replaced(second)
+    assert members.is_taken(second) and not members.is_taken(first) and not members.is_taken(register("w1", life=2))
+    members.remove("w0", may_return=True)
+    assert not members.is_taken(second)
     members.register(second, 1.0)
-    assert members.is_replaced(first) and not members.is_replaced(second)
+    assert members.is_taken(first) and not members.is_taken(second)
     members.remove("w0", may_return=True)
-    members.register(third, 2.0)
-    members.register(third, 3.0)
-    assert members.is_replaced(first) and members.is_replaced(second) and not members.is_replaced(third)
-    members.remove("w0", may_return=True)
-    members.revive("w0", 4.0)
-    assert members.is_replaced(second)
+    members.revive("w0", 2.0)
+    assert members.is_taken(first)
     members.remove("w0", may_return=False)
-    assert not members.is_replaced(first)
-    for life in range(100):
-        members.register(register("w0", life=life), 5.0)
-    assert len(member(members).replaced) == MOST_REPLACED and members.is_replaced(register("w0", life=98))
+    assert not members.is_taken(first)
 
 
 def test_who_speaks_for_a_name(members):

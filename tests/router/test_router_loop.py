@@ -25,10 +25,12 @@ from radixrt.messages import (
     Info,
     Leave,
     Load,
+    Output,
     Sampling,
     Score,
     Scored,
     StepDone,
+    Stop,
     TextPrompt,
     Tokenize,
     TokenPrompt,
@@ -38,7 +40,7 @@ from radixrt.messages import (
 )
 from radixrt.router.effects import Order
 from radixrt.router.links import MOST_ORDERS
-from radixrt.router.loop import RouterServer
+from radixrt.router.loop import NAME_TAKEN, RouterServer
 from radixrt.router.tokens import TextService
 from tests.waiting import eventually
 
@@ -141,6 +143,25 @@ def test_garbage_from_a_worker_disturbs_nobody():
                 link.send(payload)
             client.send(generate(1))
             assert client.gather(1)
+
+
+def test_nobody_takes_the_name_of_a_worker_that_serves(caplog):
+    """Nor its runs; the other one is told to stop. Once it is gone, whoever comes first has the name."""
+    with stack(worker_timeout=60.0) as (router, workers, client):
+        client.send(generate(1, max_tokens=300))
+        client.receive()
+        with wire.Link(router.server.worker_address) as link:
+            for _ in range(2):
+                link.send(wire.encode(register("w0", pid=2)))
+                assert wire.Decoder(ToWorker).decode(link.recv(5.0)) == Stop(NAME_TAKEN)
+            link.send(wire.encode(StepDone([Output(1, [666])], Load())))
+            (delta,) = client.gather(1).values()
+            assert continuation(PROMPT, 300)[-100:] == list(array("i", delta.ids))[-100:]
+            assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
+            workers[0].die()
+            link.drain()
+            link.send(wire.encode(register("w0", pid=2)))
+            eventually(lambda: [member.info.pid for member in router.server.core.members] == [2])
 
 
 def test_a_worker_that_nobody_knows_is_told_again_in_time(monkeypatch):
