@@ -257,7 +257,7 @@ class Handlers:
     def _query(self, message: Ask) -> Any:
         match message.what:
             case "health":
-                return status.health(self._core, self._programs.states)
+                return self._health(message.api_key)
             case "models":
                 return status.models(self._core)
             case "model":
@@ -273,7 +273,19 @@ class Handlers:
         """The text of any ids that workers accept, including ids that the tokenizer does not have."""
         return self._text.tokenizer.decode(memoryview(ids).cast("i").tolist())
 
+    def _health(self, api_key: str) -> dict[str, Any]:
+        """What a key may see; without a valid one, what load balancers and the launcher need."""
+        core, states = self._core, self._programs.states
+        try:
+            tenant = self._visible(api_key)
+        except Refused:
+            return status.public_health(core)
+        return status.health(core, states) if tenant is None else status.tenant_health(core, states, tenant)
+
     def _visible(self, api_key: str) -> str | None:
-        """The tenant whose figures a key may see; None (all tenants) if no keys are configured."""
+        """The tenant whose figures a key may see; None (all tenants) for the admin's key, and if no keys are
+        configured."""
+        if self._core.is_admin(api_key):
+            return None
         tenant = self._core.tenant(api_key)
         return tenant if self._config.api_key else None

@@ -6,15 +6,14 @@ from dataclasses import asdict
 from typing import Any
 
 from radixrt.router.core import RouterCore
+from radixrt.router.member import Member
 from radixrt.router.states import States
 
 
 def health(core: RouterCore, states: States) -> dict[str, Any]:
-    """`serving` is True while a worker serves; `max_model_len` is the largest of all workers, 0 without any."""
-    members = list(core.members)
-    return {
-        "serving": bool(members),
-        "max_model_len": max((m.token_limit for m in members), default=0),
+    """For those who may see all figures. `serving` is True while a worker serves; `max_model_len` is the largest of all
+    workers, 0 without any."""
+    return public_health(core) | {
         "runs_in_flight": core.runs_in_flight,
         "index_tokens": core.index.tokens,
         "states": len(states),
@@ -22,13 +21,9 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
         "paused": len(core.pauses),
         "counters": asdict(core.counters),
         "workers": [
-            {
-                "name": m.name,
-                "model": m.info.model,
-                "device": m.info.device,
+            _facts(m)
+            | {
                 "pid": m.info.pid,
-                "kv_dtype": m.info.kv_dtype,
-                "page_size": m.info.page_size,
                 "requests": len(m.runs),
                 "running": m.load.running,
                 "waiting": m.load.waiting,
@@ -37,8 +32,40 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
                 "evictable_pages": m.load.evictable_pages,
                 "total_pages": m.load.total_pages,
             }
-            for m in members
+            for m in core.members
         ],
+    }
+
+
+def tenant_health(core: RouterCore, states: States, tenant: str) -> dict[str, Any]:
+    """For a tenant: figures of its own, and of workers only what does not depend on others' requests."""
+    return public_health(core) | {
+        "runs_in_flight": core.runs_of(tenant),
+        "states": states.number(tenant),
+        "state_bytes": states.bytes_of(tenant),
+        "paused": core.pauses.number(tenant),
+        "workers": [_facts(m) for m in core.members],
+    }
+
+
+def public_health(core: RouterCore) -> dict[str, Any]:
+    """For those without a key: whether and where anything is served."""
+    members = list(core.members)
+    return {
+        "serving": bool(members),
+        "max_model_len": max((m.token_limit for m in members), default=0),
+        "workers": [{"name": m.name} for m in members],
+    }
+
+
+def _facts(member: Member) -> dict[str, Any]:
+    info = member.info
+    return {
+        "name": member.name,
+        "model": info.model,
+        "device": info.device,
+        "kv_dtype": info.kv_dtype,
+        "page_size": info.page_size,
     }
 
 
