@@ -41,6 +41,7 @@ from radixrt.config import (
 from radixrt.messages import Ask, ClientReply, Info
 from radixrt.ports import keep_port
 from radixrt.roles import check_address, say_leave
+from radixrt.tls import tls_context
 from radixrt.wire.keys import public_suffix
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class Stack:
         if not self._stopping.is_set():
             places = [f"ZMQ {self._client_address.partition('#')[0]}"]
             if config.api_server_count:
-                places.insert(0, f"HTTP {http_url(frontend.host, self._port)}")
+                places.insert(0, f"HTTP {http_url(frontend, self._port)}")
             log.info("ready after %.1f s: %s", time.monotonic() - began, ", ".join(places))
 
     def _frontend_config(self) -> FrontendConfig:
@@ -287,6 +288,7 @@ def check_stack(config: StackConfig) -> None:
         check(part)
     check_address("client_address", config.router.client_address)
     check_address("worker_address", config.router.worker_address)
+    tls_context(config.frontend)
 
 
 def reachable_addresses(router: RouterConfig) -> tuple[str, str]:

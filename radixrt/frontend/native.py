@@ -26,14 +26,14 @@ _request = msgspec.json.Decoder(ClientRequest)
 
 class Native:
     """The route. `check` raises ApiError (401) for an unknown key. `read` reads a body; its second argument is whether
-    there was no key in the header. `restrict` says who may change a LoRA adapter, or raises ApiError (403)."""
+    there was no key in the header. `restrict` says who may change a LoRA adapter."""
 
     def __init__(
         self,
         link: RouterLink,
         check: Callable[[str], None],
         read: Callable[[Request, bool], Awaitable[bytes]],
-        restrict: Callable[[Request, ChangeAdapter], None],
+        restrict: Callable[[ChangeAdapter], None],
     ) -> None:
         self._link = link
         self._check = check
@@ -58,7 +58,7 @@ class Native:
         message.api_key = key or message.api_key
         self._check(message.api_key)
         if isinstance(message, ChangeAdapter):
-            self._restrict(request, message)
+            self._restrict(message)
         transport = self._link.reachable()
         try:
             return StreamAnswer(NativeExchange(transport, message), CONTENT_TYPE)

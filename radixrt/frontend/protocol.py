@@ -23,6 +23,8 @@ NAME = b"\nupgrade:"
 UPGRADE = re.compile(NAME, re.IGNORECASE)
 IGNORED = b"\nignored:"
 """As long as NAME, so that replacing one by the other does not move offsets."""
+UPGRADE_HEADER = IGNORED.strip(b"\n:")
+"""The name under which a request has what it offers to upgrade to."""
 HEAD_END = b"\r\n\r\n"
 MOST_HEAD_BYTES = 64 << 10
 """The most bytes of a request's head, or of the trailers after a chunked body. The parser itself has no limit, and

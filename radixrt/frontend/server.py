@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 import threading
@@ -16,11 +15,14 @@ import uvloop
 from radixrt.children import tell_parent
 from radixrt.config import FrontendConfig, RouterConfig, http_url
 from radixrt.frontend.app import Frontend
+from radixrt.frontend.hosts import is_loopback
 from radixrt.frontend.protocol import PatientProtocol
 from radixrt.garbage import settle
 from radixrt.ports import bind_http
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
+from radixrt.tls import tls_context
+from radixrt.wire.keys import is_private
 
 log = logging.getLogger("radixrt.frontend")
 BACKLOG = 2048
@@ -42,7 +44,7 @@ def run_with_router(config: RouterConfig) -> None:
     assert config.http is not None
     router = RouterServer(config)
     with router.text, listen(config.http) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        server = Server(Frontend(config.http, router.text, router))
+        server = Server(Frontend(config.http, router.text, router), config.http)
         settle()
         runner.run(_serve_both(router, server, sock))
 
@@ -82,12 +84,14 @@ _as_ours = _AsOurs()
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that on a signal ends requests in flight with an error, at once, and returns normally."""
+    """A uvicorn server that on a signal ends requests in flight with an error, at once, and returns normally. Raises
+    ValueError for a TLS certificate or key that cannot be used."""
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, config: FrontendConfig) -> None:
         super().__init__(
             uvicorn.Config(
                 frontend.app,
+                interface="asgi3",
                 loop="uvloop",
                 http=PatientProtocol,
                 ws="none",
@@ -103,6 +107,8 @@ class Server(uvicorn.Server):
             )
         )
         logging.getLogger("uvicorn.error").addFilter(_as_ours)
+        self.config.load()
+        self.config.ssl = tls_context(config)
         self._frontend = frontend
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -118,13 +124,13 @@ class Server(uvicorn.Server):
 
 
 def make_server(config: FrontendConfig, text: TextService) -> Server:
-    return Server(Frontend(config, text))
+    return Server(Frontend(config, text), config)
 
 
 def listen(config: FrontendConfig) -> socket.socket:
     """A listening socket. Raises ValueError for an address beyond loopback without API keys, and OSError if the port is
     taken by anything but front ends that share it."""
-    if not config.api_key and not _is_loopback(config.host):
+    if not config.api_key and not is_loopback(config.host):
         raise ValueError(f"host: {config.host} can be reached from other machines: that needs --api-key TENANT:KEY")
     sock = bind_http(config.host, config.port, shared=config.shares_port)
     try:
@@ -133,15 +139,10 @@ def listen(config: FrontendConfig) -> socket.socket:
         sock.close()
         raise OSError(error.errno, f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
     sock.setblocking(False)
-    log.info("listening on %s", http_url(config.host, sock.getsockname()[1]))
+    if (key := config.ssl_keyfile or config.ssl_certfile) and not is_private(key):
+        log.warning("%s, the TLS private key, can be read by others than its owner (chmod 600)", key)
+    log.info("listening on %s", http_url(config, sock.getsockname()[1]))
     return sock
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class FrontendThread:
@@ -153,7 +154,7 @@ class FrontendThread:
         self._owns_text = text is None
         self._server = make_server(config, self._text)
         self._socket = listen(config)
-        self.url = http_url(config.host, self._socket.getsockname()[1])
+        self.url = http_url(config, self._socket.getsockname()[1])
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="frontend")
         self._thread.start()
 

@@ -123,7 +123,7 @@ def test_a_native_message_without_a_key_is_not_read(folder):
     with serving(folder, api_key=("t:key",)) as frontend, httpx.Client(base_url=frontend.url) as http:
         for size, body, status in ((1 << 40, b"", 401), (len(large), b"", 401), (len(small), small, 200)):
             with socket.create_connection(("127.0.0.1", int(frontend.url.rpartition(":")[2])), 10) as sock:
-                sock.sendall(b"POST /v1/native HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % size + body)
+                sock.sendall(b"POST /v1/native HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size + body)
                 assert sock.recv(65536).startswith(b"HTTP/1.1 %d " % status)
         for body in (large, (large[i : i + 1000] for i in range(0, len(large), 1000))):
             refused = http.post("/v1/native", content=body)
@@ -460,7 +460,8 @@ def test_a_client_that_does_not_read_is_cut_off(slow_url, monkeypatch):
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect((host, int(port)))
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+        sock.sendall(head % len(body) + body)
         assert wait_until_idle(slow_url)
 
 
