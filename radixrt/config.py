@@ -182,8 +182,8 @@ class RouterConfig:
     )
     admin_api_key: str = setting(
         "",
-        "KEY, or @FILE with it, of the one who may load LoRA adapters where there are API keys, and who sees the figures "
-        "of all tenants (/metrics, /v1/report); it is no tenant's",
+        "KEY, or @FILE with it, of the one who may load LoRA adapters where there are API keys, and who sees "
+        "the figures of all tenants (/metrics, /v1/report); it is no tenant's",
     )
     allow_runtime_lora_updating: bool = setting(False, RUNTIME_LORA)
     worker_timeout: float = setting(

@@ -55,7 +55,7 @@ class Frontend:
     `here`, a router on the same event loop, or to the one at `config.router`."""
 
     def __init__(self, config: FrontendConfig, text: TextService, here: Here | None = None) -> None:
-        self._config = config
+        self.config = config
         self._tenants = parse_api_keys(config.api_key)
         self._link = RouterLink(config.router, here)
         self._peers = Peers(lambda: self._link.transport) if config.share_sessions else None
@@ -143,7 +143,7 @@ class Frontend:
         """As `_guarded`; the admin's key is valid as well."""
 
         async def for_admin(request: Request, key: str) -> Any:
-            if not _equal(key, self._config.admin_api_key):
+            if not _equal(key, self.config.admin_api_key):
                 self._check(key)
             return await handler(request, key)
 
@@ -176,9 +176,9 @@ class Frontend:
         """Read the body. If it is `keyless`, and keys are configured, more than MOST_KEYLESS_BYTES raise ApiError
         (401)."""
         if keyless and self._tenants:
-            limit = min(self._config.max_body_bytes, MOST_KEYLESS_BYTES)
+            limit = min(self.config.max_body_bytes, MOST_KEYLESS_BYTES)
             return await read_body(request, limit, _keyless)
-        return await read_body(request, self._config.max_body_bytes, _too_large)
+        return await read_body(request, self.config.max_body_bytes, _too_large)
 
 
 def _equal(key: str, known: str) -> bool:

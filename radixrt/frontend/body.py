@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -24,6 +25,9 @@ MIN_BYTES = 64 << 10
 """Smaller bodies cannot hold so much that it matters, and are parsed at once."""
 MIN_THREAD_BYTES = 1 << 20
 """Larger ones are looked through in a thread, at about 1 GB/s and without Python's lock."""
+SIZE = "radixrt.body_bytes"
+"""A key of a scope: the size of the body that was read."""
+T = TypeVar("T")
 _LIMITS = {"depth": MAX_DEPTH, "values": MAX_VALUES, "numbers": MAX_NUMBERS, "entries": MAX_ENTRIES}
 _WORDS = {
     "depth": "is nested more than {} deep",
@@ -52,6 +56,7 @@ async def read_body(request: Request, limit: int, too_large: Callable[[int], Api
         if size > limit:
             raise too_large(limit)
         more = message.get("more_body", False)
+    request.scope[SIZE] = size
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -65,3 +70,13 @@ async def check_shape(body: bytes) -> None:
         limit, field = found
         what = _WORDS[limit].format(_LIMITS[limit])
         raise ApiError(400, f"{field or 'the body'}: {what}", field)
+
+
+def is_large(request: Request) -> bool:
+    """Whether the body is so large that what is computed from it takes long."""
+    return request.scope.get(SIZE, 0) >= MIN_BYTES
+
+
+async def apart(large: bool, function: Callable[[], T]) -> T:
+    """Call a function; if what it computes from is `large`, in a thread, so that others are served meanwhile."""
+    return await asyncio.to_thread(function) if large else function()

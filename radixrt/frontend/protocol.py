@@ -30,6 +30,10 @@ MOST_HEAD_BYTES = 64 << 10
 """The most bytes of a request's head, or of the trailers after a chunked body. The parser itself has no limit, and
 takes quadratic time for a value or URL that arrives in many parts."""
 
+MAX_DISCARDED_BYTES = 32 << 20
+"""The most bytes of a body that are read, and thrown away, after its request was answered. A client that sends all of
+its body before it reads would not see the answer if the connection were closed at once."""
+
 
 class AnswerTransport:
     """The connection while one request is answered. It sends the response's head together with the first part of the
@@ -88,6 +92,8 @@ class PatientProtocol(HttpToolsProtocol):
         self._past = self._held = b""
         self._head_bytes: int | None = 0
         """Bytes so far of a head, or of trailers; None in a body."""
+        self._discarded = 0
+        """Bytes of a body that came after its request was answered."""
         self._unread = 0
         """Bytes that the client had not read at the last check; 0 if something may have been written since."""
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
@@ -141,6 +147,7 @@ class PatientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = None
+        self._discarded = 0
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
@@ -149,6 +156,10 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = None
+        if self.cycle.response_complete:
+            self._discarded += len(body)
+            if self._discarded > MAX_DISCARDED_BYTES:
+                self.transport.abort()
         super().on_body(body)
 
     def on_message_complete(self) -> None:

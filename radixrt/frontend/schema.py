@@ -24,7 +24,7 @@ from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import NO_TOOLS, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.tokens import cut_ids, parse_ids
-from radixrt.router.validate import MAX_LOGPROBS
+from radixrt.router.validate import MAX_BIASES, MAX_LOGPROBS
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use all available room."""
@@ -161,6 +161,8 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
                 refuse("allowed_token_ids", "must not be empty")  # as in vLLM: messages would take it for all ids
             fields["allowed_token_ids"] = tuple(self.allowed_token_ids)
         if self.logit_bias:
+            if len(self.logit_bias) > MAX_BIASES:
+                refuse("logit_bias", f"may have {MAX_BIASES} entries at most")
             try:
                 fields["logit_bias"] = {int(token): value for token, value in self.logit_bias.items()}
             except ValueError:

@@ -44,7 +44,7 @@ def run_with_router(config: RouterConfig) -> None:
     assert config.http is not None
     router = RouterServer(config)
     with router.text, listen(config.http) as sock, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        server = Server(Frontend(config.http, router.text, router), config.http)
+        server = Server(Frontend(config.http, router.text, router))
         settle()
         runner.run(_serve_both(router, server, sock))
 
@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
     """A uvicorn server that on a signal ends requests in flight with an error, at once, and returns normally. Raises
     ValueError for a TLS certificate or key that cannot be used."""
 
-    def __init__(self, frontend: Frontend, config: FrontendConfig) -> None:
+    def __init__(self, frontend: Frontend) -> None:
         super().__init__(
             uvicorn.Config(
                 frontend.app,
@@ -108,7 +108,7 @@ class Server(uvicorn.Server):
         )
         logging.getLogger("uvicorn.error").addFilter(_as_ours)
         self.config.load()
-        self.config.ssl = tls_context(config)
+        self.config.ssl = tls_context(frontend.config)
         self._frontend = frontend
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
 
 
 def make_server(config: FrontendConfig, text: TextService) -> Server:
-    return Server(Frontend(config, text), config)
+    return Server(Frontend(config, text))
 
 
 def listen(config: FrontendConfig) -> socket.socket:
