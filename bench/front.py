@@ -71,8 +71,7 @@ def cpu_seconds(processes: dict[str, int]) -> dict[str, float]:
 @contextmanager
 def stack(folder: Path) -> Iterator[tuple[str, str, dict[str, int]]]:
     """Run a router, a fake worker and a front end. Yields (HTTP address, ZMQ address, process ids by role)."""
-    addresses = {"client_address": free_tcp_address(), "worker_address": free_tcp_address()}
-    router = RouterConfig(model=str(folder), report_tokens=CACHE, **addresses)
+    router = RouterConfig(model=str(folder), report_tokens=CACHE, client_address=free_tcp_address())
     worker = WorkerConfig(model=str(folder), fake=f"0,{STEP}", max_total_tokens=CACHE, max_num_batched_tokens=1 << 16)
     frontend = FrontendConfig(model=str(folder), port=int(free_tcp_address().rpartition(":")[2]))
     with Stack(StackConfig(resolve(router), worker, resolve(frontend))) as running:

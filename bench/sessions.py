@@ -71,7 +71,7 @@ class Talk:
 @contextmanager
 def stack(folder: Path, session_tokens: int, cache: int) -> Iterator[int]:
     """Run a router, a fake worker and a front end. Yields the HTTP port."""
-    addresses = {"client_address": free_tcp_address(), "worker_address": free_tcp_address()}
+    addresses = {"client_address": free_tcp_address()}
     router = RouterConfig(model=str(folder), report_tokens=cache, **addresses)
     worker = WorkerConfig(model=str(folder), fake="0,0", max_total_tokens=cache, max_num_batched_tokens=1 << 16)
     port = int(free_tcp_address().rpartition(":")[2])

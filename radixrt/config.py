@@ -28,7 +28,6 @@ class Form(NamedTuple):
 
 DEVICE = Form(re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch, "auto, cpu, cuda or cuda:N")
 NAME = Form(
-    # ZMQ allows identities of 255 bytes, and a suffix is added to the name.
     lambda text: text.isprintable() and len(text.encode(errors="replace")) <= 200,
     "at most 200 bytes, all of which can be printed",
 )
@@ -176,7 +175,11 @@ class RouterConfig:
     tokenizer: str = setting("", "tokenizer folder (default: the model's); none: prompts are token ids only")
     chat_template: str = setting("", "file with a Jinja chat template to use instead of the checkpoint's")
     client_address: str = setting("tcp://127.0.0.1:5555", "ZMQ address for clients")
-    worker_address: str = setting("tcp://127.0.0.1:5556", "ZMQ address for workers")
+    worker_address: str = setting(
+        "",
+        "ZMQ address for workers that join from elsewhere, e.g. tcp://127.0.0.1:5556 (default: none; those that serve "
+        "starts on this machine need none)",
+    )
     api_key: tuple[str, ...] = setting(
         (), "TENANT:KEY, or @FILE with one per line; repeatable; without keys, all requests are of tenant 'default'"
     )
@@ -224,7 +227,9 @@ class RouterConfig:
     """File descriptor of a pipe to the parent process, to which the router writes once it listens
     (`children.tell_parent`)."""
     near_address: str = ""
-    """A second address of the worker socket, for workers that the same parent has started."""
+    """An address of the worker socket for workers that the same parent has started, set by `serve`."""
+    near_key: str = ""
+    """The secret, 64 hex digits, of the CURVE keys of `near_address`; `serve` makes another one at each start."""
 
 
 @dataclass(frozen=True, slots=True)

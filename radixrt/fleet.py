@@ -22,6 +22,10 @@ log = logging.getLogger("radixrt.fleet")
 
 ANYWHERE = ("tcp://0.0.0.0:", "tcp://*:")
 DEVICES = ("auto", "cpu", "cuda")
+WANTED = (
+    "--worker-address: workers that Ray places need one; give --worker-address tcp://0.0.0.0:PORT and "
+    "--curve-secret-key (radixrt keygen)"
+)
 
 
 class Host:
@@ -160,6 +164,8 @@ def _worker_address(router: RouterConfig, ray: Any) -> str:
     """The address, with the public key, at which machines of the cluster connect to the router's worker socket. Raises
     ValueError if they cannot."""
     address, here = router.worker_address, ray.util.get_node_ip_address()
+    if not address:
+        raise ValueError(WANTED)
     machines = {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     if is_loopback(address) and machines != {here}:
         raise ValueError(

@@ -10,10 +10,12 @@ then workers, then the router, and kills those that do not exit in time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
+import secrets
 import select
 import signal
 import socket
@@ -39,10 +41,10 @@ from radixrt.config import (
     resolve,
 )
 from radixrt.messages import Ask, ClientReply, Info
-from radixrt.ports import keep_port
+from radixrt.ports import free_tcp_address, keep_port
 from radixrt.roles import check_address, say_leave
 from radixrt.tls import tls_context
-from radixrt.wire.keys import public_suffix
+from radixrt.wire.keys import key_pair, public_suffix, suffix
 
 if TYPE_CHECKING:
     from radixrt.fleet import Fleet
@@ -94,10 +96,12 @@ class Stack:
 
     def __init__(self, config: StackConfig) -> None:
         check_stack(config)
-        self._client_address, self._worker_address = reachable_addresses(config.router)
-        near = config.data_parallel_backend == "mp"
-        self._near_address = near_address(self._worker_address) if near else ""
-        router = dataclasses.replace(config.router, near_address=self._near_address.partition("#")[0])
+        router = config.router
+        self._client_address, self._worker_address = reachable_addresses(router)
+        if config.data_parallel_backend == "mp":
+            near, secret = near_address(), secrets.token_hex(32)
+            self._worker_address = near + suffix(key_pair(secret, "workers"))
+            router = dataclasses.replace(router, near_address=near, near_key=secret)
         self._config = dataclasses.replace(config, router=router)
         self._children: list[Child] = []
         self._lives: dict[str, Life] = {}
@@ -180,7 +184,7 @@ class Stack:
     def _worker_configs(self) -> list[WorkerConfig]:
         config = self._config
         if config.data_parallel_backend == "mp":
-            return worker_configs(config, self._near_address or self._worker_address)
+            return worker_configs(config, self._worker_address)
         if config.data_parallel_backend != "ray":
             raise ValueError(f"data_parallel_backend {config.data_parallel_backend!r}: expected mp or ray")
         from radixrt.fleet import Fleet
@@ -287,16 +291,20 @@ def check_stack(config: StackConfig) -> None:
     for part in (config, config.router, config.worker, config.frontend):
         check(part)
     check_address("client_address", config.router.client_address)
-    check_address("worker_address", config.router.worker_address)
+    if config.router.worker_address:
+        check_address("worker_address", config.router.worker_address)
     tls_context(config.frontend)
 
 
 def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
     """The addresses, with public keys, at which processes of this machine connect to the router: (client socket, worker
-    socket)."""
+    socket or "")."""
     path = router.curve_secret_key
     addresses = []
     for address, role in ((router.client_address, "clients"), (router.worker_address, "workers")):
+        if not address:
+            addresses.append("")
+            continue
         for anywhere in ("tcp://0.0.0.0:", "tcp://*:"):
             if address.startswith(anywhere):
                 address = "tcp://127.0.0.1:" + address.removeprefix(anywhere)
@@ -304,21 +312,15 @@ def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
     return addresses[0], addresses[1]
 
 
-def near_address(address: str) -> str:
-    """An ipc address on which the router also listens, as Unix sockets cost less than TCP on the same machine; with the
-    public key of `address`. The socket is in Linux' abstract namespace, so it is not a file. Returns "" if there are no
-    such sockets, or `address` is not TCP."""
-    scheme, _, rest = address.partition("://")
-    if scheme != "tcp" or sys.platform != "linux":
-        return ""
-    name = f"radixrt-{uuid.uuid4().hex}"
-    try:
-        with socket.socket(socket.AF_UNIX) as probe:
+def near_address() -> str:
+    """An address of this machine for the workers that `serve` starts: a socket in Linux' abstract namespace, which is
+    not a file; where there are none, a TCP port. Anybody on the machine can connect to either, so it needs a key."""
+    if sys.platform == "linux":
+        name = f"radixrt-{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:  # a sandbox may forbid it
             probe.bind(f"\0{name}")
-    except OSError:  # a sandbox forbids it
-        return ""
-    _, separator, key = rest.partition("#")
-    return f"ipc://@{name}{separator}{key}"
+            return f"ipc://@{name}"
+    return free_tcp_address()
 
 
 def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfig]:

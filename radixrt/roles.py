@@ -55,7 +55,8 @@ def check_role(config: Any) -> None:
     check(config)
     if isinstance(config, RouterConfig):
         check_address("client_address", config.client_address, listens=True)
-        check_address("worker_address", config.worker_address, listens=True)
+        if config.worker_address or not config.near_address:
+            check_address("worker_address", config.worker_address, listens=True)
     else:
         check_address("router", config.router)
 

@@ -3,7 +3,6 @@ the router."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import sys
@@ -45,13 +44,11 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
     from radixrt.worker.grammar import Grammars
     from radixrt.worker.loop import Identity, Worker
     from radixrt.worker.scheduler import Limits
-    from radixrt.worker.status import LIFE
 
-    link_numbers, stopped = itertools.count(), threading.Event()
+    stopped = threading.Event()
 
     def connect() -> wire.Link:
-        identity = f"{config.name}/{LIFE:x}/{next(link_numbers)}".encode()  # unique for each link of each thread
-        return wire.Link(config.router, identity, stopped=stopped, monitored=True)
+        return wire.Link(config.router, stopped=stopped, monitored=True)
 
     more = 0 if config.fake else config.tensor_parallel_size - 1
     device = f"{config.device} and {more} more" if more else config.device

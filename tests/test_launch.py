@@ -15,6 +15,8 @@ from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConf
 from radixrt.frontend.server import listen
 from radixrt.messages import Leave, ToRouter
 from radixrt.wire import watch
+from radixrt.wire.addresses import is_loopback
+from radixrt.wire.keys import key_pair, suffix
 from radixrt.worker.plan import DeviceLost, GroupLost
 from radixrt.worker.status import LIFE
 from tests.waiting import eventually
@@ -34,17 +36,28 @@ def forbidden(*_kind):
 
 
 def test_own_workers_come_by_a_unix_socket(monkeypatch):
-    """Where there are such without a file: of each stack its own, with its key."""
+    """Where there are such without a file; else by a port of this machine."""
     monkeypatch.setattr(launch.sys, "platform", "linux")
-    first, second = (launch.near_address("tcp://127.0.0.1:5556#KEY") for _ in range(2))
-    assert first != second and first.startswith("ipc://@radixrt-") and first.endswith("#KEY")
-    assert "#" not in launch.near_address("tcp://127.0.0.1:5556")
-    assert launch.near_address("ipc:///tmp/w") == ""
+    first, second = (launch.near_address() for _ in range(2))
+    assert first != second and first.startswith("ipc://@radixrt-") and second.startswith("ipc://@radixrt-")
     with monkeypatch.context() as patch:
+        patch.setattr(launch, "free_tcp_address", lambda: "tcp://127.0.0.1:7")
         patch.setattr(launch.socket, "socket", forbidden)
-        assert launch.near_address("tcp://127.0.0.1:5556") == ""
+        assert launch.near_address() == "tcp://127.0.0.1:7"
     monkeypatch.setattr(launch.sys, "platform", "darwin")
-    assert launch.near_address("tcp://127.0.0.1:5556") == ""
+    assert is_loopback(launch.near_address())
+
+
+def test_each_start_has_a_secret_for_its_workers():
+    """It is the key of their address; where clients connect needs none, and without --worker-address nobody else can
+    join."""
+    config = StackConfig(RouterConfig(), WorkerConfig(fake="0,0"), FrontendConfig())
+    first, second = (launch.Stack(config) for _ in range(2))
+    for stack in (first, second):
+        (worker,), router = stack._worker_configs(), stack._config.router
+        assert worker.router == router.near_address + suffix(key_pair(router.near_key, "workers"))
+        assert not router.worker_address and router.near_key not in worker.router
+    assert first._config.router.near_key != second._config.router.near_key
 
 
 def test_workers_have_gpus_of_their_own(monkeypatch):
@@ -168,6 +181,7 @@ def test_settings_that_cannot_be_are_named_before_anything_is_started(monkeypatc
         ["worker", "--router", "tcp://127.0.0.1:1", "--name", "a\nb"],
         ["router", "--worker-address", "tcp://127.0.0.1:99999"],
         ["router", "--session-tokens", "-1"],
+        ["router", "--worker-address", ""],
     ],
 )
 def test_so_are_those_of_one_process(monkeypatch, capsys, arguments):

@@ -74,9 +74,7 @@ def radixrt_serve(model: str, flags: Sequence[str], timeout: float) -> Iterator[
     """Run `radixrt serve`. Yields (URL, seconds until it was healthy)."""
     port = free_port()
     # These flags come last and so take precedence: stacks on one machine must not share addresses.
-    own = ["--host", "127.0.0.1", "--port", str(port)]
-    for flag in ("--client-address", "--worker-address"):
-        own += [flag, f"tcp://127.0.0.1:{free_port()}"]
+    own = ["--host", "127.0.0.1", "--port", str(port), "--client-address", f"tcp://127.0.0.1:{free_port()}"]
     began = time.perf_counter()
     # In a session of its own, so that Ctrl-C reaches only this process, which then stops the server.
     process = subprocess.Popen([sys.executable, "-m", "radixrt", "serve", model, *flags, *own], start_new_session=True)

@@ -38,7 +38,7 @@ def on_one_line(text: str) -> str:
 
 def configure() -> StackConfig:
     """A router with its front end and two CPU workers, on free ports."""
-    router = RouterConfig("nano", client_address=free_tcp_address(), worker_address=free_tcp_address())
+    router = RouterConfig("nano", client_address=free_tcp_address())
     worker = WorkerConfig("nano", device="cpu", max_total_tokens=16_384, max_model_len=4096)
     frontend = FrontendConfig("nano", port=int(free_tcp_address().rpartition(":")[2]))
     return StackConfig(resolve(router), worker, resolve(frontend), workers=2, ready_timeout=120.0)

@@ -38,7 +38,7 @@ from radixrt.router.streams import TextStreams
 from radixrt.router.tasks import now
 from radixrt.router.tokens import TextService
 from radixrt.router.validate import malformed
-from radixrt.wire.keys import is_private, load_secret_key
+from radixrt.wire.keys import is_private, key_pair, load_secret_key
 
 log = logging.getLogger("radixrt.router")
 
@@ -95,16 +95,22 @@ class RouterServer:
         if path and not is_private(path):
             log.warning("%s, the CURVE secret key, can be read by others than its owner (chmod 600)", path)
         key = {role: load_secret_key(path, role) if path else None for role in ("clients", "workers")}
-        limit = wire.MAX_CLIENT_BYTES
+        limit, config = wire.MAX_CLIENT_BYTES, self.config
         clients = wire.RouterSocket(self.client_address, self._from_client, key=key["clients"], max_bytes=limit)
         try:
-            near = self.config.near_address
-            workers = wire.RouterSocket(self.worker_address, self._from_worker, key=key["workers"], near=near)
+            workers = wire.RouterSocket(
+                self.worker_address,
+                self._from_worker,
+                key=key["workers"],
+                near=config.near_address,
+                near_key=key_pair(config.near_key, "workers") if config.near_key else None,
+            )
         except BaseException:
             clients.close()
             raise
         self.client_address, self.worker_address = clients.address, workers.address
-        log.info("listening on %s for clients, %s for workers", self.client_address, self.worker_address)
+        others = f", {workers.address} for workers" if workers.address else ""
+        log.info("listening on %s for clients%s", self.client_address, others)
         return clients, workers
 
     def stop_workers(self) -> None:

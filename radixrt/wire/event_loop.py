@@ -11,7 +11,17 @@ from collections.abc import Callable
 import zmq
 
 from radixrt.wire.monitor import IDLE_SECONDS, Monitor
-from radixrt.wire.sockets import NOW, NOW_AND_MORE, bind, connect, is_readable, open_socket, plain_send
+from radixrt.wire.sockets import (
+    NOW,
+    NOW_AND_MORE,
+    Key,
+    bind,
+    connect,
+    ignore_identities,
+    is_readable,
+    open_socket,
+    plain_send,
+)
 
 _BATCH = 512
 """The most messages that are handled before other callbacks of the event loop run."""
@@ -81,12 +91,13 @@ class _AsyncSocket(abc.ABC):
 
 
 class RouterSocket(_AsyncSocket):
-    """Listens on `address`, and on `near` if given; `on_message(identity, payload)` is called on the event loop for
-    each message.
+    """Listens on `address`, on `near`, or on both; `on_message(identity, payload)` is called on the event loop for each
+    message.
 
-    `key` is a (secret, public) pair of `load_secret_key`. If a message does not have exactly one frame after the
-    identity, the payload is empty, which is not a valid message. Raises ValueError for an invalid address, or one that
-    other machines can reach if there is no key, and OSError if it is in use.
+    `key` and `near_key` are (secret, public) pairs of `wire.keys`, for `address` and for `near`. Each connection has an
+    identity of its own, whatever its peer calls itself: a peer that connects again is another one. If a message does
+    not have exactly one frame after the identity, the payload is empty, which is not a valid message. Raises ValueError
+    for an invalid address, or one that other machines can reach if there is no key, and OSError if it is in use.
     """
 
     def __init__(
@@ -94,18 +105,21 @@ class RouterSocket(_AsyncSocket):
         address: str,
         on_message: Callable[[bytes, bytes], None],
         *,
-        key: tuple[bytes, bytes] | None = None,
+        key: Key | None = None,
         max_bytes: int = -1,
         near: str = "",
+        near_key: Key | None = None,
     ) -> None:
+        if not address and not near:
+            raise ValueError("a router needs an address to listen on")
         socket = open_socket(zmq.ROUTER)
         socket.router_mandatory = True
-        socket.router_handover = True
         socket.maxmsgsize = max_bytes
         try:
-            self.address = bind(socket, address, key)
+            self.address = bind(socket, address, key) if address else ""
             if near:
-                bind(socket, near, key)
+                bind(socket, near, near_key)
+            ignore_identities(socket)
         except (ValueError, OSError):
             socket.close(0)
             raise

@@ -15,6 +15,12 @@ HIGH_WATER = 10_000
 NOW, NOW_AND_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 """Plain ints: to combine Python's enum flags takes half a microsecond."""
+ZAP_DOMAIN = "radixrt"
+"""Of sockets that listen. With one, ZMQ refuses the protocols before ZMTP 3, which begin with any bytes: to ZMTP 1.0 a
+request that a web page makes a browser send is a series of messages. A handler (RFC 27) is not needed for that."""
+
+Key = tuple[bytes, bytes]
+"""The (secret, public) CURVE keys of a socket that listens, in Z85."""
 
 
 def open_socket(kind: int = zmq.DEALER) -> zmq.Socket:
@@ -28,7 +34,7 @@ def open_socket(kind: int = zmq.DEALER) -> zmq.Socket:
     return socket
 
 
-def bind(socket: zmq.Socket, address: str, key: tuple[bytes, bytes] | None) -> str:
+def bind(socket: zmq.Socket, address: str, key: Key | None) -> str:
     """Listen on an address. Returns it, with the port that ZMQ has chosen for `*`. Raises ValueError for an invalid
     address, or one that other machines can reach if there is no `key`, and OSError if it is in use."""
     endpoint, _ = split_address(address)
@@ -37,6 +43,7 @@ def bind(socket: zmq.Socket, address: str, key: tuple[bytes, bytes] | None) -> s
         raise ValueError(
             f"{endpoint} can be reached from other machines: that needs --curve-secret-key (radixrt keygen)"
         )
+    socket.set_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     if key is not None:
         socket.curve_secretkey, socket.curve_publickey = key
         socket.curve_server = True
@@ -47,6 +54,18 @@ def bind(socket: zmq.Socket, address: str, key: tuple[bytes, bytes] | None) -> s
     except zmq.ZMQError as error:
         raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from None
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def ignore_identities(socket: zmq.Socket) -> None:
+    """From now on, a ROUTER that listens numbers its connections itself.
+
+    By default it knows a peer by what that calls itself, and numbers only those that say nothing: anybody could take
+    the identity of another peer, whose replies he would get (with `router_handover`, or before the other connects
+    again), or the next number, which makes libzmq abort the process. For "raw" connections a ROUTER reads no identity;
+    those to which it listens already stay what they are, as options concern only what is bound after them. To send an
+    empty frame now closes a connection; no message is empty.
+    """
+    socket.setsockopt(zmq.ROUTER_RAW, 1)
 
 
 def connect(socket: zmq.Socket, address: str) -> None:
