@@ -58,6 +58,9 @@ from radixrt.router.tasks import Handler, Tasks, now
 from radixrt.router.tokens import Encoded, TextService
 from radixrt.router.validate import Refused, refusal
 
+MAX_RECALL_BYTES = 64 << 20
+"""The most bytes of the values that one Recall returns, if there are several."""
+
 
 class Handlers:
     """The handlers of all message types. Replies and orders are passed to `perform`."""
@@ -108,10 +111,7 @@ class Handlers:
                         self._shared.put(tenant, key, value)
                     self._answer(client, Done(message.id))
                 case Recall():
-                    tenant, keys = self._core.tenant(message.api_key), message.keys
-                    if len(set(keys)) < len(keys):  # the reply could be of any size
-                        raise Refused("keys", "keys must not hold one twice")
-                    self._answer(client, Info(message.id, [self._shared.get(tenant, key) for key in keys]))
+                    self._answer(client, Info(message.id, self._recalled(message)))
                 case ChangeAdapter():
                     self._perform(self._core.change_adapter(client, message, time.time_ns() // 1_000_000))
                 case ClearCache():
@@ -268,6 +268,18 @@ class Handlers:
                 return self._report.to_json(self._visible(message.api_key), decode)
             case "metrics":
                 return render(self._report, self._core, self._visible(message.api_key))
+
+    def _recalled(self, message: Recall) -> list[bytes | None]:
+        """The values of a Recall. Raises Refused if they are too large for one reply."""
+        tenant, keys = self._core.tenant(message.api_key), message.keys
+        if len(set(keys)) < len(keys):  # the reply could be of any size
+            raise Refused("keys", "keys must not hold one twice")
+        values = [self._shared.get(tenant, key) for key in keys]
+        if len(values) > 1 and sum(len(value or b"") for value in values) > MAX_RECALL_BYTES:
+            raise Refused(
+                "keys", f"keys have values of more than {MAX_RECALL_BYTES} bytes in all: ask for fewer at once"
+            )
+        return values
 
     def _decode(self, ids: bytes) -> str:
         """The text of any ids that workers accept, including ids that the tokenizer does not have."""

@@ -70,7 +70,7 @@ class RouterServer:
         self._handlers = Handlers(
             config, self.core, self.text, self._streams, self.programs, self.report, self._perform
         )
-        self._clients = ClientLinks()
+        self._clients = ClientLinks(self.core.tenant)
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop` is set; `on_ready` is called once it listens."""
@@ -84,6 +84,8 @@ class RouterServer:
                 self._perform(self.core.tick(now()))
                 self._workers.prune(self.core.members.known)
                 self._clients.send_owed()
+                for client in self._clients.disconnect_stalled():
+                    self._perform(self._handlers.drop(client))
         finally:
             self._handlers.close()
             self._workers.flush()
@@ -130,6 +132,7 @@ class RouterServer:
         except (wire.Malformed, RecursionError) as problem:
             self._answer(client, malformed(payload, problem))
             return
+        self._clients.heard(client, message)
         self.take(client, message)
 
     def take(self, client: bytes, message: ClientRequest) -> None:
