@@ -16,7 +16,8 @@ MARK_BYTES = 256 << 10
 MAX_UNREAD_BYTES = 64 << 20
 """The most bytes that wait for a client; a single message may have more."""
 MAX_TENANT_UNREAD_BYTES = 128 << 20
-"""The most bytes that wait for all clients of a tenant. Beyond that each still has an equal part of it."""
+"""The most bytes that wait for all clients of a tenant. Beyond that only a small message is sent, to one for which
+nothing waits."""
 STALLED_SECONDS = 5.0
 """A client for which more would wait does not read if nothing has left for so long."""
 UNREAD_SECONDS = 60.0
@@ -95,13 +96,9 @@ class Backlogs:
         if waiting and waiting + size > MAX_UNREAD_BYTES:
             return False
         self._waiting[client] = backlog
-        same = [one.waiting for one in self._waiting.values() if one.tenant == backlog.tenant]
-        total = sum(same)
-        return (
-            not total
-            or total + size <= MAX_TENANT_UNREAD_BYTES
-            or waiting + size <= MAX_TENANT_UNREAD_BYTES // len(same)
-        )
+        total = sum(one.waiting for one in self._waiting.values() if one.tenant == backlog.tenant)
+        small = not waiting and size < 2 * MARK_BYTES
+        return small or not total or total + size <= MAX_TENANT_UNREAD_BYTES
 
     def stalled(self) -> Iterator[tuple[bytes, Backlog]]:
         """The clients that do not read. Forgets those that have been idle for long."""
