@@ -27,6 +27,7 @@ from radixrt.frontend.guard import (
     Application,
     Handler,
     KeyedHandler,
+    count_for,
     for_pages,
     key_of,
 )
@@ -71,7 +72,7 @@ class Frontend:
             f"{RESPONSES_PATH}/input_tokens": self._guarded(responses.count),
             MESSAGES_PATH: self._guarded(messages.create, AnthropicError.wrap),
             f"{MESSAGES_PATH}/count_tokens": self._guarded(messages.count, AnthropicError.wrap),
-            NATIVE_PATH: Native(self._link, self._check, self._body, self._restrict).handle,
+            NATIVE_PATH: Native(self._link, self._admit, self._body, self._restrict).handle,
             "/tokenize": self._guarded(tokenization.tokenize),
             "/detokenize": self._guarded(tokenization.detokenize),
         }
@@ -128,7 +129,7 @@ class Frontend:
             try:
                 key = key_of(request)
                 if checked:
-                    self._check(key)
+                    self._admit(request, key)
                 return await handler(request, key)
             except (ApiError, FieldError, ServerError) as problem:
                 return _response(told(api_error(problem)))
@@ -144,7 +145,7 @@ class Frontend:
 
         async def for_admin(request: Request, key: str) -> Any:
             if not _equal(key, self.config.admin_api_key):
-                self._check(key)
+                self._admit(request, key)
             return await handler(request, key)
 
         return self._unchecked(for_admin)
@@ -152,6 +153,11 @@ class Frontend:
     def _restrict(self, message: ChangeAdapter) -> None:
         """Set who may change a LoRA adapter, as far as this front end knows."""
         message.admin_only = bool(self._tenants)
+
+    def _admit(self, request: Request, key: str) -> None:
+        """Raise ApiError (401) for an unknown key."""
+        self._check(key)
+        count_for(request, self._tenants.get(key, ""))
 
     def _check(self, key: str) -> None:
         if self._tenants and not any(_equal(key, known) for known in self._tenants):

@@ -18,6 +18,7 @@ from radixrt.frontend import answer
 from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.replies import encode
+from radixrt.frontend.unread import UNREAD
 from radixrt.messages import Origin
 
 VERSION = "/v1"
@@ -61,6 +62,13 @@ def key_of(request: Request) -> str:
     scheme, _, key = headers.get(b"authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
     return bearer or headers.get(b"x-api-key", "")
+
+
+def count_for(request: Request, tenant: str) -> None:
+    """From now on, what waits on the request's connection counts as a tenant's."""
+    claim = request.scope.get("extensions", {}).get(UNREAD)
+    if claim is not None and claim.tenant != tenant:
+        claim.move(tenant)
 
 
 def origin_of(request: Request) -> Origin:

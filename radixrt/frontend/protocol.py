@@ -13,6 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.unread import UNREAD, Claim, Unread
 
 LEAVING = "radixrt.leaving"
 """A key of a scope's `extensions`: a function that takes a callback for when the client disconnects before it is
@@ -97,9 +98,13 @@ class PatientProtocol(HttpToolsProtocol):
         self._unread = 0
         """Bytes that the client had not read at the last check; 0 if something may have been written since."""
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
+        self._claim = Claim(
+            getattr(self.server_state, "unread", None) or Unread(), transport.get_write_buffer_size, transport.abort
+        )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._claim.end()
         self._unset_keepalive_if_required()
         if (cycle := self._answering) is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -200,14 +205,19 @@ class PatientProtocol(HttpToolsProtocol):
         self._answering.transport = self.transport
         self._answering = None
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._claim.look()
+
     def resume_writing(self) -> None:
         self._unread = 0
+        self._claim.look()
         super().resume_writing()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         cycle.transport = AnswerTransport(cycle)
-        cycle.scope["extensions"] = {LEAVING: self._when_left}
+        cycle.scope["extensions"] = {LEAVING: self._when_left, UNREAD: self._claim}
         super()._start_asgi_task(cycle, app)
 
     def _when_left(self, tell: Callable[[], None]) -> None:
@@ -222,7 +232,8 @@ class PatientProtocol(HttpToolsProtocol):
         idle = self._is_clients_turn() and self.loop.time() - self._moved >= self.timeout_keep_alive
         unread = self._bytes_unread() if idle or self.flow.write_paused else 0
         if unread and unread == self._unread:
-            self.transport.abort()  # close() would wait until everything is read
+            self._claim.look()
+            self._claim.drop()  # at once: close() would wait until everything is read
             return
         self._unread = unread
         if idle:

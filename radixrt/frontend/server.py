@@ -17,6 +17,7 @@ from radixrt.config import FrontendConfig, RouterConfig, http_url
 from radixrt.frontend.app import Frontend
 from radixrt.frontend.hosts import is_loopback
 from radixrt.frontend.protocol import PatientProtocol
+from radixrt.frontend.unread import Unread
 from radixrt.garbage import settle
 from radixrt.ports import bind_http
 from radixrt.router.loop import RouterServer
@@ -107,6 +108,7 @@ class Server(uvicorn.Server):
             )
         )
         logging.getLogger("uvicorn.error").addFilter(_as_ours)
+        self.server_state.unread = Unread()  # type: ignore[attr-defined]
         self.config.load()
         self.config.ssl = tls_context(frontend.config)
         self._frontend = frontend
