@@ -16,6 +16,7 @@ from radixrt import wire
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, check, flag
 from radixrt.garbage import settle
 from radixrt.messages import Leave
+from radixrt.open_files import raise_file_limit
 from radixrt.wire.addresses import check_shared
 from radixrt.wire.watch import watched
 from radixrt.worker_setup import make_worker
@@ -72,6 +73,8 @@ def check_address(name: str, address: str, *, listens: bool = False) -> None:
 
 def run_role(role: str, config: Any) -> None:
     """Run as a process of `role` until SIGTERM or SIGINT."""
+    if role != "worker":
+        raise_file_limit()
     match role:
         case "router":
             if config.http:

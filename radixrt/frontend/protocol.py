@@ -31,6 +31,8 @@ MOST_HEAD_BYTES = 64 << 10
 """The most bytes of a request's head, or of the trailers after a chunked body. The parser itself has no limit, and
 takes quadratic time for a value or URL that arrives in many parts."""
 
+REFUSED_SECONDS = 1.0
+"""How long a connection beyond the limit is kept for its request, which gets status 503."""
 MAX_DISCARDED_BYTES = 32 << 20
 """The most bytes of a body that are read, and thrown away, after its request was answered. A client that sends all of
 its body before it reads would not see the answer if the connection were closed at once."""
@@ -98,9 +100,29 @@ class PatientProtocol(HttpToolsProtocol):
         self._unread = 0
         """Bytes that the client had not read at the last check; 0 if something may have been written since."""
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
-        self._claim = Claim(
-            getattr(self.server_state, "unread", None) or Unread(), transport.get_write_buffer_size, transport.abort
-        )
+        state = self.server_state
+        unread = getattr(state, "unread", None) or Unread()
+        self._claim = Claim(unread, transport.get_write_buffer_size, self._abort)
+        if (limit := getattr(state, "connection_limit", None)) is not None and not limit.admits(len(self.connections)):
+            self.app = self._refuse_request
+            self._timer.cancel()
+            self._timer = self.loop.call_later(REFUSED_SECONDS, self._abort)
+
+    async def _refuse_request(self, scope: Any, receive: Any, send: Any) -> None:
+        """The ASGI application of a connection for which there is no file to spare."""
+        error = ApiError(503, "the server has too many connections", retry_after=REFUSED_SECONDS)
+        body = error.body()
+        lines = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        lines += [(name.encode(), value.encode()) for name, value in error.headers().items()]
+        await send({"type": "http.response.start", "status": error.status, "headers": lines})
+        await send({"type": "http.response.body", "body": body})
+
+    def _abort(self) -> None:
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
@@ -232,8 +254,7 @@ class PatientProtocol(HttpToolsProtocol):
         idle = self._is_clients_turn() and self.loop.time() - self._moved >= self.timeout_keep_alive
         unread = self._bytes_unread() if idle or self.flow.write_paused else 0
         if unread and unread == self._unread:
-            self._claim.look()
-            self._claim.drop()  # at once: close() would wait until everything is read
+            self._claim.drop(unread)  # at once: close() would wait until everything is read
             return
         self._unread = unread
         if idle:

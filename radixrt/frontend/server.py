@@ -19,6 +19,7 @@ from radixrt.frontend.hosts import is_loopback
 from radixrt.frontend.protocol import PatientProtocol
 from radixrt.frontend.unread import Unread
 from radixrt.garbage import settle
+from radixrt.open_files import ConnectionLimit, max_connections
 from radixrt.ports import bind_http
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
@@ -109,6 +110,7 @@ class Server(uvicorn.Server):
         )
         logging.getLogger("uvicorn.error").addFilter(_as_ours)
         self.server_state.unread = Unread()  # type: ignore[attr-defined]
+        self.server_state.connection_limit = ConnectionLimit(max_connections())  # type: ignore[attr-defined]
         self.config.load()
         self.config.ssl = tls_context(frontend.config)
         self._frontend = frontend

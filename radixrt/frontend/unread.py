@@ -56,10 +56,10 @@ class Claim:
         self._unread.change(self, 0, 0)
         self._unread, self._size, self._close = Unread(), _nothing, _nothing  # they refer back to the connection
 
-    def drop(self) -> None:
-        """Close the connection, as the client does not read."""
+    def drop(self, waiting: int) -> None:
+        """Close the connection, as the client does not read what waits."""
         whose = f" of tenant {self.tenant}" if self.tenant else ""
-        log.warning("a client%s does not read its answers: disconnected, %.1f MB waited", whose, self.total / 1e6)
+        log.warning("a client%s does not read its answers: disconnected, %.1f MB waited", whose, waiting / 1e6)
         self._close()
 
 
@@ -102,7 +102,7 @@ class Unread:
             self._add(claim, claim._size(), claim.queued)
         while self._totals.get(tenant, 0) > MAX_TENANT_UNREAD_BYTES and len(own) > 1:
             most = max(own, key=lambda claim: claim.total)
-            most.drop()
+            most.drop(most.total)
             self._add(most, 0, 0)
 
 

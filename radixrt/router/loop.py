@@ -28,6 +28,7 @@ from radixrt.messages import (
     StepDone,
     ToRouter,
 )
+from radixrt.open_files import FileWatch
 from radixrt.report import Report
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order, Reply
@@ -71,6 +72,7 @@ class RouterServer:
             config, self.core, self.text, self._streams, self.programs, self.report, self._perform
         )
         self._clients = ClientLinks(self.core.tenant)
+        self._files = FileWatch("new connections are not accepted; those that there are go on")
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop` is set; `on_ready` is called once it listens."""
@@ -83,6 +85,7 @@ class RouterServer:
             while not await _is_set_within(stop, period):
                 self._perform(self.core.tick(now()))
                 self._workers.prune(self.core.members.known)
+                self._files.look()
                 self._clients.send_owed()
                 for client in self._clients.disconnect_stalled():
                     self._perform(self._handlers.drop(client))
