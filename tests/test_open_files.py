@@ -71,8 +71,9 @@ def test_that_files_run_out_is_told_once(caplog, monkeypatch):
 @contextlib.contextmanager
 def limited(config: RouterConfig, log: Path) -> Iterator[subprocess.Popen]:
     """A router whose process may open LIMIT files."""
-    code = f"import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT})); from radixrt import cli; "
-    command = [sys.executable, "-c", code + "cli.main(['router', '--config-from-stdin'])"]
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))"
+    code = f"{limited}; from radixrt import cli; cli.main(['router', '--config-from-stdin'])"
+    command = [sys.executable, "-c", code]
     with log.open("wb") as err, subprocess.Popen(command, stdin=subprocess.PIPE, stderr=err) as process:
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.flush()
