@@ -14,6 +14,7 @@ import pytest
 from radixrt.cli import main
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, http_url
 from radixrt.launch import Stack
+from radixrt.ports import free_tcp_address
 from radixrt.tls import tls_context
 from tests.frontend.conftest import serving
 
@@ -95,7 +96,7 @@ def test_urls_name_the_scheme():
 def test_several_front_ends_serve_https(made, folder):
     model = {"model": str(folder)}
     frontend = FrontendConfig(**model, port=0, ssl_certfile=made.cert, ssl_keyfile=made.key)
-    router = RouterConfig(**model, client_address="tcp://127.0.0.1:*")
+    router = RouterConfig(**model, client_address=free_tcp_address())
     config = StackConfig(router, WorkerConfig(**model, fake="0,0"), frontend, api_server_count=2)
     with Stack(config) as stack:
         stack.start()
