@@ -20,8 +20,9 @@ MAX_TENANT_UNREAD_BYTES = 128 << 20
 nothing waits."""
 STALLED_SECONDS = 5.0
 """A client for which more would wait does not read if nothing has left for so long."""
-UNREAD_SECONDS = 60.0
-"""So does one for which anything waits, if nothing of it has left for so long."""
+UNREAD_SECONDS = 20.0
+"""Nor does one for which anything waits, if nothing of it has left for so long. Less than the time after which its
+connection is closed anyway (`wire.event_loop.UNREAD_MILLISECONDS`)."""
 IDLE_SECONDS = 600.0
 """A client for which nothing waits is forgotten after so long without a message to it."""
 
@@ -32,7 +33,7 @@ Left = Callable[[], bool]
 class Backlog:
     """What waits for one client."""
 
-    __slots__ = ("exceeded", "key", "marks", "moved", "tenant", "unmarked", "waiting")
+    __slots__ = ("exceeded", "gone", "key", "marks", "moved", "tenant", "unmarked", "waiting")
 
     def __init__(self) -> None:
         self.key: str | None = None
@@ -48,7 +49,9 @@ class Backlog:
         self.moved = time.monotonic()
         """When something left last, or began to wait."""
         self.exceeded = False
-        """Whether a message was refused since."""
+        """Whether a message was refused since something waits."""
+        self.gone = False
+        """Whether the client was disconnected."""
 
     def mark(self, size: int, left: Left) -> None:
         """A mark was sent, with `size` bytes up to it."""
@@ -62,11 +65,16 @@ class Backlog:
         """Forget what has left."""
         while self.marks and self.marks[0][1]():
             self.waiting -= self.marks.popleft()[0]
-            self.moved, self.exceeded = time.monotonic(), False
+            self.moved = time.monotonic()
+            self.exceeded = self.exceeded and bool(self.marks)
 
     def is_stalled(self, now: float) -> bool:
         """Whether the client does not read."""
-        return bool(self.marks) and now - self.moved > (STALLED_SECONDS if self.exceeded else UNREAD_SECONDS)
+        return (
+            bool(self.marks)
+            and not self.gone
+            and now - self.moved > (STALLED_SECONDS if self.exceeded else UNREAD_SECONDS)
+        )
 
 
 class Backlogs:
@@ -83,11 +91,6 @@ class Backlogs:
         if found is None:
             found = self._all[client] = Backlog()
         return found
-
-    def forget(self, client: bytes) -> None:
-        """A client has disconnected."""
-        self._all.pop(client, None)
-        self._waiting.pop(client, None)
 
     def admits(self, client: bytes, backlog: Backlog, size: int) -> bool:
         """Whether `size` more bytes may wait for a client."""
@@ -107,8 +110,10 @@ class Backlogs:
         for client, backlog in list(self._waiting.items()):
             if backlog.is_stalled(now):
                 yield client, backlog
-        for client in [one for one, it in self._all.items() if not it.marks and now - it.moved > IDLE_SECONDS]:
-            self.forget(client)
+        for client in [
+            one for one, it in self._all.items() if not it.marks and (it.gone or now - it.moved > IDLE_SECONDS)
+        ]:
+            del self._all[client]
 
     def _settle(self) -> None:
         for client, backlog in list(self._waiting.items()):

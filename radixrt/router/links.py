@@ -175,7 +175,7 @@ class ClientLinks:
             if self._queue(client, message):
                 return True
         except wire.PeerGone:
-            self._forget(client)
+            self._owed.pop(client, None)
             return False
         if client not in self._owed:
             log.warning("a client does not read its replies: its requests are cancelled")
@@ -201,12 +201,8 @@ class ClientLinks:
             backlog.mark(size, left)
         return left is not None
 
-    def _forget(self, client: bytes) -> None:
-        self._owed.pop(client, None)
-        self._backlogs.forget(client)
-
     def disconnect_stalled(self) -> list[bytes]:
-        """Disconnect the clients that do not read, which drops what waits for them. Returns them."""
+        """Disconnect the clients that do not read. Returns them. What waits for them counts until it is dropped."""
         assert self.socket is not None
         gone = []
         for client, backlog in self._backlogs.stalled():
@@ -215,9 +211,10 @@ class ClientLinks:
                     continue
                 whose = f" of tenant {backlog.tenant}" if backlog.tenant else ""
                 log.warning("a client%s does not read: disconnected, %.1f MB waited", whose, backlog.waiting / 1e6)
+            backlog.gone = True
             gone.append(client)
         for client in gone:
-            self._forget(client)
+            self._owed.pop(client, None)
         return gone
 
     def send_owed(self) -> None:

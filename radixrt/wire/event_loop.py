@@ -26,6 +26,9 @@ from radixrt.wire.sockets import (
 _BATCH = 512
 """The most messages that are handled before other callbacks of the event loop run."""
 
+UNREAD_MILLISECONDS = 30_000
+"""A TCP connection is closed, and what waits for its peer dropped, if nothing of it was read for so long."""
+
 
 class PeerGone(ConnectionError):
     """A message could not be sent, because no peer with that identity is connected."""
@@ -115,6 +118,7 @@ class RouterSocket(_AsyncSocket):
         socket = open_socket(zmq.ROUTER)
         socket.router_mandatory = True
         socket.maxmsgsize = max_bytes
+        socket.tcp_maxrt = UNREAD_MILLISECONDS
         try:
             self.address = bind(socket, address, key) if address else ""
             if near:
@@ -164,8 +168,9 @@ class RouterSocket(_AsyncSocket):
         return lambda: tracker.done
 
     def disconnect(self, identity: bytes) -> bool:
-        """Close a peer's connection, and drop what waits for it (see `ignore_identities`). As `send`: False if that is
-        not possible now, as its queue is full; raises PeerGone."""
+        """Take leave of a peer (see `ignore_identities`): it gets what waits for it, if it reads within
+        UNREAD_MILLISECONDS, and then its connection is closed. As `send`: False if that is not possible now, as its
+        queue is full; raises PeerGone."""
         return self.send(identity, b"")
 
 

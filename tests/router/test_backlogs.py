@@ -15,6 +15,7 @@ from radixrt import wire
 from radixrt.messages import ClientReply, Done, Error, Generate, Info, Recall, Sampling, Share, TokenPrompt
 from radixrt.router import backlogs, handlers
 from radixrt.router.backlogs import Backlogs
+from radixrt.wire import event_loop
 from tests.waiting import eventually
 
 MB = 1 << 20
@@ -86,16 +87,17 @@ def test_who_does_not_read_is_found_and_who_is_slow_is_not(now):
     now[0] += 2
     ((client, backlog),) = marks.all.stalled()
     assert client == b"deaf" and backlog.waiting == MB
-    marks.all.forget(client)
+    backlog.gone = True
     now[0] += backlogs.UNREAD_SECONDS
     assert [client for client, _ in marks.all.stalled()] == [b"slow", b"small"]
     marks.read(b"small")
     now[0] += backlogs.IDLE_SECONDS
     assert [client for client, _ in marks.all.stalled()] == [b"slow"]
-    now[0] += 1
-    marks.all.forget(b"slow")
-    assert [*marks.all.stalled()] == [] and b"small" in marks.all._all
-    now[0] += backlogs.IDLE_SECONDS
+    assert marks.waiting() == 2 * MB, "what waits for one that was disconnected counts until it is dropped"
+    marks.read(b"deaf")
+    marks.read(b"slow")
+    assert [*marks.all.stalled()] == [] and marks.all._all.keys() == {b"slow", b"small"}
+    now[0] += backlogs.IDLE_SECONDS + 1
     assert [*marks.all.stalled()] == [] and not marks.all._all, "those that are idle are forgotten"
 
 
@@ -133,6 +135,7 @@ def limits(monkeypatch):
     monkeypatch.setattr(backlogs, "MAX_UNREAD_BYTES", 16 * MB)
     monkeypatch.setattr(backlogs, "MAX_TENANT_UNREAD_BYTES", 24 * MB)
     monkeypatch.setattr(backlogs, "STALLED_SECONDS", 0.5)
+    monkeypatch.setattr(event_loop, "UNREAD_MILLISECONDS", 1000)
 
 
 def waiting(server) -> int:
