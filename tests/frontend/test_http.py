@@ -213,6 +213,29 @@ def test_health_metrics_and_report(http):
     assert "script" not in page.headers["content-security-policy"]
 
 
+def test_who_sees_which_figures(folder):
+    with serving(folder, workers=1, api_key=("a:ka", "b:kb"), admin_api_key="root") as frontend:
+
+        def get(path: str, key: str) -> httpx.Response:
+            return httpx.get(frontend.url + path, headers={"x-api-key": key})
+
+        for key in ("ka", "kb"):
+            with Client(frontend.url, api_key=key) as client:
+                client.generate("a b", SHORT)
+        shown = {key: get("/metrics", key).text for key in ("ka", "kb", "root")}
+        assert {key: [name for name in "ab" if f'tenant="{name}"' in text] for key, text in shown.items()} == {
+            "ka": ["a"], "kb": ["b"], "root": ["a", "b"],
+        }  # fmt: skip
+        assert [name in shown[key] for key in ("ka", "root") for name in ("radixrt_requests", "radixrt_worker")] == [
+            False, False, True, True,
+        ]  # fmt: skip
+        tenants = {key: [row["tenant"] for row in get("/v1/report", key).json()["tenants"]] for key in shown}
+        assert tenants == {"ka": ["a"], "kb": ["b"], "root": ["a", "b"]}
+        assert [get(path, key).status_code for path in ("/metrics", "/v1/report") for key in ("", "x")] == [401] * 4
+        assert get("/v1/models", "root").status_code == 401, "it is no tenant's"
+        assert httpx.get(frontend.url + "/health").json() == {"status": "ok", "workers": 1}
+
+
 def test_routes_that_are_none(http):
     assert (
         http.get("/v2/nothing").status_code == 404 and "no such route" in error_of(http.get("/v2/nothing"))["message"]
