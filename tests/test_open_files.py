@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import pytest
 
-from radixrt import open_files
+from radixrt import open_files, roles
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, resolve
 from radixrt.open_files import ConnectionLimit, FileWatch
@@ -33,6 +33,21 @@ def test_the_soft_limit_is_raised_to_the_hard_one():
     code = f"{limited}; from radixrt.open_files import raise_file_limit; print(raise_file_limit())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "150\n"
+
+
+@pytest.mark.parametrize(("role", "raised"), [("router", 1), ("frontend", 1), ("worker", 0)])
+def test_processes_with_connections_raise_their_limit(monkeypatch, role, raised):
+    calls = []
+    monkeypatch.setattr(roles, "raise_file_limit", lambda: calls.append(role))
+    for name in ("radixrt.router.process.run", "radixrt.frontend.server.run", "radixrt.roles.make_worker"):
+        monkeypatch.setattr(name, stop)
+    with pytest.raises(InterruptedError):
+        roles.run_role(role, resolve(roles.ROLES[role](router="inproc://x") if role != "router" else RouterConfig()))
+    assert len(calls) == raised
+
+
+def stop(*_: object) -> None:
+    raise InterruptedError
 
 
 @pytest.mark.parametrize(

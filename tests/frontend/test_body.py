@@ -14,6 +14,7 @@ import pytest
 from radixrt.frontend._shape import exceeded
 
 from radixrt.frontend import body as limits
+from radixrt.frontend.schema import Chat
 from tests.frontend.conftest import serving
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
@@ -144,6 +145,19 @@ def test_others_are_served_while_the_largest_bodies_are_read(url, fields):
     assert answer.status_code == 400 and others.longest < 1.0, (
         "a busy machine takes several times as long as a free one"
     )
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_what_follows_from_a_large_body_is_computed_in_a_thread(url, monkeypatch, size):
+    threads = []
+    for name in ("tool_use", "prompts", "sampling"):
+        own = getattr(Chat, name)
+        monkeypatch.setattr(
+            Chat, name, lambda *args, own=own: threads.append(threading.current_thread().name) or own(*args)
+        )
+    answer = httpx.post(url + CHAT, json={"messages": [HELLO], "max_tokens": 1, "user": "x" * size}, timeout=30)
+    assert answer.status_code == 200
+    assert [name != "frontend" for name in threads] == [size > limits.MIN_BYTES] * 3, threads
 
 
 @pytest.mark.parametrize("key", ["", "wrong"])
