@@ -29,6 +29,7 @@ setup(
         ),
         extension("radixrt.router.tokens._ids", "radixrt/router/tokens/ids.cpp"),
         extension("radixrt.router.tokens._pieces", "radixrt/router/tokens/pieces.cpp"),
+        extension("radixrt.frontend._shape", "radixrt/frontend/shape.cpp"),
         extension("radixrt.wire._heads", "radixrt/wire/heads.cpp"),
         extension("radixrt.worker._repeats", "radixrt/worker/repeats.cpp"),
     ],

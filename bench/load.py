@@ -34,10 +34,13 @@ def prompt_ids(number: int, tokens: int, vocab_size: int) -> np.ndarray:
 # ---------------------------------------------------------------- HTTP
 
 
+START = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+
+
 async def http_request(host: str, port: int, body: bytes) -> bytes:
     """Send one request on a new connection. Returns the bytes of the response, with headers."""
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = f"{START}connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     answer = await reader.read(-1)
     writer.close()
@@ -49,7 +52,7 @@ async def http_requests(host: str, port: int, bodies: list[bytes]) -> int:
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
     fine = 0
     for body in bodies:
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(f"{START}content-length: {len(body)}\r\n\r\n".encode() + body)
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
         await reader.readexactly(length)

@@ -269,7 +269,8 @@ class AsyncClient:
         return (await self._ask_for(Tokens, request)).text
 
     async def health(self) -> dict[str, Any]:
-        """The router's health: `serving`, `max_model_len`, `workers`, counters."""
+        """The router's health: `serving`, `max_model_len`, `workers`; with the key of a tenant its own figures as well,
+        and with the admin's key, or where there are no keys, all."""
         return await self._query("health")
 
     async def models(self) -> list[dict[str, Any]]:

@@ -87,26 +87,34 @@ def from_args(config: type, args: argparse.Namespace) -> Any:
 
 
 def read_keys(args: argparse.Namespace) -> None:
-    """Replace each `--api-key @FILE` by the keys in the file. (Every user of a machine can see command lines.)"""
+    """Replace each `--api-key @FILE` by the keys in the file. Warns of keys that are not in a file."""
     if "api_key" in args:
+        if any(given[:1] != "@" for given in args.api_key):
+            _warn_of_key("--api-key", "keys, TENANT:KEY one per line")
         args.api_key = [key for given in args.api_key for key in (_keys_in(given[1:]) if given[:1] == "@" else [given])]
 
 
 def read_admin_key(args: argparse.Namespace) -> None:
-    """Replace `--admin-api-key @FILE` by the key in the file."""
+    """Replace `--admin-api-key @FILE` by the key in the file. Warns as `read_keys` does."""
     if "admin_api_key" in args:
-        args.admin_api_key = read_key(args.admin_api_key)
+        args.admin_api_key = read_key(args.admin_api_key, "--admin-api-key")
 
 
-def read_key(given: str) -> str:
+def read_key(given: str, flag: str = "--api-key") -> str:
     """The key of a client, from `KEY` or `@FILE`. The file may be one for `serve`, with TENANT:KEY, if it has only one
-    key."""
+    key. Warns as `read_keys` does."""
     if given[:1] != "@":
+        if given:
+            _warn_of_key(flag, "the key")
         return given
     keys = _keys_in(given[1:])
     if len(keys) > 1:
         raise ValueError(f"--api-key {given}: there are {len(keys)} keys in the file, and one is needed")
     return keys[0].partition(":")[2] or keys[0]
+
+
+def _warn_of_key(flag: str, content: str) -> None:
+    log.warning("%s: every user of this machine can see it (ps); %s @FILE reads %s from a file", flag, flag, content)
 
 
 def _keys_in(path: str) -> list[str]:

@@ -196,7 +196,9 @@ class RouterConfig:
         (), "TENANT:KEY, or @FILE with one per line; repeatable; without keys, all requests are of tenant 'default'"
     )
     admin_api_key: str = setting(
-        "", "KEY, or @FILE with it, of the one who may load LoRA adapters where there are API keys; it is no tenant's"
+        "",
+        "KEY, or @FILE with it, of the one who may load LoRA adapters where there are API keys, and who sees "
+        "the figures of all tenants (/metrics, /v1/report); it is no tenant's",
     )
     allow_runtime_lora_updating: bool = setting(False, RUNTIME_LORA)
     worker_timeout: float = setting(
@@ -255,9 +257,17 @@ class FrontendConfig:
     host: str = setting("127.0.0.1", "address to listen on; API keys are required to listen beyond loopback")
     port: int = setting(8000, "port to listen on (0: a free one)", least=0, most=MOST_PORT)
     api_key: tuple[str, ...] = setting((), "TENANT:KEY, or @FILE with one per line; repeatable")
+    admin_api_key: str = setting("", "KEY, or @FILE with it, of the one who may see the figures of all tenants")
     allowed_origins: tuple[str, ...] = setting(
         (), "origin whose web pages may send requests (CORS); repeatable; * for all"
     )
+    allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "name by which clients call this server, such as that of a proxy on this machine, or .NAME for all names below "
+        "it; repeatable; * for any; without it, a server on a loopback address serves only requests for such addresses",
+    )
+    ssl_certfile: str = setting("", "file with a TLS certificate, and those that it depends on (PEM): serve HTTPS")
+    ssl_keyfile: str = setting("", "file with the certificate's private key (default: --ssl-certfile)")
     max_body_bytes: int = setting(32 << 20, "most bytes in a request body", least=1)
     max_model_len: int = setting(
         0, "most tokens of prompt and output together (0: the router's limit)", least=0, most=MOST_TOKENS
@@ -334,8 +344,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def http_url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def http_url(config: FrontendConfig, port: int) -> str:
+    """The URL of a front end that listens on `port`."""
+    scheme = "https" if config.ssl_certfile else "http"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{port}"
 
 
 NANO = Path(__file__).parent / "assets" / "nano"

@@ -47,6 +47,7 @@ from radixrt.messages import Ask, ClientReply, Info
 from radixrt.ports import free_tcp_address, keep_port
 from radixrt.roles import check_address, say_leave
 from radixrt.shutdown import DRAINED, IDLE
+from radixrt.tls import tls_context
 from radixrt.wire.addresses import PASSWORD
 from radixrt.wire.keys import public_suffix
 
@@ -148,7 +149,7 @@ class Stack:
         if not self._stopping.is_set():
             places = [f"ZMQ {self._client_address.partition('#')[0]}"]
             if config.api_server_count:
-                places.insert(0, f"HTTP {http_url(frontend.host, self._port)}")
+                places.insert(0, f"HTTP {http_url(frontend, self._port)}")
             log.info("ready after %.1f s: %s", time.monotonic() - began, ", ".join(places))
 
     def _frontend_config(self) -> FrontendConfig:
@@ -370,6 +371,7 @@ def check_stack(config: StackConfig) -> None:
     check_address("client_address", config.router.client_address)
     if config.router.worker_address:
         check_address("worker_address", config.router.worker_address)
+    tls_context(config.frontend)
 
 
 def reachable_addresses(router: RouterConfig) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from radixrt.children import HANG_CODE, INSIST_SECONDS, RESTART_CODE
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, check, flag
 from radixrt.garbage import settle
 from radixrt.messages import Leave
+from radixrt.open_files import raise_file_limit
 from radixrt.shutdown import Pulse
 from radixrt.wire.addresses import check_shared
 from radixrt.wire.watch import watched
@@ -80,6 +81,8 @@ def check_address(name: str, address: str, *, listens: bool = False) -> None:
 def run_role(role: str, config: Any, pulse: Pulse | None = None) -> int:
     """Run as a process of `role` until SIGTERM or SIGINT. Returns its exit code. `pulse` shows its parent that it gets
     on."""
+    if role != "worker":
+        raise_file_limit()
     match role:
         case "router":
             if config.http:

@@ -54,6 +54,31 @@ def test_a_key_in_a_file(told, tmp_path, caplog, text, key):
     assert "can be read by others" in caplog.text
 
 
+def test_a_key_on_the_command_line_is_warned_of(told, caplog):
+    """Every user of the machine can read it there."""
+    assert told("key-a")[1] == "key-a"
+    assert caplog.text.count("--api-key @FILE") == 1 and "ps" in caplog.text and "key-a" not in caplog.text
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key"])
+@pytest.mark.parametrize("command", ["serve", "frontend"])
+def test_keys_of_a_server_are_in_files(monkeypatch, tmp_path, caplog, command, flag):
+    configs: list = []
+    monkeypatch.setattr(cli.launch, "run_stack", lambda config: configs.append(config.router) or 0)
+    monkeypatch.setattr(cli, "run_role", lambda role, config: configs.append(config))
+    file = tmp_path / "keys"
+    file.write_text("acme:s3cret\n")
+    file.chmod(0o600)
+    start = [command, *(["nano", "--fake", "0,0"] if command == "serve" else ["--tokenizer", "none"]), flag]
+    assert cli.main([*start, f"@{file}"]) == 0 and not caplog.text
+    assert cli.main([*start, "acme:s3cret"]) == 0
+    assert caplog.text.count(f"{flag} @FILE") == 1 and "s3cret" not in caplog.text
+    file.chmod(0o644)
+    assert cli.main([*start, f"@{file}"]) == 0 and "can be read by others" in caplog.text
+    keys = [config.api_key or config.admin_api_key for config in configs]
+    assert keys == ([("acme:s3cret",)] * 3 if flag == "--api-key" else ["s3cret", "acme:s3cret", "s3cret"])
+
+
 def test_requests_of_a_client_are_not_logged(told, monkeypatch):
     """Over HTTP there would be a line for each request among what a program prints."""
     monkeypatch.setattr(logging.getLogger("httpx"), "level", logging.NOTSET)

@@ -29,13 +29,16 @@ class About:
     def __init__(self, ask: Callable[[str], AsyncClient]) -> None:
         self._ask = ask
 
-    def routes(self, guarded: Callable[[KeyedHandler], Handler]) -> list[Route]:
-        """The routes: those that need a key, through `guarded`, and the public ones."""
+    def routes(
+        self, guarded: Callable[[KeyedHandler], Handler], for_admin: Callable[[KeyedHandler], Handler]
+    ) -> list[Route]:
+        """The routes: those that need a key, through `guarded`, or through `for_admin` if the admin's will do, and the
+        public ones."""
         return [
             Route("/v1/models", guarded(self.models)),
             Route("/v1/models/{model:path}", guarded(self.model)),
-            Route("/v1/report", guarded(self.report)),
-            Route("/metrics", guarded(self.metrics)),
+            Route("/v1/report", for_admin(self.report)),
+            Route("/metrics", for_admin(self.metrics)),
             Route("/health", self.health),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version),

@@ -16,6 +16,7 @@ from radixrt.frontend.errors import ApiError
 from radixrt.frontend.exchange import Exchange
 from radixrt.frontend.mailbox import Disconnected, Mailbox
 from radixrt.frontend.protocol import LEAVING
+from radixrt.frontend.unread import UNREAD
 
 REQUEST_ID = "x-request-id"
 """The header in which OpenAI's clients expect it."""
@@ -39,6 +40,7 @@ class StreamAnswer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         unwatch = watch(scope, receive, self._exchange)
+        self._exchange.claim = scope.get("extensions", {}).get(UNREAD)
         started = False
         try:
             while (part := await self._exchange.part()) is not None:

@@ -14,11 +14,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from radixrt.config import FrontendConfig
-from radixrt.frontend.about import About
-from radixrt.frontend.adapters import AdapterRoutes
+from radixrt.frontend.about import CLEAR_PATHS, About
+from radixrt.frontend.adapters import ADAPTER_PATHS, AdapterRoutes
 from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.routes import MessageRoutes
+from radixrt.frontend.body import check_shape, read_body
 from radixrt.frontend.errors import ApiError, api_error
 from radixrt.frontend.generation import Generation
 from radixrt.frontend.guard import (
@@ -26,20 +27,20 @@ from radixrt.frontend.guard import (
     Application,
     Handler,
     KeyedHandler,
-    check_page,
+    count_for,
     for_pages,
-    headers_of,
     key_of,
 )
+from radixrt.frontend.hosts import Screen
 from radixrt.frontend.link import RouterLink
 from radixrt.frontend.native import Native
 from radixrt.frontend.peers import Peers
 from radixrt.frontend.prompts import Prompts
 from radixrt.frontend.replies import ChatReply, Reply
 from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
-from radixrt.frontend.schema import Chat, parse, parse_completion
+from radixrt.frontend.schema import Chat, cut_prompt, parse, parse_completion
 from radixrt.frontend.tokenization import Tokenization
-from radixrt.frontend.workers import WorkerRoutes
+from radixrt.frontend.workers import DRAIN_PATH, WorkerRoutes
 from radixrt.messages import ChangeAdapter, DrainWorker
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
@@ -56,7 +57,7 @@ class Frontend:
     `here`, a router on the same event loop, or to the one at `config.router`."""
 
     def __init__(self, config: FrontendConfig, text: TextService, here: Here | None = None) -> None:
-        self._config = config
+        self.config = config
         self._tenants = parse_api_keys(config.api_key)
         self._link = RouterLink(config.router, here)
         self._peers = Peers(lambda: self._link.transport) if config.share_sessions else None
@@ -72,7 +73,7 @@ class Frontend:
             f"{RESPONSES_PATH}/input_tokens": self._guarded(responses.count),
             MESSAGES_PATH: self._guarded(messages.create, AnthropicError.wrap),
             f"{MESSAGES_PATH}/count_tokens": self._guarded(messages.count, AnthropicError.wrap),
-            NATIVE_PATH: Native(self._link, self._check, self._body, self._restrict).handle,
+            NATIVE_PATH: Native(self._link, self._admit, self._body, self._restrict).handle,
             "/tokenize": self._guarded(tokenization.tokenize),
             "/detokenize": self._guarded(tokenization.detokenize),
         }
@@ -80,11 +81,12 @@ class Frontend:
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.get), methods=["GET"]),
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
-            *About(self._link.ask).routes(self._guarded),
+            *About(self._link.ask).routes(self._guarded, self._guarded_for_admin),
             *AdapterRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
             *WorkerRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
         ]
-        self.app = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)
+        pages = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)
+        self.app = Screen(pages, config, (NATIVE_PATH, *CLEAR_PATHS, *ADAPTER_PATHS, DRAIN_PATH))
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
@@ -102,7 +104,10 @@ class Frontend:
     # ------------------------------------------------------------ OpenAI's API
 
     async def completions(self, request: Request, key: str) -> StreamAnswer | WholeAnswer:
-        body = parse_completion(await self._body(request))
+        raw = await self._read(request)
+        rest, ids = cut_prompt(raw)
+        await check_shape(rest)
+        body = parse_completion(rest, ids)
         return await self.generation.answer(request, key, body, Reply)
 
     async def chat(self, request: Request, key: str) -> StreamAnswer | WholeAnswer:
@@ -126,7 +131,7 @@ class Frontend:
             try:
                 key = key_of(request)
                 if checked:
-                    self._check(key)
+                    self._admit(request, key)
                 return await handler(request, key)
             except (ApiError, FieldError, ServerError) as problem:
                 return _response(told(api_error(problem)))
@@ -137,14 +142,27 @@ class Frontend:
         """As `_guarded`, for handlers that check the key themselves."""
         return self._guarded(handler, checked=False)
 
-    def _restrict(self, request: Request, message: ChangeAdapter | DrainWorker) -> None:
-        """Set who may change a LoRA adapter, or drain a worker, as far as this front end knows. Raises ApiError (403)
-        for web pages."""
-        check_page(request, self._config.allowed_origins)
+    def _guarded_for_admin(self, handler: KeyedHandler) -> Handler:
+        """As `_guarded`; the admin's key is valid as well."""
+
+        async def for_admin(request: Request, key: str) -> Any:
+            if not _equal(key, self.config.admin_api_key):
+                self._admit(request, key)
+            return await handler(request, key)
+
+        return self._unchecked(for_admin)
+
+    def _restrict(self, message: ChangeAdapter | DrainWorker) -> None:
+        """Set who may change a LoRA adapter, or drain a worker, as far as this front end knows."""
         message.admin_only = bool(self._tenants)
 
+    def _admit(self, request: Request, key: str) -> None:
+        """Raise ApiError (401) for an unknown key."""
+        self._check(key)
+        count_for(request, self._tenants.get(key, ""))
+
     def _check(self, key: str) -> None:
-        if self._tenants and not any(hmac.compare_digest(key.encode(), known.encode()) for known in self._tenants):
+        if self._tenants and not any(_equal(key, known) for known in self._tenants):
             raise _unknown_key()
 
     def _tenant(self, key: str) -> str:
@@ -152,33 +170,28 @@ class Frontend:
         which keeps callers apart."""
         return self._tenants.get(key, key)
 
+    async def _body(self, request: Request, keyless: bool = False) -> bytes:
+        """The body, which is JSON that is not parsed yet. `keyless`: its key is not checked yet."""
+        body = await self._read(request, keyless)
+        await check_shape(body)
+        return body
+
     async def _unchecked_body(self, request: Request) -> bytes:
         """As `_body`, of a request whose key is not checked."""
         return await self._body(request, keyless=True)
 
-    async def _body(self, request: Request, keyless: bool = False) -> bytes:
-        """Read the body. `keyless`: its key is not checked yet; if keys are configured, more than MOST_KEYLESS_BYTES
-        then raise ApiError (401)."""
-        headers = headers_of(request)
-        if (coding := headers.get(b"content-encoding", "")) not in ("", "identity"):
-            raise ApiError(415, f"content-encoding: {coding} is not served; send the body as it is", "content-encoding")
-        limit, refused = self._config.max_body_bytes, _too_large
+    async def _read(self, request: Request, keyless: bool = False) -> bytes:
+        """Read the body. If it is `keyless`, and keys are configured, more than MOST_KEYLESS_BYTES raise ApiError
+        (401)."""
         if keyless and self._tenants:
-            limit, refused = min(limit, MOST_KEYLESS_BYTES), _keyless
-        length = headers.get(b"content-length", "")
-        if length.isdecimal() and int(length) > limit:
-            raise refused(limit)
-        parts, size, more = [], 0, True
-        while more:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ApiError(400, "the body ended early")
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > limit:
-                raise refused(limit)
-            more = message.get("more_body", False)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            limit = min(self.config.max_body_bytes, MOST_KEYLESS_BYTES)
+            return await read_body(request, limit, _keyless)
+        return await read_body(request, self.config.max_body_bytes, _too_large)
+
+
+def _equal(key: str, known: str) -> bool:
+    """Whether a key is a known one, which is not ""; takes a time that does not tell how much of it is equal."""
+    return bool(known) and hmac.compare_digest(key.encode(), known.encode())
 
 
 def _too_large(limit: int) -> ApiError:

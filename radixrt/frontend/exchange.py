@@ -26,6 +26,9 @@ OnAnswer = Callable[[Choice], None]
 MANY = 1024
 """Log-probabilities of more tokens are written in a thread: each takes up to 30 µs, with 20 alternatives."""
 
+MANY_IDS = 1 << 16
+"""So are more ids of prompts."""
+
 
 class Exchange(Mailbox):
     """All choices of one HTTP request, which may be several requests to the router (one for each prompt)."""
@@ -54,6 +57,16 @@ class Exchange(Mailbox):
         self.held = True  # until the router has accepted the request: an error status cannot follow an open stream
         if streams:
             reply.begin(usage)
+
+    def begin(self) -> None:
+        """Requests will be submitted: the answer is not complete before `begun`."""
+        self._open += 1
+
+    def begun(self) -> None:
+        """All requests are submitted."""
+        self._open -= 1
+        if not self._open:
+            self._end()
 
     def submit(
         self, request: Generate, echo: str | None = None, output: Output = TEXT, on_answer: OnAnswer | None = None
@@ -229,7 +242,9 @@ class Exchange(Mailbox):
     @property
     def takes_long(self) -> bool:
         """Whether `whole` takes so long that others would have to wait."""
-        return sum(len(c.logprobs or ()) + len(c.prompt_logprobs or ()) for c in self.choices) > MANY
+        logprobs = sum(len(c.logprobs or ()) + len(c.prompt_logprobs or ()) for c in self.choices)
+        ids = sum(len(c.prompt_ids or b"") for c in self.choices) // TOKEN_BYTES if self.shows_ids else 0
+        return logprobs > MANY or ids > MANY_IDS
 
     def whole(self) -> bytes:
         """The body of the answer, once it is complete. May be called in a thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 from starlette.requests import Request
 
 from radixrt.frontend.answer import StreamAnswer, WholeAnswer
+from radixrt.frontend.body import apart, is_large
 from radixrt.frontend.choice import Choice
+from radixrt.frontend.errors import refuse
 from radixrt.frontend.exchange import Exchange
 from radixrt.frontend.guard import origin_of
 from radixrt.frontend.link import RouterLink
@@ -18,10 +21,18 @@ from radixrt.frontend.prompts import Body, Prompts, Ready
 from radixrt.frontend.replies import session_json
 from radixrt.frontend.schema import Common, Completion
 from radixrt.frontend.tools import ToolUse
-from radixrt.messages import ChatPrompt, Generate, Origin, Prompt, TextPrompt, TokenPrompt
+from radixrt.messages import TOKEN_BYTES, ChatPrompt, Generate, Origin, Prompt, TextPrompt, TokenPrompt
 from radixrt.router.conversations import facts
 from radixrt.router.tokens import Encoded, TextService
 
+MAX_CHOICES = 4096
+"""The most choices of a request, of all its prompts together."""
+MAX_REPEATED_TOKENS = 1 << 21
+"""The most tokens of prompts that are repeated in a request's answers."""
+MAX_STREAMED_LOGPROBS = 2048
+"""The most tokens of prompts whose log-probabilities are streamed: each takes up to 30 µs."""
+MAX_AT_ONCE = 16
+"""The most prompts of a request that are sent while others wait."""
 Pins = Callable[[Any, ToolUse, bytes], Awaitable[list[tuple[int, float]]]]
 """Returns the pins, (tokens, seconds), that a body requests for its prompt of the given ids."""
 
@@ -47,8 +58,10 @@ class Generation:
     ) -> StreamAnswer | WholeAnswer:
         """Answer a body in the format of its API: `reply_of` makes the reply from (model, tokenizer), `exchange_of` the
         Exchange that uses it."""
-        use, wanted, usage, origin = body.tool_use(), body.constraint(), body.wants_usage(), origin_of(request)
-        ready = await self._prompts.prepare(body, key, use, wanted)
+        origin, large = origin_of(request), is_large(request)
+        use, wanted, usage = await apart(large, lambda: (body.tool_use(), body.constraint(), body.wants_usage()))
+        ready = await self._prompts.prepare(body, key, use, wanted, large)
+        _check_size(body, ready)
         pins = await pins_of(body, use, ready[0].encoded.ids) if pins_of else []
         transport = self._link.reachable()
         reply = reply_of(body.model or self._model, self._text.tokenizer)
@@ -62,8 +75,7 @@ class Generation:
         exchange.names = body.names() | {"grammar": ready[0].output.field}
         exchange.settled = self._peers.settled if self._peers else None
         try:
-            for one in ready:
-                self._submit(exchange, one, body, key, origin, pins)
+            await self._submit_all(exchange, ready, body, key, origin, pins)
         except BaseException:
             exchange.cancel()
             raise
@@ -86,6 +98,15 @@ class Generation:
         self._prompts.remember(encoded, message, ids, request.api_key)
 
     # ------------------------------------------------------------ parts
+
+    async def _submit_all(self, exchange: Exchange, ready: list[Ready], *args: Any) -> None:
+        """Send the requests for all prompts; of many, a few at a time, so that others are served meanwhile."""
+        exchange.begin()
+        for number, one in enumerate(ready, 1):
+            self._submit(exchange, one, *args)
+            if number % MAX_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        exchange.begun()
 
     def _submit(
         self,
@@ -123,3 +144,17 @@ class Generation:
 
     def _echo(self, prompt: Prompt, ids: bytes) -> str:
         return prompt.text if isinstance(prompt, TextPrompt) else self._text.decode_now(ids)
+
+
+def _check_size(body: Body, ready: list[Ready]) -> None:
+    """Raise ApiError (400) if there are too many choices of all prompts together, or if their prompts, which each
+    choice is to repeat, are too long."""
+    n = body.choices()
+    if n * len(ready) > MAX_CHOICES:
+        refuse("n", f"at most {MAX_CHOICES} choices of all prompts together")
+    tokens = sum(len(one.encoded.ids) for one in ready) // TOKEN_BYTES
+    for name in ("echo", "return_token_ids"):
+        if n * tokens > MAX_REPEATED_TOKENS and getattr(body, name, None):
+            refuse(name, f"at most {MAX_REPEATED_TOKENS} tokens of prompts, counted for each choice")
+    if tokens > MAX_STREAMED_LOGPROBS and body.stream and getattr(body, "echo", None) and ready[0].sampling.logprobs:
+        refuse("echo", f"of more than {MAX_STREAMED_LOGPROBS} tokens not with logprobs and stream")

@@ -18,6 +18,7 @@ from radixrt.frontend import answer
 from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.replies import encode
+from radixrt.frontend.unread import UNREAD
 from radixrt.messages import Origin
 
 VERSION = "/v1"
@@ -37,12 +38,17 @@ def json_response(data: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def headers_of(request: Request) -> dict[bytes, str]:
+    """See `headers_in`."""
+    return headers_in(request.scope)
+
+
+def headers_in(scope: Scope) -> dict[bytes, str]:
     """The first value of each header, by its lower-case name; read once for a request. Clients send UTF-8 or, as the
     protocol used to specify, Latin-1."""
-    found = request.scope.get(HEADERS)
+    found = scope.get(HEADERS)
     if found is None:
-        found = request.scope[HEADERS] = {}
-        for name, value in reversed(request.scope["headers"]):
+        found = scope[HEADERS] = {}
+        for name, value in reversed(scope["headers"]):
             try:
                 found[name] = value.decode()
             except UnicodeDecodeError:
@@ -58,6 +64,13 @@ def key_of(request: Request) -> str:
     return bearer or headers.get(b"x-api-key", "")
 
 
+def count_for(request: Request, tenant: str) -> None:
+    """From now on, what waits on the request's connection counts as a tenant's."""
+    claim = request.scope.get("extensions", {}).get(UNREAD)
+    if claim is not None and claim.tenant != tenant:
+        claim.move(tenant)
+
+
 def origin_of(request: Request) -> Origin:
     """Program, branch and fork depth from headers, for the report."""
     headers = headers_of(request)
@@ -67,17 +80,9 @@ def origin_of(request: Request) -> Origin:
     return Origin(headers.get(b"x-radixrt-program", ""), headers.get(b"x-radixrt-branch", ""), int(depth))
 
 
-def check_page(request: Request, origins: Sequence[str]) -> None:
-    """Raise ApiError (403) for a request of a web page that is not of `origins` ("*": any). Browsers let any page send
-    a POST; it only cannot read the answer. For requests that change something."""
-    origin = headers_of(request).get(b"origin")
-    if origin is not None and origin not in origins and "*" not in origins:
-        raise ApiError(403, f"web pages of {origin} may not do this; --allowed-origins says whose may", "origin")
-
-
-def _told(request: Request, error: ApiError) -> ApiError:
-    """The error in the format of the route's API."""
-    return AnthropicError.wrap(error) if request.url.path.startswith(MESSAGES_PATH) else error
+def told(path: str, error: ApiError) -> ApiError:
+    """The error in the format of the API that a path belongs to."""
+    return AnthropicError.wrap(error) if path.startswith(MESSAGES_PATH) else error
 
 
 def _other_base(path: str, known: Collection[str]) -> str:
@@ -94,12 +99,12 @@ async def on_http_error(request: Request, error: HTTPException, known: Collectio
     """`known`: the paths that are served."""
     path = request.url.path
     messages = {404: f"no such route: {path}{_other_base(path, known)}", 405: f"{request.method} is not served here"}
-    problem = _told(request, ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+    problem = told(request.url.path, ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
     return Response(problem.body(), error.status_code, error.headers, "application/json")
 
 
 async def on_crash(request: Request, error: Exception) -> Response:
-    problem = _told(request, ApiError(500, "the server failed on this request; its log says why"))
+    problem = told(request.url.path, ApiError(500, "the server failed on this request; its log says why"))
     return Response(problem.body(), 500, media_type="application/json")
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.unread import Claim
+
+log = logging.getLogger("radixrt.frontend")
 
 MAX_BACKLOG = 4 << 20
 """The most bytes, in two chunks or more, that wait for a client that does not read; beyond, its request is
 cancelled."""
+CLAIM_BYTES = 64 << 10
+"""What waits counts as the tenant's in steps of so many bytes."""
 
 
 class Disconnected(Exception):
@@ -30,6 +36,10 @@ class Mailbox:
         """Waits until all front ends know the answer; its end is not sent before."""
         self._out: list[bytes] = []
         self._backlog = 0
+        self._allowed = min(CLAIM_BYTES, MAX_BACKLOG)
+        """How large the backlog may become before it is claimed."""
+        self.claim: Claim | None = None
+        """What waits on the connection; None if that is not counted."""
         self._sending = False
         """Whether the last part that was taken is still being sent."""
         self._waiter: asyncio.Future[None] | None = None
@@ -37,11 +47,21 @@ class Mailbox:
     def put(self, chunk: bytes) -> None:
         """Put bytes to be sent. If there are too many while the client does not read, it counts as disconnected."""
         self._backlog += len(chunk)
-        if self._sending and self._out and self._backlog > MAX_BACKLOG:
-            self.fail(Disconnected())
+        if self._sending and self._out and self._backlog > self._allowed and not self._claim_more():
             return
         self._out.append(chunk)
         self.wake()
+
+    def _claim_more(self) -> bool:
+        """Count the backlog as bytes that wait. False if it is too large: the request is cancelled."""
+        if self._backlog > MAX_BACKLOG:
+            log.warning("a client does not read its answer: cancelled, %.1f MB waited", self._backlog / 1e6)
+            self.fail(Disconnected())
+            return False
+        self._allowed = min(self._backlog + CLAIM_BYTES, MAX_BACKLOG)
+        if self.claim is not None:
+            self.claim.queue(self._backlog)
+        return True
 
     def wake(self) -> None:
         """Wake the coroutine that awaits `changed`."""
@@ -89,4 +109,7 @@ class Mailbox:
             await self.settled()
         self._sending = True
         out, self._out, self._backlog = self._out, [], 0
+        if self.claim is not None and self.claim.queued:
+            self._allowed = min(CLAIM_BYTES, MAX_BACKLOG)
+            self.claim.queue(0)
         return out[0] if len(out) == 1 else b"".join(out)

@@ -25,19 +25,19 @@ _request = msgspec.json.Decoder(ClientRequest)
 
 
 class Native:
-    """The route. `check` raises ApiError (401) for an unknown key. `read` reads a body; its second argument is whether
-    there was no key in the header. `restrict` says who may change a LoRA adapter or drain a worker, or raises ApiError
-    (403)."""
+    """The route. `admit` raises ApiError (401) for an unknown key. `read` reads a body; its second argument is whether
+    there was no key in the header. `restrict` says who may change a LoRA adapter, or
+    drain a worker."""
 
     def __init__(
         self,
         link: RouterLink,
-        check: Callable[[str], None],
+        admit: Callable[[Request, str], None],
         read: Callable[[Request, bool], Awaitable[bytes]],
-        restrict: Callable[[Request, ChangeAdapter | DrainWorker], None],
+        restrict: Callable[[ChangeAdapter | DrainWorker], None],
     ) -> None:
         self._link = link
-        self._check = check
+        self._admit = admit
         self._read = read
         self._restrict = restrict
 
@@ -52,14 +52,14 @@ class Native:
         """Answer a request. A key in the header takes precedence over the message's own."""
         key = key_of(request)
         if key:
-            self._check(key)
+            self._admit(request, key)
         message = parse(_request, await self._read(request, not key))
         if isinstance(message, Cancel):
             raise ApiError(400, "type: a request is cancelled by closing its connection", "type")
         message.api_key = key or message.api_key
-        self._check(message.api_key)
+        self._admit(request, message.api_key)
         if isinstance(message, ChangeAdapter | DrainWorker):
-            self._restrict(request, message)
+            self._restrict(message)
         transport = self._link.reachable()
         try:
             return StreamAnswer(NativeExchange(transport, message), CONTENT_TYPE)

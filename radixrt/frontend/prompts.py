@@ -13,6 +13,7 @@ import msgspec
 
 from radixrt.config import FrontendConfig
 from radixrt.frontend.bad_words import MOST_BAD_WORDS, MOST_CHARS, spellings
+from radixrt.frontend.body import apart
 from radixrt.frontend.defaults import Defaults, sampling_defaults
 from radixrt.frontend.errors import api_error, refuse
 from radixrt.frontend.output import TEXT, Formats, Output
@@ -84,9 +85,11 @@ class Prompts:
         self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._defaults = sampling_defaults(config.generation_config, text.generation)
 
-    async def prepare(self, body: Body, key: str, use: ToolUse, wanted: Constraint | None) -> list[Ready]:
-        """Prepare the prompts of a request. Raises ApiError that names an invalid field."""
-        sampling, prompts = body.sampling(self._defaults), body.prompts(use)
+    async def prepare(
+        self, body: Body, key: str, use: ToolUse, wanted: Constraint | None, large: bool = False
+    ) -> list[Ready]:
+        """Prepare the prompts of a request, which may be `large`. Raises ApiError that names an invalid field."""
+        sampling, prompts = await apart(large, lambda: (body.sampling(self._defaults), body.prompts(use)))
         if words := getattr(body, "bad_words", None):
             sampling = msgspec.structs.replace(sampling, bad_token_ids=await self._spelled(words))
         found = []

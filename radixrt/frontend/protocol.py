@@ -13,6 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from radixrt.frontend.errors import ApiError
+from radixrt.frontend.unread import UNREAD, Claim, Unread
 
 LEAVING = "radixrt.leaving"
 """A key of a scope's `extensions`: a function that takes a callback for when the client disconnects before it is
@@ -23,10 +24,18 @@ NAME = b"\nupgrade:"
 UPGRADE = re.compile(NAME, re.IGNORECASE)
 IGNORED = b"\nignored:"
 """As long as NAME, so that replacing one by the other does not move offsets."""
+UPGRADE_HEADER = IGNORED.strip(b"\n:")
+"""The name under which a request has what it offers to upgrade to."""
 HEAD_END = b"\r\n\r\n"
 MOST_HEAD_BYTES = 64 << 10
 """The most bytes of a request's head, or of the trailers after a chunked body. The parser itself has no limit, and
 takes quadratic time for a value or URL that arrives in many parts."""
+
+REFUSED_SECONDS = 1.0
+"""How long a connection beyond the limit is kept for its request, which gets status 503."""
+MAX_DISCARDED_BYTES = 32 << 20
+"""The most bytes of a body that are read, and thrown away, after its request was answered. A client that sends all of
+its body before it reads would not see the answer if the connection were closed at once."""
 
 
 class AnswerTransport:
@@ -86,12 +95,38 @@ class PatientProtocol(HttpToolsProtocol):
         self._past = self._held = b""
         self._head_bytes: int | None = 0
         """Bytes so far of a head, or of trailers; None in a body."""
+        self._discarded = 0
+        """Bytes of a body that came after its request was answered."""
         self._unread = 0
         """Bytes that the client had not read at the last check; 0 if something may have been written since."""
         self._timer = self.loop.call_later(self.timeout_keep_alive, self._look)
+        state = self.server_state
+        unread = getattr(state, "unread", None) or Unread()
+        self._claim = Claim(unread, transport.get_write_buffer_size, self._abort)
+        if (limit := getattr(state, "connection_limit", None)) is not None and not limit.admits(len(self.connections)):
+            self.app = self._refuse_request
+            self._timer.cancel()
+            self._timer = self.loop.call_later(REFUSED_SECONDS, self._abort)
+
+    async def _refuse_request(self, scope: Any, receive: Any, send: Any) -> None:
+        """The ASGI application of a connection for which there is no file to spare."""
+        error = ApiError(503, "the server has too many connections", retry_after=REFUSED_SECONDS)
+        body = error.body()
+        lines = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        lines += [(name.encode(), value.encode()) for name, value in error.headers().items()]
+        await send({"type": "http.response.start", "status": error.status, "headers": lines})
+        await send({"type": "http.response.body", "body": body})
+
+    def _abort(self) -> None:
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._claim.end()
         self._unset_keepalive_if_required()
         if (cycle := self._answering) is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -139,6 +174,7 @@ class PatientProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = None
+        self._discarded = 0
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
@@ -147,6 +183,10 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = None
+        if self.cycle.response_complete:
+            self._discarded += len(body)
+            if self._discarded > MAX_DISCARDED_BYTES:
+                self.transport.abort()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -187,14 +227,19 @@ class PatientProtocol(HttpToolsProtocol):
         self._answering.transport = self.transport
         self._answering = None
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._claim.look()
+
     def resume_writing(self) -> None:
         self._unread = 0
+        self._claim.look()
         super().resume_writing()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         cycle.transport = AnswerTransport(cycle)
-        cycle.scope["extensions"] = {LEAVING: self._when_left}
+        cycle.scope["extensions"] = {LEAVING: self._when_left, UNREAD: self._claim}
         super()._start_asgi_task(cycle, app)
 
     def _when_left(self, tell: Callable[[], None]) -> None:
@@ -209,7 +254,7 @@ class PatientProtocol(HttpToolsProtocol):
         idle = self._is_clients_turn() and self.loop.time() - self._moved >= self.timeout_keep_alive
         unread = self._bytes_unread() if idle or self.flow.write_paused else 0
         if unread and unread == self._unread:
-            self.transport.abort()  # close() would wait until everything is read
+            self._claim.drop(unread)  # at once: close() would wait until everything is read
             return
         self._unread = unread
         if idle:

@@ -24,7 +24,7 @@ from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import NO_TOOLS, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.tokens import cut_ids, parse_ids
-from radixrt.router.validate import MAX_LOGPROBS
+from radixrt.router.validate import MAX_BIASES, MAX_LOGPROBS
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use all available room."""
@@ -161,6 +161,8 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
                 refuse("allowed_token_ids", "must not be empty")  # as in vLLM: messages would take it for all ids
             fields["allowed_token_ids"] = tuple(self.allowed_token_ids)
         if self.logit_bias:
+            if len(self.logit_bias) > MAX_BIASES:
+                refuse("logit_bias", f"may have {MAX_BIASES} entries at most")
             try:
                 fields["logit_bias"] = {int(token): value for token, value in self.logit_bias.items()}
             except ValueError:
@@ -195,7 +197,7 @@ class Completion(Common, kw_only=True):
     """POST /v1/completions."""
 
     prompt: msgspec.Raw = msgspec.Raw(b"null")
-    """A TokenPrompt if `parse_completion` has parsed it already."""
+    """A TokenPrompt if `cut_prompt` has read it already."""
     suffix: str | None = None
     echo: bool | None = None
     logprobs: Int | None = None
@@ -370,13 +372,17 @@ def _ids(ids: list[Any], field: str) -> TokenPrompt:
 _completion = msgspec.json.Decoder(Completion)
 
 
-def parse_completion(body: bytes) -> Completion:
-    """Parse a body of /v1/completions. A prompt of token ids, which is most of a body, is parsed by a faster path."""
-    if (cut := cut_ids(body, "prompt")) is None:
-        return parse(_completion, body)
-    rest, ids = cut
+def cut_prompt(body: bytes) -> tuple[bytes, bytes | None]:
+    """Take the token ids of a prompt, which are most of a body, out of a body of /v1/completions without parsing them.
+    Returns (the rest, the ids; None if the prompt is of another kind)."""
+    return cut_ids(body, "prompt") or (body, None)
+
+
+def parse_completion(rest: bytes, ids: bytes | None) -> Completion:
+    """Parse what `cut_prompt` returns."""
     found = parse(_completion, rest)
-    found.prompt = TokenPrompt(ids)
+    if ids is not None:
+        found.prompt = TokenPrompt(ids)
     return found
 
 

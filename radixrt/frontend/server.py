@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
@@ -18,12 +17,17 @@ import uvloop
 from radixrt.children import tell_parent
 from radixrt.config import FrontendConfig, RouterConfig, http_url
 from radixrt.frontend.app import Frontend
+from radixrt.frontend.hosts import is_loopback
 from radixrt.frontend.protocol import PatientProtocol
+from radixrt.frontend.unread import Unread
 from radixrt.garbage import settle
+from radixrt.open_files import ConnectionLimit, max_connections
 from radixrt.ports import bind_http
 from radixrt.router.loop import RouterServer
 from radixrt.router.tokens import TextService
 from radixrt.shutdown import Ending, Pulse
+from radixrt.tls import tls_context
+from radixrt.wire.keys import is_private
 
 log = logging.getLogger("radixrt.frontend")
 BACKLOG = 2048
@@ -87,7 +91,8 @@ _as_ours = _AsOurs()
 
 class Server(uvicorn.Server):
     """A uvicorn server that on a signal finishes the requests in flight, for up to `seconds`, and returns normally.
-    Meanwhile the `router` on its event loop refuses new ones; without one it does not listen any more."""
+    Meanwhile the `router` on its event loop refuses new ones; without one it does not listen any more. Raises
+    ValueError for a TLS certificate or key that cannot be used."""
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 frontend.app,
+                interface="asgi3",
                 loop="uvloop",
                 http=PatientProtocol,
                 ws="none",
@@ -114,6 +120,10 @@ class Server(uvicorn.Server):
             )
         )
         logging.getLogger("uvicorn.error").addFilter(_as_ours)
+        self.server_state.unread = Unread()  # type: ignore[attr-defined]
+        self.server_state.connection_limit = ConnectionLimit(max_connections())  # type: ignore[attr-defined]
+        self.config.load()
+        self.config.ssl = tls_context(frontend.config)
         self._frontend = frontend
         self._router = router
         self._ending = Ending(seconds, self._drain, self._is_idle, pulse)
@@ -165,7 +175,7 @@ def make_server(config: FrontendConfig, text: TextService, pulse: Pulse | None =
 def listen(config: FrontendConfig) -> socket.socket:
     """A listening socket. Raises ValueError for an address beyond loopback without API keys, and OSError if the port is
     taken by anything but front ends that share it."""
-    if not config.api_key and not _is_loopback(config.host):
+    if not config.api_key and not is_loopback(config.host):
         raise ValueError(f"host: {config.host} can be reached from other machines: that needs --api-key TENANT:KEY")
     sock = bind_http(config.host, config.port, shared=config.shares_port)
     try:
@@ -174,15 +184,10 @@ def listen(config: FrontendConfig) -> socket.socket:
         sock.close()
         raise OSError(error.errno, f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
     sock.setblocking(False)
-    log.info("listening on %s", http_url(config.host, sock.getsockname()[1]))
+    if (key := config.ssl_keyfile or config.ssl_certfile) and not is_private(key):
+        log.warning("%s, the TLS private key, can be read by others than its owner (chmod 600)", key)
+    log.info("listening on %s", http_url(config, sock.getsockname()[1]))
     return sock
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class FrontendThread:
@@ -194,7 +199,7 @@ class FrontendThread:
         self._owns_text = text is None
         self._server = make_server(config, self._text)
         self._socket = listen(config)
-        self.url = http_url(config.host, self._socket.getsockname()[1])
+        self.url = http_url(config, self._socket.getsockname()[1])
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="frontend")
         self._thread.start()
 

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixrt.client import token_bytes, token_list
+from radixrt.frontend.body import apart, is_large
 from radixrt.frontend.errors import api_error, refuse
 from radixrt.frontend.guard import json_response
 from radixrt.frontend.link import RouterLink
@@ -65,7 +66,7 @@ class Tokenization:
 
     async def tokenize(self, request: Request, key: str) -> Response:
         body = parse(_tokenize, await self._read(request))
-        prompt = body.to_prompt()
+        prompt = await apart(is_large(request), body.to_prompt)
         await self._link.check_model(body.model, key)
         try:
             ids = token_list(await self._text.encode(prompt))

@@ -15,8 +15,11 @@ from radixrt.frontend.schema import parse
 from radixrt.messages import DrainWorker
 
 
+DRAIN_PATH = "/v1/drain_worker"
+
+
 class DrainBody(msgspec.Struct, kw_only=True):
-    """POST /v1/drain_worker."""
+    """POST to DRAIN_PATH."""
 
     worker: str
     restart: bool = False
@@ -32,7 +35,7 @@ class WorkerRoutes:
         self,
         ask: Callable[[str], AsyncClient],
         read: Callable[[Request], Awaitable[bytes]],
-        restrict: Callable[[Request, DrainWorker], None],
+        restrict: Callable[[DrainWorker], None],
     ) -> None:
         self._ask = ask
         self._read = read
@@ -40,11 +43,11 @@ class WorkerRoutes:
 
     def routes(self, unchecked: Callable[[KeyedHandler], Handler]) -> list[Route]:
         """The routes; `unchecked` makes handlers of them that pass on any key."""
-        return [Route("/v1/drain_worker", unchecked(self.drain), methods=["POST"])]
+        return [Route(DRAIN_PATH, unchecked(self.drain), methods=["POST"])]
 
     async def drain(self, request: Request, key: str) -> Response:
         """Answered when the worker has left."""
         body = parse(_drain, await self._read(request))
         message = DrainWorker(id=0, worker=body.worker, restart=body.restart, api_key=key)
-        self._restrict(request, message)
+        self._restrict(message)
         return json_response(await self._ask(key).send_drain(message))

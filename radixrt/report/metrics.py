@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def render(report: Report, core: RouterCore, tenant: str | None = None) -> str:
-    """The metrics in Prometheus' text format. With `tenant`, metrics that have a tenant label are limited to that
-    tenant; metrics without one are shown always. Counters of workers that have gone are shown for an hour, for at most
-    the last hundred."""
+    """The metrics in Prometheus' text format. With `tenant`, only those with a tenant label, of that tenant, and the
+    number of its sequences in flight. LoRA adapters that were unloaded are left out. Counters of workers that have gone
+    are shown for an hour, for at most the last hundred."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(report, core, tenant))
     return generate_latest(registry).decode()
@@ -34,11 +34,22 @@ class _Collector(Collector):
         self._tenant = tenant
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._requests()
+        yield self._in_flight()
         yield from self._tokens()
         yield from self._latencies()
         yield from self._sessions()
-        yield from self._workers()
+        if self._tenant is None:
+            yield from self._requests()
+            yield from self._workers()
+
+    def _in_flight(self) -> Metric:
+        core = self._core
+        count = core.runs_in_flight if self._tenant is None else core.runs_of(self._tenant)
+        return GaugeMetricFamily("radixrt_sequences_in_flight", "Sequences placed or waiting for a worker.", count)
+
+    def _shows(self, tenant: str, model: str) -> bool:
+        """Whether there are series of a tenant and a model."""
+        return self._tenant in (None, tenant) and not self._core.members.is_unloaded(model)
 
     def _requests(self) -> Iterator[Metric]:
         counters = self._core.counters
@@ -46,9 +57,6 @@ class _Collector(Collector):
         for outcome in ("finished", "cancelled", "failed", "refused"):
             outcomes.add_metric([outcome], getattr(counters, outcome))
         yield outcomes
-        yield GaugeMetricFamily(
-            "radixrt_sequences_in_flight", "Sequences placed or waiting for a worker.", self._core.runs_in_flight
-        )
         for name, text in (
             ("redispatched", "Sequences that were continued by another worker."),
             ("workers_lost", "Workers that left or were lost."),
@@ -79,7 +87,7 @@ class _Collector(Collector):
             "radixrt_missed_prompt_tokens", "Prompt tokens computed, by cause.", labels=[*labels, "cause"]
         )
         for (tenant, model), tally in self._report.by_tenant_and_model().items():
-            if self._tenant not in (None, tenant):
+            if not self._shows(tenant, model):
                 continue
             for name, family in families.items():
                 family.add_metric([tenant, model], getattr(tally, name))
@@ -98,7 +106,7 @@ class _Collector(Collector):
             )
         }
         for (tenant, model), latency in self._report.latencies.items():
-            if self._tenant in (None, tenant):
+            if self._shows(tenant, model):
                 for name, family in families.items():
                     histogram = getattr(latency, name)
                     family.add_metric([tenant, model], [*histogram.buckets()], histogram.total)

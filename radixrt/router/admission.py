@@ -58,15 +58,19 @@ class Admission:
             raise Refused("api_key", "unknown API key", 401)
         return tenant
 
+    def is_admin(self, api_key: str) -> bool:
+        """Whether this is the key of --admin-api-key."""
+        admin = self._config.admin_api_key
+        return bool(admin) and hmac.compare_digest(api_key.encode(), admin.encode())
+
     def check_admin(self, api_key: str, always: bool = False) -> None:
         """Raise Refused (401, 403) if LoRA adapters may not be changed here, or not with this key. Where no key is
         configured, any will do, unless only the admin's `always` will."""
         if not self._config.allow_runtime_lora_updating:
             raise Refused("", "LoRA adapters cannot be changed: --allow-runtime-lora-updating is off", 403)
-        admin = self._config.admin_api_key
-        if not admin and not self._tenants and not always:
+        if not self._config.admin_api_key and not self._tenants and not always:
             return
-        if not admin or not hmac.compare_digest(api_key.encode(), admin.encode()):
+        if not self.is_admin(api_key):
             code = 403 if api_key in self._tenants else 401
             raise Refused("api_key", "LoRA adapters are changed only with the key of --admin-api-key", code)
 

@@ -114,7 +114,15 @@ class RouterCore:
         """Runs that are dispatched or wait for a worker."""
         return len(self._dispatcher) + len(self._suspects)
 
+    def runs_of(self, tenant: str) -> int:
+        """Those of one tenant."""
+        return self._tenants[tenant]
+
     # ------------------------------------------------------------ clients
+
+    def is_admin(self, api_key: str) -> bool:
+        """Whether this is the admin's key."""
+        return self._admission.is_admin(api_key)
 
     def tenant(self, api_key: str) -> str:
         """The tenant of a key. Raises Refused (401) if keys are configured and this is not one of them."""

@@ -59,6 +59,9 @@ from radixrt.router.tasks import Handler, Tasks, now
 from radixrt.router.tokens import Encoded, TextService
 from radixrt.router.validate import Refused, check_cancel, refusal
 
+MAX_RECALL_BYTES = 64 << 20
+"""The most bytes of the values that one Recall returns, if there are several."""
+
 
 class Handlers:
     """The handlers of all message types. Replies and orders are passed to `perform`."""
@@ -110,10 +113,7 @@ class Handlers:
                         self._shared.put(tenant, key, value)
                     self._answer(client, Done(message.id))
                 case Recall():
-                    tenant, keys = self._core.tenant(message.api_key), message.keys
-                    if len(set(keys)) < len(keys):  # the reply could be of any size
-                        raise Refused("keys", "keys must not hold one twice")
-                    self._answer(client, Info(message.id, [self._shared.get(tenant, key) for key in keys]))
+                    self._answer(client, Info(message.id, self._recalled(message)))
                 case ChangeAdapter():
                     self._perform(self._core.change_adapter(client, message, time.time_ns() // 1_000_000))
                 case DrainWorker():
@@ -268,7 +268,7 @@ class Handlers:
     def _query(self, message: Ask) -> Any:
         match message.what:
             case "health":
-                return status.health(self._core, self._programs.states)
+                return self._health(message.api_key)
             case "models":
                 return status.models(self._core)
             case "model":
@@ -280,11 +280,35 @@ class Handlers:
             case "metrics":
                 return render(self._report, self._core, self._visible(message.api_key))
 
+    def _recalled(self, message: Recall) -> list[bytes | None]:
+        """The values of a Recall. Raises Refused if they are too large for one reply."""
+        tenant, keys = self._core.tenant(message.api_key), message.keys
+        if len(set(keys)) < len(keys):  # the reply could be of any size
+            raise Refused("keys", "keys must not hold one twice")
+        values = [self._shared.get(tenant, key) for key in keys]
+        if len(values) > 1 and sum(len(value or b"") for value in values) > MAX_RECALL_BYTES:
+            raise Refused(
+                "keys", f"keys have values of more than {MAX_RECALL_BYTES} bytes in all: ask for fewer at once"
+            )
+        return values
+
     def _decode(self, ids: bytes) -> str:
         """The text of any ids that workers accept, including ids that the tokenizer does not have."""
         return self._text.tokenizer.decode(memoryview(ids).cast("i").tolist())
 
+    def _health(self, api_key: str) -> dict[str, Any]:
+        """What a key may see; without a valid one, what load balancers and the launcher need."""
+        core, states = self._core, self._programs.states
+        try:
+            tenant = self._visible(api_key)
+        except Refused:
+            return status.public_health(core)
+        return status.health(core, states) if tenant is None else status.tenant_health(core, states, tenant)
+
     def _visible(self, api_key: str) -> str | None:
-        """The tenant whose figures a key may see; None (all tenants) if no keys are configured."""
+        """The tenant whose figures a key may see; None (all tenants) for the admin's key, and if no keys are
+        configured."""
+        if self._core.is_admin(api_key):
+            return None
         tenant = self._core.tenant(api_key)
         return tenant if self._config.api_key else None

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from radixrt import wire
-from radixrt.messages import Abort, ClientReply, Deltas, Error, Stop, Unknown
+from radixrt.messages import Abort, ClientReply, ClientRequest, Deltas, Error, Stop, Unknown
+from radixrt.router.backlogs import MARK_BYTES, Backlogs
+from radixrt.router.errors import FieldError
 from radixrt.wire.sockets import HIGH_WATER
 
 log = logging.getLogger("radixrt.router")
@@ -34,6 +36,7 @@ NOTHING = wire.encode(Abort([]))
 MOST_OWED = 4 * HIGH_WATER
 """The most requests for which a client is owed an Error; beyond that the oldest are dropped."""
 NOT_READ = "the client did not read its replies: cancelled"
+FULL = "too many bytes of earlier replies wait for this client: it is to read them first"
 
 
 class WorkerLinks:
@@ -134,12 +137,18 @@ class WorkerLinks:
 
 
 class ClientLinks:
-    """Connections to clients, of a socket or on this event loop. A client that does not read is owed an Error for each
-    of its unanswered requests: those in flight, and those whose last message it did not receive."""
+    """Connections to clients, of a socket or on this event loop. `tenant` returns the tenant of a key, or raises
+    FieldError.
 
-    def __init__(self) -> None:
+    A client that does not read, for which too many messages wait, is owed an Error for each of its unanswered requests:
+    those in flight, and those whose last message it did not receive. If too many bytes wait (`backlogs`), it gets an
+    Error in place of a reply, and is disconnected if it still does not read."""
+
+    def __init__(self, tenant: Callable[[str], str]) -> None:
         self.socket: wire.RouterSocket | None = None
         """None before the router listens."""
+        self._tenant = tenant
+        self._backlogs = Backlogs()
         self._attached: dict[bytes, Callable[[ClientReply], None]] = {}
         self._owed: dict[bytes, dict[int, None]] = {}
         """Ids of requests for which a client is owed an Error, in order."""
@@ -151,6 +160,19 @@ class ClientLinks:
         self._attached[identity] = deliver
         return identity
 
+    def heard(self, client: bytes, message: ClientRequest) -> None:
+        """A client of the socket has sent a message: what waits for it counts as its tenant's."""
+        key = getattr(message, "api_key", None)
+        backlog = self._backlogs.of(client)
+        if key is None or key == backlog.key:
+            return
+        try:
+            tenant = self._tenant(key)
+        except FieldError:
+            return
+        backlog.tenant = tenant if backlog.key is None or backlog.tenant == tenant else None
+        backlog.key = key
+
     def send(self, client: bytes, message: ClientReply, in_flight: Callable[[bytes], Iterable[int]]) -> bool:
         """Send a message. False if the client has disconnected or does not read. In the latter case it is owed Errors
         for the requests that are `in_flight` of it, and for those that this message would have ended."""
@@ -159,16 +181,50 @@ class ClientLinks:
             return True
         assert self.socket is not None
         try:
-            if self.socket.send(client, wire.encode(message)):
+            if self._queue(client, message):
                 return True
         except wire.PeerGone:
             self._owed.pop(client, None)
             return False
+        if client not in self._owed:
+            log.warning("a client does not read its replies: its requests are cancelled")
         owed = self._owed.setdefault(client, {})
         owed.update(dict.fromkeys([*in_flight(client), *_ended(message)]))
         while len(owed) > MOST_OWED:
             del owed[next(iter(owed))]
         return False
+
+    def _queue(self, client: bytes, message: ClientReply) -> bool:
+        """Queue a message, or an Error in its place if too many bytes wait. False if the queue is full."""
+        payload, backlog = wire.encode(message), self._backlogs.of(client)
+        size = backlog.unmarked + len(payload)
+        if size < MARK_BYTES:
+            backlog.unmarked = size
+            return self.socket.send(client, payload)
+        if not self._backlogs.admits(client, backlog, size):
+            backlog.exceeded = True
+            if not isinstance(message, Deltas):  # those of streams are small, and cannot be replaced
+                return self.socket.send(client, wire.encode(Error(message.id, 503, FULL, retry_after=1.0)))
+        left = self.socket.send_marked(client, payload)
+        if left is not None:
+            backlog.mark(size, left)
+        return left is not None
+
+    def disconnect_stalled(self) -> list[bytes]:
+        """Disconnect the clients that do not read. Returns them. What waits for them counts until it is dropped."""
+        assert self.socket is not None
+        gone = []
+        for client, backlog in self._backlogs.stalled():
+            with contextlib.suppress(wire.PeerGone):
+                if not self.socket.disconnect(client):
+                    continue
+                whose = f" of tenant {backlog.tenant}" if backlog.tenant else ""
+                log.warning("a client%s does not read: disconnected, %.1f MB waited", whose, backlog.waiting / 1e6)
+            backlog.gone = True
+            gone.append(client)
+        for client in gone:
+            self._owed.pop(client, None)
+        return gone
 
     def send_owed(self) -> None:
         """Send the owed Errors to clients that read again."""

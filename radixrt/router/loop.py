@@ -29,6 +29,7 @@ from radixrt.messages import (
     StepDone,
     ToRouter,
 )
+from radixrt.open_files import FileWatch
 from radixrt.report import Report
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order, Reply
@@ -74,8 +75,9 @@ class RouterServer:
         self._handlers = Handlers(
             config, self.core, self.text, self._streams, self.programs, self.report, self._perform
         )
-        self._clients = ClientLinks()
+        self._clients = ClientLinks(self.core.tenant)
         self._gate = Gate(self.core.keys)
+        self._files = FileWatch("new connections are not accepted; those that there are go on")
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop` is set; `on_ready` is called once it listens."""
@@ -88,7 +90,10 @@ class RouterServer:
             while not await _is_set_within(stop, period):
                 self._perform(self.core.tick(now()))
                 self._workers.prune(self.core.members.known)
+                self._files.look()
                 self._clients.send_owed()
+                for client in self._clients.disconnect_stalled():
+                    self._perform(self._handlers.drop(client))
         finally:
             self._handlers.close()
             self._workers.flush()
@@ -148,6 +153,7 @@ class RouterServer:
             self._answer(client, malformed(payload, problem))
             return
         try:
+            self._clients.heard(client, message)
             self.take(client, message)
         except Exception:
             log.exception("a message of a client failed")

@@ -95,6 +95,11 @@ class Members:
         wanted = {adapter.name for adapter in self.wanted.values() if adapter.path}
         return wanted | {name for m in self._known() for name, version in m.adapters if version == self.version(name)}
 
+    def is_unloaded(self, model: str) -> bool:
+        """Whether this was a LoRA adapter that a client has unloaded."""
+        adapter = self.wanted.get(model)
+        return adapter is not None and not adapter.path and model not in self.models()
+
     def version(self, model: str) -> int:
         """The version of a LoRA adapter that new requests get; 0 for models, and for adapters that workers have had
         since their start."""

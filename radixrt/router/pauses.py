@@ -48,6 +48,10 @@ class Pauses:
     def __len__(self) -> int:
         return self._shares.total
 
+    def number(self, tenant: str) -> int:
+        """The number of a tenant's pauses."""
+        return self._shares[tenant]
+
     def waiting(self, state: Key) -> int:
         """The number of pauses of a state."""
         return len(self._paused.get(state.tenant, {}).get(state, ()))

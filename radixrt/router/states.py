@@ -48,6 +48,14 @@ class States:
         """About the memory of all states."""
         return self._shares.total
 
+    def number(self, tenant: str) -> int:
+        """The number of a tenant's states."""
+        return len(self._states.get(tenant, ()))
+
+    def bytes_of(self, tenant: str) -> int:
+        """About the memory of a tenant's states."""
+        return self._shares[tenant]
+
     def get(self, key: Key, field: str = "prompt.state") -> State:
         """A state, which becomes the last used one. Raises Refused (GONE) if it is not known; state 0 is NOTHING."""
         if key.number == 0:

@@ -6,19 +6,13 @@ from dataclasses import asdict
 from typing import Any
 
 from radixrt.router.core import RouterCore
+from radixrt.router.member import Member
 from radixrt.router.states import States
 
 
 def health(core: RouterCore, states: States) -> dict[str, Any]:
-    """`serving` is True while a worker serves and gets on; `draining`: new requests are refused. `max_model_len` is the
-    largest of all workers, 0 without any. `stuck` are the names of workers that do not get on; they serve only if there
-    is no other."""
-    members = list(core.members)
-    return {
-        "serving": any(not m.stuck for m in members),
-        "draining": core.drains.server,
-        "stuck": sorted(m.name for m in (*members, *core.members.lost()) if m.stuck),
-        "max_model_len": max((m.token_limit for m in members), default=0),
+    """For those who may see all figures."""
+    return public_health(core) | {
         "runs_in_flight": core.runs_in_flight,
         "index_tokens": core.index.tokens,
         "states": len(states),
@@ -26,15 +20,9 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
         "paused": len(core.pauses),
         "counters": asdict(core.counters),
         "workers": [
-            {
-                "name": m.name,
-                "model": m.info.model,
-                "device": m.info.device,
+            _facts(core, m)
+            | {
                 "pid": m.info.pid,
-                "kv_dtype": m.info.kv_dtype,
-                "page_size": m.info.page_size,
-                "draining": core.members.is_closed(m.name),
-                "stalled_seconds": m.stalled,
                 "requests": len(m.runs),
                 "running": m.load.running,
                 "waiting": m.load.waiting,
@@ -43,10 +31,53 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
                 "evictable_pages": m.load.evictable_pages,
                 "total_pages": m.load.total_pages,
                 "failed_share": round(m.record.share, 3),
-                "set_aside": m.record.set_aside,
             }
-            for m in members
+            for m in core.members
         ],
+    }
+
+
+def tenant_health(core: RouterCore, states: States, tenant: str) -> dict[str, Any]:
+    """For a tenant: figures of its own, and of workers only what does not depend on others' requests."""
+    return public_health(core) | {
+        "runs_in_flight": core.runs_of(tenant),
+        "states": states.number(tenant),
+        "state_bytes": states.bytes_of(tenant),
+        "paused": core.pauses.number(tenant),
+        "workers": [_facts(core, m) for m in core.members],
+    }
+
+
+def public_health(core: RouterCore) -> dict[str, Any]:
+    """For those without a key: whether and where anything is served. `serving` is True while a worker serves and gets
+    on; `draining`: new requests are refused. `max_model_len` is the largest of all workers, 0 without any. `stuck` are
+    the names of workers that do not get on; they serve only if there is no other."""
+    members = list(core.members)
+    return {
+        "serving": any(not m.stuck for m in members),
+        "draining": core.drains.server,
+        "stuck": sorted(m.name for m in (*members, *core.members.lost()) if m.stuck),
+        "max_model_len": max((m.token_limit for m in members), default=0),
+        "workers": [_progress(core, m) for m in members],
+    }
+
+
+def _progress(core: RouterCore, member: Member) -> dict[str, Any]:
+    return {
+        "name": member.name,
+        "draining": core.members.is_closed(member.name),
+        "stalled_seconds": member.stalled,
+        "set_aside": member.record.set_aside,
+    }
+
+
+def _facts(core: RouterCore, member: Member) -> dict[str, Any]:
+    info = member.info
+    return _progress(core, member) | {
+        "model": info.model,
+        "device": info.device,
+        "kv_dtype": info.kv_dtype,
+        "page_size": info.page_size,
     }
 
 

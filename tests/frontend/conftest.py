@@ -33,10 +33,10 @@ def folder(tmp_path_factory) -> Path:
 def serving(
     folder: Path | None, fake: str = "0,0", workers: int = 2, context: int = 8192, jump_forward: bool = True, **settings
 ) -> Iterator[FrontendThread]:
-    """Run a front end. `settings` are fields of its configuration; `api_key` is also for the router. `context` (their
+    """Run a front end. `settings` are fields of its configuration; API keys are also for the router. `context` (their
     max_model_len) and `jump_forward` are for the workers."""
     names = {"model": str(folder or ""), "served_model_name": "m", "tokenizer": "" if folder else "none"}
-    keys = {"api_key": settings["api_key"]} if "api_key" in settings else {}
+    keys = {name: settings[name] for name in ("api_key", "admin_api_key") if name in settings}
     router = resolve(RouterConfig(**names, **keys))
     own = {"model": str(folder or ""), "served_model_name": "m", "fake": fake}
     worker = WorkerConfig(**own, max_model_len=context, jump_forward=jump_forward)

@@ -259,7 +259,7 @@ class Model:
 
     def __init__(self, url: str, folder: Path, script: Script, frontend: Any) -> None:
         self.url = url
-        self.router = frontend._config.router
+        self.router = frontend.config.router
         self.script = script
         self.tokenizer = load_tokenizer(folder)
         self.client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0)

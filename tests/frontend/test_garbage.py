@@ -56,7 +56,8 @@ class Wire:
         self._socket = socket.create_connection(("127.0.0.1", int(frontend.url.rpartition(":")[2])))
 
     def ask(self, path: str, body: bytes, headers: dict[str, str] = HEADER, length: int | None = None) -> None:
-        lines = [f"POST {path} HTTP/1.1", "host: h", f"content-length: {len(body) if length is None else length}"]
+        size = len(body) if length is None else length
+        lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {size}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self._socket.sendall("\r\n".join([*lines, "", ""]).encode() + body)
 

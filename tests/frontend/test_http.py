@@ -123,7 +123,7 @@ def test_a_native_message_without_a_key_is_not_read(folder):
     with serving(folder, api_key=("t:key",)) as frontend, httpx.Client(base_url=frontend.url) as http:
         for size, body, status in ((1 << 40, b"", 401), (len(large), b"", 401), (len(small), small, 200)):
             with socket.create_connection(("127.0.0.1", int(frontend.url.rpartition(":")[2])), 10) as sock:
-                sock.sendall(b"POST /v1/native HTTP/1.1\r\nhost: h\r\ncontent-length: %d\r\n\r\n" % size + body)
+                sock.sendall(b"POST /v1/native HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size + body)
                 assert sock.recv(65536).startswith(b"HTTP/1.1 %d " % status)
         for body in (large, (large[i : i + 1000] for i in range(0, len(large), 1000))):
             refused = http.post("/v1/native", content=body)
@@ -211,6 +211,29 @@ def test_health_metrics_and_report(http):
     page = http.get("/v1/report", headers={"accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
     assert page.headers["content-type"].startswith("text/html") and "Cache-hit-rate report" in page.text
     assert "script" not in page.headers["content-security-policy"]
+
+
+def test_who_sees_which_figures(folder):
+    with serving(folder, workers=1, api_key=("a:ka", "b:kb"), admin_api_key="root") as frontend:
+
+        def get(path: str, key: str) -> httpx.Response:
+            return httpx.get(frontend.url + path, headers={"x-api-key": key})
+
+        for key in ("ka", "kb"):
+            with Client(frontend.url, api_key=key) as client:
+                client.generate("a b", SHORT)
+        shown = {key: get("/metrics", key).text for key in ("ka", "kb", "root")}
+        assert {key: [name for name in "ab" if f'tenant="{name}"' in text] for key, text in shown.items()} == {
+            "ka": ["a"], "kb": ["b"], "root": ["a", "b"],
+        }  # fmt: skip
+        assert [name in shown[key] for key in ("ka", "root") for name in ("radixrt_requests", "radixrt_worker")] == [
+            False, False, True, True,
+        ]  # fmt: skip
+        tenants = {key: [row["tenant"] for row in get("/v1/report", key).json()["tenants"]] for key in shown}
+        assert tenants == {"ka": ["a"], "kb": ["b"], "root": ["a", "b"]}
+        assert [get(path, key).status_code for path in ("/metrics", "/v1/report") for key in ("", "x")] == [401] * 4
+        assert get("/v1/models", "root").status_code == 401, "it is no tenant's"
+        assert httpx.get(frontend.url + "/health").json() == {"status": "ok", "workers": 1}
 
 
 def test_routes_that_are_none(http):
@@ -487,7 +510,8 @@ def test_a_client_that_does_not_read_is_cut_off(slow_url, monkeypatch):
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect((host, int(port)))
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+        sock.sendall(head % len(body) + body)
         assert wait_until_idle(slow_url)
 
 

@@ -9,7 +9,7 @@ import pytest
 from radixrt.config import FrontendConfig, resolve
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.prompts import Prompts, Ready
-from radixrt.frontend.schema import Chat, parse_completion
+from radixrt.frontend.schema import Chat, cut_prompt, parse_completion
 from radixrt.frontend.tools import NO_TOOLS
 from radixrt.messages import TextPrompt
 from radixrt.router.tokens import TextService
@@ -32,7 +32,7 @@ def prepare(prompts: Prompts, body, key: str = "k") -> list[Ready]:
 
 
 def test_several_prompts_within_the_room_there_is(text):
-    body = parse_completion(b'{"prompt": [[1, 2, 3], [4]], "max_tokens": 6}')
+    body = parse_completion(*cut_prompt(b'{"prompt": [[1, 2, 3], [4]], "max_tokens": 6}'))
     found = prepare(make_prompts(text, max_model_len=8), body)
     assert [(len(one.encoded.ids), one.sampling.max_tokens) for one in found] == [(12, 5), (4, 6)]
     assert [one.sampling.max_tokens for one in prepare(make_prompts(text), body)] == [6, 6]

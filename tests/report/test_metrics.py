@@ -13,7 +13,7 @@ from radixrt.cli import main
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig
 from radixrt.local import LocalStack
-from radixrt.messages import Load, Origin, Register, Sampling, StepDone
+from radixrt.messages import Adapter, Load, Origin, Register, Sampling, StepDone
 from radixrt.ports import free_tcp_address
 from radixrt.report import Report, to_text
 from radixrt.report.metrics import render
@@ -24,8 +24,8 @@ SHORT = Sampling(max_tokens=4)
 PAGE_STATES = ("free", "evictable", "leased")
 
 
-def stack(workers: int = 2, page_size: int = 1, **router) -> LocalStack:
-    worker = WorkerConfig(served_model_name="m", fake="0,0", page_size=page_size)
+def stack(workers: int = 2, page_size: int = 1, fake: str = "0,0", **router) -> LocalStack:
+    worker = WorkerConfig(served_model_name="m", fake=fake, page_size=page_size)
     return LocalStack(StackConfig(RouterConfig(tokenizer="none", **router), worker, FrontendConfig(), workers=workers))
 
 
@@ -71,21 +71,67 @@ def test_report_metrics_and_replies_agree(page_size):
     assert "program agent, fork depth 1" in to_text(report)
 
 
-def test_a_key_sees_its_tenant():
-    with stack(1, api_key=("a:key-a", "b:key-b")) as running:
+def test_a_key_sees_its_tenant_and_the_admins_key_everything():
+    with stack(1, api_key=("a:key-a", "b:key-b"), admin_api_key="root") as running:
         with Client(running.address, api_key="key-a") as client:
             client.generate(array("i", [5, 6, 7]).tolist(), SHORT)
         with Client(running.address, api_key="key-b") as client:
             assert client.generate([5, 6, 7], SHORT).usage.cached_tokens == 0, "tenants never share"
             assert [row["tenant"] for row in client.report()["tenants"]] == ["b"]
-            metrics = client.metrics()
-            assert 'tenant="b"' in metrics and 'tenant="a"' not in metrics
-            assert samples(metrics)["radixrt_requests_total", ("outcome", "finished")] == 2
-        with Client(running.address, api_key="wrong") as client:
-            for ask in (client.report, client.metrics):
-                with pytest.raises(ServerError) as caught:
-                    ask()
-                assert caught.value.code == 401
+            found = samples(client.metrics())
+            assert found["radixrt_generated_tokens_total", ("model", "m"), ("tenant", "b")] == 4
+            others = [name for name, *labels in found if ("tenant", "b") not in labels]
+            assert others == ["radixrt_sequences_in_flight"], "of others, and of all, nothing"
+            health = client.health()
+            assert health["runs_in_flight"] == 0 and health["workers"][0]["model"] == "m"
+            assert not {"counters", "index_tokens"} & set(health) and "running" not in health["workers"][0]
+        with Client(running.address, api_key="root") as client:
+            assert [row["tenant"] for row in client.report()["tenants"]] == ["a", "b"]
+            found = samples(client.metrics())
+            assert {value for name in found for label, value in name[1:] if label == "tenant"} == {"a", "b"}
+            assert found["radixrt_requests_total", ("outcome", "finished")] == 2 and found["radixrt_workers",] == 1
+            assert client.health()["counters"]["finished"] == 2
+        for key in ("", "wrong"):
+            with Client(running.address, api_key=key) as client:
+                health = client.health()
+                assert set(health) == {"serving", "max_model_len", "workers"}, "enough to wait for the workers"
+                assert health["serving"] and len(health["workers"]) == 1
+                for ask in (client.report, client.metrics):
+                    with pytest.raises(ServerError) as caught:
+                        ask()
+                    assert caught.value.code == 401
+
+
+def test_a_tenants_health_has_its_own_sequences_alone():
+    with stack(1, fake="0,0.05", api_key=("a:key-a", "b:key-b")) as running:
+        with Client(running.address, api_key="key-a") as one, Client(running.address, api_key="key-b") as other:
+            stream = one.stream([5, 6, 7], Sampling(max_tokens=1000, ignore_eos=True))
+            next(stream)
+            assert (one.health()["runs_in_flight"], other.health()["runs_in_flight"]) == (1, 0)
+            in_flight = [samples(client.metrics())["radixrt_sequences_in_flight",] for client in (one, other)]
+            assert in_flight == [1, 0]
+            stream.close()
+
+
+def test_there_are_no_series_of_unloaded_adapters():
+    report, core = Report(1000), RouterCore(RouterConfig())
+    core.register(Register(name="w", model="m", max_model_len=9, page_size=1, total_pages=9, max_running=1), 0.0)
+    served = ["m", "kept", *(f"adapter-{i}" for i in range(300))]
+    for version, model in enumerate(served, 1):
+        core.members.want(Adapter(model, version, "/folder"))
+        report.finished(
+            namespace=model, tenant="t", origin=Origin(), worker="w", page_size=1, prompt=bytes(8), generated=bytes(4),
+            reusable_tokens=0, cached_tokens=0, bound_tokens=0, predicted_tokens=0, best_tokens=0, model=model,
+        )  # fmt: skip
+        report.took("t", model, 0.1, 0.2, 2)
+    shown = lambda: {v for name in samples(render(report, core)) for label, v in name[1:] if label == "model"}  # noqa: E731
+    assert shown() == set(served)
+    for model in served[2:]:
+        core.members.want(Adapter(model, 1000, ""))
+    assert shown() == {"m", "kept"} and len(render(report, core).splitlines()) < 300
+    core.members.want(Adapter("adapter-7", 2000, "/folder"))
+    found = samples(render(report, core))
+    assert found["radixrt_prompt_tokens_total", ("model", "adapter-7"), ("tenant", "t")] == 2, "sums go on"
 
 
 def test_the_command(capsys):

@@ -55,7 +55,7 @@ class Socket:
 
 
 def make() -> tuple[ClientLinks, Socket]:
-    clients = ClientLinks()
+    clients = ClientLinks(lambda key: key)
     clients.socket = Socket()
     return clients, clients.socket
 

@@ -226,7 +226,7 @@ def test_a_client_that_vanishes_is_cancelled(monkeypatch):
         assert client.gather(1)
 
 
-def test_a_client_that_does_not_read_loses_its_requests_and_is_told(monkeypatch, tmp_path):
+def test_a_client_that_does_not_read_loses_its_requests_and_is_told(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr("radixrt.wire.sockets.HIGH_WATER", 5)
     with stack(worker_timeout=0.5, pace=0.0005, client_address=f"ipc://{tmp_path}/c") as (router, _, client):
         deaf = Client(router.server.client_address)
@@ -234,6 +234,7 @@ def test_a_client_that_does_not_read_loses_its_requests_and_is_told(monkeypatch,
         deaf.send(*(Generate(id=i, prompt=TokenPrompt(PROMPT), sampling=big) for i in range(4)))
         deaf.send(*(Ask(id=100 + i, what="health") for i in range(4)))
         eventually(lambda: router.server.core.counters.cancelled >= 4, 20)
+        assert caplog.text.count("does not read its replies") == 1
         client.send(generate(1))
         assert client.gather(1)
         told = set()

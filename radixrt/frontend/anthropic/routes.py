@@ -17,6 +17,7 @@ from radixrt.frontend.anthropic.errors import REQUEST_ID, new_request_id
 from radixrt.frontend.anthropic.exchange import MessageExchange
 from radixrt.frontend.anthropic.replies import MessageReply
 from radixrt.frontend.anthropic.schema import Counted, Messages
+from radixrt.frontend.body import MIN_BYTES, apart, is_large
 from radixrt.frontend.generation import Generation
 from radixrt.frontend.guard import json_response
 from radixrt.frontend.prompts import Prompts
@@ -50,14 +51,14 @@ class MessageRoutes:
 
     async def count(self, request: Request, key: str) -> Response:
         body = parse(_counted, await self._read(request))
-        prompt = body.prompt(body.tool_use())
-        breakpoints(body)
+        prompt = await apart(is_large(request), lambda: body.prompt(body.tool_use()))
+        await apart(is_large(request), lambda: breakpoints(body))
         await self._generation.check_model(body.model, key)
         return json_response({"input_tokens": await self._prompts.num_tokens(prompt, key, body)})
 
     async def _pins(self, body: Messages, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:
         """The pins of a request's breakpoints. Found in a thread, since each renders the chat once more."""
-        if self._tokenizer is None or not breakpoints(body):
+        if self._tokenizer is None or not await apart(len(ids) > MIN_BYTES, lambda: breakpoints(body)):
             return []
         return await asyncio.to_thread(pinned, self._tokenizer, body, use, ids)
 

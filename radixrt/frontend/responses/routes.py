@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from radixrt.frontend import schema
 from radixrt.frontend.answer import StreamAnswer, WholeAnswer
+from radixrt.frontend.body import apart, is_large
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.generation import Generation
 from radixrt.frontend.peers import Peers
@@ -26,6 +27,8 @@ from radixrt.frontend.responses.store import LocalResponses
 from radixrt.frontend.responses.tools import listed
 
 RESPONSES_PATH = "/v1/responses"
+MANY_MESSAGES = 1024
+"""Chains of more messages are read in a thread."""
 _create = msgspec.json.Decoder(Create)
 
 
@@ -62,7 +65,7 @@ class Responses:
     async def count(self, request: Request, key: str) -> Response:
         """Count the tokens of a request's prompt."""
         asked, _ = await self._read_asked(request, key)
-        (prompt,) = asked.prompts(asked.tool_use())
+        (prompt,) = await apart(is_large(request), lambda: asked.prompts(asked.tool_use()))
         await self._generation.check_model(asked.model, key)
         tokens = await self._prompts.num_tokens(prompt, key, asked)
         counted = {"object": "response.input_tokens", "input_tokens": tokens}
@@ -75,7 +78,7 @@ class Responses:
         turns, before = await self._before(namespace, body.previous_response_id, key)
         if isinstance(body.input, list) and any(map(is_reference, body.input)):
             body.input = await resolved(body.input, lambda response: self._store.body(namespace, response, key))
-        return Asked(body, before), turns
+        return await apart(is_large(request) or len(before) > MANY_MESSAGES, lambda: Asked(body, before)), turns
 
     async def get(self, request: Request, key: str) -> Response:
         if request.query_params.get("stream") == "true":
@@ -95,7 +98,9 @@ class Responses:
         *messages, _ = found[1]
         body = await self._store.body(namespace, response_id, key)
         tools = listed(msgspec.json.decode(body)["tools"]) if body else []
-        items = page(response_id, messages, request.query_params, tools)
+        items = await apart(
+            len(messages) > MANY_MESSAGES, lambda: page(response_id, messages, request.query_params, tools)
+        )
         return Response(encode(items), media_type="application/json")
 
     async def delete(self, request: Request, key: str) -> Response:

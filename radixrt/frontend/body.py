@@ -1,0 +1,82 @@
+"""Reads the bodies of requests within limits: of bytes, and of what JSON holds, before it is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from radixrt.frontend._shape import exceeded
+from radixrt.frontend.errors import ApiError
+from radixrt.frontend.guard import headers_of
+
+MAX_DEPTH = 256
+"""The most objects and lists of a body within each other."""
+MAX_VALUES = 1 << 18
+"""The most objects, lists and strings, keys included. A parser takes up to 100 ns for each, while nobody else is
+served."""
+MAX_NUMBERS = 1 << 20
+"""The most numbers and literals, except token ids that are read without a parser."""
+MAX_ENTRIES = 1 << 14
+"""The most objects or lists in one list: messages, tools, parts of a content."""
+MIN_BYTES = 64 << 10
+"""Smaller bodies cannot hold so much that it matters, and are parsed at once."""
+MIN_THREAD_BYTES = 1 << 20
+"""Larger ones are looked through in a thread, at about 1 GB/s and without Python's lock."""
+SIZE = "radixrt.body_bytes"
+"""A key of a scope: the size of the body that was read."""
+T = TypeVar("T")
+_LIMITS = {"depth": MAX_DEPTH, "values": MAX_VALUES, "numbers": MAX_NUMBERS, "entries": MAX_ENTRIES}
+_WORDS = {
+    "depth": "is nested more than {} deep",
+    "values": "holds more than {} objects, lists and strings",
+    "numbers": "holds more than {} numbers",
+    "entries": "has more than {} entries",
+}
+
+
+async def read_body(request: Request, limit: int, too_large: Callable[[int], ApiError]) -> bytes:
+    """The body of a request. Raises `too_large(limit)` if it has more than `limit` bytes, before they are read if it
+    says so."""
+    headers = headers_of(request)
+    if (coding := headers.get(b"content-encoding", "")) not in ("", "identity"):
+        raise ApiError(415, f"content-encoding: {coding} is not served; send the body as it is", "content-encoding")
+    length = headers.get(b"content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise too_large(limit)
+    parts, size, more = [], 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(400, "the body ended early")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise too_large(limit)
+        more = message.get("more_body", False)
+    request.scope[SIZE] = size
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def check_shape(body: bytes) -> None:
+    """Raise ApiError (400), which names the field, if a body of JSON holds more than is parsed here."""
+    if len(body) < MIN_BYTES:
+        return
+    arguments = (body, *_LIMITS.values())
+    found = exceeded(*arguments) if len(body) < MIN_THREAD_BYTES else await asyncio.to_thread(exceeded, *arguments)
+    if found is not None:
+        limit, field = found
+        what = _WORDS[limit].format(_LIMITS[limit])
+        raise ApiError(400, f"{field or 'the body'}: {what}", field)
+
+
+def is_large(request: Request) -> bool:
+    """Whether the body is so large that what is computed from it takes long."""
+    return request.scope.get(SIZE, 0) >= MIN_BYTES
+
+
+async def apart(large: bool, function: Callable[[], T]) -> T:
+    """Call a function; if what it computes from is `large`, in a thread, so that others are served meanwhile."""
+    return await asyncio.to_thread(function) if large else function()
