@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.drafting import MOST_ROWS, Drafter
+from radixrt.worker.matching import draft_all
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
@@ -36,7 +37,7 @@ class Speculation:
         most = requests
         if states is not None:
             most = (states.drafted + states.draftable) // LEAST_STATES - len(running.drafting)
-        if most > 0 and (found := [r for r in running.decoding if drafter.begins(r, requests)]):
+        if most > 0 and (found := [r for r in running.decoding if not _is_slow(r) and drafter.begins(r, requests)]):
             running.draft(found[:most])
 
     def proposes(self, drafter: Drafter) -> int:
@@ -62,7 +63,7 @@ class Speculation:
         found = []
         for request in ready:
             ids = drafter.draft(request, room, requests)
-            if ids and request.matcher is not None and not (ids := request.matcher.drafted(request, ids)):
+            if ids and request.matcher is not None and not (ids := self._allowed(request, ids)):
                 drafter.refuse(request)
             more = 0 if not ids else self.room_for(request, request.computed + 1 + len(ids), proposes)
             if ids and self._has_pages(request, len(ids) + more):
@@ -71,6 +72,10 @@ class Speculation:
             else:
                 running.decode(request)
         return found
+
+    def _allowed(self, request: Request, ids: list[int]) -> list[int]:
+        """As `Matcher.drafted`; empty if the request is slow."""
+        return [] if request.matcher.slow else draft_all([(request, ids)])[0]
 
     def room_for(self, request: Request, position: int, proposes: int) -> int:
         """How many of so many proposals can be of use to a request, if they follow a token at this position: after
@@ -120,3 +125,7 @@ class Speculation:
             if self._cache.states is not None:
                 request.state = self._cache.states.accept(request.state, accepted)
         return accepted
+
+
+def _is_slow(request: Request) -> bool:
+    return request.matcher is not None and request.matcher.slow

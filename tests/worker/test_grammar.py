@@ -25,12 +25,13 @@ from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, GrammarKind, Run, Sampling
 from radixrt.worker import grammar as module
 from radixrt.worker.fake import EOS
-from radixrt.worker.grammar import ENTRY_BYTES, Grammars, _compile_by
+from radixrt.worker.grammar import Grammars, _compile_by
 from radixrt.worker.loading import load_runner
 from radixrt.worker.matching import DEAD_END, STRAYED, Matcher, fill_masks
 from radixrt.worker.request import Request
 from radixrt.worker.sample import Masks, TorchSampler
 from radixrt.worker.schema import adapt_schema, safe_pattern
+from radixrt.worker.structured.grammar_cache import ENTRY_BYTES
 from radixrt.worker.vocabulary import read_vocabulary
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import Engine, prompts
@@ -628,7 +629,7 @@ def test_a_slow_grammar_is_not_waited_for(folder, monkeypatch):
     compile = grammars._compile
     held = threading.Event()
     monkeypatch.setattr(
-        grammars, "_compile", lambda g: held.wait(20) and compile(g) if g.text == "slow" else compile(g)
+        grammars, "_compile", lambda g, t: held.wait(20) and compile(g, t) if g.text == "slow" else compile(g, t)
     )
     slow = grammars.get(Grammar("regex", "slow"))
     assert grammars.get(WORDS).result(timeout=20)

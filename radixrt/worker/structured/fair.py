@@ -1,0 +1,106 @@
+"""Threads that are shared fairly: tenants take turns, and each has a few of the threads at most. So work that never
+ends holds up only the tenant that sent it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+NICE = 10
+"""Niceness of the threads, where the system knows one for each thread: the worker's loop must not wait for a core."""
+
+
+class Job:
+    """A piece of work of a tenant. `began`: time.monotonic() when a thread began it, in seconds; None before."""
+
+    __slots__ = ("began", "future", "tenant", "work")
+
+    def __init__(self, tenant: str, work: Callable[[], Any]) -> None:
+        self.tenant = tenant
+        self.work = work
+        self.future: Future[Any] = Future()
+        self.began: float | None = None
+
+    def is_overdue(self, seconds: float, now: float) -> bool:
+        """Whether it has been running for longer than `seconds`."""
+        return self.began is not None and now - self.began > seconds and not self.future.done()
+
+
+class FairThreads:
+    """At most `most` daemon threads, of which the work of one tenant takes `each` at most. They start when there is
+    work, and end when there is none. What calls xgrammar can run here beside the loop: its calls release the GIL."""
+
+    def __init__(self, name: str, most: int, each: int) -> None:
+        self._name = name
+        self._most = most
+        self._each = each
+        self._lock = threading.Lock()
+        """Guards all below."""
+        self._queued: OrderedDict[str, deque[Job]] = OrderedDict()
+        """By tenant, the one whose turn it is first; none is empty."""
+        self._running: dict[str, int] = {}
+        """Threads by tenant."""
+        self._threads = 0
+
+    def submit(self, tenant: str, work: Callable[[], Any]) -> Job:
+        """Queue a piece of work; its future has what the work returns or raises."""
+        job = Job(tenant, work)
+        with self._lock:
+            self._queued.setdefault(tenant, deque()).append(job)
+            more = self._threads < self._most and self._running.get(tenant, 0) < self._each
+            self._threads += more
+        if more:  # daemon threads, so that work does not keep the process from ending
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+        return job
+
+    def queued(self, tenant: str) -> int:
+        """How many jobs of a tenant no thread has begun."""
+        with self._lock:
+            return len(self._queued.get(tenant, ()))
+
+    def cancel(self, job: Job) -> bool:
+        """Remove a job that no thread has begun; False if one has."""
+        with self._lock:
+            jobs = self._queued.get(job.tenant, ())
+            if job not in jobs:
+                return False
+            jobs.remove(job)
+            if not jobs:
+                del self._queued[job.tenant]
+        job.future.cancel()
+        return True
+
+    def _serve(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        while (job := self._take()) is not None:
+            job.began = time.monotonic()
+            try:
+                job.future.set_result(job.work())
+            except BaseException as error:  # whoever waits for the future must learn of it
+                job.future.set_exception(error)
+            with self._lock:
+                self._running[job.tenant] -= 1
+                if not self._running[job.tenant]:
+                    del self._running[job.tenant]
+
+    def _take(self) -> Job | None:
+        """The next job of the tenant whose turn it is; None, and this thread ends, if none may begin."""
+        with self._lock:
+            tenants = (one for one in self._queued if self._running.get(one, 0) < self._each)
+            tenant = next(tenants, None)
+            if tenant is None:
+                self._threads -= 1
+                return None
+            jobs = self._queued.pop(tenant)
+            job = jobs.popleft()
+            if jobs:
+                self._queued[tenant] = jobs  # behind the others
+            self._running[tenant] = self._running.get(tenant, 0) + 1
+            return job
