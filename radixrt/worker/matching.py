@@ -37,8 +37,8 @@ class Matcher:
     and those `stop_token_ids` that have no text. With `ignore_eos`, eos is allowed only where nothing else is."""
 
     __slots__ = (
-        "bans", "busy", "compiled", "ends", "forced", "jumped", "last", "masked", "matcher", "problem", "row", "seconds",
-        "slow", "taken", "tenant",
+        "bans", "busy", "compiled", "ends", "forced", "jumped", "last", "masked", "matcher", "problem", "row",
+        "seconds", "slow", "taken", "tenant",
     )  # fmt: skip
 
     def __init__(self, compiled: Compiled, request: Request) -> None:

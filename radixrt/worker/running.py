@@ -21,7 +21,7 @@ class Running:
 
     def __init__(self) -> None:
         self.behind: list[Request] = []
-        """Requests with more than one token to compute, oldest first."""
+        """Requests with more than one token to compute, in the order in which they fell behind."""
         self.decoding: list[Request] = []
         """Requests that generate one token per step."""
         self.drafting: list[Request] = []
@@ -91,11 +91,10 @@ class Running:
         self._decodes = None
 
     def catch_up(self, request: Request) -> None:
-        """Move a decoding or drafting request that has several tokens to compute to the front of `behind`: they are few
-        compared with prompts."""
+        """Move a decoding or drafting request that has several tokens to compute to `behind`."""
         if request in self.decoding or request in self.drafting:
             self.remove(request)
-            self.behind.insert(0, request)
+            self.behind.append(request)
 
     def sit(self, request: Request) -> None:
         """Let a request sit out."""

@@ -166,8 +166,8 @@ class Scheduler:
             if request.row >= 0:
                 builder.add_draft(request, *draft)
         budget = self.limits.max_num_batched_tokens - len(running.decoding) - len(builder.requests)
-        behind = [*running.behind]
-        while budget > 0 and (request := self._admission.next(behind, self.steps)):
+        self._admission.begin(running.behind, budget)
+        while budget > 0 and (request := self._admission.next(self.steps)):
             taken = self._chunk(request, budget, builder, proposes)
             self._counter.count_prompt(request.tenant, taken)
             budget -= taken
@@ -293,7 +293,8 @@ class Scheduler:
                 stop = int(plan.starts[index] + plan.counts[index])
                 request.scores.add(stop - int(plan.wants[index]) + 1, scores[index])
             if samples:
-                self._append_drawn(request, token, logprobs[index : index + 1] if logprobs else logprobs, outputs, grown)
+                theirs = logprobs[index : index + 1] if logprobs else logprobs
+                self._append_drawn(request, token, theirs, outputs, grown)
             elif plan.starts[index] + plan.counts[index] == request.total:
                 output = Output(request.id, request.take_unreported(), finish="length")
                 if request.scores is not None:

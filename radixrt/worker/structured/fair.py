@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -14,6 +15,13 @@ from typing import Any
 
 NICE = 10
 """Niceness of the threads, where the system knows one for each thread: the worker's loop must not wait for a core."""
+
+
+def be_nice(thread: int) -> None:
+    """Give way to others: set the niceness of a thread, by its native id."""
+    if sys.platform == "linux":  # elsewhere it is that of a process
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, NICE)
 
 
 class Job:
@@ -77,8 +85,7 @@ class FairThreads:
         return True
 
     def _serve(self) -> None:
-        with contextlib.suppress(AttributeError, OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        be_nice(threading.get_native_id())
         while (job := self._take()) is not None:
             job.began = time.monotonic()
             try:

@@ -76,7 +76,6 @@ class Sitting:
     def sit(self, request: Request, step: int, jump: bool) -> None:
         """Let a request sit out that runs or waits. What steps up to `step` sample for it is discarded. `jump`: whether
         text may be forced after its last token."""
-        self._strike(request)
         if request.row < 0:
             self._waiting.remove(request)
             self._discard(request, step)
@@ -95,6 +94,7 @@ class Sitting:
 
     def begin(self, request: Request, jump: bool) -> None:
         """Make the mask of a request that sits already, or is parked."""
+        self._strike(request)
         self._seats[request.number] = seat = _Seat(request, jump, time.monotonic())
         if not request.matcher.busy:
             self._submit(seat)

@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from radixrt.worker.structured.fair import be_nice
+
 LATE_SECONDS = 0.03
 """The longest that a step waits for the tasks of one tenant: a few ordinary steps. An ordinary mask takes 3
 microseconds."""
@@ -46,6 +48,8 @@ class _Batch:
         """time.perf_counter() when the task before that one began."""
         self.late: set[str] = set()
         """Tenants whose further tasks are not begun."""
+        self.thread = 0
+        """Native id of the thread."""
         self.left = False
         """Whether the thread is left behind with the task that it does."""
         self.finished = threading.Lock()
@@ -81,6 +85,7 @@ class Watch:
                     continue
                 batch.left, self._batches = True, None
                 batch.late.add(late.tenant)
+                be_nice(batch.thread)
             tasks = [task for task in tasks[begun:] if task.tenant not in batch.late]
             if not tasks:
                 return
@@ -100,6 +105,7 @@ def _serve(batches: queue.SimpleQueue[_Batch]) -> None:
     """Serve batches until one is left behind."""
     while True:
         batch = batches.get()
+        batch.thread = threading.get_native_id()
         spent: dict[str, float] = {}
         for index, task in enumerate(batch.tasks):
             if task.tenant in batch.late:
