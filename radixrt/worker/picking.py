@@ -15,10 +15,10 @@ import torch
 from radixrt.messages import TokenLogprob
 from radixrt.worker.matching import fill_masks
 from radixrt.worker.plan import Plan, Result
-from radixrt.worker.sample import Ahead, Masks, Sampler, choose, to_device
+from radixrt.worker.sample import Ahead, Masks, Sampler, choose, ends_of_bad, to_device
+from radixrt.worker.structured.allowed import nothing_left
 
 NOT_FINITE = "the model gave logits that are not finite"
-NONE_ALLOWED = "allowed_token_ids, bad_words and the rest of the request allow no token, or " + NOT_FINITE
 
 
 class Picking:
@@ -32,6 +32,9 @@ class Picking:
         self._ends = np.cumsum(plan.wants)
         self._chosen = chosen = np.flatnonzero(plan.samples)
         self._problems: dict[int, str] = {}
+        self._bits: dict[int, np.ndarray] = {}
+        """By index of the request: the mask of its grammar."""
+        self._vocab_size = logits.shape[-1]
         self.rows = plan.rows[chosen]
         requests = [plan.requests[b] for b in chosen]
         scores = self._scores(logits)
@@ -66,6 +69,7 @@ class Picking:
         theirs = {n: ahead[row] for n, (row, _) in enumerate(asked) if row in ahead}
         problems = fill_masks([requests[b] for _, b in asked], bits.numpy(), ahead=theirs)
         self._problems = {asked[n][1]: problem for n, problem in problems.items()}
+        self._bits = {b: bits[n].numpy() for n, (_, b) in enumerate(asked)}
         rows = np.array([row for row, _ in asked])
         return Masks(bits.to(logits.device, non_blocking=True), to_device(rows, logits.device))
 
@@ -113,14 +117,25 @@ class Picking:
         for b, following, count in self._scored:
             found[b] = _read_scores(following, *rest[:count])
             rest = rest[count:]
-        failed = {}
+        failed, stuck = {}, dict(self._problems)
         for row in np.flatnonzero(finite == 0):
             b = int(np.searchsorted(self._ends, row, side="right"))
-            s = self._plan.requests[b].sampling
-            failed[b] = NONE_ALLOWED if s.allowed_token_ids or s.bad_token_ids else NOT_FINITE
+            if problem := self._nothing_left(b) if self._plan.samples[b] else "":
+                stuck[b] = problem
+            else:
+                failed[b] = NOT_FINITE
         tokens = np.zeros(len(self._plan.requests), dtype=np.int64)
         tokens[self._chosen] = rest[0]
-        return Result(tokens.tolist(), self._read_logprobs(*rest), found, failed, self._problems)
+        return Result(tokens.tolist(), self._read_logprobs(*rest), found, failed, stuck)
+
+    def _nothing_left(self, b: int) -> str:
+        """See `nothing_left`."""
+        request = self._plan.requests[b]
+        if not request.adjusted:
+            return ""
+        ahead = self._plan.ahead.get(b, ())
+        banned = ends_of_bad(request, ahead) if request.sampling.bad_token_ids else []
+        return nothing_left(request, self._vocab_size, banned, self._bits.get(b))
 
     def _read_logprobs(self, tokens: np.ndarray, *found: np.ndarray) -> list[TokenLogprob | None]:
         if not found:

@@ -126,14 +126,14 @@ def adjust(logits: torch.Tensor, request: Request, ahead: Sequence[int] = ()) ->
     if s.logit_bias:
         bias = to_device(np.array(list(s.logit_bias.values()), dtype=np.float32), logits.device)
         logits[_index(list(s.logit_bias), logits)] += bias
-    if s.bad_token_ids and (banned := _ends_of_bad(request, ahead)):
+    if s.bad_token_ids and (banned := ends_of_bad(request, ahead)):
         logits[_index(banned, logits)] = -torch.inf
     generated = len(request.tokens) + len(ahead) - request.prompt_len
     if generated < s.min_tokens and request.stop_ids and request.matcher is None:
         logits[_index(list(request.stop_ids), logits)] = -torch.inf
 
 
-def _ends_of_bad(request: Request, ahead: Sequence[int]) -> list[int]:
+def ends_of_bad(request: Request, ahead: Sequence[int]) -> list[int]:
     """The ids with which sequences of bad_token_ids would be complete, after the generated tokens and `ahead`."""
     sequences = request.sampling.bad_token_ids
     longest = max(map(len, sequences)) - 1

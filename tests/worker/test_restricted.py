@@ -12,8 +12,9 @@ from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.loading import load_runner
-from radixrt.worker.picking import NONE_ALLOWED
+from radixrt.worker.picking import NOT_FINITE
 from radixrt.worker.sample import TorchSampler, adjust, choose
+from radixrt.worker.structured.allowed import NONE_ALLOWED
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_sample import logits, request
 
@@ -98,6 +99,20 @@ def test_generation_is_that_of_transformers(checkpoint, runner, drafts):
 
 
 def test_if_no_token_is_left_the_request_says_so(runner):
-    sampling = Sampling(max_tokens=4, allowed_token_ids=(5,), bad_token_ids=((5,),))
-    tokens, last = generated(runner, [5, 6, 7], sampling)
-    assert tokens == [] and (last.finish, last.error) == ("error", NONE_ALLOWED)
+    field = "allowed_token_ids"
+    for sampling in (
+        Sampling(max_tokens=4, allowed_token_ids=(5,), bad_token_ids=((5,),)),
+        Sampling(max_tokens=4, min_tokens=2, allowed_token_ids=(7, 9), stop_token_ids=(7, 9)),
+        Sampling(max_tokens=4, allowed_token_ids=(5,), bad_token_ids=((5, 5),)),
+    ):
+        tokens, last = generated(runner, [5, 6, 7], sampling)
+        assert set(tokens) <= {5} and len(tokens) == (sampling.bad_token_ids == ((5, 5),))
+        assert (last.finish, last.field, last.error) == ("error", field, f"{field}: {NONE_ALLOWED}")
+
+
+def test_logits_that_are_not_finite_are_no_fault_of_the_request(runner, monkeypatch):
+    """Also not if it allows few tokens."""
+    logits = runner.logits
+    monkeypatch.setattr(runner, "logits", lambda plan: logits(plan) * torch.nan)
+    _, last = generated(runner, [5, 6, 7], Sampling(max_tokens=4, allowed_token_ids=(5, 6)))
+    assert (last.finish, last.field, last.error) == ("error", "", NOT_FINITE)

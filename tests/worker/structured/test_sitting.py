@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
-
 import pytest
 
 from radixrt.messages import Grammar, Sampling
@@ -13,7 +10,7 @@ from radixrt.worker.drafting import Drafter
 from radixrt.worker.fake import EOS, FakeRunner
 from radixrt.worker.grammar import Grammars
 from radixrt.worker.matching import Matcher
-from radixrt.worker.structured import sitting, watch
+from radixrt.worker.structured import watch
 from radixrt.worker.vocabulary import Vocabulary
 from tests.worker.engine import Engine, prompts
 
