@@ -71,6 +71,11 @@ class Matcher:
         self.seconds = self.last = 0.0
         """CPU time of what `run` has done so far, and of the last piece."""
 
+    @property
+    def delays(self) -> bool:
+        """Whether its last mask is late, or was slow."""
+        return self.busy or self.last > SLOW_SECONDS
+
     # ------------------------------------------------------------ beside the loop
 
     def compute(self, request: Request, jump: bool) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from radixrt.worker.cache import PageCache
-from radixrt.worker.matching import SLOW_SECONDS
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from radixrt.worker.structured.fair import FairThreads, Job
@@ -110,7 +109,7 @@ class Sitting:
         seat.job = self._threads.submit(request.tenant, partial(matcher.run, partial(matcher.compute, request, jump)))
 
     def _strike(self, request: Request) -> None:
-        if request.matcher.busy or request.matcher.last > SLOW_SECONDS:
+        if request.matcher.delays:
             while len(self._strikes) >= MAX_STRIKES:
                 del self._strikes[next(iter(self._strikes))]
             self._strikes.pop(request.tenant, None)

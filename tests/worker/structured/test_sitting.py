@@ -81,7 +81,9 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("how", ["late", "slow", "both"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("late", marks=pytest.mark.slow), pytest.param("slow", marks=pytest.mark.slow), "both"]
+)
 def test_tokens_do_not_depend_on_the_time_that_masks_take(grammars, name, how, request):
     def made() -> Follower:
         sizes = dict(SIZES[name])
