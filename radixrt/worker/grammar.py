@@ -50,7 +50,7 @@ CONTROL = {"json": re.compile(rb"[\0-\t\x0b\x0c\x0e-\x1f]"), "tag": re.compile(r
 of a tag may hold tabs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Compiled:
     """A grammar compiled against the tokens of a model."""
 
@@ -65,7 +65,7 @@ class Compiled:
     spelling: Spelling | None = None
     """Tokenizes text that the grammar forces; None if all tokens are to be sampled."""
     ordinary: bool = False
-    """See `structured.ordinary`."""
+    """See `structured.ordinary`. Set to False if a step shows that it is not."""
 
     @property
     def nbytes(self) -> int:

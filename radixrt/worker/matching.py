@@ -22,7 +22,7 @@ from radixrt.grammar_errors import explained
 from radixrt.worker.grammar import BadGrammar, Compiled
 from radixrt.worker.jump import SHORTEST, forced_text
 from radixrt.worker.request import Request
-from radixrt.worker.structured.watch import LATE, Task, Watch
+from radixrt.worker.structured.watch import LATE, LATE_SECONDS, Task, Watch
 
 STRAYED = "grammar: the tokens generated so far do not follow it"
 DEAD_END = "grammar: no token of the vocabulary can come next"
@@ -199,7 +199,7 @@ def jump_all(requests: Sequence[Request]) -> list[tuple[int, ...] | None]:
     """`Matcher.jump` of requests that have just gained a token. None: it is not known in time, or the request is slow,
     and the matcher may be busy with it."""
     found: list[tuple[int, ...] | None] = [None] * len(requests)
-    works, indices = [], []
+    works, indices, began = [], [], time.thread_time()
     for i, request in enumerate(requests):
         matcher = request.matcher
         if matcher.busy or matcher.slow or matcher.problem:
@@ -210,11 +210,20 @@ def jump_all(requests: Sequence[Request]) -> list[tuple[int, ...] | None]:
         else:
             works.append((matcher, functools.partial(matcher.compute, request, True)))
             indices.append(i)
+    _note_time(requests, began)
     if works:
         for i, (matcher, _), done in zip(indices, works, watched(works), strict=True):
             if done:
                 found[i], matcher.forced = matcher.forced, ()
     return found
+
+
+def _note_time(requests: Sequence[Request], began: float) -> None:
+    """If what a step has done itself since `began`, by time.thread_time(), took long, none of the grammars counts as
+    ordinary any more."""
+    if time.thread_time() - began > LATE_SECONDS:
+        for request in requests:
+            request.matcher.compiled.ordinary = False
 
 
 def draft_all(drafts: Sequence[tuple[Request, Sequence[int]]]) -> list[list[int]]:
@@ -268,7 +277,7 @@ def _fill_known(
 ) -> dict[int, str]:
     """As `fill_masks`, without bans, and without a look at the masks."""
     problems: dict[int, str] = {}
-    known, others = [], []
+    known, others, began = [], [], time.thread_time()
     for i, request in enumerate(requests):
         matcher = request.matcher
         if not matcher.compiled.ordinary:
@@ -283,6 +292,7 @@ def _fill_known(
             known.append(i)
     if known:
         _batch(threads).batch_fill_next_token_bitmask([requests[i].matcher.matcher for i in known], out, known)
+    _note_time(requests, began)
     if others:
         _fill_watched(requests, others, out, ahead, problems)
     return problems

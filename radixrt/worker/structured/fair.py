@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+MAX_THREADS = 64
+"""The most threads, however many tenants there are."""
 NICE = 10
 """Niceness of the threads, where the system knows one for each thread: the worker's loop must not wait for a core."""
 
@@ -41,8 +43,9 @@ class Job:
 
 
 class FairThreads:
-    """At most `most` daemon threads, of which the work of one tenant takes `each` at most. They start when there is
-    work, and end when there is none. What calls xgrammar can run here beside the loop: its calls release the GIL."""
+    """At most `most` daemon threads, of which the work of one tenant takes `each` at most; beyond `most`, one for each
+    tenant that has none. They start when there is work, and end when there is none. What calls xgrammar can run here
+    beside the loop: its calls release the GIL."""
 
     def __init__(self, name: str, most: int, each: int) -> None:
         self._name = name
@@ -61,7 +64,7 @@ class FairThreads:
         job = Job(tenant, work)
         with self._lock:
             self._queued.setdefault(tenant, deque()).append(job)
-            more = self._threads < self._most and self._running.get(tenant, 0) < self._each
+            more = self._may_begin(tenant, self._threads + 1)
             self._threads += more
         if more:  # daemon threads, so that work does not keep the process from ending
             threading.Thread(target=self._serve, name=self._name, daemon=True).start()
@@ -84,6 +87,11 @@ class FairThreads:
         job.future.cancel()
         return True
 
+    def _may_begin(self, tenant: str, threads: int) -> bool:
+        """Whether a job of a tenant may begin when there are so many threads."""
+        running = self._running.get(tenant, 0)
+        return threads <= (self._most if running else MAX_THREADS) and running < self._each
+
     def _serve(self) -> None:
         be_nice(threading.get_native_id())
         while (job := self._take()) is not None:
@@ -100,8 +108,7 @@ class FairThreads:
     def _take(self) -> Job | None:
         """The next job of the tenant whose turn it is; None, and this thread ends, if none may begin."""
         with self._lock:
-            tenants = (one for one in self._queued if self._running.get(one, 0) < self._each)
-            tenant = next(tenants, None)
+            tenant = next((one for one in self._queued if self._may_begin(one, self._threads)), None)
             if tenant is None:
                 self._threads -= 1
                 return None

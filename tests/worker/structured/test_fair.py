@@ -7,9 +7,10 @@ import time
 
 import pytest
 
-from radixrt.worker.structured import watch
+from radixrt.worker.structured import fair, watch
 from radixrt.worker.structured.fair import FairThreads
 from radixrt.worker.structured.watch import Task, Watch
+from tests.waiting import eventually
 
 
 class Gate:
@@ -45,7 +46,23 @@ def test_a_tenants_hopeless_work_holds_up_nobody_else(gate):
     assert [job.future.result(20) for job in held] == ["a0", "a1", "a2", "a3", "a4"]
 
 
-def test_tenants_take_turns(gate):
+def test_each_tenant_has_a_thread(gate, monkeypatch):
+    """However many have hopeless work, up to a bound."""
+    monkeypatch.setattr(fair, "MAX_THREADS", 7)
+    threads = FairThreads("test", most=3, each=2)
+    jobs = [threads.submit(f"evil {n // 2}", gate.work(f"{n}")) for n in range(10)]
+    assert threads.submit("good", lambda: "good").future.result(20) == "good"
+    eventually(lambda: len(gate.begun) == 6)
+    assert sorted(gate.begun) == ["0", "1", "2", "4", "6", "8"]
+    last = threads.submit("one", gate.work("one")), threads.submit("too many", gate.work("too many"))
+    assert threads.queued("too many") == 1
+    gate.held.set()
+    assert [job.future.result(20) for job in jobs] == [f"{n}" for n in range(10)]
+    assert [job.future.result(20) for job in last] == ["one", "too many"]
+
+
+def test_tenants_take_turns(gate, monkeypatch):
+    monkeypatch.setattr(fair, "MAX_THREADS", 1)
     threads = FairThreads("test", most=1, each=1)
     first, order = threads.submit("a", gate.work("first")), []
     jobs = [threads.submit(tenant, lambda name=tenant: order.append(name)) for tenant in "aaabbc"]

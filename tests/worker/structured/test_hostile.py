@@ -33,7 +33,7 @@ AMBIGUOUS = Grammar("regex", "([a-z]{1,20} ?){1,50}")
 def worker(overlaps: bool = True):
     """A worker whose steps take 2 ms."""
     router, size = Router(), len(TOKENS.tokens)
-    runner = FakeRunner(num_pages=20_000, vocab_size=size, decode_step=0.002, overlaps=overlaps)
+    runner = FakeRunner(num_pages=4000, vocab_size=size, decode_step=0.002, overlaps=overlaps)
     grammars = Grammars("", size, runner.eos_ids)
     grammars._vocabulary = TOKENS
     serving = Worker(runner, Identity("w", "m"), router.connect, limits=Limits(512, 32), check=True, grammars=grammars)
@@ -74,7 +74,7 @@ def test_what_takes_too_long_fails_alone(grammar, limit, overlaps, monkeypatch):
         for id in (10, 11, 12):
             last = router.outputs(id)[-1]
             assert last.error.startswith(sitting.TOO_SLOW) and last.field == "grammar"
-        assert count(router, 1) - before > 10, "steps went on"
+        assert count(router, 1) - before > 3, "steps went on"
         router.tell(Abort([1]))
         eventually(lambda: not serving.scheduler.has_work)
 
