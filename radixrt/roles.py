@@ -100,6 +100,11 @@ def run_role(role: str, config: Any) -> None:
             from radixrt.worker.status import LIFE
 
             say_leave(config.router, config.name, "stopped", os.getpid(), LIFE, planned=True)
+            from radixrt.worker.structured.fair import is_at_work
+
+            if is_at_work():
+                logging.shutdown()
+                os._exit(0)
 
 
 def _serve(worker: Worker) -> None:

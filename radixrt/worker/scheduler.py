@@ -344,25 +344,19 @@ class Scheduler:
         request.pending -= 1
         if request.row < 0:  # preempted while this token was in flight: its hit may be longer now
             request.hit_version = -1
-        stop = token if token in request.stop_ids else None
-        if request.matcher is not None and stop is None and len(tokens) < request.limit:
+        stops = token in request.stop_ids
+        if request.matcher is not None and not stops and len(tokens) < request.limit:
             grown.append((request, logprobs))
-        else:
-            self._report(request, stop, logprobs, outputs)
-
-    def _report(
-        self, request: Request, stop: int | None, logprobs: list[TokenLogprob | None], outputs: list[Output]
-    ) -> None:
-        """Report the tokens of a request that were not reported yet, the last of which may `stop` it."""
+            return
         output = Output(request.id, request.take_unreported(), None, request.cached_tokens)
         if request.sampling.logprobs is not None and logprobs:
             output.logprobs = logprobs
         if request.scores is not None:
             request.scores.report(output)
-        if stop is not None:
-            output.finish, output.stop = "stop", stop
+        if stops:
+            output.finish, output.stop = "stop", token
             self._finish(request, output, outputs)
-        elif len(request.tokens) >= request.limit:
+        elif len(tokens) >= request.limit:
             output.finish = "length"
             self._finish(request, output, outputs)
         else:
@@ -398,13 +392,22 @@ class Scheduler:
                     self._waiting.tokens += len(forced)
                 if request.pending:
                     request.pending, request.discard_until = 0, self.steps
-            self._report(request, None, logprobs, outputs)
+            output = Output(request.id, request.take_unreported(), None, request.cached_tokens)
+            if request.sampling.logprobs is not None and logprobs:
+                output.logprobs = logprobs
+            if request.scores is not None:
+                request.scores.report(output)
+            if len(request.tokens) >= request.limit:
+                output.finish = "length"
+                self._finish(request, output, outputs)
+                continue
+            outputs.append(output)
             if forced is None:
                 self._slow = True
                 self._sitting.sit(request, self.steps, jump=True)
             elif request.matcher.slow:
                 self._slow = True
-            if forced and not request.over:
+            if forced:
                 self.running.catch_up(request)
         if self._slow:
             self.running.sit_slow()

@@ -3,18 +3,22 @@ ends holds up only the tenant that sent it."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 MAX_THREADS = 64
 """The most threads, however many tenants there are."""
+EXIT_SECONDS = 3.0
+"""How long a process that ends waits for work in C++: a thread that returns to an interpreter that is being finalized
+aborts the process."""
 NICE = 10
 """Niceness of the threads, where the system knows one for each thread: the worker's loop must not wait for a core."""
 
@@ -24,6 +28,32 @@ def be_nice(thread: int) -> None:
     if sys.platform == "linux":  # elsewhere it is that of a process
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, NICE)
+
+
+_at_work: set[int] = set()
+"""Identities of the threads that do a piece of work."""
+
+
+@contextlib.contextmanager
+def at_work() -> Iterator[None]:
+    """This thread does a piece of work: the process should not end within."""
+    me = threading.get_ident()
+    _at_work.add(me)
+    try:
+        yield
+    finally:
+        _at_work.discard(me)
+
+
+def is_at_work(seconds: float = EXIT_SECONDS) -> bool:
+    """Whether a thread is still at work after so many seconds, or less if none is before."""
+    deadline = time.monotonic() + seconds
+    while _at_work and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(_at_work)
+
+
+atexit.register(is_at_work)
 
 
 class Job:
@@ -96,10 +126,11 @@ class FairThreads:
         be_nice(threading.get_native_id())
         while (job := self._take()) is not None:
             job.began = time.monotonic()
-            try:
-                job.future.set_result(job.work())
-            except BaseException as error:  # whoever waits for the future must learn of it
-                job.future.set_exception(error)
+            with at_work():
+                try:
+                    job.future.set_result(job.work())
+                except BaseException as error:  # whoever waits for the future must learn of it
+                    job.future.set_exception(error)
             with self._lock:
                 self._running[job.tenant] -= 1
                 if not self._running[job.tenant]:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from radixrt.worker.structured.fair import be_nice
+from radixrt.worker.structured.fair import at_work, be_nice
 
 LATE_SECONDS = 0.03
 """The longest that a step waits for the tasks of one tenant: a few ordinary steps. An ordinary mask takes 3
@@ -106,19 +106,27 @@ def _serve(batches: queue.SimpleQueue[_Batch]) -> None:
     while True:
         batch = batches.get()
         batch.thread = threading.get_native_id()
-        spent: dict[str, float] = {}
-        for index, task in enumerate(batch.tasks):
-            if task.tenant in batch.late:
-                continue
-            with batch.lock:
-                batch.next, batch.began = index + 1, time.perf_counter()
-                task.begun = True
-            task.work()
-            with batch.lock:
-                if batch.left:
-                    return
-                task.done = True
-                spent[task.tenant] = used = spent.get(task.tenant, 0.0) + time.perf_counter() - batch.began
-                if used > LATE_SECONDS:
-                    batch.late.add(task.tenant)
+        with at_work():
+            if not _do(batch):
+                return
         batch.finished.release()
+
+
+def _do(batch: _Batch) -> bool:
+    """Do the tasks of a batch; False if the thread is left behind."""
+    spent: dict[str, float] = {}
+    for index, task in enumerate(batch.tasks):
+        if task.tenant in batch.late:
+            continue
+        with batch.lock:
+            batch.next, batch.began = index + 1, time.perf_counter()
+            task.begun = True
+        task.work()
+        with batch.lock:
+            if batch.left:
+                return False
+            task.done = True
+            spent[task.tenant] = used = spent.get(task.tenant, 0.0) + time.perf_counter() - batch.began
+            if used > LATE_SECONDS:
+                batch.late.add(task.tenant)
+    return True
