@@ -64,7 +64,7 @@ class Matcher:
         self.forced: tuple[int, ...] = ()
         """What `compute` found to be forced; they count as read, and are to be appended."""
         self.row: np.ndarray | None = None
-        """int32[words]: the mask that `compute` made, for the token after so many as `masked`."""
+        """int32[1, words]: the mask that `compute` made, for the token after so many as `masked`."""
         self.masked = -1
         self.jumped = -1
         """After how many tokens `compute` looked for forced text."""
@@ -87,26 +87,26 @@ class Matcher:
         if not self.forced and not self.follow(request):
             self.problem = STRAYED
         elif self.taken < request.limit:
-            self.row = self._fill() if self.row is None else self._fill(self.row)
+            if self.row is None:
+                self.row = np.empty((1, self.compiled.words), dtype=np.int32)
+            self.matcher.fill_next_token_bitmask(self.row, 0)
             self.masked = self.taken
 
-    def _fill(self, row: np.ndarray | None = None) -> np.ndarray:
-        row = np.empty(self.compiled.words, dtype=np.int32) if row is None else row
-        _batch(1).batch_fill_next_token_bitmask([self.matcher], row[None], [0])
-        return row
-
     def ahead(self, ids: Sequence[int]) -> np.ndarray:
-        """The mask of the token after `ids`, a prefix of what `drafted` returned."""
+        """int32[1, words]: the mask of the token after `ids`, a prefix of what `drafted` returned."""
         taken = next((n for n, i in enumerate(ids) if not self.matcher.accept_token(i)), len(ids))
-        row = self._fill()
+        row = np.empty((1, self.compiled.words), dtype=np.int32)
+        self.matcher.fill_next_token_bitmask(row, 0)
         self.matcher.rollback(taken)
         return row
 
     def run(self, work: Callable[[], None]) -> None:
         """Do a piece of work on this matcher, which is `busy` until then. An exception becomes its `problem`."""
         began = time.thread_time()
-        with self.excused():
+        try:
             work()
+        except Exception as error:  # xgrammar does not document its exceptions
+            self.problem = f"grammar: {explained(error)}"
         self.last = time.thread_time() - began
         self.seconds += self.last
         self.slow = self.slow or self.last > SLOW_SECONDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from radixrt.messages import Grammar, Sampling
@@ -98,3 +99,43 @@ def test_tokens_do_not_depend_on_the_time_that_masks_take(grammars, name, how, r
     assert engine.all() == expected
     assert not engine.scheduler.running.sitting and not engine.scheduler._waiting.parked
     assert engine.scheduler._slow
+
+
+def test_a_failed_step_leaves_those_alone_that_sit_out(grammars, monkeypatch):
+    engine = Follower(grammars)
+    sitting, other = engine.add([5, 6, 7], sampled(ZONES)), engine.add([8, 9], PLAIN)
+    while not engine.tokens(sitting):
+        engine.step()
+    expected = Follower(grammars)
+    id = expected.add([5, 6, 7], sampled(ZONES))
+    expected.finish()
+    request = engine.scheduler._requests[sitting]
+    request.matcher.masked = -1  # as if its mask were late
+    engine.scheduler._sitting.sit(request, engine.scheduler.steps, jump=False)
+    engine.scheduler._slow = True
+    plan = engine.scheduler.plan()
+    assert [one.id for one in plan.requests] == [other]
+    assert [output.id for output in engine.scheduler.fail(plan, "broken")] == [other]
+    engine.cache.check()
+    engine.finish()
+    assert engine.tokens(sitting) == expected.tokens(id) and engine.last(sitting).finish == "stop"
+
+
+def test_who_sits_out_gives_way_when_pages_run_out(grammars):
+    """It is parked until its mask is there, and then waits for room."""
+    engine = Follower(grammars, num_pages=60, page_size=1)
+    first = engine.add([5] * 15, PLAIN)
+    second = engine.add([6] * 5, msgspec.structs.replace(sampled(ZONES), max_tokens=40))
+    while not engine.tokens(second):
+        engine.step()
+    request = engine.scheduler._requests[second]
+    assert not request.pending
+    request.matcher.busy = True
+    engine.scheduler._sitting.sit(request, engine.scheduler.steps, jump=False)
+    engine.scheduler._slow = True
+    while engine.scheduler._requests.get(first) and request.row >= 0:
+        engine.step()
+    assert request.row < 0 and engine.scheduler._waiting.parked and engine.scheduler.preemptions == 1
+    request.matcher.busy = False
+    engine.finish()
+    assert engine.last(first).finish == "length" and engine.last(second).finish in ("length", "stop")
