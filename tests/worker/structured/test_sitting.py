@@ -124,7 +124,7 @@ def test_a_failed_step_leaves_those_alone_that_sit_out(grammars, monkeypatch):
 def test_who_sits_out_gives_way_when_pages_run_out(grammars):
     """It is parked until its mask is there, and then waits for room."""
     engine = Follower(grammars, num_pages=60, page_size=1)
-    first = engine.add([5] * 15, PLAIN)
+    first = engine.add([5] * 19, PLAIN)
     second = engine.add([6] * 5, msgspec.structs.replace(sampled(ZONES), max_tokens=40))
     while not engine.tokens(second):
         engine.step()
