@@ -13,3 +13,8 @@ def plain(text: str) -> str:
     text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
     text = text.partition(" The JSON string is:")[0]
     return " ".join(text.split())[:MOST_CHARS]
+
+
+def explained(error: Exception) -> str:
+    """The `plain` message of an exception of xgrammar; if it has none, what it was."""
+    return plain(str(error)) or f"it cannot be compiled, and xgrammar does not say why ({type(error).__name__})"

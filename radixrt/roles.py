@@ -112,11 +112,22 @@ def run_role(role: str, config: Any, pulse: Pulse | None = None) -> int:
             from radixrt.worker.status import LIFE
 
             say_leave(config.router, config.name, "stopped", os.getpid(), LIFE, planned=True)
-            if worker.dismissed:  # it did not end as it was told to: whoever has started it is to know
-                log.error("worker %s ends: %s", config.name, worker.dismissed)
-                return 1
-            return RESTART_CODE if worker.restart else 0
+            return _code(config, worker)
     return 0
+
+
+def _code(config: WorkerConfig, worker: Worker) -> int:
+    """The exit code of a worker that has left its loop. Ends the process here if threads are still at work in C++."""
+    from radixrt.worker.structured.fair import is_at_work
+
+    code = RESTART_CODE if worker.restart else 0
+    if worker.dismissed:  # it did not end as it was told to: whoever has started it is to know
+        log.error("worker %s ends: %s", config.name, worker.dismissed)
+        code = 1
+    if is_at_work():
+        logging.shutdown()
+        os._exit(code)
+    return code
 
 
 def _end_hanging(config: WorkerConfig, worker: Worker) -> None:

@@ -77,17 +77,17 @@ class Output:
         """`sampling` for decoding the text that the parser gets."""
         return msgspec.structs.replace(sampling, skip_special_tokens=False) if self.hidden_marks else sampling
 
-    async def checked_grammar(self) -> Grammar | None:
-        """The grammar. Raises FieldError if it cannot be compiled, which names the cause, a tool's schema for
-        example."""
+    async def checked_grammar(self, key: str = "") -> Grammar | None:
+        """The grammar, of the client with this API key. Raises FieldError if it cannot be compiled, which names the
+        cause, a tool's schema for example."""
         if self.grammar is None:
             return None
         try:
-            await check_aside(self.grammar, self.field)
+            await check_aside(self.grammar, self.field, key)
         except FieldError:
             for tool in self.use.tools:
                 part = Grammar("json_schema", json.dumps(tool.schema, ensure_ascii=False))
-                await check_aside(part, f"{tool.field}.parameters")
+                await check_aside(part, f"{tool.field}.parameters", key)
             raise
         return self.grammar
 

@@ -108,7 +108,7 @@ class Prompts:
         ready = []
         for prompt, encoded, fitted in found:
             output = self._output(prompt, encoded.ids, sampling, use, wanted)
-            if grammar := await output.checked_grammar():
+            if grammar := await output.checked_grammar(key):
                 fitted = msgspec.structs.replace(fitted, grammar=grammar)
             ready.append(Ready(prompt, encoded, fitted, output))
         return ready

@@ -14,7 +14,6 @@ from radixrt.frontend.guard import Handler, KeyedHandler, json_response
 from radixrt.frontend.schema import parse
 from radixrt.messages import DrainWorker
 
-
 DRAIN_PATH = "/v1/drain_worker"
 
 

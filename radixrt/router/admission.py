@@ -137,7 +137,7 @@ class Admission:
     def _add_choices(self, request: Request, message: Generate, serving: Serving, vocab_size: int) -> None:
         sampling = message.sampling
         validate.check_choices(message.n)
-        validate.check_sampling(sampling, vocab_size)
+        validate.check_sampling(sampling, vocab_size, message.api_key)
         prompt = message.prompt.ids
         validate.check_pins(message.pin, len(prompt) // TOKEN_BYTES)
         request.pin = message.pin

@@ -1,8 +1,9 @@
 """Checks whether a grammar can be compiled, before a request is sent to a worker.
 
 xgrammar parses it here without a tokenizer; the worker compiles it against its own. Results are cached, so that a
-grammar that an agent sends with every request is parsed once. The first check imports xgrammar, which takes seconds:
-`check_aside` does that off the event loop.
+grammar that an agent sends with every request is parsed once; by `owner`, a client's API key, as the time of a check
+tells whether the grammar was checked before. The first check imports xgrammar, which takes seconds: `check_aside` does
+that off the event loop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from radixrt.grammar_errors import plain
+from radixrt.grammar_errors import explained
 from radixrt.messages import Grammar, GrammarKind
 from radixrt.router.errors import FieldError
 from radixrt.schema_keywords import DATA, NAMED
@@ -29,7 +30,8 @@ MAX_TEXT = 256 << 10
 MAX_DEPTH = 64
 """The deepest nesting of objects and arrays in a schema: xgrammar's time grows with its cube."""
 MAX_REPEATS = 2000
-"""The largest sum of all {n} in a schema's patterns: xgrammar's time grows with its square."""
+"""The largest sum of all {n} in a regular expression, in EBNF, or in a schema's patterns: xgrammar's time grows with
+its square."""
 NOTES = frozenset({"title", "description", "$comment"})
 """Keywords of a schema that are only descriptions."""
 PATTERNS = frozenset({"pattern", "grammar"})
@@ -44,49 +46,54 @@ NAMES: dict[GrammarKind, str] = {
     "ebnf": "the EBNF grammar",
     "structural_tag": "the structural tag",
 }
-REPEAT = re.compile(r"\{(?:\d*,)?(\d{1,9})\d*\}")
+REPEAT = re.compile(r"\{\s*(?:\d*\s*,\s*)?(\d{1,9})\d*\s*,?\s*\}")
+QUOTED: dict[GrammarKind, re.Pattern[str]] = {
+    "regex": re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.S),
+    "ebnf": re.compile(r"\"(?:\\.|[^\"\\])*\"|\[(?:\\.|[^\]\\])*\]|#[^\n]*", re.S),
+}
+"""Parts of a text that hold no repetitions: literals, classes, comments."""
 NEEDS_TOKENIZER = "requires tokenizer_info"
 """xgrammar's error for a structural tag that names a token, which only the worker can check."""
 
-_found: OrderedDict[Grammar, str] = OrderedDict()
-"""The error of each cached grammar ("" if there is none), the last used one last."""
+_found: OrderedDict[tuple[str, Grammar], str] = OrderedDict()
+"""The error of each cached grammar of an owner ("" if there is none), the last used one last."""
 _lock = threading.Lock()
 
 
-def check_grammar(grammar: Grammar, field: str = "grammar") -> None:
+def check_grammar(grammar: Grammar, field: str = "grammar", owner: str = "") -> None:
     """Raise FieldError if a grammar cannot be compiled; `field` is its name in the caller's API."""
-    found = _found.get(grammar)
+    found = _found.get((owner, grammar))
     if found is None:
         found = _problem(grammar)
     if len(grammar.text) <= MAX_TEXT:  # longer ones are refused at once, and not worth caching
-        _remember(grammar, found)
+        _remember((owner, grammar), found)
     if found:
         raise FieldError(field, f"{field}: {found}")
 
 
-async def check_aside(grammar: Grammar, field: str = "grammar") -> None:
+async def check_aside(grammar: Grammar, field: str = "grammar", owner: str = "") -> None:
     """`check_grammar`, in a thread if the result is not cached."""
-    if not is_checked(grammar):
-        await asyncio.to_thread(_try_out, grammar)
-    check_grammar(grammar, field)
+    if not is_checked(grammar, owner):
+        await asyncio.to_thread(_try_out, grammar, owner)
+    check_grammar(grammar, field, owner)
 
 
-def is_checked(grammar: Grammar) -> bool:
+def is_checked(grammar: Grammar, owner: str = "") -> bool:
     """Whether the result of `check_grammar` is cached."""
-    return grammar in _found
+    return (owner, grammar) in _found
 
 
-def _remember(grammar: Grammar, found: str) -> None:
+def _remember(key: tuple[str, Grammar], found: str) -> None:
     with _lock:
-        _found[grammar] = found
-        _found.move_to_end(grammar)
+        _found[key] = found
+        _found.move_to_end(key)
         while len(_found) > REMEMBERED:
             _found.popitem(last=False)
 
 
-def _try_out(grammar: Grammar) -> None:
+def _try_out(grammar: Grammar, owner: str) -> None:
     try:
-        check_grammar(grammar)
+        check_grammar(grammar, owner=owner)
     except FieldError:
         pass  # the result is cached
 
@@ -115,9 +122,17 @@ def _problem(grammar: Grammar) -> str:
         size, what = len(msgspec.json.encode(_bare(value))), "bytes without descriptions"
         if (repeats := sum(int(n) for pattern in _patterns(value) for n in REPEAT.findall(pattern))) > MAX_REPEATS:
             return f"{name} has patterns that repeat {repeats} times in all, at most {MAX_REPEATS} are served"
+    elif (repeats := _repeats(grammar)) > MAX_REPEATS:
+        return f"{name} repeats {repeats} times in all, at most {MAX_REPEATS} are served"
     if size > MAX_BYTES:
         return f"{name} has {size} {what}, at most {MAX_BYTES} are served"
     return _parse(grammar)
+
+
+def _repeats(grammar: Grammar) -> int:
+    """The sum of all {n} in a regular expression or EBNF."""
+    quoted = QUOTED.get(grammar.kind)
+    return sum(map(int, REPEAT.findall(quoted.sub("''", grammar.text)))) if quoted else 0
 
 
 def _bare(value: Any, named: bool = False) -> Any:
@@ -171,5 +186,5 @@ def _parse(grammar: Grammar) -> str:
     except Exception as error:  # xgrammar does not document its exceptions
         text = str(error)
         if NEEDS_TOKENIZER not in text:
-            return f"{NAMES[grammar.kind]} cannot be compiled: {plain(text)}"
+            return f"{NAMES[grammar.kind]} cannot be compiled: {explained(error)}"
     return ""

@@ -186,7 +186,7 @@ class Handlers:
         prompt, tenant = request.prompt, self._core.tenant(request.api_key)
         saving = self._programs.saving(tenant, request)
         if isinstance(request, Generate) and request.sampling.grammar:
-            await check_aside(request.sampling.grammar)
+            await check_aside(request.sampling.grammar, owner=request.api_key)
         ids = await self._programs.prompt(tenant, prompt, saving)
         request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
         if isinstance(request, Score):

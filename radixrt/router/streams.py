@@ -45,13 +45,13 @@ def is_encoded(request: Generate | Score) -> bool:
         return False
     if isinstance(request, Score):
         return all(isinstance(choice, TokenPrompt) for choice in request.choices)
-    return request.sampling.grammar is None or is_checked(request.sampling.grammar)
+    return request.sampling.grammar is None or is_checked(request.sampling.grammar, request.api_key)
 
 
 async def encode(request: Request, service: TextService) -> Request:
     """The same request with token ids only. Raises FieldError that names a part that cannot be encoded, or compiled."""
     if isinstance(request, Generate) and request.sampling.grammar:
-        await check_aside(request.sampling.grammar)
+        await check_aside(request.sampling.grammar, owner=request.api_key)
     changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(request.prompt))}
     if isinstance(request, Score):
         changes["choices"] = await asyncio.to_thread(_encode_choices, request.choices, service)

@@ -47,8 +47,9 @@ def _refuse(field: str, message: str) -> NoReturn:
     raise Refused(field, f"{field} {message}")
 
 
-def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
+def check_sampling(sampling: Sampling, vocab_size: int = 0, owner: str = "") -> None:
     """Raise Refused (400) unless every field is in range. With `vocab_size` 0, token ids are only checked to be >= 0.
+    `owner`: the client's API key (see `grammar`).
 
     Conditions are written so that NaN is out of every range."""
     s = sampling
@@ -90,11 +91,22 @@ def check_sampling(sampling: Sampling, vocab_size: int = 0) -> None:
         if len(s.allowed_token_ids) > MAX_ALLOWED:
             _refuse("allowed_token_ids", f"may have {MAX_ALLOWED} ids at most")
         _check_ids(min(s.allowed_token_ids), max(s.allowed_token_ids), "allowed_token_ids", vocab_size)
+        _check_allowed(s)
     if s.bad_token_ids:
         _check_bad(s.bad_token_ids, vocab_size)
     _check_any_token(s, vocab_size)
     if s.grammar is not None:
-        _check_grammar(s.grammar)
+        _check_grammar(s.grammar, owner)
+
+
+def _check_allowed(s: Sampling) -> None:
+    """Raise Refused (400) if no allowed id can come first."""
+    banned = {ids[0] for ids in s.bad_token_ids if len(ids) == 1}
+    if s.min_tokens > 0:
+        banned.update(s.stop_token_ids)
+    if banned.issuperset(s.allowed_token_ids):
+        what = "bad_token_ids and stop_token_ids, with min_tokens," if s.min_tokens > 0 else "bad_token_ids"
+        _refuse("allowed_token_ids", f"holds only ids that {what} ban")
 
 
 def _check_any_token(s: Sampling, vocab_size: int) -> None:
@@ -126,9 +138,9 @@ def _check_stops(stops: Sequence[str]) -> None:
         _refuse("stop", f"strings may have {MAX_STOP_CHARS} characters")
 
 
-def _check_grammar(grammar: Grammar) -> None:
+def _check_grammar(grammar: Grammar, owner: str) -> None:
     try:
-        check_grammar(grammar)
+        check_grammar(grammar, owner=owner)
     except FieldError as problem:
         raise Refused(problem.field, str(problem)) from problem
 

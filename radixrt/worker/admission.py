@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from radixrt.worker.branching import Branching
 from radixrt.worker.cache import PageCache
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from radixrt.worker.waiting import VirtualTokenCounter, Waiting
 
+SHORT_TOKENS, SHORT_SHARE = 64, 0.5
+"""Forced text of up to so many tokens comes before prompts, as its request generates: keys of JSON for example. All of
+a step's takes at most such a share of its budget."""
 SHARE = 0.25
 """While running requests hold less than this share of the pool, kept contexts are released to admit more."""
 TIMES = 2
@@ -36,25 +41,65 @@ class Admission:
         have made enough room. Cleared when a request leaves or the number of pins changes."""
         self._in_vain_state = (0, 0)
         """(departures, pins) for which `_in_vain` holds."""
+        self._short: list[Request] = []
+        self._forced: list[Request] = []
+        self._prompts: list[Request] = []
+        """What is behind and not planned in this step yet: a few tokens after generated ones, more, and prompts."""
+        self._forced_are_next = True
 
-    def next(self, behind: list[Request], step: int) -> Request | None:
-        """The request whose chunk is planned next: one of `behind`, which is removed from that list, or a waiting one,
-        which is admitted. None if there are no more."""
-        behind[:] = [request for request in behind if request.row >= 0]
-        if not behind:
-            return self._admit(step) if self._waiting else None
-        at = 0
-        if self._counter.several:
-            # Requests that generate already come first: the tokens that their grammars forced are few.
-            at = min(range(len(behind)), key=lambda i: (not behind[i].generated, self._counter.of(behind[i].tenant)))
-            if not behind[at].generated and self._comes_before(behind[at].tenant) and (request := self._admit(step)):
+    def begin(self, behind: Sequence[Request], budget: int) -> None:
+        """Begin a step of `budget` tokens with the running requests that are behind, oldest first."""
+        self._short, self._forced, self._prompts = [], [], []
+        left = int(SHORT_SHARE * budget)
+        for request in behind:
+            if not request.generated:
+                self._prompts.append(request)
+            elif request.behind <= min(SHORT_TOKENS, left):
+                self._short.append(request)
+                left -= request.behind
+            else:
+                self._forced.append(request)
+
+    def next(self, step: int) -> Request | None:
+        """The request whose chunk is planned next: one that is behind, or a waiting one, which is admitted. None if
+        there are no more.
+
+        A few forced tokens come first, as decodes do. Long forced text takes turns with the prompts of its tenant: with
+        those that are being computed, or else with those that wait."""
+        while self._short:
+            if (request := self._short.pop(0)).row >= 0:
                 return request
-        return behind.pop(at)
+        self._prompts = [request for request in self._prompts if request.row >= 0]
+        self._forced = [request for request in self._forced if request.row >= 0]
+        request = self._turn()
+        if request is None:
+            return self._admit(step) if self._waiting else None
+        forced = request in self._forced
+        if self._comes_before(request, forced) and (other := self._admit(step)):
+            self._forced_are_next = True
+            return other
+        self._forced_are_next = not forced
+        (self._forced if forced else self._prompts).remove(request)
+        return request
 
-    def _comes_before(self, tenant: str) -> bool:
-        """Whether a tenant that was served less than this one has a waiting request."""
+    def _turn(self) -> Request | None:
+        """The request that is behind and whose turn it is; None if there is none."""
+        first, then = self._prompts, self._forced
+        if self._forced_are_next:
+            first, then = then, first
+        if self._counter.several:
+            return min(first + then, key=lambda request: self._counter.of(request.tenant), default=None)
+        return next(iter(first or then), None)
+
+    def _comes_before(self, request: Request, forced: bool) -> bool:
+        """Whether a waiting request comes before one that is behind, as its tenant was served less; or no more, if that
+        one is `forced`, and it is the turn of prompts."""
         first = self._waiting.tenant
-        return first is not None and self._counter.of(first) < self._counter.of(tenant)
+        if first is None:
+            return False
+        mine = self._counter.of(request.tenant)
+        theirs = self._counter.of(first)
+        return theirs < mine or (forced and not self._forced_are_next and theirs <= mine)
 
     def _admit(self, step: int) -> Request | None:
         """Admit the first waiting request whose tokens all fit beside the running requests."""

@@ -44,10 +44,11 @@ class Ending:
         self._is_over(request)
 
     def stop_short(self, request: Request, reason: str) -> Output:
-        """Fail a request that allows no token to come next, by its grammar or otherwise. What it computed stays
-        cached."""
+        """Fail a request that allows no token to come next, by its grammar or otherwise, or that takes too long to tell
+        which. What it computed stays cached."""
         self.end(request)
-        return _failed(request, reason, request.restriction or "grammar")
+        field = "grammar" if reason.startswith("grammar:") else request.restriction or "grammar"
+        return _failed(request, reason, field)
 
     def fail_for_good(self, request: Request, reason: str) -> list[Output]:
         """Fail a request whose KV is invalid. Nothing of its path stays cached, whoever computed it, except what other
@@ -65,11 +66,12 @@ class Ending:
             host.reset()
         running = self._running
         # Not in this plan, they may lease what this step was to compute or to copy; after a copy they may decode next.
-        others = running.behind + (running.decoding + running.drafting if unfilled else [])
+        others = running.behind + (running.decoding + running.drafting + running.sitting if unfilled else [])
         for request in [r for r in others if r not in plan.requests]:
+            add = self._waiting.park if request in running.sitting else self._waiting.add
             running.remove(request)
             self._cache.discard(request, request.lease.length)
-            self._waiting.add(request)
+            add(request)
         # In reverse: later ones may lease what earlier ones were to compute.
         for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
             start -= start % self._cache.page_size  # a partly filled page is useless

@@ -1,6 +1,6 @@
 """Compiles grammars (JSON schemas, regular expressions, EBNF, structural tags) against the tokens of a model.
 
-    Grammar  --Grammars.get-->  Compiled   shared by all requests with this grammar, compiled in a thread, LRU-cached
+    Grammar  --Grammars.get-->  Compiled   shared by a tenant's requests with this grammar, compiled in a thread, cached
     Compiled + Request    -->   Matcher    one per request: the state of its text (`matching`)
     fill_masks(requests)  -->   int32[requests, words], one bit per token: which tokens may be sampled
 
@@ -12,25 +12,34 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from radixrt.grammar_errors import plain
+from radixrt.grammar_errors import explained, plain
 from radixrt.messages import Grammar, GrammarKind
 from radixrt.worker.jump import Spelling, is_bounded, on_one_line
 from radixrt.worker.schema import adapt_schema
+from radixrt.worker.structured.fair import FairThreads, Job
+from radixrt.worker.structured.grammar_cache import GrammarCache, Key
+from radixrt.worker.structured.ordinary import is_ordinary
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
 
 CACHE_BYTES = 256 << 20
 """The most memory of cached grammars."""
-ENTRY_BYTES = 2048
-"""About what a cached grammar takes beside its text and its compiled form."""
-AT_ONCE = 4
+RULES_BYTES = 16 << 20
+"""The most memory of the rules that a compiler caches: JSON strings of bounded length take seconds to compile."""
+MAX_COMPILERS = 16
+"""The most compilers that are kept, one for each tenant and spelling: their caches take as much as the grammars."""
+AT_ONCE = 8
 """The most grammars that are compiled at the same time: some take seconds, and others need not wait for them."""
+AT_ONCE_OF_TENANT = 3
+"""How many of them may be of one tenant: a compilation cannot be stopped, and some would not end within a minute."""
+MAX_QUEUED = 256
+"""The most grammars of one tenant that wait to be compiled."""
 MOST_THREADS = 8
 """The most threads that compile one grammar."""
 SPELLINGS: dict[GrammarKind, str] = {"json": "json", "json_schema": "json", "structural_tag": "tag"}
@@ -41,7 +50,7 @@ CONTROL = {"json": re.compile(rb"[\0-\t\x0b\x0c\x0e-\x1f]"), "tag": re.compile(r
 of a tag may hold tabs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Compiled:
     """A grammar compiled against the tokens of a model."""
 
@@ -55,10 +64,24 @@ class Compiled:
     """Ids that have no text for this kind of grammar. xgrammar prints a warning if it is given one."""
     spelling: Spelling | None = None
     """Tokenizes text that the grammar forces; None if all tokens are to be sampled."""
+    ordinary: bool = False
+    """See `structured.ordinary`. Set to False if a step shows that it is not."""
 
     @property
     def nbytes(self) -> int:
         return self.grammar.memory_size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """The tokens by a spelling (see SPELLINGS)."""
+
+    name: str
+    info: Any
+    """xgrammar's TokenizerInfo."""
+    silent: frozenset[int]
+    spelling: Spelling | None
+    """See Compiled."""
 
 
 class BadGrammar(ValueError):
@@ -66,7 +89,8 @@ class BadGrammar(ValueError):
 
 
 class Grammars:
-    """Compiles the grammars of one model in threads, and caches those used last. `get` is for one thread only.
+    """Compiles the grammars of one model in threads, and caches those used last; tenants take turns, and share nothing
+    but `json`, which has no content. `get`, `job` and `cancel` are for one thread only.
 
     With `jump_forward`, text that a grammar forces is appended without sampling, and JSON of a schema is restricted to
     one line with the separators ", " and ": ": if white space were allowed everywhere, hardly any text would be forced.
@@ -83,77 +107,49 @@ class Grammars:
         self._model = model
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
-        self._limit = limit
         self._jumps = jump_forward
-        self._jobs: deque[tuple[Grammar, Future[Compiled]]] = deque()
-        self._threads = 0
-        self._lock = threading.Lock()
-        """Guards `_jobs` and `_threads`."""
+        self._threads = FairThreads("grammar", AT_ONCE, AT_ONCE_OF_TENANT)
+        self._known = GrammarCache(limit, lambda job: _size(job.future))
         self._making = threading.Lock()
-        """Guards `_vocabulary`, `_ends` and `_compilers`."""
-        self._known: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
-        self._sizes: dict[Grammar, int] = {}
-        """Bytes of each cached grammar that is compiled."""
-        self._bytes = 0
-        self._undone: list[Grammar] = []
-        """Cached grammars whose size is not counted yet, as they may still be compiling."""
+        """Guards all below."""
         self._vocabulary: Vocabulary | None = None
         self._ends: frozenset[int] | None = None
         """`Compiled.ends`, shared by all grammars: it may have thousands of ids."""
-        self._compilers: dict[str, tuple[Any, Spelling | None, frozenset[int]]] = {}
+        self._spelled: dict[str, Spelled] = {}
+        self._compilers: OrderedDict[tuple[str, str], tuple[Any, Spelling | None]] = OrderedDict()
+        """By tenant and spelling, the one used last at the end."""
 
-    def get(self, grammar: Grammar) -> Future[Compiled]:
+    def get(self, grammar: Grammar, tenant: str = "") -> Future[Compiled]:
         """The compiled grammar; the future is done at once if it is cached. The future raises ValueError if there is no
-        xgrammar or no tokenizer, and BadGrammar if the grammar cannot be compiled."""
-        if grammar not in self._known:
-            self._drop_oldest()
-            self._known[grammar] = self._submit(grammar)
-            self._undone.append(grammar)
-        self._known.move_to_end(grammar)
-        return self._known[grammar]
+        xgrammar or no tokenizer, and BadGrammar if the grammar cannot be compiled. Raises BadGrammar if too many of the
+        tenant's grammars wait."""
+        return self.job(grammar, tenant).future
 
-    def _submit(self, grammar: Grammar) -> Future[Compiled]:
-        future: Future[Compiled] = Future()
-        with self._lock:
-            self._jobs.append((grammar, future))
-            more = self._threads < AT_ONCE
-            self._threads += more
-        if more:  # a daemon thread, so that a compilation does not keep the process from ending
-            threading.Thread(target=self._work, name="grammar", daemon=True).start()
-        return future
+    def job(self, grammar: Grammar, tenant: str = "") -> Job:
+        """As `get`: the job that compiles the grammar."""
+        key = _key(grammar, tenant)
+        job = self._known.get(key)
+        if job is None:
+            if self._threads.queued(tenant) >= MAX_QUEUED:
+                raise BadGrammar(f"grammar: {MAX_QUEUED} others of this tenant wait to be compiled, try again later")
+            # The function is looked up when the job runs.
+            job = self._threads.submit(tenant, lambda: self._compile(grammar, key[0]))
+            self._known.add(key, job)
+        return job
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._jobs:
-                    self._threads -= 1
-                    return
-                grammar, future = self._jobs.popleft()
-            try:
-                future.set_result(self._compile(grammar))
-            except Exception as error:
-                future.set_exception(error)
+    def cancel(self, grammar: Grammar, tenant: str = "") -> None:
+        """Nobody waits for a grammar any more: unless it is being compiled already, it is not going to be."""
+        key = _key(grammar, tenant)
+        job = self._known.get(key)
+        if job is not None and self._threads.cancel(job):
+            self._known.drop(key)
 
     @property
     def nbytes(self) -> int:
         """Memory of the cached grammars that are compiled, with their texts."""
-        undone, self._undone = self._undone, []
-        for grammar in undone:
-            future = self._known[grammar]
-            if future.done():
-                self._sizes[grammar] = ENTRY_BYTES + len(grammar.text) + _size(future)
-                self._bytes += self._sizes[grammar]
-            else:
-                self._undone.append(grammar)
-        return self._bytes
+        return self._known.nbytes
 
-    def _drop_oldest(self) -> None:
-        while self.nbytes > self._limit:
-            oldest = next(grammar for grammar in self._known if grammar in self._sizes)
-            self._bytes -= self._sizes.pop(oldest)
-            del self._known[oldest]
-
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def _compile(self, grammar: Grammar, tenant: str = "") -> Compiled:
         try:
             import xgrammar  # noqa: F401
         except ImportError as error:
@@ -161,22 +157,34 @@ class Grammars:
             raise ValueError(message) from error
         try:
             with self._making:
-                compiler, spelling, silent, ends = self._compiler(SPELLINGS.get(grammar.kind, "text"))
+                spelled = self._spell(SPELLINGS.get(grammar.kind, "text"))
+                compiler, spelling = self._compiler(spelled, tenant)
+                ends = self._ends
         except Exception as error:
             raise ValueError(f"grammar: {error}") from error
         try:
-            compile = _compile_by(compiler, one_line=self._jumps)[grammar.kind]
             text = adapt_schema(grammar.kind, grammar.text) if grammar.holds_schemas else grammar.text
             text = _of_four_digits(text) if grammar.kind == "regex" else text
-            compiled = compile(text)
+            compiled = self._compile_text(grammar.kind, text, compiler, spelled)
             if spelling and not _forced_text_is_bounded(grammar.kind, text):
                 spelling = None
-            return Compiled(compiled, -(-self._vocab_size // 32), ends, self._eos_ids, silent, spelling)
+            words, ordinary = -(-self._vocab_size // 32), is_ordinary(grammar)
+            return Compiled(compiled, words, ends, self._eos_ids, spelled.silent, spelling, ordinary)
         except Exception as error:  # of many types, none of them promised
-            raise BadGrammar(f"grammar: {plain(str(error))}") from error
+            raise BadGrammar(f"grammar: {explained(error)}") from error
 
-    def _compiler(self, spelling: str) -> tuple[Any, Spelling | None, frozenset[int], frozenset[int]]:
-        """For a spelling (see SPELLINGS): the compiler, and `spelling`, `silent` and `ends` of what it compiles."""
+    def _compile_text(self, kind: GrammarKind, text: str, compiler: Any, spelled: Spelled) -> Any:
+        """Compile a grammar's text, without the compiler's cache if it fails and does not say why: with it, xgrammar
+        0.2 fails for some repetitions of more than 128 times."""
+        try:
+            return _compile_by(compiler, self._jumps)[kind](text)
+        except Exception as error:
+            if plain(str(error)):
+                raise
+            return _compile_by(_new_compiler(spelled.info, 0), self._jumps)[kind](text)
+
+    def _spell(self, name: str) -> Spelled:
+        """The tokens by a spelling (see SPELLINGS), for all tenants."""
         import xgrammar
 
         if self._vocabulary is None:
@@ -184,20 +192,43 @@ class Grammars:
         tokens = self._vocabulary.tokens
         if self._ends is None:
             self._ends = self._eos_ids.union(i for i, token in enumerate(tokens) if not token)
-        if spelling not in self._compilers:
-            spelled = self._vocabulary.special if spelling == "tag" else {}
-            encoded = [b"" if i in self._eos_ids else spelled.get(i, token) for i, token in enumerate(tokens)]
-            if spelling != "text":
-                encoded = [b"" if CONTROL[spelling].search(token) else token for token in encoded]
+        if name not in self._spelled:
+            special = self._vocabulary.special if name == "tag" else {}
+            encoded = [b"" if i in self._eos_ids else special.get(i, token) for i, token in enumerate(tokens)]
+            if name != "text":
+                encoded = [b"" if CONTROL[name].search(token) else token for token in encoded]
             encoded += [b""] * (-len(encoded) % 32)  # otherwise mask bits beyond the vocabulary would be set
             info = xgrammar.TokenizerInfo(encoded, xgrammar.VocabType.RAW, stop_token_ids=sorted(self._eos_ids))
-            threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
-            # The compiler's own cache is for rules that several grammars share.
-            compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=self._limit)
             forced = Spelling(encoded, self._vocabulary.encode) if self._jumps else None
             silent = frozenset(i for i, token in enumerate(encoded) if not token)
-            self._compilers[spelling] = compiler, forced, silent
-        return *self._compilers[spelling], self._ends
+            self._spelled[name] = Spelled(name, info, silent, forced)
+        return self._spelled[name]
+
+    def _compiler(self, spelled: Spelled, tenant: str) -> tuple[Any, Spelling | None]:
+        """The compiler of a tenant, with its cache of rules that several grammars share, and the tokenizer of forced
+        text, with its cache."""
+        key = tenant, spelled.name
+        if key not in self._compilers:
+            if len(self._compilers) >= MAX_COMPILERS:
+                self._compilers.popitem(last=False)
+            spelling = spelled.spelling and spelled.spelling.with_own_cache()
+            self._compilers[key] = _new_compiler(spelled.info, RULES_BYTES), spelling
+        self._compilers.move_to_end(key)
+        return self._compilers[key]
+
+
+def _key(grammar: Grammar, tenant: str) -> Key:
+    return ("" if grammar.kind == "json" else tenant), grammar
+
+
+def _new_compiler(info: Any, cache_bytes: int) -> Any:
+    """A compiler; without a cache if `cache_bytes` is 0."""
+    import xgrammar
+
+    threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
+    return xgrammar.GrammarCompiler(
+        info, max_threads=threads, cache_enabled=cache_bytes > 0, cache_limit_bytes=cache_bytes or -1
+    )
 
 
 def _size(future: Future[Compiled]) -> int:

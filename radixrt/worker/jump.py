@@ -12,6 +12,7 @@ What is appended depends only on the tokens before: not on the batch, on chunks,
 
 from __future__ import annotations
 
+import copy
 import heapq
 import json
 from bisect import bisect_right
@@ -45,6 +46,12 @@ class Spelling:
         self._sorted = sorted(self._ids)
         self._longest = max(map(len, self._sorted), default=0)
         self._known: dict[str, tuple[int, ...]] = {}
+
+    def with_own_cache(self) -> Spelling:
+        """The same, with a cache of its own: from the time that a text takes, one can tell whether it was there."""
+        other = copy.copy(self)
+        other._known = {}
+        return other
 
     def before(self, text: str) -> tuple[int, ...]:
         """The first tokens of `text` that do not depend on what follows it: up to the point where a token could begin

@@ -179,7 +179,7 @@ class Worker:
     def _step(self) -> list[m.Output]:
         """Launch the next step, if there is one, and apply the result of the step before. If the runner does not
         overlap steps, the result of the launched step is applied as well."""
-        outputs: list[m.Output] = []
+        outputs = self.scheduler.settle()
         before, self._flight = self._flight, None
         plan = self.scheduler.plan()
         if plan is not None:
@@ -287,13 +287,14 @@ class Worker:
         """Handle all messages that have arrived; wait for one only when there is nothing to compute or to send."""
         if self._link.broke():
             self._join_again("the connection to the router has broken")
-        busy = self.scheduler.has_work or self._flight
+        busy = self.scheduler.has_work and not self.scheduler.all_sit_out or self._flight
         if not busy:
             self.watchdog.moved()
         if self._drain_until is not None:
-            self._look_whether_drained(bool(busy or self._refused or self._compiling))
+            self._look_whether_drained(bool(self.scheduler.has_work or self._refused or self._compiling))
         idle = not busy and not self._refused and not self._snapshot_wanted
-        timeout = POLL_SECONDS if self._compiling or self._adapters else HEARTBEAT_SECONDS / 4
+        soon = self._compiling or self._adapters or self.scheduler.has_work
+        timeout = POLL_SECONDS if soon else HEARTBEAT_SECONDS / 4
         payload = self._link.recv(timeout if idle else 0)
         while payload is not None:
             self._handle(payload)

@@ -4,7 +4,8 @@ exactly one list.
     behind --caught up--> decoding --its last step is planned--> ending
       ^                   ^      |
       |              drafting <--+ its text repeats itself
-      +--tokens forced----+
+      +--tokens forced----+      |
+                         sitting <--+ its mask is late
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ class Running:
 
     def __init__(self) -> None:
         self.behind: list[Request] = []
-        """Requests with more than one token to compute, oldest first."""
+        """Requests with more than one token to compute, in the order in which they fell behind."""
         self.decoding: list[Request] = []
         """Requests that generate one token per step."""
         self.drafting: list[Request] = []
         """Requests with drafts: one or several tokens per step, planned only when their last token is known."""
+        self.sitting: list[Request] = []
+        """Requests that steps go on without: the mask for their next token, or that token, is not there yet."""
         self.ending: list[Request] = []
         """Requests whose last step is planned; they leave when its result is applied."""
         self.departures = 0
@@ -33,17 +36,17 @@ class Running:
         """The plan arrays of `decoding`; None if the list has changed since they were built."""
 
     def __len__(self) -> int:
-        return len(self.behind) + len(self.decoding) + len(self.drafting) + len(self.ending)
+        return sum(map(len, (self.behind, self.decoding, self.drafting, self.sitting, self.ending)))
 
     @property
     def generating(self) -> int:
-        """How many requests generate tokens, with drafts or without."""
+        """How many requests generate tokens, with drafts or without, but for those that sit out."""
         return len(self.decoding) + len(self.drafting)
 
     def totals(self) -> dict[str, int]:
         """Total tokens of running requests, by tenant."""
         found: dict[str, int] = {}
-        for requests in (self.behind, self.decoding, self.drafting, self.ending):
+        for requests in (self.behind, self.decoding, self.drafting, self.sitting, self.ending):
             for request in requests:
                 found[request.tenant] = found.get(request.tenant, 0) + request.total
         return found
@@ -62,7 +65,7 @@ class Running:
     def remove(self, request: Request) -> None:
         """Remove a request from its list."""
         self.departures += 1
-        for requests in (self.behind, self.ending, self.drafting):
+        for requests in (self.behind, self.ending, self.drafting, self.sitting):
             if request in requests:
                 requests.remove(request)
                 return
@@ -71,7 +74,8 @@ class Running:
 
     def youngest(self, planned: Sequence[Request]) -> Request:
         """The youngest request that is neither `planned` nor ending; ValueError if there is none."""
-        candidates = [r for r in self.behind + self.decoding + self.drafting if r not in planned]
+        running = self.behind + self.decoding + self.drafting + self.sitting
+        candidates = [r for r in running if r not in planned]
         return max(candidates, key=lambda r: (r.age[0], r.id))
 
     def decode(self, request: Request) -> None:
@@ -87,11 +91,32 @@ class Running:
         self._decodes = None
 
     def catch_up(self, request: Request) -> None:
-        """Move a decoding or drafting request that has several tokens to compute to the front of `behind`: they are few
-        compared with prompts."""
+        """Move a decoding or drafting request that has several tokens to compute to `behind`."""
         if request in self.decoding or request in self.drafting:
             self.remove(request)
-            self.behind.insert(0, request)
+            self.behind.append(request)
+
+    def sit(self, request: Request) -> None:
+        """Let a request sit out."""
+        if request not in self.sitting:
+            departures = self.departures
+            self.remove(request)
+            self.departures = departures
+            self.sitting.append(request)
+
+    def sit_slow(self) -> None:
+        """Let those decoding requests sit out whose masks are slow and whose next token is being computed."""
+        for request in [r for r in self.decoding if r.pending and r.matcher is not None and r.matcher.slow]:
+            self.sit(request)
+
+    def stand(self, request: Request) -> None:
+        """A request that sat out goes on."""
+        self.sitting.remove(request)
+        if request.caught_up:
+            self.decoding.append(request)
+            self._decodes = None
+        else:
+            self.behind.append(request)
 
     def end_decodes(self) -> None:
         """Move the decoding requests that have reached their limit, pending tokens included, to `ending`."""

@@ -15,7 +15,8 @@ step n runs: the sampled tokens that it needs are on the device.
                               `pending` tokens are sampled but not known to the host; the plan has FROM_DEVICE for them
     not overlapped:  plan n   apply n   plan n+1   apply n+1
 
-A grammar may force tokens after a sampled one: the request is then behind by these, and computes them as a chunk.
+A grammar may force tokens after a sampled one: the request is then behind by these, and computes them as a chunk. If it
+takes long to tell which tokens a grammar allows, steps go on without the request (`structured.sitting`).
 Tokens may be drafted (`drafting`): the request then gains one or several tokens per step, and is planned again when
 they are known.
 """
@@ -32,10 +33,13 @@ from radixrt.worker.building import Decodes, StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.drafting import Drafter, should_wait
 from radixrt.worker.ending import Ending
+from radixrt.worker.matching import jump_all
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from radixrt.worker.speculation import Speculation
+from radixrt.worker.structured.sitting import Sitting
+from radixrt.worker.structured.watch import LATE
 from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
 FETCHED = 16
@@ -51,6 +55,10 @@ class Limits:
 
     max_num_batched_tokens: int
     max_num_seqs: int
+
+
+Grown = tuple[Request, list[TokenLogprob | None]]
+"""A request that has gained a token, and the log-probabilities to report with it."""
 
 
 class Scheduler:
@@ -71,6 +79,9 @@ class Scheduler:
         self._admission = Admission(cache, self.running, self._waiting, self._counter, self._branching)
         self._ending = Ending(self._requests, cache, self.running, self._waiting, self._counter)
         self._speculation = Speculation(cache, self.running, limits.max_num_batched_tokens)
+        self._sitting = Sitting(cache, self.running, self._waiting)
+        self._slow = False
+        """Whether any request had a mask that was late or slow."""
         self._arrivals = Arrivals()
         self._clock = 0
 
@@ -85,11 +96,14 @@ class Scheduler:
             raise ValueError(f"prompt: {request.limit} tokens do not fit the {room} of the pool")
         self._requests[request.id] = request
         self._arrivals.record(request, self._clock)
-        if request.matcher is not None and not request.generated:
-            self._force(request)
+        parked = request.matcher is not None and not self._begin_text(request)
         self._counter.add_request(request.tenant)
         self.cache.kept.arrived(request)
-        self._waiting.add(request)
+        if parked:
+            self._waiting.park(request)
+            self._sitting.begin(request, jump=not request.generated)
+        else:
+            self._waiting.add(request)
         if self._branching is not None:
             self._branching.arrived(request)
 
@@ -113,7 +127,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._waiting.parked)
 
     @property
     def num_running(self) -> int:
@@ -122,6 +136,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def all_sit_out(self) -> bool:
+        """Whether there is nothing to plan until a request's mask is there."""
+        return len(self._sitting) > 0 and len(self.running.sitting) + len(self._waiting.parked) == len(self._requests)
 
     @property
     def queued_tokens(self) -> int:
@@ -148,8 +167,8 @@ class Scheduler:
             if request.row >= 0:
                 builder.add_draft(request, *draft)
         budget = self.limits.max_num_batched_tokens - len(running.decoding) - len(builder.requests)
-        behind = [*running.behind]
-        while budget > 0 and (request := self._admission.next(behind, self.steps)):
+        self._admission.begin(running.behind, budget)
+        while budget > 0 and (request := self._admission.next(self.steps)):
             taken = self._chunk(request, budget, builder, proposes)
             self._counter.count_prompt(request.tenant, taken)
             budget -= taken
@@ -160,6 +179,8 @@ class Scheduler:
         plan = builder.build(self.steps, decodes, proposes)
         self._clock += len(plan.tokens)
         self._advance(decodes, builder)
+        if self._slow:
+            self.running.sit_slow()
         return plan
 
     def _advance(self, decodes: Decodes, builder: StepBuilder) -> None:
@@ -214,9 +235,13 @@ class Scheduler:
     def _preempt(self, planned: Sequence[Request] = ()) -> Request:
         """Move the youngest running request that is not `planned` for this step back to the queue, and return it."""
         victim = self.running.youngest(planned)
+        sits = victim in self.running.sitting and not victim.pending
         self.running.remove(victim)
         self.cache.retire(victim)
-        self._waiting.add(victim)
+        if sits:
+            self._waiting.park(victim)
+        else:
+            self._waiting.add(victim)
         self.preemptions += 1
         return victim
 
@@ -251,6 +276,7 @@ class Scheduler:
     def apply(self, plan: Plan, result: Result) -> list[Output]:
         """Apply the result of a step, in the order of plans. Returns the new tokens of each request."""
         outputs: list[Output] = []
+        grown: list[Grown] = []
         failed, stuck, scores, logprobs = result.failed, result.stuck, result.scores, result.logprobs
         found = enumerate(zip(plan.requests, result.tokens, plan.samples.tolist(), strict=True))
         if plan.drafts:
@@ -262,20 +288,23 @@ class Scheduler:
             if request.over or plan.step <= request.discard_until:
                 continue  # it has ended, or its grammar forced other tokens
             if stuck and index in stuck:
-                outputs.append(self._ending.stop_short(request, stuck[index]))
+                outputs += self._cannot_go_on(request, stuck[index])
                 continue
             if scores and index in scores:
                 stop = int(plan.starts[index] + plan.counts[index])
                 request.scores.add(stop - int(plan.wants[index]) + 1, scores[index])
             if samples:
-                self._append_drawn(request, token, logprobs[index : index + 1] if logprobs else logprobs, outputs)
+                theirs = logprobs[index : index + 1] if logprobs else logprobs
+                self._append_drawn(request, token, theirs, outputs, grown)
             elif plan.starts[index] + plan.counts[index] == request.total:
                 output = Output(request.id, request.take_unreported(), finish="length")
                 if request.scores is not None:
                     request.scores.report(output)
                 self._finish(request, output, outputs)
         for draft in plan.drafts:
-            self._verify(plan, draft, result, outputs)
+            self._verify(plan, draft, result, outputs, grown)
+        if grown:
+            self._jump(grown, outputs)
         if result.proposals:
             self._speculation.take_proposals(self.drafter, plan, result)
         self.running.set_drawn(result.tokens)
@@ -283,7 +312,9 @@ class Scheduler:
             self._speculation.begin(self.drafter)
         return outputs
 
-    def _verify(self, plan: Plan, draft: Draft, result: Result, outputs: list[Output]) -> None:
+    def _verify(
+        self, plan: Plan, draft: Draft, result: Result, outputs: list[Output], grown: list[Grown]
+    ) -> None:
         """Accept the right tokens of a draft, and the sampled token after them."""
         request, first = draft.request, draft.first
         if first in result.failed:
@@ -292,7 +323,7 @@ class Scheduler:
         if request.over:
             return
         if first in result.stuck:
-            outputs.append(self._ending.stop_short(request, result.stuck[first]))
+            outputs += self._cannot_go_on(request, result.stuck[first])
             return
         accepted = self._speculation.verify(self.drafter, draft, result)
         if self._counter.several:
@@ -300,21 +331,24 @@ class Scheduler:
         if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
             self._waiting.tokens += accepted
         self._append_drawn(
-            request, result.tokens[first + accepted], result.logprobs[first : first + accepted + 1], outputs
+            request, result.tokens[first + accepted], result.logprobs[first : first + accepted + 1], outputs, grown
         )
 
     def _append_drawn(
-        self, request: Request, token: int, logprobs: list[TokenLogprob | None], outputs: list[Output]
-    ) -> None:
-        """Append a sampled token to a request and report it. `logprobs`, if requested, are those of all tokens that
-        were not reported yet."""
+        self, request: Request, token: int, logprobs: list[TokenLogprob | None], outputs: list[Output],
+        grown: list[Grown],
+    ) -> None:  # fmt: skip
+        """Append a sampled token to a request and report it; with a grammar, add the request to `grown` instead, unless
+        it has ended. `logprobs`, if requested, are those of all tokens that were not reported yet."""
         tokens = request.tokens
         tokens.append(token)
         request.pending -= 1
         if request.row < 0:  # preempted while this token was in flight: its hit may be longer now
             request.hit_version = -1
         stops = token in request.stop_ids
-        jumped = request.matcher is not None and not stops and self._jump(request)
+        if request.matcher is not None and not stops and len(tokens) < request.limit:
+            grown.append((request, logprobs))
+            return
         output = Output(request.id, request.take_unreported(), None, request.cached_tokens)
         if request.sampling.logprobs is not None and logprobs:
             output.logprobs = logprobs
@@ -328,27 +362,77 @@ class Scheduler:
             self._finish(request, output, outputs)
         else:
             outputs.append(output)
-            if jumped:
-                self.running.catch_up(request)
 
-    def _force(self, request: Request) -> int:
-        """Append the tokens that a request's grammar forces next, up to its limit. Returns how many."""
-        forced = request.matcher.jump(request)
+    # ------------------------------------------------------------ grammars
+
+    def _begin_text(self, request: Request) -> bool:
+        """Append the tokens that the grammar of a new request forces first. False if they are not known in time."""
+        self._sitting.arrived(request)
+        if request.generated:
+            return True
+        forced = jump_all([request])[0]
+        if forced is None:
+            self._slow = True
+            return False
+        self._force(request, forced)
+        return True
+
+    def _force(self, request: Request, forced: Sequence[int]) -> None:
         request.tokens.extend(forced)
         self.forced_tokens += len(forced)
-        return len(forced)
 
-    def _jump(self, request: Request) -> bool:
-        """As `_force`, for a request that has just gained a token. True if any tokens were forced. The token that the
-        step in flight samples for the request is then discarded: the first forced token takes its place."""
-        forced = self._force(request)
-        if not forced:
-            return False
-        if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
-            self._waiting.tokens += forced
-        if request.pending:
-            request.pending, request.discard_until = 0, self.steps
-        return True
+    def _jump(self, grown: list[Grown], outputs: list[Output]) -> None:
+        """Report requests with a grammar that have gained a token, and append the tokens that their grammars force
+        next. The token that the step in flight samples for such a request is then discarded: the first forced token
+        takes its place. Requests sit out if it takes long to tell what is forced."""
+        found = jump_all([request for request, _ in grown])
+        for (request, logprobs), forced in zip(grown, found, strict=True):
+            if forced:
+                self._force(request, forced)
+                if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
+                    self._waiting.tokens += len(forced)
+                if request.pending:
+                    request.pending, request.discard_until = 0, self.steps
+            output = Output(request.id, request.take_unreported(), None, request.cached_tokens)
+            if request.sampling.logprobs is not None and logprobs:
+                output.logprobs = logprobs
+            if request.scores is not None:
+                request.scores.report(output)
+            if len(request.tokens) >= request.limit:
+                output.finish = "length"
+                self._finish(request, output, outputs)
+                continue
+            outputs.append(output)
+            if forced is None:
+                self._slow = True
+                self._sitting.sit(request, self.steps, jump=True)
+            elif request.matcher.slow:
+                self._slow = True
+            if forced:
+                self.running.catch_up(request)
+        if self._slow:
+            self.running.sit_slow()
+
+    def _cannot_go_on(self, request: Request, reason: str) -> list[Output]:
+        """A step could not sample a token for a request: it sits out if its mask is late, and fails otherwise."""
+        if reason != LATE:
+            return [self._ending.stop_short(request, reason)]
+        self._slow = True
+        self._sitting.sit(request, self.steps, jump=False)
+        return []
+
+    def settle(self) -> list[Output]:
+        """Let the requests that sat out go on whose mask is there now. Returns the failures of those that cannot, or
+        that take too long. To be called before `plan`."""
+        outputs: list[Output] = []
+        for request, problem in self._sitting.ready() if self._slow else ():
+            if problem:
+                outputs.append(self._ending.stop_short(request, problem))
+                continue
+            forced, request.matcher.forced = request.matcher.forced, ()
+            self._force(request, forced)
+            self._sitting.back(request)
+        return outputs
 
     def _finish(self, request: Request, output: Output, outputs: list[Output]) -> None:
         output.cached_tokens = request.cached_tokens

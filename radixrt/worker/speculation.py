@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.drafting import MOST_ROWS, Drafter
+from radixrt.worker.matching import draft_all
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
@@ -44,7 +45,8 @@ class Speculation:
         most = requests
         if states is not None:
             most = (states.drafted + states.draftable) // LEAST_STATES - len(running.drafting)
-        if most > 0 and (found := [r for r in self._noted(running.decoding) if drafter.begins(r, requests)]):
+        decoding = self._noted(request for request in running.decoding if not _is_slow(request))
+        if most > 0 and (found := [r for r in decoding if drafter.begins(r, requests)]):
             running.draft(found[:most])
 
     def _noted(self, requests: Iterable[Request]) -> Iterator[Request]:
@@ -83,7 +85,7 @@ class Speculation:
         found = []
         for request in ready:
             ids = drafter.draft(request, room, requests)
-            if ids and request.matcher is not None and not (ids := request.matcher.drafted(request, ids)):
+            if ids and request.matcher is not None and not (ids := self._allowed(request, ids)):
                 drafter.refuse(request)
             more = 0 if not ids else self.room_for(request, request.computed + 1 + len(ids), proposes)
             if ids and self._has_pages(request, len(ids) + more):
@@ -99,6 +101,10 @@ class Speculation:
         if prompts:
             most = min(most, requests + int((1 - PROMPTS_SHARE) * max(0, most - requests)))
         return min(MOST_ROWS, most)
+
+    def _allowed(self, request: Request, ids: list[int]) -> list[int]:
+        """As `Matcher.drafted`; empty if the request is slow."""
+        return [] if request.matcher.slow else draft_all([(request, ids)])[0]
 
     def room_for(self, request: Request, position: int, proposes: int) -> int:
         """How many of so many proposals can be of use to a request, if they follow a token at this position: after
@@ -148,3 +154,7 @@ class Speculation:
             if self._cache.states is not None:
                 request.state = self._cache.states.accept(request.state, accepted)
         return accepted
+
+
+def _is_slow(request: Request) -> bool:
+    return request.matcher is not None and request.matcher.slow

@@ -194,6 +194,8 @@ class Waiting:
         self._queues: dict[str, _Queue] = {}
         """By tenant; empty queues are removed."""
         self._refreshed, self._step = 0, -1
+        self.parked: dict[int, Request] = {}
+        """Requests beside the queues, by id, until they can go on: see `structured.sitting`."""
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))
@@ -220,8 +222,14 @@ class Waiting:
             self._queues[tenant].overtaken(request)
         self._removed(request)
 
+    def park(self, request: Request) -> None:
+        """Add a request beside the queues."""
+        self.parked[request.id] = request
+
     def remove(self, request: Request) -> None:
-        """Remove a request that was aborted or failed."""
+        """Remove a request that was aborted or failed, or is parked."""
+        if self.parked.pop(request.id, None) is not None:
+            return
         self._queues[request.tenant].remove(request)
         self._removed(request)
 

@@ -157,7 +157,7 @@ def test_without_xgrammar_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(FieldError, match=r"radixrt\[grammar\]"):
         check_grammar(Grammar("regex", "not installed"))
-    module._found.pop(Grammar("regex", "not installed"))
+    module._found.pop(("", Grammar("regex", "not installed")))
 
 
 def test_the_event_loop_goes_on(monkeypatch):
@@ -174,7 +174,7 @@ def test_the_event_loop_goes_on(monkeypatch):
 
     asyncio.run(main())
     assert is_checked(Grammar("regex", "slow"))
-    module._found.pop(Grammar("regex", "slow"))
+    module._found.pop(("", Grammar("regex", "slow")))
 
 
 def test_a_request_of_ids_with_a_new_grammar_is_checked_aside():
@@ -183,3 +183,45 @@ def test_a_request_of_ids_with_a_new_grammar_is_checked_aside():
     with pytest.raises(FieldError, match="regular expression"):
         asyncio.run(encode(request, None))
     assert is_encoded(request), "the core refuses it at once"
+
+
+@pytest.mark.parametrize(
+    "kind, text, repeats",
+    [
+        ("regex", "(a?){8000}a{8000}", 16000),
+        ("regex", "a{2001}", 2001),
+        ("regex", "a{0,99999999999}", 999999999),
+        ("regex", "a{5000,}", 5000),
+        ("ebnf", 'root ::= "a"{1, 1500} [b-c]{501}', 2001),
+    ],
+)
+def test_what_repeats_too_often_is_refused(kind, text, repeats):
+    with pytest.raises(FieldError, match=f"repeats {repeats} times in all, at most 2000"):
+        check_grammar(Grammar(kind, text))
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("regex", r"\{9000}"),
+        ("regex", "[{9000}]a{1999}"),
+        ("regex", "a{1,129}"),
+        ("ebnf", 'root ::= "{9000}" "\\"{9000}" [{9000}] # {9000}'),
+    ],
+)
+def test_what_only_looks_like_repetitions_is_served(kind, text):
+    check_grammar(Grammar(kind, text))
+
+
+def test_a_client_cannot_tell_from_the_time_what_others_have_sent(monkeypatch):
+    calls = []
+    monkeypatch.setattr(module, "_parse", lambda grammar: calls.append(grammar) or "")
+    grammar = Grammar("regex", "a key is 53 letters")
+    for owner in ("one", "one", "another", "another"):
+        assert is_checked(grammar, owner) == (owner in ("one", "another")[: len(calls)])
+        check_grammar(grammar, owner=owner)
+    assert len(calls) == 2
+    request = Generate(id=1, prompt=TokenPrompt(b"\1\0\0\0"), sampling=Sampling(grammar=grammar), api_key="third")
+    assert not is_encoded(request)
+    asyncio.run(check_aside(grammar, owner="third"))
+    assert is_encoded(request) and len(calls) == 3

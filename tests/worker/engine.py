@@ -74,6 +74,8 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step as the worker's loop does. Returns False if there is nothing left to do."""
+        for output in self.scheduler.settle():
+            self.outputs[output.id].append(output)
         plan = self.scheduler.plan()
         launched = (plan, self.runner.launch(plan)) if plan else None
         self.land()

@@ -14,23 +14,26 @@ from types import SimpleNamespace
 from typing import get_args
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from radixrt.worker.structured.allowed import NONE_ALLOWED
 from tokenizers import Tokenizer
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, GrammarKind, Run, Sampling
 from radixrt.worker import grammar as module
 from radixrt.worker.fake import EOS
-from radixrt.worker.grammar import ENTRY_BYTES, Grammars, _compile_by
+from radixrt.worker.grammar import Grammars, _compile_by
 from radixrt.worker.loading import load_runner
 from radixrt.worker.matching import DEAD_END, STRAYED, Matcher, fill_masks
 from radixrt.worker.request import Request
 from radixrt.worker.sample import Masks, TorchSampler
 from radixrt.worker.schema import adapt_schema, safe_pattern
+from radixrt.worker.structured.grammar_cache import ENTRY_BYTES
 from radixrt.worker.vocabulary import read_vocabulary
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import Engine, prompts
@@ -579,6 +582,22 @@ def test_a_dead_end_is_told_from_a_highest_bit(grammars):
     assert (out[1] == -1).all() and out[0, last // 32] < 0
 
 
+def test_ids_that_leave_nothing_of_a_grammar(engine):
+    """The request fails and names the field; others of the step do not."""
+    other = engine.add(prompts(1, 9, 9)[0], Sampling(max_tokens=5, temperature=0.0))
+    for fields, field in (
+        ({"allowed_token_ids": (3, EOS)}, "allowed_token_ids"),
+        ({"bad_token_ids": tuple((i,) for i in range(VOCAB))}, "bad_token_ids"),
+        ({"allowed_token_ids": (3,), "min_tokens": 4}, "allowed_token_ids"),
+    ):
+        id = engine.add(prompts(1, 9, 9)[0], msgspec.structs.replace(GREEDY, grammar=WORDS, **fields))
+        engine.finish()
+        last = engine.last(id)
+        assert not engine.tokens(id) and (last.finish, last.field) == ("error", field)
+        assert last.error == f"{field}: {NONE_ALLOWED}"
+    assert engine.last(other).finish == "length"
+
+
 # ---------------------------------------------------------------- compiling
 
 
@@ -628,7 +647,7 @@ def test_a_slow_grammar_is_not_waited_for(folder, monkeypatch):
     compile = grammars._compile
     held = threading.Event()
     monkeypatch.setattr(
-        grammars, "_compile", lambda g: held.wait(20) and compile(g) if g.text == "slow" else compile(g)
+        grammars, "_compile", lambda g, t: held.wait(20) and compile(g, t) if g.text == "slow" else compile(g, t)
     )
     slow = grammars.get(Grammar("regex", "slow"))
     assert grammars.get(WORDS).result(timeout=20)

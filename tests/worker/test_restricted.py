@@ -13,7 +13,7 @@ from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.loading import load_runner
-from radixrt.worker.picking import Picking
+from radixrt.worker.picking import NOT_FINITE, Picking
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import NONE_ALLOWED, BadSampling, Request, from_run
 from radixrt.worker.sample import TorchSampler, adjust, choose
@@ -177,3 +177,11 @@ def test_a_worker_refuses_what_its_vocabulary_and_eos_do_not_allow(fields, field
         from_run(run, 99, 50, frozenset({2}))
     assert caught.value.field == field and str(caught.value).startswith(field)
     assert from_run(msgspec.structs.replace(run, sampling=Sampling(allowed_token_ids=(2,))), 99, 50, frozenset({2}))
+
+
+def test_logits_that_are_not_finite_are_no_fault_of_the_request(runner, monkeypatch):
+    """Also not if it allows few tokens."""
+    logits = runner.logits
+    monkeypatch.setattr(runner, "logits", lambda plan: logits(plan) * torch.nan)
+    _, last = generated(runner, [5, 6, 7], Sampling(max_tokens=4, allowed_token_ids=(5, 6)))
+    assert (last.finish, last.field, last.error) == ("error", "", NOT_FINITE)
