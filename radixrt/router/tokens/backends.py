@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers
 
+from radixrt.router.tokens import bounds
 from radixrt.router.tokens.cuts import (
     NO_CUTS,
     AddedToken,
@@ -39,6 +40,9 @@ class Backend(Protocol):
 
     def cuts(self) -> Cuts:
         """Where texts can be cut for encoding."""
+
+    def least_tokens(self) -> bounds.LeastTokens:
+        """A lower bound of the number of tokens of a text."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
@@ -75,15 +79,21 @@ class JsonBackend:
         tokenizer, model = self._tokenizer, self._tokenizer.model
         if getattr(model, "dropout", None):
             return NO_CUTS
-        added = [
-            AddedToken(t.content, t.special, t.lstrip, t.rstrip, t.single_word, t.normalized)
-            for t in tokenizer.get_added_tokens_decoder().values()
-        ]
-        normalizer, pre_tokenizer = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
+        added, normalizer, pre_tokenizer = self._added(), _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
         before = before_spaces_by_words(pre_tokenizer, normalizer)
         if not before and _merges_alone(model):
             before = before_spaces_by_pieces(tokenizer.get_vocab(with_added_tokens=False), pre_tokenizer, normalizer)
         return proven_cuts(added, before, normalizer is not None)
+
+    def least_tokens(self) -> bounds.LeastTokens:
+        tokenizer = self._tokenizer
+        return bounds.of_json(tokenizer, _state(tokenizer.pre_tokenizer), _state(tokenizer.normalizer), self._added())
+
+    def _added(self) -> list[AddedToken]:
+        return [
+            AddedToken(t.content, t.special, t.lstrip, t.rstrip, t.single_word, t.normalized)
+            for t in self._tokenizer.get_added_tokens_decoder().values()
+        ]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -199,6 +209,13 @@ class SentencePieceBackend:
         merges = _is_plain_bpe(self._proto)
         before = before_spaces_by_pieces(map(sp.id_to_piece, range(sp.vocab_size())), None, None) if merges else ""
         return proven_cuts(list(self._added.values()), before, has_normalizer=True)
+
+    def least_tokens(self) -> bounds.LeastTokens:
+        sp = self._model
+        if not _is_plain_bpe(self._proto):
+            return bounds.NO_BOUND
+        pieces, num_bytes = map(sp.id_to_piece, range(sp.vocab_size())), sum(map(sp.is_byte, range(sp.vocab_size())))
+        return bounds.of_pieces(pieces, num_bytes, list(self._added.values()))
 
     def _encode_plain(self, text: str, start: int) -> list[int]:
         """Ids of text without special tokens, which begins at `start` in the whole text."""
