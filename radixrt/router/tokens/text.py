@@ -287,7 +287,7 @@ class TextService:
         return self.tokenizer
 
     def _encode_text(self, text: str, special: bool, field: str, namespace: str) -> bytes:
-        return _finished(self._with_tokenizer(field).start(text, special, namespace=namespace), field)
+        return finished(self._text_steps(text, special, field, namespace, None))
 
     def _checked(self, ids: bytes, field: str) -> bytes:
         if not ids:
