@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers
 
+from radixrt.checkpoint_files import MAX_TOKEN_ID
 from radixrt.router.tokens import bounds
 from radixrt.router.tokens.cuts import (
     NO_CUTS,
@@ -65,7 +66,7 @@ class JsonBackend:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.token_id = tokenizer.token_to_id
-        self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.size = _checked_size(max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
         self.specials = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -120,6 +121,12 @@ class JsonBackend:
             ]:
                 return _byte_fallback(tokens, old, new, strip=start)
         return None
+
+
+def _checked_size(size: int) -> int:
+    if size > MAX_TOKEN_ID + 1:
+        raise ValueError(f"the tokenizer has a token of id {size - 1}; {MAX_TOKEN_ID} is the largest that is served")
+    return size
 
 
 def _state(stage: Any) -> Any:
@@ -180,7 +187,7 @@ class SentencePieceBackend:
         own = [i for i in range(sp.vocab_size()) if sp.is_control(i) or sp.is_unknown(i)]
         self._added = {i: AddedToken(sp.id_to_piece(i)) for i in own} | dict(added)
         self._ids = {token.content: i for i, token in self._added.items()}
-        self.size = max(sp.vocab_size(), max(self._added, default=-1) + 1)
+        self.size = _checked_size(max(sp.vocab_size(), max(self._added, default=-1) + 1))
         self.specials = frozenset(i for i, token in self._added.items() if token.special)
         self._bos = [sp.bos_id()] if add_bos and sp.bos_id() >= 0 else []
         self._eos = [sp.eos_id()] if add_eos and sp.eos_id() >= 0 else []

@@ -35,8 +35,9 @@ MAX_CHARS = 1 << 26
 MAX_SECONDS = 10.0
 """The most processor time that it may take."""
 PROBE_CHARS = 1 << 20
-PROBE_SECONDS = 4.0
-"""The same for one short message, when it is loaded."""
+PROBE_SECONDS = 1.0
+PROBE_BYTES = 512 << 20
+"""The same for one short message, when it is loaded, and the memory that it may take meanwhile."""
 STEP_PIECES = 512
 """Pieces of text that a template writes in a step; there are about four for each message."""
 STEP_MESSAGES = 512
@@ -104,7 +105,7 @@ class ChatTemplates:
         for name, template in self._templates.items():
             steps = template.steps([{"role": "user", "content": "hi"}], None, True, self._special_tokens, PROBE_CHARS)
             try:
-                finished_within(PROBE_SECONDS, steps)
+                finished_within(PROBE_SECONDS, PROBE_BYTES, steps)
             except (Unbounded, Interrupted) as error:
                 problem = f"chat template {name!r} does not come to an end for one short message"
                 raise ValueError(f"{problem}: {error}") from None

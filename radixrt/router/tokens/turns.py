@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import logging
+import mmap
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from radixrt.router.errors import FieldError
@@ -32,6 +34,7 @@ MAX_STEP_SECONDS = 5.0
 MAX_LONG_SECONDS = 60.0
 """The most processor time of one step, and of a LONG one: Python code that does not end is interrupted."""
 WATCH_SECONDS = 0.5
+CLOSE_WATCH_SECONDS = 0.02
 
 _set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
@@ -59,12 +62,13 @@ def finished(steps: Steps[Result]) -> Result:
             return end.value
 
 
-def finished_within(seconds: float, steps: Steps[Result]) -> Result:
-    """All steps at once, in the calling thread. Raises Interrupted if they take more than so many seconds of it."""
+def finished_within(seconds: float, max_bytes: int, steps: Steps[Result]) -> Result:
+    """All steps at once, in the calling thread. Raises Interrupted if they take more than so many seconds of it, or if
+    the process' memory grows by more than `max_bytes` meanwhile."""
     job = _Job("", in_one_step(finished, steps), "messages")
     job.max_seconds = seconds
     ends = threading.Event()
-    watch = threading.Thread(target=_watch, args=(job, ends), name="watch", daemon=True)
+    watch = threading.Thread(target=_watch, args=(job, ends, max_bytes), name="watch", daemon=True)
     watch.start()
     try:
         job.step()
@@ -74,9 +78,17 @@ def finished_within(seconds: float, steps: Steps[Result]) -> Result:
     return job.future.result()
 
 
-def _watch(job: _Job, ends: threading.Event) -> None:
-    while not ends.wait(WATCH_SECONDS):
+def _watch(job: _Job, ends: threading.Event, max_bytes: int) -> None:
+    most = _resident() + max_bytes
+    while not ends.wait(CLOSE_WATCH_SECONDS):
+        if _resident() > most:
+            job.max_seconds = 0.0
         job.interrupt()
+
+
+def _resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 class Turns:
@@ -168,7 +180,7 @@ class _Job:
             self._end(self.future.set_result, end.value)
         except TooLong:
             log.warning("tenant %s: %s was given up, one step of it took too much time", self.tenant, self._field)
-            problem = Interrupted(self._field, f"{self._field} takes more than {self.max_seconds:g} s to encode")
+            problem = Interrupted(self._field, f"{self._field}: encoding takes too much time or memory")
             self._end(self.future.set_exception, problem)
         except BaseException as error:
             self._end(self.future.set_exception, error)
