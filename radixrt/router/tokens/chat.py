@@ -213,7 +213,7 @@ class _Template:
         tools: list[Message] | None,
         answer_next: bool,
         variables: Mapping[str, Any],
-        max_chars: int = MAX_CHARS,
+        max_chars: int | None = None,
     ) -> Steps[str]:
         """Render the chat in the first of the `ways` that the template does not refuse. If it refuses all, raises
         FieldError with its reason for the unchanged chat; Unbounded if it does not come to an end."""
@@ -221,7 +221,7 @@ class _Template:
             variables = {**variables, "xml_tools": functions_of(tools)}
         if tools and self._tools_in_system:
             messages = with_tools(messages, tools)
-        limits = _Limits(max_chars)
+        limits = _Limits(MAX_CHARS if max_chars is None else max_chars)
         refusal = None
         for way in ways(messages):
             try:

@@ -16,8 +16,8 @@ def frequencies(rope: dict[str, Any] | None, head_dim: int, context: int) -> tup
 
     `head_dim` is the number of elements that are rotated, unless `rope` has the key `rotated`. If `rope` is None, all
     angles are 0. ValueError for a `rope_type` that is not served, or if one of its parameters is missing or gives no
-    angles. `dynamic` is treated as `default`, which is the same up to the model's `max_position_embeddings`; longer contexts are not served
-    with it, since the keys in the cache would change with the length of the sequence.
+    angles. `dynamic` is treated as `default`, which is the same up to the model's `max_position_embeddings`; longer
+    contexts are not served with it, since the keys in the cache would change with the length of the sequence.
     """
     if rope is None:
         return torch.zeros(head_dim // 2), 1.0
