@@ -252,13 +252,14 @@ class _Template:
             )
             pieces = self._template.root_render_func(context)
             while True:
-                began = time.thread_time()
                 block = list(itertools.islice(pieces, STEP_PIECES))
                 written.append("".join(block))
-                limits.take(len(written[-1]), time.thread_time() - began)
+                limits.take(len(written[-1]))
                 if len(block) < STEP_PIECES:
                     return "".join(written)
+                limits.pause()
                 yield
+                limits.go_on()
         except jinja2.TemplateError as error:  # raise_exception and undefined variables
             raise FieldError("messages", f"the chat template refuses these messages: {error.message}") from error
         except Unbounded:
@@ -270,18 +271,28 @@ class _Template:
 class _Limits:
     """What a template may still write, in characters, and take, in seconds."""
 
-    __slots__ = ("_chars", "_max_chars", "_seconds")
+    __slots__ = ("_began", "_chars", "_max_chars", "_seconds")
 
     def __init__(self, max_chars: int) -> None:
         self._chars, self._max_chars, self._seconds = 0, max_chars, 0.0
+        self._began: float | None = None
+        """The thread's processor time when the current step began; None in the first, which is not counted."""
 
-    def take(self, chars: int, seconds: float) -> None:
+    def take(self, chars: int) -> None:
         self._chars += chars
-        self._seconds += seconds
         if self._chars > self._max_chars:
             raise Unbounded(f"writes more than {self._max_chars} characters")
+
+    def pause(self) -> None:
+        """A step has ended."""
+        if self._began is not None:
+            self._seconds += time.thread_time() - self._began
         if self._seconds > MAX_SECONDS:
             raise Unbounded(f"takes more than {MAX_SECONDS:g} s")
+
+    def go_on(self) -> None:
+        """The next step begins, maybe in another thread."""
+        self._began = time.thread_time()
 
 
 def _use(node: nodes.Node, names: Collection[str]) -> str | None:

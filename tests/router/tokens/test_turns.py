@@ -369,6 +369,13 @@ def test_a_template_may_write_only_so_much_for_a_chat(monkeypatch) -> None:
     assert caught.value.field == "messages"
 
 
+def test_a_template_may_take_only_so_much_time_for_a_chat(monkeypatch) -> None:
+    monkeypatch.setattr("radixrt.router.tokens.chat.MAX_SECONDS", 0.02)
+    source = "{% for m in messages %}{% for n in messages %}{{ '' }}{% endfor %}{% endfor %}"
+    with pytest.raises(Unbounded, match=r"takes more than 0.02 s"):
+        ChatTemplates({"default": source}, {}).render(ChatPrompt([{"role": "user", "content": "hi"}] * 1000))
+
+
 def test_a_long_chat_is_rendered_in_steps(service: TextService) -> None:
     chat = ChatPrompt([{"role": "user", "content": f"number {n}"} for n in range(5000)])
     assert len([*service.tokenizer.chat_steps(chat)]) >= 20
