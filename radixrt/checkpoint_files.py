@@ -117,8 +117,15 @@ SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.mod
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def _is_whole(value: Any, least: int = 0) -> bool:
-    return type(value) is int and least <= value <= MOST_TOKENS
+MAX_LAYERS = 4096
+MAX_WIDTH = 1 << 20
+"""The largest number of a model's sizes: elements, heads, experts."""
+MAX_TOKEN_ID = (1 << 22) - 1
+"""Tables by token id have a place for each smaller one."""
+
+
+def _is_whole(value: Any, least: int = 0, most: int = MOST_TOKENS) -> bool:
+    return type(value) is int and least <= value <= most
 
 
 def _is_number(value: Any) -> bool:
@@ -145,9 +152,13 @@ def _is_named_token(value: Any) -> bool:
 
 def _are_declared(values: Any) -> bool:
     return isinstance(values, dict) and all(
-        key.isdecimal() and key.isascii() and len(key) < 10 and isinstance(value, dict) and _is_token(value)
+        key.isdecimal() and key.isascii() and len(key) < 10 and int(key) <= MAX_TOKEN_ID and _is_declared(value)
         for key, value in values.items()
     )
+
+
+def _is_declared(value: Any) -> bool:
+    return isinstance(value, dict) and _is_token(value)
 
 
 def _are_ids(value: Any) -> bool:
@@ -165,6 +176,12 @@ def are_templates(value: Any) -> bool:
 
 SIZE = Form(lambda value: _is_whole(value, 1), f"a number from 1 to {MOST_TOKENS}")
 COUNT = Form(_is_whole, f"a number from 0 to {MOST_TOKENS}")
+LAYERS = Form(lambda value: _is_whole(value, 1, MAX_LAYERS), f"a number from 1 to {MAX_LAYERS}")
+WIDTH = Form(lambda value: _is_whole(value, 1, MAX_WIDTH), f"a number from 1 to {MAX_WIDTH}")
+WIDTH_OR_NONE = Form(lambda value: _is_whole(value, 0, MAX_WIDTH), f"a number from 0 to {MAX_WIDTH}")
+ROWS = Form(lambda value: _is_whole(value, 1, MAX_TOKEN_ID + 1), f"a number from 1 to {MAX_TOKEN_ID + 1}")
+TOKEN_ID = Form(lambda value: _is_whole(value, 0, MAX_TOKEN_ID), f"a number from 0 to {MAX_TOKEN_ID}")
+COUNT_OF_LAYERS = Form(lambda value: _is_whole(value, 0, MAX_LAYERS), f"a number from 0 to {MAX_LAYERS}")
 NUMBER = Form(_is_number, "a number")
 POSITIVE = Form(lambda value: _is_number(value) and value > 0, "a number above 0")
 FLAG = Form(lambda value: isinstance(value, bool), "true or false")
@@ -268,6 +285,18 @@ TEXT |= dict.fromkeys(("mlp_only_layers", "full_attn_idxs", "no_rope_layers", "a
 TEXT |= {"num_attention_heads_per_layer": COUNTS, "moe_routed_scaling_factor": NUMBER}
 TEXT |= dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE)
 TEXT |= dict.fromkeys(("quantization_config", "compression_config"), OBJECT)
+TEXT |= dict.fromkeys(
+    ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim",
+     "num_global_key_value_heads", *DELTA[:5], *MAMBA, "linear_num_heads", "linear_head_dim", "mamba_d_ssm",
+     "conv_L_cache", "intermediate_size_mlp"),
+    WIDTH,
+) | dict.fromkeys(
+    ("intermediate_size", "rotary_dim", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts",
+     "n_shared_experts", "num_experts_per_tok", "q_lora_rank", "moe_num_experts", "num_shared_experts",
+     "shared_intermediate_size", "shared_expert_intermediate_size", "hidden_size_per_layer_input", *LATENT),
+    WIDTH_OR_NONE,
+) | {"num_hidden_layers": LAYERS, "vocab_size": ROWS}  # fmt: skip
+TEXT |= dict.fromkeys(("num_nextn_predict_layers", "mtp_num_hidden_layers"), COUNT_OF_LAYERS)
 TEXT |= {"eos_token_id": IDS, "moe_layer_interval": SIZE, "layer_rope_theta": NUMBERS}
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"moe_intermediate_size": COUNTS, "n_group": None, "topk_group": None},
@@ -286,7 +315,7 @@ TABLES: dict[str, Table] = {
     "generation_config.json": {"eos_token_id": IDS},  # of sampling, what cannot be is left out with a warning
     "tokenizer_config.json": TOKENIZER_CONFIG,
     "special_tokens_map.json": NAMED,
-    "added_tokens.json": {ANY: COUNT},
+    "added_tokens.json": {ANY: TOKEN_ID},
 }
 
 

@@ -16,6 +16,7 @@ from radixrt.config import WorkerConfig, resolve
 from radixrt.router.tokens import load_tokenizer
 from radixrt.worker.loading import load_runner
 from radixrt.worker.model.checkpoint import read_json
+from radixrt.worker.model.rope import frequencies
 from tests.checkpoints import make_tokenizer
 
 MODEL = {
@@ -43,11 +44,11 @@ READ_BY_ALL = [  # file, field, values
     ("tokenizer_config.json", "extra_special_tokens", ["a", [None], {"a": ["b"]}]),
     ("tokenizer_config.json", "added_tokens_decoder",
      [[], {"x": {"content": "a"}}, {"1": "a"}, {"1": {}}, {"1": {"content": 5}}, {"\u0661": {"content": "a"}},
-      {"9" * 30: {"content": "a"}}]),
+      {"9" * 30: {"content": "a"}}, {"999999999": {"content": "a"}}]),
     ("tokenizer_config.json", "chat_template", [5, ["a"], [{"name": "a"}], {"default": 5}]),
     ("tokenizer_config.json", "add_bos_token", ["yes", 1]),
     ("tokenizer_config.json", "add_eos_token", ["yes", []]),
-    ("added_tokens.json", "'<a>'", ["x", -1, 1.5]),
+    ("added_tokens.json", "'<a>'", ["x", -1, 1.5, 10**9]),
     ("added_tokens.json", "'a\\nb'", [[]]),
 ]  # fmt: skip
 READ_BY_WORKERS = [
@@ -57,6 +58,10 @@ READ_BY_WORKERS = [
     *(("config.json", name, ["x", -1, 1.5]) for name in
       ("num_key_value_heads", "head_dim", "intermediate_size", "sliding_window", "num_experts", "num_experts_per_tok")),
     *(("config.json", name, [None, "x"]) for name in (*LATENT, "moe_intermediate_size")),
+    ("config.json", "num_hidden_layers", [5000, 10**9]),
+    *(("config.json", name, [10**7, 10**9, float("nan")]) for name in
+      ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size",
+       "num_experts", "v_head_dim")),
     ("config.json", "rms_norm_eps", ["x", [], False]),
     ("config.json", "rope_theta", ["x", 0, -1.0, HUGE]),
     ("config.json", "logits_scaling", [0, "x"]),
@@ -242,3 +247,35 @@ def test_the_command_ends(folder, change, words):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert words.format(folder=folder) in done.stderr
+
+
+def test_a_token_id_that_is_absurd_is_refused_before_tables_are_made(folder) -> None:
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zzz"] = 10**9
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="token of id 1000000000; 4194303 is the largest"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("index", [{"a": 5}, {"a": "/dev/zero"}, {"a": "../x.safetensors"}, ["a"]])
+def test_an_index_names_files_of_its_folder(folder, index) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ValueError, match="expected the names of files beside it"):
+        load_runner(resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=64)))
+
+
+@pytest.mark.parametrize("size", [2**60, 2**63, 10**8])
+def test_a_header_that_lies_about_its_length_is_refused(folder, size) -> None:
+    (folder / "model.safetensors").write_bytes(size.to_bytes(8, "little") + b"{}")
+    with pytest.raises(ValueError, match=r"model.safetensors cannot be read"):
+        load_runner(resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=64)))
+
+
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "linear", "factor": 0}, {"rope_type": "linear", "factor": -4.0},
+             {"rope_type": "llama3", "factor": 0.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+              "original_max_position_embeddings": 8192}],
+)  # fmt: skip
+def test_rope_numbers_without_angles_are_refused(rope) -> None:
+    with pytest.raises(ValueError, match="rope_scaling of rope_type"):
+        frequencies({"rope_theta": 1e4} | rope, 16, 4096)

@@ -61,11 +61,11 @@ class Frontend:
         self._tenants = parse_api_keys(config.api_key)
         self._link = RouterLink(config.router, here)
         self._peers = Peers(lambda: self._link.transport) if config.share_sessions else None
-        prompts = Prompts(config, text, self._peers, self._tenant)
+        prompts = Prompts(config, text, self._peers, self._tenant, self._link.max_model_len)
         self.generation = Generation(prompts, self._link, text, self._peers, config.served_model_name)
         responses = Responses(config.response_bytes, self._peers, self.generation, prompts, self._body, self._tenant)
         messages = MessageRoutes(self.generation, prompts, text.tokenizer, self._body)
-        tokenization = Tokenization(text, self._link, config.max_model_len, self._body)
+        tokenization = Tokenization(text, self._link, config.max_model_len, self._body, prompts.namespace)
         posts = {
             "/v1/completions": self._guarded(self.completions),
             "/v1/chat/completions": self._guarded(self.chat),

@@ -10,12 +10,14 @@ MOST_BAD_WORDS = 512
 MOST_CHARS = 128
 
 
-def spellings(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def spellings(tokenizer: Tokenizer, words: Sequence[str], namespace: str = "") -> tuple[tuple[int, ...], ...]:
     """The ids of each word as the tokenizer writes it at the beginning of a text, and after a space, where these
-    differ. A word that a model spells in other tokens is not among them. Raises ValueError for invalid Unicode."""
+    differ. They are encoded in `namespace`. A word that a model spells in other tokens is not among them. Raises
+    ValueError for invalid Unicode."""
     found: dict[tuple[int, ...], None] = {}
     for word in words:
-        alone, after_space = (tuple(tokenizer.encode(text, False)) for text in (word.lstrip(), " " + word.lstrip()))
+        texts = (word.lstrip(), " " + word.lstrip())
+        alone, after_space = (tuple(tokenizer.encode(text, False, namespace)) for text in texts)
         found[alone] = None
         if after_space[-len(alone) :] != alone:  # else the one covers the other
             found[after_space] = None

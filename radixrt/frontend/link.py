@@ -11,6 +11,7 @@ from radixrt.transports import Here, HereTransport, RouterTransport, ZmqTranspor
 ROUTER_SECONDS = 5.0
 """Timeout of questions to the router about itself."""
 POLL_SECONDS = 0.02
+FRESH_SECONDS = 2.0
 
 
 class RouterLink:
@@ -22,6 +23,8 @@ class RouterLink:
     def __init__(self, address: str, here: Here | None = None) -> None:
         self._address = address
         self._here = here
+        self._max_model_len = 0, 0.0
+        """The router's max_model_len, and until when it is not asked for again."""
 
     def open(self) -> None:
         """Open the connection, on the event loop that will use it."""
@@ -48,6 +51,14 @@ class RouterLink:
         """Raise ServerError (404) if a request names a model that is not served."""
         if model:
             await self.ask(key).check_model(model)
+
+    async def max_model_len(self, key: str) -> int:
+        """The router's, as it was at most FRESH_SECONDS ago; 0 if no worker serves."""
+        found, until = self._max_model_len
+        if (now := asyncio.get_running_loop().time()) >= until:
+            found = (await self.ask(key).health())["max_model_len"]
+            self._max_model_len = found, now + FRESH_SECONDS if found else 0.0
+        return found
 
     def ask(self, key: str) -> AsyncClient:
         """A client for questions to the router. Raises ApiError (503) as `reachable` does."""

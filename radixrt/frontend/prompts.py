@@ -6,7 +6,7 @@ body --prepare--> Ready ... answered ... --remember--> the prompts of the next t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -20,11 +20,15 @@ from radixrt.frontend.output import TEXT, Formats, Output
 from radixrt.frontend.peers import Peers
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import ToolUse
-from radixrt.messages import TOKEN_BYTES, ChatPrompt, Prompt, Sampling, TokenPrompt
-from radixrt.router.conversations import Conversations
-from radixrt.router.errors import FieldError, too_long
+from radixrt.messages import TOKEN_BYTES, ChatPrompt, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.router.conversations import Conversations, namespace_of
+from radixrt.router.errors import FieldError, Room, too_long
 from radixrt.router.tokens import Encoded, TextService
+from radixrt.router.tokens.turns import Result, in_one_step
 from radixrt.router.validate import check_choices, check_sampling
+
+LONG_PROMPT_CHARS = 65_536
+"""Of prompts with more characters it is known before they are encoded how many tokens they may have."""
 
 
 class PromptBody(Protocol):
@@ -73,13 +77,20 @@ class Ready(NamedTuple):
 
 
 class Prompts:
-    """`tenant` returns the tenant of a key: answers in a chat get the ids that were generated for the same tenant."""
+    """`tenant` returns the tenant of a key: answers in a chat get the ids that were generated for the same tenant.
+    `longest` asks the router, with a key, for its max_model_len (0: not known)."""
 
     def __init__(
-        self, config: FrontendConfig, text: TextService, peers: Peers | None, tenant: Callable[[str], str]
+        self,
+        config: FrontendConfig,
+        text: TextService,
+        peers: Peers | None,
+        tenant: Callable[[str], str],
+        longest: Callable[[str], Awaitable[int]] | None = None,
     ) -> None:
         self._text = text
         self._tenant = tenant
+        self._longest = longest
         self._max_model_len = config.max_model_len
         self._conversations = Conversations(text, config, peers)
         self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
@@ -91,14 +102,16 @@ class Prompts:
         """Prepare the prompts of a request, which may be `large`. Raises ApiError that names an invalid field."""
         sampling, prompts = await apart(large, lambda: (body.sampling(self._defaults), body.prompts(use)))
         if words := getattr(body, "bad_words", None):
-            sampling = msgspec.structs.replace(sampling, bad_token_ids=await self._spelled(words))
+            namespace = self.namespace(key, body.cache_salt)
+            sampling = msgspec.structs.replace(sampling, bad_token_ids=await self._spelled(words, namespace))
         found = []
         try:
             check_choices(body.choices())
             check_sampling(sampling, self._text.vocab_size)
             most = _most_tokens(body)
             for prompt in prompts:
-                encoded = await self._encode(prompt, key, body.cache_salt)
+                room = None if most else await self._room(prompt, sampling, key)
+                encoded = await self._encode(prompt, key, body.cache_salt, room, most)
                 if most and len(encoded.ids) > most * TOKEN_BYTES:
                     encoded = encoded._replace(ids=encoded.ids[-most * TOKEN_BYTES :])
                     prompt = prompt if isinstance(prompt, ChatPrompt) else TokenPrompt(encoded.ids)
@@ -126,13 +139,36 @@ class Prompts:
 
     # ------------------------------------------------------------ parts
 
-    async def _encode(self, prompt: Prompt, key: str, cache_salt: str | None) -> Encoded:
-        """Encode a prompt; answers in a chat get the ids that were generated for the same caller."""
+    def namespace(self, key: str, cache_salt: str | None) -> str:
+        """The namespace in which a caller's texts are encoded."""
+        return namespace_of(self._tenant(key), cache_salt or "")
+
+    async def aside(self, key: str, work: Callable[..., Result], *args: Any) -> Result:
+        """Run `work`, which renders or encodes something, in the tokenizer's threads, in turn with the others'. Raises
+        ApiError if it takes too much time."""
+        try:
+            return await self._text.run(self.namespace(key, None), in_one_step(work, *args))
+        except FieldError as problem:
+            raise api_error(problem, {}) from None
+
+    async def _encode(
+        self, prompt: Prompt, key: str, cache_salt: str | None, room: Room | None = None, last: int | None = None
+    ) -> Encoded:
+        """Encode a prompt, or at least its `last` ids; answers in a chat get the ids that were generated for the same
+        caller."""
         if isinstance(prompt, TokenPrompt):
             return Encoded(self._text.encode_now(prompt), "")
-        return await self._conversations.encode(prompt, self._tenant(key), cache_salt or "", key)
+        return await self._conversations.encode(prompt, self._tenant(key), cache_salt or "", key, room, last)
 
-    async def _spelled(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+    async def _room(self, prompt: Prompt, sampling: Sampling, key: str) -> Room | None:
+        """What a long prompt has to fit into, so that its encoding can end early; None for others, which are checked
+        when they are encoded."""
+        if _chars(prompt) <= LONG_PROMPT_CHARS:
+            return None
+        limit = self._max_model_len or (await self._longest(key) if self._longest else 0)
+        return Room(limit, int(sampling.max_tokens != 0)) if limit else None
+
+    async def _spelled(self, words: list[str], namespace: str) -> tuple[tuple[int, ...], ...]:
         """The token ids of words that are not to be generated. Raises ApiError if they are too many or empty."""
         tokenizer = self._text.tokenizer
         if tokenizer is None:
@@ -141,7 +177,7 @@ class Prompts:
             refuse("bad_words", f"at most {MOST_BAD_WORDS} words of {MOST_CHARS} characters")
         if not all(word.strip() for word in words):
             refuse("bad_words", "must not hold an empty word")
-        return await asyncio.to_thread(spellings, tokenizer, words)
+        return await asyncio.to_thread(spellings, tokenizer, words, namespace)
 
     def _fitted(self, sampling: Sampling, ids: bytes) -> Sampling:
         """`sampling` with max_tokens within --max-model-len, if that is set (the router has its own limit). Raises
@@ -162,6 +198,25 @@ class Prompts:
         if isinstance(prompt, ChatPrompt):
             return self._formats.output(ids, prompt.partial, sampling.skip_special_tokens, use, wanted)
         return Output(grammar=wanted.grammar, field=wanted.field) if wanted else TEXT
+
+
+def _chars(prompt: Prompt) -> int:
+    """About the characters of a prompt that is to be encoded."""
+    match prompt:
+        case TextPrompt(text=text):
+            return len(text)
+        case ChatPrompt(messages=messages):
+            return sum(map(_content_chars, messages))
+        case PartsPrompt(parts=parts):
+            return sum(len(part.text) for part in parts if isinstance(part, TextPrompt))
+    return 0
+
+
+def _content_chars(message: dict[str, Any]) -> int:
+    content = message.get("content")
+    if isinstance(content, list):
+        return sum(len(text) for part in content if isinstance(text := part.get("text"), str))
+    return len(content) if isinstance(content, str) else 0
 
 
 def _most_tokens(body: Body) -> int | None:

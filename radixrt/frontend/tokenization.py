@@ -18,7 +18,9 @@ from radixrt.frontend.schema import Int, chat_prompt, parse
 from radixrt.frontend.tools import tool_use
 from radixrt.messages import Prompt, TextPrompt
 from radixrt.router.errors import FieldError
-from radixrt.router.tokens import TextService
+from radixrt.router.tokens import TextService, Tokenizer
+from radixrt.router.tokens.text import STEP_IDS
+from radixrt.router.tokens.turns import Steps
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -53,34 +55,52 @@ _tokenize = msgspec.json.Decoder(TokenizeBody)
 _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
+def _token_texts(tokenizer: Tokenizer, ids: list[int]) -> Steps[list[str]]:
+    texts: list[str] = []
+    for at in range(0, len(ids), STEP_IDS):
+        texts += map(tokenizer.token_text, ids[at : at + STEP_IDS])
+        yield
+    return texts
+
+
 class Tokenization:
-    """`read` reads a request's body. If `max_model_len` is 0, the router's is used."""
+    """`read` reads a request's body; `namespace` returns that of a key and salt. If `max_model_len` is 0, the router's
+    is used."""
 
     def __init__(
-        self, text: TextService, link: RouterLink, max_model_len: int, read: Callable[[Request], Awaitable[bytes]]
+        self,
+        text: TextService,
+        link: RouterLink,
+        max_model_len: int,
+        read: Callable[[Request], Awaitable[bytes]],
+        namespace: Callable[[str, str | None], str],
     ) -> None:
         self._text = text
         self._link = link
         self._own_max_model_len = max_model_len
         self._read = read
+        self._namespace = namespace
 
     async def tokenize(self, request: Request, key: str) -> Response:
         body = parse(_tokenize, await self._read(request))
         prompt = await apart(is_large(request), body.to_prompt)
         await self._link.check_model(body.model, key)
         try:
-            ids = token_list(await self._text.encode(prompt))
+            ids = token_list(await self._text.encode(prompt, self._namespace(key, None)))
         except FieldError as problem:
             raise api_error(problem, {"template_args": "chat_template_kwargs"}) from None
         answer = {"count": len(ids), "max_model_len": await self._max_model_len(key), "tokens": ids}
         tokenizer = self._text.tokenizer
-        texts = [tokenizer.token_text(i) for i in ids] if body.return_token_strs and tokenizer else None
+        texts = None
+        if body.return_token_strs and tokenizer:
+            texts = await self._text.run(self._namespace(key, None), _token_texts(tokenizer, ids))
         return json_response(answer | {"token_strs": texts})
 
     async def detokenize(self, request: Request, key: str) -> Response:
         body = parse(_detokenize, await self._read(request))
         await self._link.check_model(body.model, key)
-        return json_response({"prompt": await self._text.decode(token_bytes(body.tokens), skip_special_tokens=False)})
+        ids, namespace = token_bytes(body.tokens), self._namespace(key, None)
+        return json_response({"prompt": await self._text.decode(ids, skip_special_tokens=False, namespace=namespace)})
 
     async def _max_model_len(self, key: str) -> int:
         return self._own_max_model_len or (await self._link.ask(key).health())["max_model_len"]

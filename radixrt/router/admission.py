@@ -16,7 +16,7 @@ import msgspec
 from radixrt.config import RouterConfig
 from radixrt.messages import TOKEN_BYTES, Generate, Sampling, Score, TokenPrompt
 from radixrt.router import validate
-from radixrt.router.errors import too_long
+from radixrt.router.errors import Room, too_long
 from radixrt.router.members import Members, Serving
 from radixrt.router.placement import DEFAULT_PREFILL_RATE
 from radixrt.router.request import Client, Request, RunState
@@ -133,6 +133,15 @@ class Admission:
         if name not in served:
             raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)
         return name
+
+    def room(self, message: Generate | Score) -> Room | None:
+        """What the prompt of a request has to fit into; None if no worker serves its model."""
+        try:
+            serving = self._members.serving(self.model(message.model))
+        except Refused:
+            return None
+        needs_output = isinstance(message, Generate) and message.sampling.max_tokens != 0
+        return Room(serving.token_limit, int(needs_output)) if serving.members else None
 
     def _add_choices(self, request: Request, message: Generate, serving: Serving, vocab_size: int) -> None:
         sampling = message.sampling

@@ -13,6 +13,7 @@ import msgspec
 
 from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.messages import ChatPrompt, Prompt, SessionFacts
+from radixrt.router.errors import Room
 from radixrt.router.tokens import Encoded, Sessions, TextService
 
 _to_json = msgspec.json.Encoder().encode
@@ -22,6 +23,12 @@ _REASONS = {
     "the template writes it differently": "rewritten",
 }
 """How the notes in `Encoded.dropped` begin, and the reason that each is counted under."""
+
+
+def namespace_of(tenant: str, cache_salt: str = "") -> str:
+    """The namespace of what is kept for a tenant and salt. The tenant is written as JSON, which has no line feeds, so
+    that (tenant, salt) can be told apart."""
+    return f"{_to_json(tenant).decode()}\n{cache_salt}"
 
 
 class Peers(Protocol):
@@ -50,18 +57,25 @@ class Conversations:
         """The number of generated tokens that are kept."""
         return self._sessions.num_tokens if self._sessions else 0
 
-    async def encode(self, prompt: Prompt, tenant: str, cache_salt: str, api_key: str = "") -> Encoded:
-        """Token ids of any prompt. Answers in a chat have the ids with which they were generated for this tenant and
-        salt. Raises FieldError on bad input."""
+    async def encode(
+        self,
+        prompt: Prompt,
+        tenant: str,
+        cache_salt: str,
+        api_key: str = "",
+        room: Room | None = None,
+        last: int | None = None,
+    ) -> Encoded:
+        """Token ids of any prompt; `room` and `last` as for `TextService.encode`. Answers in a chat have the ids with
+        which they were generated for this tenant and salt. Raises FieldError on bad input."""
+        namespace = namespace_of(tenant, cache_salt)
         if self._sessions is None or not isinstance(prompt, ChatPrompt):
-            return Encoded(await self._text.encode(prompt), "")
-        # The tenant is written as JSON, which has no line feeds, so that (tenant, salt) can be told apart.
-        namespace = f"{_to_json(tenant).decode()}\n{cache_salt}"
+            return Encoded(await self._text.encode(prompt, namespace, room, last), "")
         if self._peers is not None and (missing := self._sessions.missing(namespace, prompt)):
             for key, value in zip(missing, await self._peers.recall(missing, api_key), strict=True):
                 if value is not None:
                     self._sessions.learn(namespace, key, value)
-        return await self._text.encode_chat(self._sessions, namespace, prompt)
+        return await self._text.encode_chat(self._sessions, namespace, prompt, room)
 
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, api_key: str = "") -> None:
         """Keep the ids of an answer; `message` is the same answer as the client sees it."""

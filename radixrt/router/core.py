@@ -44,6 +44,7 @@ from radixrt.router.admission import Admission
 from radixrt.router.dispatch import Dispatcher
 from radixrt.router.draining import Drains
 from radixrt.router.effects import Effect, Order, Reply
+from radixrt.router.errors import Room
 from radixrt.router.groups import Groups
 from radixrt.router.index import Index
 from radixrt.router.member import Member
@@ -131,6 +132,10 @@ class RouterCore:
     def model(self, name: str) -> str:
         """The model, or LoRA adapter, that a request for `name` gets. Raises Refused (404, 503) if there is none."""
         return self._admission.model(name)
+
+    def room(self, message: Generate | Score) -> Room | None:
+        """What the prompt of a request has to fit into; None if that is not known, or the request will be refused."""
+        return self._admission.room(message)
 
     def change_adapter(self, client: Client, message: ChangeAdapter, at: int) -> list[Effect]:
         """Load, replace or unload a LoRA adapter; `at` is the time in milliseconds since 1970. Raises Refused if the

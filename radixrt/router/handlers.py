@@ -46,7 +46,7 @@ from radixrt.messages import (
 from radixrt.report import Report
 from radixrt.report.metrics import render
 from radixrt.router import status
-from radixrt.router.conversations import Conversations
+from radixrt.router.conversations import Conversations, namespace_of
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Reply
 from radixrt.router.errors import FieldError
@@ -167,12 +167,11 @@ class Handlers:
             self._start(self._encode_and_submit, client, request)
 
     async def _encode_and_submit(self, client: bytes, request: Generate | Score) -> None:
-        keep = None
+        keep, tenant, room = None, self._core.tenant(request.api_key), self._core.room(request)
         if isinstance(request, Generate) and isinstance(request.prompt, ChatPrompt):
-            tenant = self._core.tenant(request.api_key)
-            request, chat = await encode_chat(request, self._conversations, tenant)
+            request, chat = await encode_chat(request, self._conversations, tenant, room)
             keep = functools.partial(self._remember, chat)
-        encoded = await encode(request, self._text)
+        encoded = await encode(request, self._text, namespace_of(tenant, request.cache_salt), room)
         self._tasks.leave(client, request.id)
         self._submit(client, encoded, keep)
 
@@ -187,10 +186,11 @@ class Handlers:
         saving = self._programs.saving(tenant, request)
         if isinstance(request, Generate) and request.sampling.grammar:
             await check_aside(request.sampling.grammar, owner=request.api_key)
+        self._programs.check_room(prompt, self._core.room(request))
         ids = await self._programs.prompt(tenant, prompt, saving)
         request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
         if isinstance(request, Score):
-            request = await encode(request, self._text)
+            request = await encode(request, self._text, namespace_of(tenant, request.cache_salt))
         self._tasks.leave(client, request.id)
         self._submit(client, request, saving, self._programs.key(tenant, prompt))
 
@@ -258,11 +258,12 @@ class Handlers:
     # ------------------------------------------------------------ questions
 
     async def _translate(self, client: bytes, message: Tokenize | Detokenize) -> None:
+        namespace = namespace_of(self._core.tenant(message.api_key))
         if isinstance(message, Tokenize):
-            ids, text = await self._text.encode_shown(message.prompt, render_only=message.render_only)
+            ids, text = await self._text.encode_shown(message.prompt, namespace, render_only=message.render_only)
             tokens = Tokens(message.id, ids, text)
         else:
-            tokens = Tokens(message.id, text=await self._text.decode(message.ids))
+            tokens = Tokens(message.id, text=await self._text.decode(message.ids, namespace=namespace))
         self._answer(client, tokens)
 
     def _query(self, message: Ask) -> Any:

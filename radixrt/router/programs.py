@@ -11,17 +11,23 @@ from weakref import WeakSet
 
 from radixrt.config import RouterConfig
 from radixrt.messages import Fork, Generate, Said, SaidAnswer, Sampling, Score, StatePrompt
-from radixrt.router.said import PromptBuilder, State
+from radixrt.router.conversations import namespace_of
+from radixrt.router.errors import Room
+from radixrt.router.said import FIELD, PromptBuilder, State
 from radixrt.router.states import Key, States
 from radixrt.router.tokens import TextService
 from radixrt.router.tokens.text import INLINE_CHARS, INLINE_MESSAGES
+from radixrt.router.tokens.turns import in_one_step
 from radixrt.router.validate import Refused
 
 INLINE_CHAT_CHARS = 32_768
 """Chats of up to this many characters are encoded on the event loop: the template may rewrite them from some answer
 on."""
 
-Build = Callable[[State, Sequence[Said], TextService], tuple[PromptBuilder, bytes]]
+LONG_CHARS = 262_144
+"""Prompts of more characters are built in the thread for LONG steps."""
+
+Build = Callable[[State, Sequence[Said], TextService, str], tuple[PromptBuilder, bytes]]
 
 
 class Saving:
@@ -80,6 +86,12 @@ class Programs:
         self._savings.add(saving)
         return saving
 
+    def check_room(self, prompt: StatePrompt, room: Room | None) -> None:
+        """Raise FieldError if a part of a prompt is so long that it cannot fit."""
+        if room is not None and self._text.has_tokenizer:
+            for one in prompt.said:
+                self._text.tokenizer.check_room(getattr(one, "text", "") or getattr(one, "content", ""), room)
+
     async def prompt(self, tenant: str, prompt: StatePrompt, saving: Saving | None) -> bytes:
         """The token ids of a prompt, whose builder `saving` gets. Raises Refused for an unknown state, and FieldError
         for what cannot be said (see PromptBuilder)."""
@@ -124,25 +136,33 @@ class Programs:
         return Key(tenant, prompt.scope, prompt.state)
 
     async def _built(
-        self, tenant: str, prompt: StatePrompt, build: Build, coming: asyncio.Future[None] | None
+        self,
+        tenant: str,
+        prompt: StatePrompt,
+        build: Build,
+        coming: asyncio.Future[None] | None,
     ) -> tuple[PromptBuilder, bytes]:
         """Build a prompt, after its state is there if it is `coming`; in a thread if there is much to encode."""
         if coming is not None:
             await asyncio.wait([coming])
-        state = self.states.get(self.key(tenant, prompt))
-        if _is_short(state, prompt.said):
-            return build(state, prompt.said, self._text)
-        return await asyncio.to_thread(build, state, prompt.said, self._text)
+        state, namespace = self.states.get(self.key(tenant, prompt)), namespace_of(tenant)
+        if not self._text.has_tokenizer or _is_short(state, prompt.said):
+            return build(state, prompt.said, self._text, namespace)
+        work = in_one_step(build, state, prompt.said, self._text, namespace)
+        is_long = _chars(state, prompt.said) > LONG_CHARS
+        return await self._text.run(namespace, work, FIELD, long=is_long)
 
 
-def _build_alone(state: State, said: Sequence[Said], text: TextService) -> tuple[PromptBuilder, bytes]:
-    builder = PromptBuilder(state, text)
+def _build_alone(state: State, said: Sequence[Said], text: TextService, namespace: str) -> tuple[PromptBuilder, bytes]:
+    builder = PromptBuilder(state, text, namespace)
     builder.add(said)
     return builder, b""
 
 
-def _build_and_prompt(state: State, said: Sequence[Said], text: TextService) -> tuple[PromptBuilder, bytes]:
-    builder, _ = _build_alone(state, said, text)
+def _build_and_prompt(
+    state: State, said: Sequence[Said], text: TextService, namespace: str
+) -> tuple[PromptBuilder, bytes]:
+    builder, _ = _build_alone(state, said, text, namespace)
     return builder, builder.prompt()
 
 
@@ -155,9 +175,16 @@ def _is_short(state: State, said: Sequence[Said]) -> bool:
         return False
     if state.messages and state.chars > INLINE_CHAT_CHARS:
         return False
-    chars = sum(len(part.text) for part in state.parts[state.encoded :])
-    for one in said:
-        if isinstance(one, SaidAnswer):
-            return False
-        chars += sum(len(getattr(one, name, "")) for name in ("text", "role", "content"))
-    return chars <= INLINE_CHARS
+    if any(isinstance(one, SaidAnswer) for one in said):
+        return False
+    return sum(len(part.text) for part in state.parts[state.encoded :]) + _said_chars(said) <= INLINE_CHARS
+
+
+def _chars(state: State, said: Sequence[Said]) -> int:
+    """Characters that may have to be rendered and encoded."""
+    before = state.chars if state.messages else sum(len(part.text) for part in state.parts[state.encoded :])
+    return before + _said_chars(said)
+
+
+def _said_chars(said: Sequence[Said]) -> int:
+    return sum(len(getattr(one, name, "")) for one in said for name in ("text", "role", "content"))

@@ -155,8 +155,10 @@ class PromptBuilder:
     its ids must stay the same for its KV to be found. Every method raises FieldError for what cannot be said.
     """
 
-    def __init__(self, state: State, text: TextService) -> None:
+    def __init__(self, state: State, text: TextService, scope: str = "") -> None:
         self._text = text
+        self._scope = scope
+        """The namespace in which texts are encoded."""
         self._parts, self._messages = state.parts.copy(), state.messages.copy()
         self._encoded, self._is_prompt = state.encoded, state.is_prompt
         self._open = None if state.open is None else [state.open]
@@ -301,7 +303,10 @@ class PromptBuilder:
         if part.ids is not None:
             return part
         alone = TextPrompt(part.text, part.special)
-        ids = self._text.encode_now(alone) if index == 0 else self._text.encode_after(alone)
+        if index == 0:
+            ids = self._text.encode_now(alone, self._scope)
+        else:
+            ids = self._text.encode_after(alone, namespace=self._scope)
         return Part(part.text, ids, part.special)
 
 

@@ -6,7 +6,6 @@ streamed is gathered here if stop strings must be found while tokens arrive, and
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,13 +19,13 @@ from radixrt.messages import (
     FinishReason,
     Generate,
     Score,
-    TextPrompt,
     TokenLogprob,
     TokenPrompt,
 )
 from radixrt.router.conversations import Conversations, facts
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect
+from radixrt.router.errors import Room
 from radixrt.router.grammar import check_aside, is_checked
 from radixrt.router.request import Client
 from radixrt.router.tokens import Encoded, TextService, TextStream
@@ -48,25 +47,24 @@ def is_encoded(request: Generate | Score) -> bool:
     return request.sampling.grammar is None or is_checked(request.sampling.grammar, request.api_key)
 
 
-async def encode(request: Request, service: TextService) -> Request:
-    """The same request with token ids only. Raises FieldError that names a part that cannot be encoded, or compiled."""
+async def encode(request: Request, service: TextService, namespace: str = "", room: Room | None = None) -> Request:
+    """The same request with token ids only, encoded in a namespace. Raises FieldError that names a part that cannot be
+    encoded, or compiled, or for which there is no room."""
     if isinstance(request, Generate) and request.sampling.grammar:
         await check_aside(request.sampling.grammar, owner=request.api_key)
-    changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(request.prompt))}
+    changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(request.prompt, namespace, room))}
     if isinstance(request, Score):
-        changes["choices"] = await asyncio.to_thread(_encode_choices, request.choices, service)
+        changes["choices"] = await service.encode_choices(request.choices, namespace)
     return msgspec.structs.replace(request, **changes)
 
 
-async def encode_chat(request: Generate, conversations: Conversations, tenant: str) -> tuple[Generate, Encoded]:
+async def encode_chat(
+    request: Generate, conversations: Conversations, tenant: str, room: Room | None = None
+) -> tuple[Generate, Encoded]:
     """Encode a request whose prompt is a chat. Returns it with token ids, and the encoded chat. Raises FieldError that
     names an invalid field."""
-    chat = await conversations.encode(request.prompt, tenant, request.cache_salt)
+    chat = await conversations.encode(request.prompt, tenant, request.cache_salt, room=room)
     return msgspec.structs.replace(request, prompt=TokenPrompt(chat.ids), session=facts(chat)), chat
-
-
-def _encode_choices(choices: list[TextPrompt | TokenPrompt], service: TextService) -> list[TextPrompt | TokenPrompt]:
-    return [TokenPrompt(service.encode_part(choice, f"choices[{i}]")) for i, choice in enumerate(choices)]
 
 
 def wants_text(request: Generate, service: TextService) -> bool:

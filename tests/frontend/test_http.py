@@ -58,6 +58,26 @@ def test_the_native_client_over_http(url):
         assert (caught.value.code, caught.value.field) == (400, "top_p")
 
 
+def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_encoded(url, http):
+    text = "the dog " * 400_000
+    with Client(url) as client:
+        with pytest.raises(ServerError) as caught:
+            client.generate(text, SHORT)
+        assert caught.value.code == 400 and caught.value.field == "prompt"
+    found = [str(caught.value)]
+    chat = [{"role": "user", "content": text}]
+    for path, body in (("completions", {"prompt": text}), ("chat/completions", {"messages": chat})):
+        response = http.post(f"/v1/{path}", json={"model": "m", **body})
+        assert response.status_code == 400
+        found.append(error_of(response)["message"])
+    for message in found:
+        assert "prompt is too long: " in message and "> 8191 maximum" in message and "counted to its end" in message
+    kept = http.post(
+        "/v1/completions", json={"model": "m", "prompt": text, "truncate_prompt_tokens": 20, "max_tokens": 1}
+    )
+    assert kept.status_code == 200 and kept.json()["usage"]["prompt_tokens"] == 20
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b'{"type":"dance"}', b'{"type":"generate","id":"x"}', b"[1]", b"\xff\xfe"])
 def test_native_garbage_is_400(http, body):
     response = http.post("/v1/native", content=body)

@@ -121,7 +121,7 @@ def test_no_request_of_a_client_that_reads_again_stays_unanswered(monkeypatch):
             await asyncio.get_running_loop().create_future()
 
         monkeypatch.setattr(socket, "send", lambda peer, payload: reads and send(peer, payload))
-        monkeypatch.setattr(server.text, "encode_shown", lambda prompt, render_only: wait_for_ever())
+        monkeypatch.setattr(server.text, "encode_shown", lambda *_, **__: wait_for_ever())
         deaf.send(Tokenize(id=1, prompt=TextPrompt("x")))
         eventually(lambda: len(server._handlers._tasks) == 1)
         deaf.send(generate(2, max_tokens=1, stream=False))

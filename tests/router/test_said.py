@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from array import array
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from radixrt.router import outline
 from radixrt.router.errors import FieldError
 from radixrt.router.said import NOTHING, PromptBuilder, ids_of_text
 from radixrt.router.tokens import TextService, load_tokenizer
+from radixrt.router.tokens.turns import Steps
 from tests.checkpoints import make_tokenizer
 from tests.lang.oracle import Oracle
 
@@ -88,8 +90,9 @@ class Dropping(Changing):
 class Marking(TextService):
     """With a tokenizer that begins a text with a token, and with another one if it is told to."""
 
-    def _encode_text(self, text: str, special: bool, field: str) -> bytes:
-        return array("i", [int(special)]).tobytes() + super()._encode_text(text, special, field)
+    def _text_steps(self, text: str, special: bool, *others: Any) -> Steps[bytes]:
+        ids = yield from super()._text_steps(text, special, *others)
+        return array("i", [int(special)]).tobytes() + ids
 
 
 class Direct:

@@ -49,8 +49,11 @@ def breakpoints(body: Counted) -> list[Breakpoint]:
     return found
 
 
-def pinned(tokenizer: Tokenizer, body: Counted, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:
-    """The pins, (tokens, seconds), of the breakpoints of a request whose prompt is `ids`, shortest first.
+def pinned(
+    tokenizer: Tokenizer, body: Counted, use: ToolUse, ids: bytes, namespace: str = ""
+) -> list[tuple[int, float]]:
+    """The pins, (tokens, seconds), of the breakpoints of a request whose prompt is `ids`, shortest first. Texts are
+    encoded in `namespace`.
 
     A block that the template leaves out, or with which the whole prompt changes, has no pin."""
     marked = breakpoints(body)
@@ -61,7 +64,7 @@ def pinned(tokenizer: Tokenizer, body: Counted, use: ToolUse, ids: bytes) -> lis
     for block, seconds in marked:
         longer = tokenizer.apply_chat(_changed(body, use, block))
         chars = common_length(text, longer)
-        if longer != text and (tokens := prefix_tokens(tokenizer, text[:chars], ids)):
+        if longer != text and (tokens := prefix_tokens(tokenizer, text[:chars], ids, namespace)):
             found.append((tokens, seconds))
     return sorted(found)
 
@@ -91,9 +94,9 @@ def common_length(one: str, other: str) -> int:
     return low
 
 
-def prefix_tokens(tokenizer: Tokenizer, text: str, ids: bytes) -> int:
+def prefix_tokens(tokenizer: Tokenizer, text: str, ids: bytes, namespace: str = "") -> int:
     """How many of a prompt's `ids` belong to the `text` that it begins with."""
-    alone = np.frombuffer(tokenizer.start(text, add_special_tokens=False).finish(), "<i4")
+    alone = np.frombuffer(tokenizer.start(text, add_special_tokens=False, namespace=namespace).finish(), "<i4")
     whole = np.frombuffer(ids, "<i4")
     size = min(len(alone), len(whole))
     differ = np.flatnonzero(alone[:size] != whole[:size])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 
@@ -47,7 +46,8 @@ class MessageRoutes:
     async def create(self, request: Request, key: str) -> Identified:
         body = parse(_messages, await self._read(request))
         exchange_of = functools.partial(MessageExchange, max_tokens=body.max_tokens)
-        return Identified(await self._generation.answer(request, key, body, MessageReply, exchange_of, self._pins))
+        pins = functools.partial(self._pins, key)
+        return Identified(await self._generation.answer(request, key, body, MessageReply, exchange_of, pins))
 
     async def count(self, request: Request, key: str) -> Response:
         body = parse(_counted, await self._read(request))
@@ -56,11 +56,12 @@ class MessageRoutes:
         await self._generation.check_model(body.model, key)
         return json_response({"input_tokens": await self._prompts.num_tokens(prompt, key, body)})
 
-    async def _pins(self, body: Messages, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:
+    async def _pins(self, key: str, body: Messages, use: ToolUse, ids: bytes) -> list[tuple[int, float]]:
         """The pins of a request's breakpoints. Found in a thread, since each renders the chat once more."""
         if self._tokenizer is None or not await apart(len(ids) > MIN_BYTES, lambda: breakpoints(body)):
             return []
-        return await asyncio.to_thread(pinned, self._tokenizer, body, use, ids)
+        namespace = self._prompts.namespace(key, body.cache_salt)
+        return await self._prompts.aside(key, pinned, self._tokenizer, body, use, ids, namespace)
 
 
 class Identified:

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import sentencepiece
 import tokenizers
 
+from radixrt.checkpoint_files import MAX_TOKEN_ID
+from radixrt.router.tokens import bounds
 from radixrt.router.tokens.cuts import (
     NO_CUTS,
     AddedToken,
@@ -40,6 +42,9 @@ class Backend(Protocol):
     def cuts(self) -> Cuts:
         """Where texts can be cut for encoding."""
 
+    def least_tokens(self) -> bounds.LeastTokens:
+        """A lower bound of the number of tokens of a text."""
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
     def token_id(self, token: str) -> int | None: ...
@@ -61,7 +66,7 @@ class JsonBackend:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.token_id = tokenizer.token_to_id
-        self.size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.size = _checked_size(max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1)
         self.specials = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -75,15 +80,21 @@ class JsonBackend:
         tokenizer, model = self._tokenizer, self._tokenizer.model
         if getattr(model, "dropout", None):
             return NO_CUTS
-        added = [
-            AddedToken(t.content, t.special, t.lstrip, t.rstrip, t.single_word, t.normalized)
-            for t in tokenizer.get_added_tokens_decoder().values()
-        ]
-        normalizer, pre_tokenizer = _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
+        added, normalizer, pre_tokenizer = self._added(), _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
         before = before_spaces_by_words(pre_tokenizer, normalizer)
         if not before and _merges_alone(model):
             before = before_spaces_by_pieces(tokenizer.get_vocab(with_added_tokens=False), pre_tokenizer, normalizer)
         return proven_cuts(added, before, normalizer is not None)
+
+    def least_tokens(self) -> bounds.LeastTokens:
+        tokenizer = self._tokenizer
+        return bounds.of_json(tokenizer, _state(tokenizer.pre_tokenizer), _state(tokenizer.normalizer), self._added())
+
+    def _added(self) -> list[AddedToken]:
+        return [
+            AddedToken(t.content, t.special, t.lstrip, t.rstrip, t.single_word, t.normalized)
+            for t in self._tokenizer.get_added_tokens_decoder().values()
+        ]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -110,6 +121,12 @@ class JsonBackend:
             ]:
                 return _byte_fallback(tokens, old, new, strip=start)
         return None
+
+
+def _checked_size(size: int) -> int:
+    if size > MAX_TOKEN_ID + 1:
+        raise ValueError(f"the tokenizer has a token of id {size - 1}; {MAX_TOKEN_ID} is the largest that is served")
+    return size
 
 
 def _state(stage: Any) -> Any:
@@ -170,7 +187,7 @@ class SentencePieceBackend:
         own = [i for i in range(sp.vocab_size()) if sp.is_control(i) or sp.is_unknown(i)]
         self._added = {i: AddedToken(sp.id_to_piece(i)) for i in own} | dict(added)
         self._ids = {token.content: i for i, token in self._added.items()}
-        self.size = max(sp.vocab_size(), max(self._added, default=-1) + 1)
+        self.size = _checked_size(max(sp.vocab_size(), max(self._added, default=-1) + 1))
         self.specials = frozenset(i for i, token in self._added.items() if token.special)
         self._bos = [sp.bos_id()] if add_bos and sp.bos_id() >= 0 else []
         self._eos = [sp.eos_id()] if add_eos and sp.eos_id() >= 0 else []
@@ -199,6 +216,13 @@ class SentencePieceBackend:
         merges = _is_plain_bpe(self._proto)
         before = before_spaces_by_pieces(map(sp.id_to_piece, range(sp.vocab_size())), None, None) if merges else ""
         return proven_cuts(list(self._added.values()), before, has_normalizer=True)
+
+    def least_tokens(self) -> bounds.LeastTokens:
+        sp = self._model
+        if not _is_plain_bpe(self._proto):
+            return bounds.NO_BOUND
+        pieces, num_bytes = map(sp.id_to_piece, range(sp.vocab_size())), sum(map(sp.is_byte, range(sp.vocab_size())))
+        return bounds.of_pieces(pieces, num_bytes, list(self._added.values()))
 
     def _encode_plain(self, text: str, start: int) -> list[int]:
         """Ids of text without special tokens, which begins at `start` in the whole text."""

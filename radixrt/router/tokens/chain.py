@@ -13,6 +13,7 @@ import msgspec
 
 from radixrt.messages import ChatPrompt
 from radixrt.router.tokens.rewriting import REASONING_KEYS
+from radixrt.router.tokens.turns import Steps, finished
 
 Message = dict[str, Any]
 Key = bytes
@@ -21,16 +22,26 @@ MAX_BRACES = 200
 """The most braces of a text that are tried as the beginning of JSON: otherwise a text of braces would take quadratic
 time."""
 
+STEP_MESSAGES = 512
+"""Messages that are hashed in a step."""
+
 _to_json = msgspec.json.Encoder(order="sorted").encode
 _WHITE_SPACE = re.compile(r"\s+")
 
 
 def keys_of(namespace: str, prompt: ChatPrompt) -> list[Key]:
     """The keys of a chat's prefixes of 0, 1, 2, ... all messages. Chats with the same key are the same conversation."""
+    return finished(keys_in_steps(namespace, prompt))
+
+
+def keys_in_steps(namespace: str, prompt: ChatPrompt) -> Steps[list[Key]]:
+    """`keys_of` in steps."""
     key = _hashed(b"", _to_json([namespace, prompt.tools, prompt.template_args]))
     keys = [key]
     for message in prompt.messages:
         keys.append(key := next_key(key, message))
+        if len(keys) % STEP_MESSAGES == 0:
+            yield
     return keys
 
 

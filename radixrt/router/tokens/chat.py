@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,22 @@ from radixrt.router.tokens.rewriting import (
     with_calls,
     with_tools,
 )
+from radixrt.router.tokens.turns import Interrupted, Steps, finished, finished_within
 
 NO_TEMPLATE = "this model has no chat template; give one with --chat-template FILE, or send a plain prompt"
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+MAX_CHARS = 1 << 26
+"""The most characters that a template may write for a chat."""
+MAX_SECONDS = 10.0
+"""The most processor time that it may take."""
+PROBE_CHARS = 1 << 20
+PROBE_SECONDS = 1.0
+PROBE_BYTES = 512 << 20
+"""The same for one short message, when it is loaded, and the memory that it may take meanwhile."""
+STEP_PIECES = 512
+"""Pieces of text that a template writes in a step; there are about four for each message."""
+STEP_MESSAGES = 512
 
 NO_CALLS = ("tool_calls", [])
 """Some clients send this empty key; templates test only whether there is the key."""
@@ -70,6 +85,13 @@ def _by_name(template: str | list[dict[str, str]] | dict[str, str] | None) -> di
     return {"default": template} if template else {}
 
 
+class Unbounded(FieldError):
+    """A template has written too much, or taken too long."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__("messages", f"the chat template {why} for these messages")
+
+
 class ChatTemplates:
     """A model's templates, compiled once; `special_tokens` (bos_token, ...) are variables in them."""
 
@@ -78,6 +100,18 @@ class ChatTemplates:
         self._templates = {name: _Template(environment, source) for name, source in sources.items()}
         self._special_tokens = dict(special_tokens)
 
+    def check(self) -> None:
+        """Raise ValueError if a template takes too long, or writes too much, for one short message."""
+        for name, template in self._templates.items():
+            steps = template.steps([{"role": "user", "content": "hi"}], None, True, self._special_tokens, PROBE_CHARS)
+            try:
+                finished_within(PROBE_SECONDS, PROBE_BYTES, steps)
+            except (Unbounded, Interrupted) as error:
+                problem = f"chat template {name!r} does not come to an end for one short message"
+                raise ValueError(f"{problem}: {error}") from None
+            except FieldError:
+                pass  # a template may refuse this chat
+
     def render(self, prompt: ChatPrompt, answer_next: bool = True) -> str:
         """The text of a chat prompt, up to where the assistant's answer begins or, with `partial`, continues. Without
         `answer_next` it ends with the last message.
@@ -85,18 +119,29 @@ class ChatTemplates:
         Raises FieldError (`messages`, `messages[i]...`, `template_args`) if there is no template, if the input does not
         have the form of OpenAI's messages, or if the template refuses it.
         """
+        return finished(self.steps(prompt, answer_next))
+
+    def steps(self, prompt: ChatPrompt, answer_next: bool = True) -> Steps[str]:
+        """`render` in steps."""
         template = self._choose(tools=prompt.tools is not None)
         reserved = {"messages", "tools", "documents", "add_generation_prompt"} & prompt.template_args.keys()
         if reserved:
             raise FieldError("template_args", f"template_args may not set {', '.join(sorted(reserved))}")
-        messages = [_checked(i, message) for i, message in enumerate(prompt.messages)]
+        messages: list[Message] = []
+        for i, message in enumerate(prompt.messages):
+            if i and i % STEP_MESSAGES == 0:
+                yield
+            messages.append(_checked(i, message))
         if not messages:
             raise FieldError("messages", "messages must hold at least one message")
-        messages = [template.adapted(i, message) for i, message in enumerate(messages)]
+        for i, message in enumerate(messages):
+            if i and i % STEP_MESSAGES == 0:
+                yield
+            messages[i] = template.adapted(i, message)
         if prompt.partial:
             _mark_end(messages)
         variables = {**self._special_tokens, **prompt.template_args}
-        text = template.render(messages, prompt.tools, answer_next and not prompt.partial, variables)
+        text = yield from template.steps(messages, prompt.tools, answer_next and not prompt.partial, variables)
         return _cut_at_mark(text) if prompt.partial else text
 
     def _choose(self, tools: bool) -> _Template:
@@ -162,37 +207,92 @@ class _Template:
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         return message
 
-    def render(
-        self, messages: list[Message], tools: list[Message] | None, answer_next: bool, variables: Mapping[str, Any]
-    ) -> str:
+    def steps(
+        self,
+        messages: list[Message],
+        tools: list[Message] | None,
+        answer_next: bool,
+        variables: Mapping[str, Any],
+        max_chars: int | None = None,
+    ) -> Steps[str]:
         """Render the chat in the first of the `ways` that the template does not refuse. If it refuses all, raises
-        FieldError with its reason for the unchanged chat."""
+        FieldError with its reason for the unchanged chat; Unbounded if it does not come to an end."""
         if tools and self._xml_tools and not {"xml_tools", "python_tools"} & variables.keys():
             variables = {**variables, "xml_tools": functions_of(tools)}
         if tools and self._tools_in_system:
             messages = with_tools(messages, tools)
+        limits = _Limits(MAX_CHARS if max_chars is None else max_chars)
         refusal = None
         for way in ways(messages):
             try:
-                return self._rendered(way, tools, answer_next, variables)
+                return (yield from self._rendered(way, tools, answer_next, variables, limits))
+            except Unbounded:
+                raise
             except FieldError as error:
                 refusal = refusal or error
+            yield
         try:
             raise refusal  # type: ignore[misc]
         finally:
             del refusal  # breaks a reference cycle with this frame
 
     def _rendered(
-        self, messages: list[Message], tools: list[Message] | None, answer_next: bool, variables: Mapping[str, Any]
-    ) -> str:
+        self,
+        messages: list[Message],
+        tools: list[Message] | None,
+        answer_next: bool,
+        variables: Mapping[str, Any],
+        limits: _Limits,
+    ) -> Steps[str]:
+        written: list[str] = []
         try:
-            return self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=answer_next, **variables
+            context = self._template.new_context(
+                {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": answer_next}
+                | dict(variables)
             )
+            pieces = self._template.root_render_func(context)
+            while True:
+                block = list(itertools.islice(pieces, STEP_PIECES))
+                written.append("".join(block))
+                limits.take(len(written[-1]))
+                if len(block) < STEP_PIECES:
+                    return "".join(written)
+                limits.pause()
+                yield
+                limits.go_on()
         except jinja2.TemplateError as error:  # raise_exception and undefined variables
             raise FieldError("messages", f"the chat template refuses these messages: {error.message}") from error
+        except Unbounded:
+            raise
         except Exception as error:  # a template may fail in any way on an unexpected message
             raise FieldError("messages", f"the chat template fails on these messages: {error}") from error
+
+
+class _Limits:
+    """What a template may still write, in characters, and take, in seconds."""
+
+    __slots__ = ("_began", "_chars", "_max_chars", "_seconds")
+
+    def __init__(self, max_chars: int) -> None:
+        self._chars, self._max_chars, self._seconds = 0, max_chars, 0.0
+        self._began: float | None = None
+        """The thread's processor time when the current step began; None in the first, which is not counted."""
+
+    def take(self, chars: int) -> None:
+        self._chars += chars
+        if self._chars > self._max_chars:
+            raise Unbounded(f"writes more than {self._max_chars} characters")
+
+    def pause(self) -> None:
+        """A step has ended."""
+        if self._began is not None:
+            self._seconds += time.thread_time() - self._began
+        if self._seconds > MAX_SECONDS:
+            raise Unbounded(f"takes more than {MAX_SECONDS:g} s")
+
+    def go_on(self) -> None:
+        """The next step begins, maybe in another thread."""
+        self._began = time.thread_time()
 
 
 def _use(node: nodes.Node, names: Collection[str]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from datetime import datetime
 from typing import Any, ClassVar, NoReturn
 
@@ -12,8 +12,24 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+MAX_REPEATED = 1 << 24
+"""The most elements of a text or list that a template may repeat, and bits of a power."""
+
 
 class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Refuse products and powers that would take gigabytes."""
+        if operator == "**":
+            size = right * left.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
+        else:
+            pairs = ((left, right), (right, left))
+            size = next((len(a) * b for a, b in pairs if isinstance(a, Sized) and isinstance(b, int)), 0)
+        if size > MAX_REPEATED:
+            raise jinja2.TemplateRuntimeError("the template computes a value that is too large")
+        return super().call_binop(context, operator, left, right)
+
     def handle_exception(self, source: str | None = None) -> NoReturn:
         """Raise the exception unchanged. Jinja would rewrite its traceback, which makes a reference cycle that keeps
         the chat alive until the garbage collector runs."""

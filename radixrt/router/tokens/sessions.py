@@ -9,12 +9,13 @@ from typing import NamedTuple
 import msgspec
 
 from radixrt.messages import TOKEN_BYTES, ChatPrompt, tenant_of
-from radixrt.router.errors import FieldError
+from radixrt.router.errors import FieldError, Room
 from radixrt.router.shares import Shares
-from radixrt.router.tokens.chain import Key, Message, keys_of, next_key, reasoning_of
+from radixrt.router.tokens.chain import Key, Message, keys_in_steps, keys_of, next_key, reasoning_of
 from radixrt.router.tokens.incremental import PendingText
 from radixrt.router.tokens.spelling import BEFORE_CHARS, Answer, Span, Speller, Spelling
 from radixrt.router.tokens.tokenizer import Tokenizer
+from radixrt.router.tokens.turns import Steps, finished
 
 MEMORY_TOKENS = 4_000_000
 LEAST_TOKENS = 32
@@ -91,16 +92,28 @@ class Sessions:
 
     def start(self, namespace: str, prompt: ChatPrompt) -> PendingChat:
         """Begin `encode_chat`: everything except the encoding of unseen text, which may be done in a thread."""
+        return finished(self._start(namespace, prompt, None))
+
+    def steps(self, namespace: str, prompt: ChatPrompt, room: Room | None = None) -> Steps[Encoded]:
+        """`encode_chat` in steps. Raises FieldError as soon as it is certain that there is not the `room`."""
+        pending = yield from self._start(namespace, prompt, room)
+        yield
+        return (yield from pending.steps(room))
+
+    def _start(self, namespace: str, prompt: ChatPrompt, room: Room | None) -> Steps[PendingChat]:
+        tokenizer = self._tokenizer
         try:
-            keys = keys_of(namespace, prompt)
+            keys = yield from keys_in_steps(namespace, prompt)
         except NO_MESSAGES:  # rendering the template will raise a better error
-            return PendingChat(self._tokenizer, self._tokenizer.apply_chat(prompt), Spelling(), None)
-        tenant = tenant_of(namespace)
-        answers = self._find(tenant, prompt, keys)
+            keys = None
+        answers = self._find(tenant_of(namespace), prompt, keys) if keys else {}
         prompt = _with_thinking(prompt, answers)
-        text = self._tokenizer.apply_chat(prompt)
-        spelling = self._speller.find(prompt, text, answers) if answers else Spelling()
-        return PendingChat(self._tokenizer, text, spelling, None if prompt.partial else keys[-1], tenant)
+        text = yield from tokenizer.chat_steps(prompt)
+        if not answers:
+            tokenizer.check_room(text, room)
+        spelling = self._speller.find(prompt, text, answers, namespace) if answers else Spelling()
+        key = None if prompt.partial or keys is None else keys[-1]
+        return PendingChat(tokenizer, text, spelling, key, namespace)
 
     def remember(self, encoded: Encoded, message: Message, generated: bytes) -> Key | None:
         """Keep the ids of the answer to a chat, including the token that ended it, if any. `message` is the answer as
@@ -194,10 +207,12 @@ class Sessions:
 class PendingChat:
     """A chat whose answers have been found; `finish` encodes the text between them."""
 
-    __slots__ = ("_key", "_parts", "_spelling", "_tenant", "text")
+    __slots__ = ("_key", "_namespace", "_parts", "_spelling", "text")
 
-    def __init__(self, tokenizer: Tokenizer, text: str, spelling: Spelling, key: Key | None, tenant: str = "") -> None:
-        self.text, self._spelling, self._key, self._tenant = text, spelling, key, tenant
+    def __init__(
+        self, tokenizer: Tokenizer, text: str, spelling: Spelling, key: Key | None, namespace: str = ""
+    ) -> None:
+        self.text, self._spelling, self._key, self._namespace = text, spelling, key, namespace
         self._parts: list[PendingText | bytes] = []
         at, before = 0, None
         for span in spelling.ordered():
@@ -208,9 +223,9 @@ class PendingChat:
 
     def _add(self, tokenizer: Tokenizer, text: str, before: Span | None, *, grows: bool) -> None:
         if before is None:
-            self._parts.append(tokenizer.start(text, add_special_tokens=False, grows=grows))
+            self._parts.append(tokenizer.start(text, False, grows=grows, namespace=self._namespace))
         elif text:
-            self._parts.append(tokenizer.start_after(text, before.end_id, grows=grows))
+            self._parts.append(tokenizer.start_after(text, before.end_id, grows=grows, namespace=self._namespace))
 
     @property
     def unseen_chars(self) -> int:
@@ -218,15 +233,34 @@ class PendingChat:
         return sum(part.unseen_chars for part in self._parts if isinstance(part, PendingText))
 
     def finish(self) -> Encoded:
-        spelling = self._spelling
         try:
-            ids = b"".join([part if isinstance(part, bytes) else part.finish() for part in self._parts])
+            return self._encoded([part if isinstance(part, bytes) else part.finish() for part in self._parts])
         except ValueError as error:
-            raise FieldError("messages", str(error)) from error
+            raise _named(error) from error
+
+    def steps(self, room: Room | None = None) -> Steps[Encoded]:
+        """`finish` in steps. Raises FieldError as soon as it is certain that there is not the `room`."""
+        parts: list[bytes] = []
+        tokens = 0
+        try:
+            for part in self._parts:
+                parts.append(part if isinstance(part, bytes) else (yield from part.steps(room, tokens)))
+                tokens += len(parts[-1]) // TOKEN_BYTES
+            return self._encoded(parts)
+        except ValueError as error:
+            raise _named(error) from error
+
+    def _encoded(self, parts: list[bytes]) -> Encoded:
+        ids, spelling = b"".join(parts), self._spelling
         if not ids:
             raise FieldError("messages", "messages are empty: at least one token is needed")
         notes = [_notes(found) for found in (spelling.respelled, spelling.dropped)]
-        return Encoded(ids, self.text, len(spelling.spans), *notes, key=self._key, tenant=self._tenant)
+        tenant = tenant_of(self._namespace)
+        return Encoded(ids, self.text, len(spelling.spans), *notes, key=self._key, tenant=tenant)
+
+
+def _named(error: ValueError) -> FieldError:
+    return error if isinstance(error, FieldError) else FieldError("messages", str(error))
 
 
 def _with_thinking(prompt: ChatPrompt, answers: dict[int, Answer]) -> ChatPrompt:

@@ -89,9 +89,11 @@ class Speller:
         self._tokenizer = tokenizer
         self._keep_thinking = keep_thinking
         self._openings: dict[str, str] = {}
+        """By namespace and kind of message."""
 
-    def find(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> Spelling:
-        """Find the spans of `answers` (by index of the message) in `text`, which the template rendered for `prompt`."""
+    def find(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], namespace: str = "") -> Spelling:
+        """Find the spans of `answers` (by index of the message) in `text`, which the template rendered for `prompt`,
+        a chat in `namespace`."""
         spelling = Spelling()
         answers = {index: _as_seen(answer, text) for index, answer in answers.items()}
         for index, answer in answers.items():
@@ -106,7 +108,8 @@ class Speller:
         places = self._places(prompt, text, others) if others else {}
         for index, answer in others.items():
             if index in places:
-                self._judge(spelling, index, answer, prompt, text, *places[index])
+                opening = self._opening(prompt, index, answer, namespace)
+                self._judge(spelling, index, answer, prompt, text, opening, *places[index])
             else:
                 spelling.dropped[index] = "it cannot be told from the rest of what the template writes"
         self._part(spelling)
@@ -158,11 +161,18 @@ class Speller:
         return places
 
     def _judge(
-        self, spelling: Spelling, index: int, answer: Answer, prompt: ChatPrompt, text: str, at: int, end: int
+        self,
+        spelling: Spelling,
+        index: int,
+        answer: Answer,
+        prompt: ChatPrompt,
+        text: str,
+        opening: str,
+        at: int,
+        end: int,
     ) -> None:
         """Decide whether the ids of an answer replace text[at:end], as which the template writes it, including white
         space of its opening."""
-        opening = self._opening(prompt, index, answer)
         start, lost = _behind_opening(text, at, end, opening)
         call_ids = _call_ids(prompt.messages[index])
         written, body, whole = (_said(part, call_ids) for part in (text[start:end], answer.body, lost + answer.body))
@@ -204,11 +214,11 @@ class Speller:
         else:  # it ended differently from what the template writes next
             spelling.spans[index] = Span(start, end, answer.ids[:-TOKEN_BYTES], None, head)
 
-    def _opening(self, prompt: ChatPrompt, index: int, answer: Answer) -> str:
+    def _opening(self, prompt: ChatPrompt, index: int, answer: Answer, namespace: str) -> str:
         """What the template added where the answer at `index` began; "" if that cannot be determined. Cached by kind of
         message, since most answers begin alike."""
         last = prompt.messages[index - 1]["role"] if index else ""
-        kind = repr((last, prompt.tools is None, sorted(prompt.template_args.items())))
+        kind = repr((namespace, last, prompt.tools is None, sorted(prompt.template_args.items())))
         if (opening := self._openings.get(kind)) is None:
             if len(self._openings) >= MAX_OPENINGS:
                 self._openings.clear()

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
-from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from struct import Struct
 from typing import Any, Self
 
 import numpy as np
 
 from radixrt.config import FrontendConfig, RouterConfig
-from radixrt.messages import TOKEN_BYTES, ChatPrompt, Delta, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
-from radixrt.router.errors import FieldError
+from radixrt.messages import (
+    TOKEN_BYTES,
+    ChatPrompt,
+    Delta,
+    PartsPrompt,
+    Prompt,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+    tenant_of,
+)
+from radixrt.router.errors import FieldError, Room
 from radixrt.router.tokens._ids import ids_below
 from radixrt.router.tokens.detok import Detokenizer
 from radixrt.router.tokens.incremental import PendingText
 from radixrt.router.tokens.sessions import Encoded, Sessions
 from radixrt.router.tokens.stops import StopFinder
 from radixrt.router.tokens.tokenizer import Tokenizer, load_tokenizer
+from radixrt.router.tokens.turns import Result, Steps, Turns, finished
 
 INLINE_CHARS = 256
 """Up to this many characters, encoding (0.2 µs a character) takes less time than passing it to a thread (60-90 µs)."""
@@ -30,6 +38,16 @@ ms."""
 
 INLINE_SEEN_CHARS = 1_000_000
 """Up to this many characters are looked up on the event loop (1-2 µs per 1,000 characters)."""
+
+INLINE_IDS = 4096
+"""Up to this many ids are decoded on the event loop (0.1 µs each; 0.5 µs where there is no table of their texts)."""
+
+STEP_IDS = 16_384
+"""Ids that are decoded in one step."""
+
+MAX_WHOLE_IDS = 1 << 18
+"""The most ids that are decoded at once where no table describes the decoder: the library holds the GIL meanwhile (0.5
+µs each)."""
 
 INLINE_MESSAGES = 64
 """Chats of up to this many messages are rendered on the event loop (5-10 µs per message; a thread would hold the
@@ -53,7 +71,7 @@ class TextService:
         a tokenizer."""
         self.generation: dict[str, Any] = tokenizer.generation if tokenizer else {}
         """The content of the model's generation_config.json."""
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize") if tokenizer else None
+        self._turns = Turns(threads) if tokenizer else None
 
     @classmethod
     def load(cls, config: RouterConfig | FrontendConfig) -> TextService:
@@ -74,8 +92,8 @@ class TextService:
 
     def close(self) -> None:
         """End the threads; prompts that wait for a thread are cancelled."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        if self._turns is not None:
+            self._turns.close()
 
     def __enter__(self) -> Self:
         return self
@@ -83,110 +101,193 @@ class TextService:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def encode(self, prompt: Prompt) -> bytes:
-        """Ids of a prompt, at least one. If there is much unseen text, it is encoded in a thread."""
-        if self._pool is None or _is_short(prompt):
-            return self.encode_now(prompt)
-        in_pool = asyncio.get_running_loop().run_in_executor
+    async def encode(
+        self, prompt: Prompt, namespace: str = "", room: Room | None = None, last: int | None = None
+    ) -> bytes:
+        """Ids of a prompt, at least one. What takes long is done in threads, in turn with the other tenants'; the first
+        line of a namespace is its tenant. What was encoded in the same namespace is looked up.
+
+        Raises FieldError if it is not valid, and if it does not fit into the `room`, as soon as that is certain. With
+        `last`, only so many of the last ids are wanted, and only text that these need is encoded, where possible.
+        """
+        if self._turns is None or _is_short(prompt):
+            return self.encode_now(prompt, namespace)
+        tokenizer = self.tokenizer
         match prompt:
-            case TextPrompt(text=text, add_special_tokens=special) if len(text) <= INLINE_SEEN_CHARS:
+            case TextPrompt(text=text, add_special_tokens=special):
                 field = "prompt"
-            case ChatPrompt(messages=messages) if len(messages) <= INLINE_MESSAGES:
-                text, special, field = self.tokenizer.apply_chat(prompt), False, "messages"
+            case ChatPrompt(messages=messages) if _is_short_chat(messages):
+                text, special, field = tokenizer.apply_chat(prompt), False, "messages"
             case _:
-                return await in_pool(self._pool, self.encode_now, prompt)
-        pending = self.tokenizer.start(text, special)
+                return await self.run(namespace, self._steps(prompt, namespace, room))
+        if last is None and not tokenizer.least.spaces_vanish:
+            tokenizer.check_room(text, room)
+        if len(text) > INLINE_SEEN_CHARS:
+            return await self.run(namespace, self._text_steps(text, special, field, namespace, room, last), field)
+        pending = tokenizer.start(text, special, namespace=namespace)
         if pending.unseen_chars <= INLINE_UNSEEN_CHARS:
             return _finished(pending, field)
-        return await in_pool(self._pool, _finished, pending, field)
+        return await self.run(namespace, _steps(pending, field, room, last), field)
 
-    async def encode_chat(self, sessions: Sessions, namespace: str, prompt: ChatPrompt) -> Encoded:
-        """`sessions.encode_chat`; in a thread if there is much unseen text."""
-        in_pool = asyncio.get_running_loop().run_in_executor
-        if len(prompt.messages) > INLINE_MESSAGES:
-            return await in_pool(self._pool, sessions.encode_chat, namespace, prompt)
+    async def encode_chat(
+        self, sessions: Sessions, namespace: str, prompt: ChatPrompt, room: Room | None = None
+    ) -> Encoded:
+        """`sessions.encode_chat`; in threads, as `encode`, if there is much unseen text."""
+        if not _is_short_chat(prompt.messages):
+            return await self.run(namespace, sessions.steps(namespace, prompt, room), "messages")
         pending = sessions.start(namespace, prompt)
         if pending.unseen_chars <= INLINE_UNSEEN_CHARS:
             return pending.finish()
-        return await in_pool(self._pool, pending.finish)
+        return await self.run(namespace, pending.steps(room), "messages")
 
-    async def encode_shown(self, prompt: Prompt, *, render_only: bool = False) -> tuple[bytes, str]:
+    async def encode_shown(
+        self, prompt: Prompt, namespace: str = "", *, render_only: bool = False
+    ) -> tuple[bytes, str]:
         """Returns (ids of a prompt, the rendered text of a chat; "" for other prompts).
 
         With `render_only` a chat is not encoded, which is most of the work, and has no ids."""
         if not isinstance(prompt, ChatPrompt):
-            return await self.encode(prompt), ""
+            return await self.encode(prompt, namespace), ""
+        self._with_tokenizer("messages")
+        return await self.run(namespace, self._shown_steps(prompt, namespace, render_only), "messages")
+
+    async def encode_choices(
+        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: str = ""
+    ) -> list[TextPrompt | TokenPrompt]:
+        """`encode_part` of each choice, in threads, as `encode`."""
+        if self._turns is None:
+            return finished(self._choice_steps(choices, namespace))
+        return await self.run(namespace, self._choice_steps(choices, namespace), "choices")
+
+    async def run(self, namespace: str, steps: Steps[Result], field: str = "prompt", *, long: bool = False) -> Result:
+        """See `Turns.run`."""
+        return await self._turns.run(tenant_of(namespace), steps, field, long=long)
+
+    def _shown_steps(self, prompt: ChatPrompt, namespace: str, render_only: bool) -> Steps[tuple[bytes, str]]:
+        text = yield from self.tokenizer.chat_steps(prompt)
         if render_only:
-            return b"", await asyncio.to_thread(self.render, prompt)
-        return await asyncio.to_thread(self._encode_chat, prompt)
+            return b"", text
+        return (yield from self._text_steps(text, False, "messages", namespace, None)), text
 
-    def _encode_chat(self, prompt: ChatPrompt) -> tuple[bytes, str]:
-        text = self.render(prompt)
-        return self._encode_text(text, False, "messages"), text
+    def _choice_steps(
+        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: str
+    ) -> Steps[list[TextPrompt | TokenPrompt]]:
+        encoded: list[TextPrompt | TokenPrompt] = []
+        for i, choice in enumerate(choices):
+            ids = yield from self._part_steps(choice, f"choices[{i}]", namespace)
+            encoded.append(TokenPrompt(ids or _refuse_empty(f"choices[{i}]")))
+        return encoded
 
-    def encode_now(self, prompt: Prompt) -> bytes:
+    def _steps(self, prompt: Prompt, namespace: str, room: Room | None) -> Steps[bytes]:
+        """The ids of a prompt that is not text alone."""
+        match prompt:
+            case ChatPrompt():
+                text = yield from self.tokenizer.chat_steps(prompt)
+                return (yield from self._text_steps(text, False, "messages", namespace, room))
+            case PartsPrompt(parts=parts):
+                return (yield from self._parts_steps(parts, namespace, room))
+        return self.encode_now(prompt, namespace)
+
+    def _text_steps(
+        self, text: str, special: bool, field: str, namespace: str, room: Room | None, last: int | None = None
+    ) -> Steps[bytes]:
+        tokenizer = self._with_tokenizer(field)
+        if last is None:
+            tokenizer.check_room(text, room)
+        pending = tokenizer.start(text, special, namespace=namespace)
+        yield
+        return (yield from _steps(pending, field, room, last))
+
+    def _parts_steps(
+        self, parts: Sequence[TextPrompt | TokenPrompt], namespace: str, room: Room | None
+    ) -> Steps[bytes]:
+        encoded: list[bytes] = []
+        tokens = 0
+        for i, part in enumerate(parts):
+            if i == 0 and isinstance(part, TextPrompt) and part.text:
+                ids = yield from self._text_steps(part.text, part.add_special_tokens, "prompt", namespace, room)
+            else:
+                ids = yield from self._part_steps(part, "prompt", namespace, room, tokens)
+            encoded.append(ids)
+            tokens += len(ids) // TOKEN_BYTES
+        return b"".join(encoded) or _refuse_empty("prompt")
+
+    def _part_steps(
+        self,
+        part: TextPrompt | TokenPrompt,
+        field: str,
+        namespace: str = "",
+        room: Room | None = None,
+        beside: int = 0,
+    ) -> Steps[bytes]:
+        """The ids of text that continues other text, of which there may be none, after `beside` others."""
+        if isinstance(part, TokenPrompt):
+            return self._checked(part.ids, field) if part.ids else b""
+        try:
+            pending = self._with_tokenizer(field).start_after(part.text, namespace=namespace)
+            yield
+            return (yield from pending.steps(room, beside))
+        except FieldError:
+            raise
+        except ValueError as error:
+            raise FieldError(field, str(error)) from error
+
+    def encode_now(self, prompt: Prompt, namespace: str = "") -> bytes:
         """`encode` in the calling thread."""
         match prompt:
             case TokenPrompt(ids=ids):
                 return self._checked(ids, "prompt")
             case TextPrompt(text=text, add_special_tokens=special):
-                return self._encode_text(text, special, "prompt") if text else _refuse_empty("prompt")
+                return self._encode_text(text, special, "prompt", namespace) if text else _refuse_empty("prompt")
             case ChatPrompt():
-                return self._encode_chat(prompt)[0]
+                return self._encode_text(self.render(prompt), False, "messages", namespace)
             case PartsPrompt(parts=parts):
-                return self._encode_parts(parts)
+                return finished(self._parts_steps(parts, namespace, None))
         raise FieldError("prompt", f"prompt of an unknown kind: {type(prompt).__name__}")
 
     def encode_part(self, part: TextPrompt | TokenPrompt, field: str = "choices") -> bytes:
         """Ids of text that continues a prompt: without special tokens or an added leading space. At least one."""
-        ids = self._encode_part(part, field)
-        return ids or _refuse_empty(field)
+        return finished(self._part_steps(part, field)) or _refuse_empty(field)
 
-    def encode_after(self, part: TextPrompt | TokenPrompt, field: str = "prompt") -> bytes:
+    def encode_after(self, part: TextPrompt | TokenPrompt, field: str = "prompt", namespace: str = "") -> bytes:
         """As `encode_part`, for a part that may have no ids."""
-        return self._encode_part(part, field)
+        return finished(self._part_steps(part, field, namespace))
 
     def render(self, prompt: ChatPrompt) -> str:
         """The text that the chat template renders for messages."""
         return self._with_tokenizer("messages").apply_chat(prompt)
 
-    async def decode(self, ids: bytes, skip_special_tokens: bool = True) -> str:
-        """Text of all `ids` at once."""
-        if self._pool is None or len(ids) <= INLINE_CHARS * TOKEN_BYTES:
+    async def decode(self, ids: bytes, skip_special_tokens: bool = True, namespace: str = "") -> str:
+        """Text of all `ids` at once; of many, in threads, as `encode`."""
+        if self._turns is None or len(ids) <= INLINE_IDS * TOKEN_BYTES:
             return self.decode_now(ids, skip_special_tokens)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self.decode_now, ids, skip_special_tokens)
+        return await self.run(namespace, self._decode_steps(ids, skip_special_tokens), "ids")
 
     def decode_now(self, ids: bytes, skip_special_tokens: bool = True) -> str:
         """`decode` in the calling thread."""
+        return finished(self._decode_steps(ids, skip_special_tokens))
+
+    def _decode_steps(self, ids: bytes, skip_special_tokens: bool) -> Steps[str]:
         tokenizer = self._with_tokenizer("ids")
-        return tokenizer.decode(np.frombuffer(self._checked(ids, "ids"), "<i4").tolist(), skip_special_tokens)
+        self._checked(ids, "ids")
+        count, pieces = len(ids) // TOKEN_BYTES, tokenizer.pieces(skip_special_tokens)
+        if pieces is None or count <= INLINE_CHARS:
+            if count > MAX_WHOLE_IDS:
+                raise FieldError("ids", f"ids: this tokenizer decodes at most {MAX_WHOLE_IDS} at once, not {count}")
+            return tokenizer.decode(np.frombuffer(ids, "<i4").tolist(), skip_special_tokens)
+        stream, texts, size = pieces.stream(), [], STEP_IDS * TOKEN_BYTES
+        for at in range(0, len(ids), size):
+            texts.append(stream.push(ids[at : at + size]))
+            yield
+        return "".join(texts) + stream.flush()
 
     def _with_tokenizer(self, field: str = "prompt") -> Tokenizer:
         if self.tokenizer is None:
             raise FieldError(field, NO_TOKENIZER)
         return self.tokenizer
 
-    def _encode_text(self, text: str, special: bool, field: str) -> bytes:
-        return _finished(self._with_tokenizer(field).start(text, special), field)
-
-    def _encode_parts(self, parts: Sequence[TextPrompt | TokenPrompt]) -> bytes:
-        encoded = []
-        for i, part in enumerate(parts):
-            if i == 0 and isinstance(part, TextPrompt) and part.text:
-                encoded.append(self._encode_text(part.text, part.add_special_tokens, "prompt"))
-            else:
-                encoded.append(self._encode_part(part, "prompt"))
-        return b"".join(encoded) or _refuse_empty("prompt")
-
-    def _encode_part(self, part: TextPrompt | TokenPrompt, field: str) -> bytes:
-        if isinstance(part, TokenPrompt):
-            return self._checked(part.ids, field) if part.ids else b""
-        try:
-            return array("i", self._with_tokenizer(field).encode_continuation(part.text)).tobytes()
-        except FieldError:
-            raise
-        except ValueError as error:
-            raise FieldError(field, str(error)) from error
+    def _encode_text(self, text: str, special: bool, field: str, namespace: str) -> bytes:
+        return finished(self._text_steps(text, special, field, namespace, None))
 
     def _checked(self, ids: bytes, field: str) -> bytes:
         if not ids:
@@ -198,6 +299,17 @@ class TextService:
             shown = next(i for i in memoryview(ids).cast("i") if not 0 <= i < limit)
             raise FieldError(field, f"{field} holds token id {shown}, outside of 0..{limit - 1}")
         return ids
+
+
+def _steps(pending: PendingText, field: str, room: Room | None, last: int | None) -> Steps[bytes]:
+    """The ids of a text, or at least its `last` ones."""
+    try:
+        ids = yield from pending.steps(room) if last is None else pending.last_steps(last)
+    except FieldError:
+        raise
+    except ValueError as error:
+        raise FieldError(field, str(error)) from error
+    return ids or _refuse_empty(field)
 
 
 def _finished(pending: PendingText, field: str) -> bytes:
@@ -221,6 +333,17 @@ def _is_short(prompt: Prompt) -> bool:
         case PartsPrompt(parts=parts):
             return sum(len(part.text) for part in parts if isinstance(part, TextPrompt)) <= INLINE_CHARS
     return False
+
+
+def _is_short_chat(messages: Sequence[dict[str, Any]]) -> bool:
+    if len(messages) > INLINE_MESSAGES:
+        return False
+    return sum(map(_chars, messages)) <= INLINE_SEEN_CHARS
+
+
+def _chars(message: dict[str, Any]) -> int:
+    content = message.get("content") if isinstance(message, dict) else None
+    return len(content) if isinstance(content, str) else 0
 
 
 class TextStream:

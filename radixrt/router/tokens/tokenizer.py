@@ -12,11 +12,13 @@ import tokenizers
 
 from radixrt.checkpoint_files import SENTENCEPIECE_FILES, SPECIAL_NAMES, read_file
 from radixrt.messages import ChatPrompt
+from radixrt.router.errors import Room
 from radixrt.router.tokens.backends import Backend, JsonBackend, load_sentencepiece
 from radixrt.router.tokens.chat import ChatTemplates, read_templates
 from radixrt.router.tokens.cuts import NO_CUTS, AddedToken
 from radixrt.router.tokens.incremental import MEMORY_TOKENS, Incremental, PendingText
 from radixrt.router.tokens.pieces import Pieces, verified
+from radixrt.router.tokens.turns import Steps
 
 LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 LINE = "\n"
@@ -30,7 +32,7 @@ class Tokenizer:
     generation_config.json and config.json together. vocab_size: the largest id plus one.
     model_vocab_size: rows of the model's embedding (padded, often larger), as far as config.json says.
     memory_tokens: how many ids of encoded texts are cached, so that only new text is encoded.
-    generation: the content of generation_config.json.
+    generation: the content of generation_config.json. least: a lower bound of the number of tokens of a text.
     """
 
     def __init__(
@@ -56,25 +58,36 @@ class Tokenizer:
         self._shown = self._verified(backend.pieces(), skip=False)
         self._hidden = self._verified(self._shown and self._shown.without(backend.specials), skip=True)
         self._incremental = Incremental(self._encode_many, backend.cuts(), memory_tokens)
+        self.least = backend.least_tokens()
         self._around = self._find_around()
         self._whole = Incremental(self._encode_whole, NO_CUTS, memory_tokens // 4) if self._around is None else None
         self._line_ids = self._find_line_ids()
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, namespace: str = "") -> list[int]:
         """Ids of `text`; special tokens in it are recognized. `add_special_tokens` adds BOS or EOS if the model expects
         them. Raises ValueError if the text is not valid Unicode (a lone surrogate)."""
-        return memoryview(self.encode_bytes(text, add_special_tokens)).cast("i").tolist()
+        ids = self.start(text, add_special_tokens, namespace=namespace).finish()
+        return memoryview(ids).cast("i").tolist()
 
     def encode_bytes(self, text: str, add_special_tokens: bool = True) -> bytes:
         """`encode` as int32 bytes."""
         return self.start(text, add_special_tokens).finish()
 
-    def start(self, text: str, add_special_tokens: bool = True, *, grows: bool = True) -> PendingText:
-        """Begin `encode_bytes`: look up what was encoded before. The rest may be done in a thread. `grows`: see
-        `Incremental.start`."""
+    def start(
+        self, text: str, add_special_tokens: bool = True, *, grows: bool = True, namespace: str = ""
+    ) -> PendingText:
+        """Begin `encode_bytes`: look up what was encoded before in the namespace. The rest may be done in a thread.
+        `grows`: see `Incremental.start`."""
         if not add_special_tokens:
-            return self._incremental.start(text, grows=grows)
-        return self._whole.start(text) if self._whole else self._incremental.start(text, *self._around)
+            return self._incremental.start(text, grows=grows, namespace=namespace)
+        if self._whole:
+            return self._whole.start(text, namespace=namespace)
+        return self._incremental.start(text, *self._around, namespace=namespace)
+
+    def check_room(self, text: str, room: Room | None) -> None:
+        """Raise FieldError if a text cannot have so few tokens that it fits: found without encoding it."""
+        if room is not None and (least := self.least.of(text)):
+            room.check(least, whole=False)
 
     def _encode_many(self, texts: list[str]) -> list[list[int]]:
         try:
@@ -103,11 +116,14 @@ class Tokenizer:
         at the start of a text."""
         return memoryview(self.start_after(text).finish()).cast("i").tolist()
 
-    def start_after(self, text: str, token: int | None = None, *, grows: bool = True) -> PendingText:
+    def start_after(
+        self, text: str, token: int | None = None, *, grows: bool = True, namespace: str = ""
+    ) -> PendingText:
         """Begin to encode text that continues other text. `token`: the last token of that, if it is an added one."""
+        lead, ids = (LINE if self._line_ids else "", self._line_ids)
         if token is not None:
-            return self._incremental.start_after(self.token_text(token), [token], text, grows=grows)
-        return self._incremental.start_after(LINE if self._line_ids else "", self._line_ids, text, grows=grows)
+            lead, ids = self.token_text(token), [token]
+        return self._incremental.start_after(lead, ids, text, grows=grows, namespace=namespace)
 
     def puts_space_after(self, token: int) -> bool:
         """Whether text right after an added token is encoded with a space in front."""
@@ -136,6 +152,10 @@ class Tokenizer:
         """Render a prompt with the chat template; encode the text with add_special_tokens=False. Raises FieldError on
         bad input. Without `answer_next` it ends with the last message, not where an answer begins."""
         return self._templates.render(prompt, answer_next)
+
+    def chat_steps(self, prompt: ChatPrompt) -> Steps[str]:
+        """`apply_chat` in steps."""
+        return self._templates.steps(prompt)
 
     def pieces(self, skip_special_tokens: bool) -> Pieces | None:
         """The table for incremental decoding; None if it does not agree with `decode`."""
@@ -166,9 +186,11 @@ def load_tokenizer(folder: str | Path, chat_template_file: str = "") -> Tokenize
     text_model = model.get("text_config") or {}
     eos = [config.get("eos_token_id") for config in (generation, model, text_model)]
     eos.append(backend.token_id(named.get("eos_token", "")))
+    templates = ChatTemplates(read_templates(folder, config, chat_template_file), named)
+    templates.check()
     return Tokenizer(
         backend,
-        ChatTemplates(read_templates(folder, config, chat_template_file), named),
+        templates,
         bos_id=backend.token_id(named.get("bos_token", "")),
         eos_ids=[i for value in eos for i in _ids(value)],
         model_vocab_size=model.get("vocab_size") or text_model.get("vocab_size") or 0,

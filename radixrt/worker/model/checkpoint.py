@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ class SafetensorsWeights:
         or all safetensors of the folder. Which shard has a tensor is read from the shards: indices may be outdated."""
         single = folder / SINGLE
         if not single.is_file() and (index := read_json(folder / INDEX).get("weight_map")):
-            shards = {file: folder / file for file in sorted(set(index.values()))}
+            shards = {file: folder / file for file in sorted(set(_shard_names(folder / INDEX, index)))}
             missing = [file for file, path in shards.items() if not path.is_file()]
             if missing:
                 raise ValueError(f"{folder} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:5])}")
@@ -284,6 +285,15 @@ class SafetensorsWeights:
         self._bar.update(self._bar.total - self._bar.n)
         self._bar.close()
         self._files.clear()
+
+
+def _shard_names(path: Path, index: Any) -> Iterable[str]:
+    """The files that an index names. ValueError if one is not in its folder."""
+    names = list(index.values()) if isinstance(index, dict) else [index]
+    for name in names:
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{path}: weight_map names {reprlib.repr(name)}, expected the names of files beside it")
+    return names
 
 
 @contextmanager

@@ -15,16 +15,21 @@ def frequencies(rope: dict[str, Any] | None, head_dim: int, context: int) -> tup
     `context` tokens.
 
     `head_dim` is the number of elements that are rotated, unless `rope` has the key `rotated`. If `rope` is None, all
-    angles are 0. ValueError for a `rope_type` that is not served, or if one of its parameters is missing. `dynamic` is
-    treated as `default`, which is the same up to the model's `max_position_embeddings`; longer contexts are not served
-    with it, since the keys in the cache would change with the length of the sequence.
+    angles are 0. ValueError for a `rope_type` that is not served, or if one of its parameters is missing or gives no
+    angles. `dynamic` is treated as `default`, which is the same up to the model's `max_position_embeddings`; longer
+    contexts are not served with it, since the keys in the cache would change with the length of the sequence.
     """
     if rope is None:
         return torch.zeros(head_dim // 2), 1.0
     try:
-        return _frequencies(rope, rope.get("rotated", head_dim), context)
+        angles, factor = _frequencies(rope, rope.get("rotated", head_dim), context)
     except KeyError as missing:
         raise ValueError(f"rope_scaling of rope_type {rope['rope_type']!r} has no {missing.args[0]}") from None
+    except ArithmeticError as error:
+        raise ValueError(f"rope_scaling of rope_type {rope['rope_type']!r} cannot be computed: {error}") from None
+    if not (torch.isfinite(angles) & (angles >= 0)).all() or not math.isfinite(factor):
+        raise ValueError(f"rope_scaling of rope_type {rope['rope_type']!r} gives angles that are negative or infinite")
+    return angles, factor
 
 
 def _frequencies(rope: dict[str, Any], head_dim: int, context: int) -> tuple[torch.Tensor, float]:
