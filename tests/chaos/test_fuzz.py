@@ -1,0 +1,195 @@
+"""Mutated messages on each socket: nobody ends, nothing fails within, and a client that behaves is served."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from radixrt import wire
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.local import LocalStack
+from radixrt.messages import Ask, Generate, Register, Sampling, TokenPrompt, ToWorker
+from tests.chaos.conftest import MEBIBYTE, Notes, messages
+from tests.chaos.corpus import PATHS, bodies, client_messages, ids, worker_messages
+from tests.chaos.mutations import Mutator, as_json
+from tests.chaos.normal import Normal
+from tests.chaos.peers import QUESTION_ID, HttpFuzzer, http_requests, send_foreign, send_frames, send_mutated
+from tests.chaos.processes import Recorder
+from tests.chaos.stack import Serve
+
+FAST = ("--fake", "0,0", "--max-total-tokens", "20000", "--max-model-len", "400")
+LONGEST_SECONDS = 15.0
+"""Of a request of the client that behaves."""
+MOST_GROWTH = 400 * MEBIBYTE
+"""By which a process may be larger at its peak than at the start."""
+PEERS = 50
+"""Of so many messages, one is of a foreign protocol, and one of a wrong number of frames."""
+
+
+@contextmanager
+def unimpressed(serve: Serve, notes: Notes, seed: int) -> Iterator[None]:
+    """What is sent in this context ends no process, leaves no traceback in a log, and delays nobody for long."""
+    key = next(iter(serve.tenants.values()))
+    with serve:
+        pids, recorder = serve.pids(), Recorder(lambda: serve.pid)
+        normal = Normal(serve.address, key, serve.url, model="nano", seed=seed)
+        try:
+            with normal:
+                yield
+        finally:
+            recorder.look()
+            series = recorder.stop()
+            notes.add("client that behaves", normal.summary)
+            notes.add_processes(series)
+        assert serve.alive and serve.pids() == pids, f"a process has ended: {serve.log.read_text()[-3000:]}"
+        assert not (bad := serve.bad_lines()), f"{len(bad)} in the log: {bad[0]}"
+        assert max(normal.seconds) < LONGEST_SECONDS, normal.summary
+        grown = [f"{s.name}: {s.samples[0].rss} -> {s.peak}" for s in series.values()]
+        assert all(s.peak - s.samples[0].rss < MOST_GROWTH for s in series.values()), grown
+        serve.check_idle()
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_the_client_socket_survives_mutated_messages(tmp_path, seed, notes):
+    count, serve = messages(100_000), Serve(tmp_path, *FAST, workers=2, frontends=1)
+    with unimpressed(serve, notes, seed):
+        fuzz_clients(serve.address, serve.tenants["red"], random.Random(seed), count, notes)
+
+
+def fuzz_clients(address: str, key: str, rng: random.Random, count: int, notes: Notes) -> None:
+    mutator = Mutator(rng, client_messages(key, rng))
+    question = wire.encode(Ask(id=QUESTION_ID, what="models", api_key=key))
+    answers: Counter[int] = Counter()
+    rest, sent = count - 2 * (count // PEERS), 0
+    while sent < rest:
+        part = min(5000, rest - sent)
+        with wire.Link(address) as link:
+            send_mutated(link, mutator.mutated, part, question, answers)
+        sent += part
+    if address.startswith("tcp:"):
+        send_foreign(address, mutator, rng, count // PEERS)
+        send_frames(address, mutator, rng, count // PEERS)
+    notes.add("messages", count)
+    notes.add("errors by code", dict(answers))
+    assert not answers[500], "an error within"
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_the_worker_socket_survives_mutated_messages_of_strangers(tmp_path, seed, notes):
+    """Strangers who know the names of the real workers, and the address."""
+    count, serve = messages(100_000), Serve(tmp_path, *FAST, workers=2, frontends=1)
+    rng = random.Random(seed)
+    valid = [one for name in ("worker-0", "worker-1", "x") for one in worker_messages(name, "nano", rng)]
+    mutator = Mutator(rng, valid)
+    with unimpressed(serve, notes, seed):
+        rest, sent = count - 2 * (count // PEERS), 0
+        while sent < rest:
+            part = min(2000, rest - sent)
+            with wire.Link(serve.worker_address, rng.randbytes(8).replace(b"\0", b"x"), send_timeout=0.2) as link:
+                try:
+                    send_mutated(link, mutator.mutated, part, None, Counter())
+                except TimeoutError:  # a stranger is not let in
+                    pass
+                link.close(linger=0.5)
+            sent += part
+        send_foreign(serve.worker_address, mutator, rng, count // PEERS)
+        send_frames(serve.worker_address, mutator, rng, count // PEERS)
+        notes.add("messages", count)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_http_survives_mutated_requests(tmp_path, seed, notes):
+    serve = Serve(tmp_path, *FAST, workers=2, frontends=2)
+    with unimpressed(serve, notes, seed):
+        fuzz_http(serve.port, serve.tenants["red"], random.Random(seed), messages(100_000), notes)
+
+
+def fuzz_http(port: int, key: str, rng: random.Random, count: int, notes: Notes) -> None:
+    posts = bodies(rng)
+    mutator = Mutator(rng, [body for _, body in posts], json.loads, as_json)
+    fuzzer = HttpFuzzer(port, http_requests(mutator, posts, PATHS, key, rng))
+    fuzzer.run(count)
+    notes.add("requests", count)
+    notes.add("answers by status", dict(fuzzer.statuses.most_common()))
+    assert not fuzzer.failed, f"{len(fuzzer.failed)} failed within, such as {fuzzer.failed[0]}"
+
+
+# ---------------------------------------------------------------- in this process
+
+
+def local_stack() -> LocalStack:
+    router = resolve(RouterConfig(model="nano"))
+    worker = WorkerConfig(model="nano", fake="0,0", max_total_tokens=20_000, max_model_len=400)
+    return LocalStack(StackConfig(router, worker, FrontendConfig(), 2))
+
+
+def test_a_router_survives_mutated_messages_of_clients(seed, notes, caplog):
+    with local_stack() as local, Normal(local.address, "", model="nano", seed=seed):
+        fuzz_clients(local.address, "", random.Random(seed), 1500, notes)
+    assert not failures(caplog)
+
+
+def test_a_router_survives_mutated_messages_of_a_worker(seed, notes, caplog):
+    mutate_a_worker(seed, 1500, notes)
+    assert not failures(caplog)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_a_router_survives_many_mutated_messages_of_a_worker(seed, notes, caplog):
+    mutate_a_worker(seed, messages(100_000), notes)
+    assert not failures(caplog)
+
+
+def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Exceptions in the log."""
+    found = [record for record in caplog.records if record.exc_info or record.name == "asyncio"]
+    return [logging.Formatter().format(record)[-3000:] for record in found[:3]]
+
+
+def mutate_a_worker(seed: int, count: int, notes: Notes) -> None:
+    """A worker that was let in, and serves a model of its own, sends mutated messages; it is asked for that model.
+    Others' workers, and their clients, do not notice."""
+    rng, name, model = random.Random(seed), "mutant", "mutant-model"
+    decoder, runs = wire.Decoder(ToWorker), [1]
+    shape = {"max_model_len": 4096, "page_size": 1, "total_pages": 1000, "max_running": 8, "vocab_size": 2048}
+    register = Register(name=name, model=model, pid=77, life=99, num_states=4, **shape)
+    with local_stack() as local, Normal(local.address, "", model="nano", seed=seed):
+        # The address as a worker gets it, with whatever proves that it is one of the stack.
+        address = local._worker_configs[0].router
+        with wire.Link(local.address) as client, wire.Link(address, b"mutant/1") as link:
+            for number in range(count):
+                if number % 100 == 0:
+                    link.send(wire.encode(register))
+                    mutator = Mutator(rng, worker_messages(name, model, rng, runs[-5:]))
+                if number % 10 == 0:
+                    prompt = TokenPrompt(ids(*(rng.randrange(3, 2000) for _ in range(20))))
+                    wanted = Generate(id=number, prompt=prompt, sampling=Sampling(max_tokens=4), model=model)
+                    client.send(wire.encode(wanted))
+                    client.drain()
+                    for order in link.drain():
+                        if (run := decoder.decode(order)) and type(run).__name__ == "Run":
+                            runs.append(run.id)
+                link.send(mutator.mutated())
+                if number % 200 == 199:
+                    ask_through(client)
+        notes.add("messages", count)
+        notes.add("runs that it was sent", len(runs))
+
+
+def ask_through(link: wire.Link) -> None:
+    """Wait until the router has read what was sent before."""
+    link.send(wire.encode(Ask(id=QUESTION_ID, what="models")))
+    while (payload := link.recv(60)) is not None:
+        if wire.Decoder(dict).decode(payload).get("id") == QUESTION_ID:
+            return
+    raise AssertionError("the router does not answer")
