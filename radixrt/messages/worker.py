@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
-from radixrt.messages.shared import FinishReason, Sampling, TokenLogprob
+from radixrt.messages.shared import FinishReason, Number, Sampling, TokenLogprob
 
 # ---------------------------------------------------------------- router -> worker
 
@@ -97,6 +99,9 @@ ToWorker = Run | Abort | Snapshot | Clear | Unknown | Stop | Pin | Unpin | LoadA
 
 
 # ---------------------------------------------------------------- worker -> router
+
+MAX_STATES = 1 << 24
+"""Slots of recurrent states: the router has arrays of so many."""
 
 
 class Stored(msgspec.Struct, tag="stored", frozen=True, array_like=True):
@@ -194,10 +199,10 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
 
     name: str
     model: str
-    max_model_len: int
-    page_size: int
-    total_pages: int
-    max_running: int
+    max_model_len: Number
+    page_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+    total_pages: Number
+    max_running: Number
     kv_dtype: str = ""
     device: str = "cpu"
     pid: int = 0
@@ -205,7 +210,7 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     """A random number that identifies the process: pids are not unique across machines or containers."""
     vocab_size: int = 0
     """Number of token ids that the model accepts; 0 if unknown."""
-    num_states: int = 0
+    num_states: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STATES)] = 0
     """Slots of recurrent states, a trash slot 0 included, of the device and then of host memory; 0: the model has none.
     If it has, a cached prefix can be continued only where there is a snapshot (see Saved)."""
     adapters: list[Adapter] = []

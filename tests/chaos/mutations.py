@@ -80,6 +80,30 @@ def odd(rng: random.Random) -> Any:
     return {str(n): n for n in range(rng.choice((1, 20, 2000)))}
 
 
+def kin(rng: random.Random, value: Any) -> Any:
+    """Another value of the same type, so that the message is still one of its type."""
+    match value:
+        case bool():
+            return not value
+        case int():
+            return rng.choice((value + 1, value - 1, *(n for n in NUMBERS if isinstance(n, int))))
+        case float():
+            return rng.choice(NUMBERS)
+        case str():
+            at = rng.randrange(len(value) + 1)
+            more = rng.choice(("", _PLACE, "\x00", "<|im_end|>", "\u00e9" * 50, "a" * 3000, " ", "["))
+            return value[:at] + more + value[at + rng.choice((0, 0, 1, 99)) :]
+        case bytes():
+            return rng.choice((flip, truncate, insert, repeat))(rng, value)
+        case list() if value:
+            one = rng.choice(value)
+            return rng.choice(([one], value[1:], [*value, one], value[::-1], value * rng.choice((2, 2, 50))))
+        case dict() if value:
+            gone = rng.choice([*value])
+            return {key: one for key, one in value.items() if key != gone}
+    return odd(rng)
+
+
 def nested(depth: int, maps: bool) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -101,7 +125,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 def change_value(rng: random.Random, value: Any, other: Any) -> Any:
     """Change a value at one to three places: to an odd one, to one of another message, or away."""
-    for _ in range(rng.choice((1, 1, 2, 3))):
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if not (there := places(value)):
             return odd(rng)
         container, key = rng.choice(there)
@@ -117,14 +141,10 @@ def change_value(rng: random.Random, value: Any, other: Any) -> Any:
             case 2 if (theirs := places(other)):
                 place, name = rng.choice(theirs)
                 container[key] = place[name]
-            case 3 if isinstance(container[key], int | float) and not isinstance(container[key], bool):
-                container[key] = rng.choice(NUMBERS)
-            case 4 if isinstance(container[key], str):
-                text = container[key]
-                at = rng.randrange(len(text) + 1)
-                container[key] = text[:at] + rng.choice((_PLACE, "\x00", "<|im_end|>", "é" * 50)) + text[at:]
-            case _:
+            case 3:
                 container[key] = odd(rng)
+            case _:
+                container[key] = kin(rng, container[key])
     return value
 
 
@@ -179,7 +199,7 @@ class Mutator:
         """A mutated message: of `data`, or of any."""
         rng = self._rng
         data = rng.choice(self._valid) if data is None else data
-        if rng.random() < 0.6:
+        if rng.random() < 0.75:
             return self._dumps(change_value(rng, self._loads(data), self._loads(rng.choice(self._valid))), rng)
         change = rng.choice((flip, flip, truncate, insert, repeat, announce, garbage, splice))
         if change is splice:

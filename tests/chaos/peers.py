@@ -28,10 +28,11 @@ KINDS = zmq.REQ, zmq.ROUTER, zmq.PUSH, zmq.PULL, zmq.PUB, zmq.SUB, zmq.PAIR, zmq
 
 
 def send_mutated(
-    link: wire.Link, make: Callable[[], bytes], count: int, question: bytes | None, answers: Counter[int]
+    link: wire.Link, make: Callable[[], bytes], count: int, question: bytes | None, answers: Counter[int | str]
 ) -> None:
     """Send `count` messages over a link, and read all that is answered. `question`: a valid message, whose answer has
-    the id 2**40; it is sent after each BATCH. Codes of errors are counted in `answers`."""
+    the id 2**40; it is sent after each BATCH. Codes of errors are counted in `answers`, and
+    replies that are none."""
     head = msgspec.msgpack.Decoder(_Answer)
     for number in range(1, count + 1):
         link.send(make())
@@ -52,7 +53,11 @@ def send_mutated(
             except msgspec.MsgspecError:
                 continue
             asked = asked or answer.id == QUESTION_ID
-            if answer.type == "error":
+            if answer.type != "error":
+                answers["answered"] += 1
+            elif answer.message.startswith("malformed"):
+                answers["malformed"] += 1
+            else:
                 answers[answer.code] += 1
 
 
@@ -65,6 +70,7 @@ class _Answer(msgspec.Struct):
     type: str = ""
     id: int | None = None
     code: int = 0
+    message: str = ""
 
 
 # ---------------------------------------------------------------- frames, socket types

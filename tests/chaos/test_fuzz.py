@@ -66,7 +66,7 @@ def test_the_client_socket_survives_mutated_messages(tmp_path, seed, notes):
 def fuzz_clients(address: str, key: str, rng: random.Random, count: int, notes: Notes) -> None:
     mutator = Mutator(rng, client_messages(key, rng))
     question = wire.encode(Ask(id=QUESTION_ID, what="models", api_key=key))
-    answers: Counter[int] = Counter()
+    answers: Counter[int | str] = Counter()
     rest, sent = count - 2 * (count // PEERS), 0
     while sent < rest:
         part = min(5000, rest - sent)
@@ -77,7 +77,7 @@ def fuzz_clients(address: str, key: str, rng: random.Random, count: int, notes: 
         send_foreign(address, mutator, rng, count // PEERS)
         send_frames(address, mutator, rng, count // PEERS)
     notes.add("messages", count)
-    notes.add("errors by code", dict(answers))
+    notes.add("replies; errors by code", dict(answers))
     assert not answers[500], "an error within"
 
 

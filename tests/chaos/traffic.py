@@ -27,6 +27,8 @@ ATTEMPT_SECONDS = 60.0
 MOST_ATTEMPTS = 60
 RETRIED = {429, 503}
 """Statuses that ask to try again. Any other error fails the run."""
+LOST = "workers were lost while they served this request"
+"""A request that several workers have not survived fails for good, with 500: in a storm that may be by chance."""
 RETRY_SECONDS = 0.25
 GREEDY = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
 TEXT = Sampling(max_tokens=24, temperature=0.0)
@@ -127,7 +129,7 @@ async def answered(job: Job, site: Site) -> Any:
             why = type(problem).__name__
         except (ServerError, ProgramError) as problem:
             refused = problem.problem if isinstance(problem, ProgramError) else problem
-            if not isinstance(refused, ServerError) or refused.code not in RETRIED:
+            if not isinstance(refused, ServerError) or not (refused.code in RETRIED or LOST in refused.message):
                 raise
             why = f"{refused.code} {refused.message}"[:70]
         site.tally.retries[why] += 1
