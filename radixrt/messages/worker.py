@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from radixrt.messages.shared import FinishReason, Number, Sampling, TokenLogprob
+from radixrt.messages.shared import Count, FinishReason, Number, Sampling, TokenLogprob
 
 # ---------------------------------------------------------------- router -> worker
 
@@ -208,14 +208,14 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     pid: int = 0
     life: int = 0
     """A random number that identifies the process: pids are not unique across machines or containers."""
-    vocab_size: int = 0
+    vocab_size: Count = 0
     """Number of token ids that the model accepts; 0 if unknown."""
     num_states: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STATES)] = 0
     """Slots of recurrent states, a trash slot 0 included, of the device and then of host memory; 0: the model has none.
     If it has, a cached prefix can be continued only where there is a snapshot (see Saved)."""
     adapters: list[Adapter] = []
     """LoRA adapters of the model that it serves, each as a model of that name."""
-    max_loras: int = 0
+    max_loras: Number = 0
     """How many may be loaded at once; 0: none can be loaded or unloaded."""
 
 

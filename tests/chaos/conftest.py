@@ -32,9 +32,13 @@ class Notes:
     def add(self, what: str, value: Any) -> None:
         _rows.append((self._test, what, f"{value:,}" if isinstance(value, int) else str(value)))
 
-    def add_processes(self, series: dict[int, Series]) -> None:
-        """Memory of each process, first, last and peak, and its descriptors and threads, first and last."""
-        for pid, one in sorted(series.items(), key=lambda item: (item[1].name, item[0])):
+    def add_processes(self, series: dict[int, Series], most: int = 100) -> None:
+        """Memory of each process, first, last and peak, and its descriptors and threads, first and last; of up to
+        `most` processes, those that were seen longest."""
+        longest = sorted(series.items(), key=lambda item: -len(item[1].samples))[:most]
+        if len(series) > len(longest):
+            self.add("processes", f"{len(series)}, of which the oldest are:")
+        for pid, one in sorted(longest, key=lambda item: (item[1].name, item[0])):
             first, last = one.samples[0], one.samples[-1]
             rss = f"{first.rss // MEBIBYTE} -> {last.rss // MEBIBYTE} MiB, peak {one.peak // MEBIBYTE}"
             rest = f"{first.descriptors} -> {last.descriptors} files, {first.threads} -> {last.threads} threads"

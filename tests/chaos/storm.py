@@ -17,8 +17,8 @@ from tests.waiting import eventually
 SHORT = 0.2, 0.8
 """Seconds of a stop that is shorter than a worker's time limit."""
 LONG = 1.5 * WORKER_TIMEOUT, 2.5 * WORKER_TIMEOUT
-PAUSE = 0.2, 1.2
-"""Seconds between two events."""
+YOUNG_SECONDS = 4.0
+"""A process that was started so recently may not serve yet: it is no reason to spare no other."""
 MOST_KILLS = 3
 """Kills of a process of each role, for each process of it, between two starts of the stack: a process that ends often
 is started again after longer and longer times."""
@@ -26,10 +26,12 @@ is started again after longer and longer times."""
 
 @dataclass(slots=True)
 class Storm:
-    """`act` does one event. Some process of each role but the router always runs."""
+    """`act` does one event. Some process of each role but the router always serves."""
 
     serve: Serve
     rng: random.Random
+    pace: float = 1.0
+    """Seconds between two events, on average."""
     events: Counter[str] = field(default_factory=Counter)
     """Events so far, by what was done."""
     codes: list[int] = field(default_factory=list)
@@ -38,7 +40,7 @@ class Storm:
     """Stopped processes by pid, with the time at which each goes on."""
     _kills: Counter[str] = field(default_factory=Counter)
 
-    def blow(self, seconds: float, calm_after: float = 25.0) -> None:
+    def blow(self, seconds: float, calm_after: float) -> None:
         """Do events for so many seconds. Each `calm_after` seconds the whole stack ends, and is started again."""
         begun = again = time.monotonic()
         while time.monotonic() - begun < seconds:
@@ -47,7 +49,7 @@ class Storm:
                 self.end_stack()
                 again = time.monotonic()
             self.act()
-            time.sleep(self.rng.uniform(*PAUSE))
+            time.sleep(self.pace * self.rng.uniform(0.3, 1.7))
         self.settle()
 
     def settle(self) -> None:
@@ -66,9 +68,10 @@ class Storm:
         verb, _, rest = kind.partition(" ")
         role, _, length = rest.partition(", ")
         running = [one for one in self.serve.processes(role) if one.pid not in self._stopped]
-        if not running or (role != "router" and len(running) < 2):
+        grown = [one for one in running if role == "router" or _age(one) > YOUNG_SECONDS * self.pace]
+        if len(grown) < (1 if role == "router" else 2):
             return
-        victim = self.rng.choice(running)
+        victim = self.rng.choice(grown)
         if verb == "kill":
             if self._kills[role] >= MOST_KILLS * (len(running) + 1):
                 return
@@ -94,7 +97,7 @@ class Storm:
             psutil.Process(self.serve.pid).kill()
             code = self.serve.wait_ended()
         self.codes.append(code)
-        eventually(lambda: not any(map(_lives, pids)), 30)
+        eventually(lambda: not any(map(lives, pids)), 30)
         self._kills.clear()
         self.serve.start()
 
@@ -107,7 +110,14 @@ class Storm:
                     process.send_signal(signal.SIGCONT)
 
 
-def _lives(pid: int) -> bool:
+def _age(process: psutil.Process) -> float:
+    """Seconds since a process was started; 0.0 if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return time.time() - process.create_time()
+    return 0.0
+
+
+def lives(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

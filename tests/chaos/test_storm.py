@@ -12,7 +12,7 @@ from tests.chaos.conftest import Notes, seconds
 from tests.chaos.processes import Recorder, Sample, sample
 from tests.chaos.runs import Traffic, undisturbed
 from tests.chaos.stack import FAKE, Serve
-from tests.chaos.storm import Storm, _lives
+from tests.chaos.storm import Storm, lives
 from tests.chaos.traffic import make_jobs
 from tests.waiting import eventually
 
@@ -24,29 +24,30 @@ MORE_DESCRIPTORS, MORE_THREADS = 12, 4
 @pytest.mark.timeout(400)
 def test_a_storm_changes_no_answer(tmp_path, seed, notes):
     """Workers without a model, which check each prefix that they read."""
-    survive(Serve(tmp_path, *FAKE), seed, notes, seconds(120), jobs=6, formula=True)
+    serve, storm_seconds = Serve(tmp_path, *FAKE), seconds(90)
+    survive(serve, Storm(serve, random.Random(seed)), seed, notes, storm_seconds, jobs=6, formula=True)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(400)
 def test_a_storm_changes_no_answer_of_a_model(tmp_path, seed, notes):
     flags = ("--device", "cpu", "--deterministic", "--check", "--max-total-tokens", "12000", "--max-model-len", "3000")
-    survive(Serve(tmp_path, *flags, workers=2), seed, notes, seconds(60), jobs=2, formula=False, at_once=4)
+    serve = Serve(tmp_path, *flags, workers=3)
+    storm = Storm(serve, random.Random(seed), pace=2.5)
+    survive(serve, storm, seed, notes, seconds(60), jobs=2, formula=False, at_once=4)
 
 
 def survive(
-    serve: Serve, seed: int, notes: Notes, duration: float, *, jobs: int, formula: bool, at_once: int = 8
+    serve: Serve, storm: Storm, seed: int, notes: Notes, duration: float, *, jobs: int, formula: bool, at_once: int = 8
 ) -> None:
-    rng = random.Random(seed)
-    work = make_jobs(rng, list(serve.tenants), jobs, turns_compare=not formula)
+    work = make_jobs(random.Random(seed), list(serve.tenants), jobs, turns_compare=not formula)
     with serve:
         known = undisturbed(serve, work, formula=formula)
         before = resources(serve)
         recorder = Recorder(lambda: serve.pid)
-        storm = Storm(serve, rng)
         try:
             with Traffic(serve, work, known, seed, at_once) as traffic:
-                storm.blow(duration)
+                storm.blow(duration, calm_after=duration / 3)
                 serve.wait_whole()
         finally:
             storm.settle()
@@ -58,14 +59,14 @@ def survive(
             notes.add("attempts that were made again", dict(traffic.tally.retries))
             notes.add("tokens compared", traffic.tally.tokens)
             notes.add("slowest request, retries included", f"{traffic.slowest:.1f} s")
-            notes.add_processes(series)
+            notes.add_processes(series, most=16)
         serve.check_idle()
         eventually(lambda: not more(before, resources(serve)), 30)
         assert not lost_sockets(serve)
         assert not serve.bad_lines(), serve.bad_lines()[0]
         pids = serve.pids() | set(series)
         assert serve.stop() == 0
-        assert not [pid for pid in pids if _lives(pid)]
+        assert not [pid for pid in pids if lives(pid)]
 
 
 def resources(serve: Serve) -> dict[str, Sample]:
@@ -98,3 +99,24 @@ def lost_sockets(serve: Serve) -> list[str]:
         for link in one.net_connections("tcp")
         if link.status == psutil.CONN_CLOSE_WAIT
     ]
+
+
+def test_a_killed_worker_and_a_stopped_one_change_no_answer(tmp_path, seed, notes):
+    """The short form of a storm: one worker is stopped, the other one killed, a front end killed, in turn."""
+    flags = ("--fake", "0,0.002", "--check", "--max-total-tokens", "20000")
+    with Serve(tmp_path, *flags, workers=2, frontends=2) as serve:
+        work = make_jobs(random.Random(seed), list(serve.tenants), 1, turns_compare=False)
+        known = undisturbed(serve, work, formula=True)
+        victims = [*serve.processes("worker"), serve.processes("frontend")[0]]
+        with Traffic(serve, work, known, seed) as traffic:
+            victims[0].suspend()
+            before = traffic.tally.done.total()
+            victims[2].kill()
+            traffic.wait(lambda tally: tally.done.total() > before + 10)
+            victims[0].resume()
+            victims[1].kill()
+            before = traffic.tally.done.total()
+            traffic.wait(lambda tally: tally.done.total() > before + 10)
+        notes.add("requests answered", traffic.tally.done.total())
+        serve.check_idle()
+        assert not serve.bad_lines(), serve.bad_lines()[0]
