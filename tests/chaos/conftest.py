@@ -51,6 +51,12 @@ def seed() -> int:
 
 
 @pytest.fixture
+def fixed_seed() -> int:
+    """For the short forms, which are in `make test`: the same in each run."""
+    return int(os.environ.get("CHAOS_SEED") or 1)
+
+
+@pytest.fixture
 def notes(request: pytest.FixtureRequest) -> Notes:
     return Notes(request.node.name)
 

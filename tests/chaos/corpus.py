@@ -16,6 +16,7 @@ from radixrt.wire import encode
 
 Json = dict[str, Any]
 MODEL = "nano"
+CONSTRAINTS = b"response_format", b"regex", b"tools"
 SCOPE = "scope-of-mutations"
 
 
@@ -68,8 +69,9 @@ def of_union(union: Any, rng: random.Random, each: int, api_key: str = "") -> li
     return found
 
 
-def client_messages(api_key: str, rng: random.Random) -> list[bytes]:
-    """Messages on the client socket."""
+def client_messages(api_key: str, rng: random.Random, *, grammars: bool = True) -> list[bytes]:
+    """Messages on the client socket. The first one with a grammar takes a worker without a model seconds: it imports
+    torch."""
     prompt = m.TokenPrompt(ids(*range(5, 40)))
     chat = m.ChatPrompt([{"role": "user", "content": "Hello, who are you?"}], [{"type": "function", "function": {}}])
     state = m.StatePrompt(SCOPE, 0, [m.SaidMessage("user", "Hi"), m.TurnBegins(), m.SaidText("So")], save=1)
@@ -97,7 +99,8 @@ def client_messages(api_key: str, rng: random.Random) -> list[bytes]:
         m.ClearCache(id=16, **key),
         m.ChangeAdapter(id=17, name="adapter", path="/nowhere", **key),
     ]
-    return [encode(message) for message in hand] * 2 + of_union(m.ClientRequest, rng, 3, api_key)
+    found = [encode(message) for message in hand] * 2 + of_union(m.ClientRequest, rng, 3, api_key)
+    return found if grammars else [one for one in found if b"grammar" not in one]
 
 
 def worker_messages(name: str, model: str, rng: random.Random, runs: list[int] | None = None) -> list[bytes]:
@@ -116,8 +119,18 @@ def worker_messages(name: str, model: str, rng: random.Random, runs: list[int] |
     ]
     hand = [
         m.Register(  # fmt: skip
-            name=name, model=model, max_model_len=4096, page_size=1, total_pages=1000, max_running=8, pid=77, life=99,
-            vocab_size=2048, num_states=4, adapters=[m.Adapter("sql", 1, "/x")], max_loras=2,
+            name=name,
+            model=model,
+            max_model_len=4096,
+            page_size=1,
+            total_pages=1000,
+            max_running=8,
+            pid=77,
+            life=99,
+            vocab_size=2048,
+            num_states=4,
+            adapters=[m.Adapter("sql", 1, "/x")],
+            max_loras=2,
         ),
         m.StepDone(outputs, load, seq=0, events=events[:2], number=1),
         m.StepDone(ends, load, seq=2, events=events[2:], number=2),
@@ -130,8 +143,8 @@ def worker_messages(name: str, model: str, rng: random.Random, runs: list[int] |
     return [encode(message) for message in hand] * 2 + of_union(m.ToRouter, rng, 3)
 
 
-def bodies(rng: random.Random) -> list[tuple[str, bytes]]:
-    """(Path, body) of POST requests."""
+def bodies(rng: random.Random, *, grammars: bool = True) -> list[tuple[str, bytes]]:
+    """(Path, body) of POST requests. `grammars` as in `client_messages`."""
     says = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
     says += [{"role": "user", "content": [{"type": "text", "text": "Go on"}]}]
     tool = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -168,7 +181,8 @@ def bodies(rng: random.Random) -> list[tuple[str, bytes]]:
         ("/reset_prefix_cache", {}),
     ]
     plain = [(path, msgspec.json.encode(body)) for path, body in found]
-    unpacked = [msgspec.msgpack.decode(one, strict=False) for one in client_messages("", rng)]
+    plain = plain if grammars else [(path, body) for path, body in plain if not any(one in body for one in CONSTRAINTS)]
+    unpacked = [msgspec.msgpack.decode(one, strict=False) for one in client_messages("", rng, grammars=grammars)]
     return plain * 3 + [("/v1/native", msgspec.json.encode(one)) for one in unpacked]
 
 

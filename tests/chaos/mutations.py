@@ -138,7 +138,7 @@ def change_value(rng: random.Random, value: Any, other: Any) -> Any:
                 container[rng.choice(("id", "type", "zz", _PLACE, "", "n"))] = odd(rng)
             case 1:
                 container.insert(key, odd(rng))
-            case 2 if (theirs := places(other)):
+            case 2 if theirs := places(other):
                 place, name = rng.choice(theirs)
                 container[key] = place[name]
             case 3:
