@@ -184,7 +184,8 @@ def as_json(value: Any, rng: random.Random) -> bytes:
 
 
 class Mutator:
-    """Makes mutated messages out of valid ones. `loads` and `dumps` are of their encoding."""
+    """Makes mutated messages out of valid ones. `loads` and `dumps` are of their encoding. `gentle`: only values are
+    changed, for others of the same type, so that many messages are valid."""
 
     def __init__(
         self,
@@ -192,16 +193,32 @@ class Mutator:
         valid: list[bytes],
         loads: Callable[[bytes], Any] = msgspec.msgpack.decode,
         dumps: Callable[[Any, random.Random], bytes] = packed,
+        *,
+        gentle: bool = False,
     ) -> None:
-        self._rng, self._valid, self._loads, self._dumps = rng, valid, loads, dumps
+        self._rng, self._valid, self._loads, self._dumps, self._gentle = rng, valid, loads, dumps, gentle
+        self._last_id = 0
 
     def mutated(self, data: bytes | None = None) -> bytes:
         """A mutated message: of `data`, or of any."""
         rng = self._rng
-        data = rng.choice(self._valid) if data is None else data
+        value = self._fresh(rng.choice(self._valid) if data is None else data)
+        if self._gentle:
+            container, key = rng.choice(places(value))
+            container[key] = kin(rng, container[key])
+            return self._dumps(value, rng)
+        other = rng.choice(self._valid)
         if rng.random() < 0.75:
-            return self._dumps(change_value(rng, self._loads(data), self._loads(rng.choice(self._valid))), rng)
+            return self._dumps(change_value(rng, value, self._loads(other)), rng)
+        data = self._dumps(value, rng)
         change = rng.choice((flip, flip, truncate, insert, repeat, announce, garbage, splice))
-        if change is splice:
-            return splice(rng, data, rng.choice(self._valid))
-        return change(rng, data)
+        return splice(rng, data, other) if change is splice else change(rng, data)
+
+    def _fresh(self, data: bytes) -> Any:
+        """The value of a valid message, with an id that no other has, so that it is not refused for that; a Cancel has
+        one of the last."""
+        value = self._loads(data)
+        if isinstance(value, dict) and "id" in value:
+            self._last_id += 1
+            value["id"] = self._last_id - (self._rng.randrange(20) if value.get("type") == "cancel" else 0)
+        return value

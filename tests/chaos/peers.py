@@ -31,34 +31,37 @@ def send_mutated(
     link: wire.Link, make: Callable[[], bytes], count: int, question: bytes | None, answers: Counter[int | str]
 ) -> None:
     """Send `count` messages over a link, and read all that is answered. `question`: a valid message, whose answer has
-    the id 2**40; it is sent after each BATCH. Codes of errors are counted in `answers`, and
-    replies that are none."""
-    head = msgspec.msgpack.Decoder(_Answer)
+    the id QUESTION_ID; it is sent after each BATCH. Codes of errors are counted in `answers`, and replies that are
+    none."""
     for number in range(1, count + 1):
         link.send(make())
         if number % BATCH and number < count:
             continue
-        deadline, asked = time.monotonic() + PATIENCE_SECONDS, question is None
-        if question is not None:
-            link.send(question)
-        while True:
-            payload = link.recv(0.0 if asked else 1.0)
-            if payload is None:
-                if asked:
-                    break
-                assert time.monotonic() < deadline, "the router does not answer"
-                continue
-            try:
-                answer = head.decode(payload)
-            except msgspec.MsgspecError:
-                continue
-            asked = asked or answer.id == QUESTION_ID
-            if answer.type != "error":
-                answers["answered"] += 1
-            elif answer.message.startswith("malformed"):
-                answers["malformed"] += 1
-            else:
-                answers[answer.code] += 1
+        if question is None:
+            for payload in link.drain():
+                count_answer(payload, answers)
+            continue
+        link.send(question)
+        deadline, answered = time.monotonic() + PATIENCE_SECONDS, False
+        while not answered:
+            assert time.monotonic() < deadline, "the router does not answer"
+            if (payload := link.recv(1.0)) is not None:
+                answered = count_answer(payload, answers) == QUESTION_ID
+
+
+def count_answer(payload: bytes, answers: Counter[int | str]) -> int | None:
+    """Count a reply by its code. Returns its id."""
+    try:
+        answer = _head.decode(payload)
+    except msgspec.MsgspecError:
+        return None
+    if answer.type != "error":
+        answers["answered"] += 1
+    elif answer.message.startswith("malformed"):
+        answers["malformed"] += 1
+    else:
+        answers[answer.code] += 1
+    return answer.id
 
 
 QUESTION_ID = 1 << 40
@@ -71,6 +74,9 @@ class _Answer(msgspec.Struct):
     id: int | None = None
     code: int = 0
     message: str = ""
+
+
+_head = msgspec.msgpack.Decoder(_Answer)
 
 
 # ---------------------------------------------------------------- frames, socket types

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 
 from radixrt import wire
@@ -19,7 +20,15 @@ from tests.chaos.conftest import MEBIBYTE, Notes, messages
 from tests.chaos.corpus import PATHS, bodies, client_messages, ids, worker_messages
 from tests.chaos.mutations import Mutator, as_json
 from tests.chaos.normal import Normal
-from tests.chaos.peers import QUESTION_ID, HttpFuzzer, http_requests, send_foreign, send_frames, send_mutated
+from tests.chaos.peers import (
+    QUESTION_ID,
+    HttpFuzzer,
+    count_answer,
+    http_requests,
+    send_foreign,
+    send_frames,
+    send_mutated,
+)
 from tests.chaos.processes import Recorder
 from tests.chaos.stack import Serve
 
@@ -81,6 +90,33 @@ def fuzz_clients(
     notes.add("messages", count)
     notes.add("replies; errors by code", dict(answers))
     assert not answers[500], "an error within"
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_a_model_survives_mutated_requests(tmp_path, seed, notes):
+    """Sampling parameters, grammars and prompts that pass for valid ones come to a real sampler."""
+    flags = ("--device", "cpu", "--check", "--max-total-tokens", "6000", "--max-model-len", "160")
+    count, serve, answers = messages(100_000) // 50, Serve(tmp_path, *flags, workers=1, frontends=1), Counter()
+    rng, key = random.Random(seed), serve.tenants["red"]
+    mutator = Mutator(rng, generations(client_messages(key, rng)), gentle=True)
+    question = wire.encode(Ask(id=QUESTION_ID, what="models", api_key=key))
+    with serve:
+        pids = serve.pids()
+        with wire.Link(serve.address) as link:
+            send_mutated(link, mutator.mutated, count, question, answers)
+            serve.check_idle(120)
+            for payload in link.drain():
+                count_answer(payload, answers)
+        notes.add("messages", count)
+        notes.add("replies; errors by code", dict(answers))
+        assert serve.pids() == pids and not answers[500]
+        assert not (bad := serve.bad_lines()), f"{len(bad)} in the log: {bad[0]}"
+
+
+def generations(valid: list[bytes]) -> list[bytes]:
+    """Those messages that a worker computes."""
+    return [one for one in valid if msgspec.msgpack.decode(one)["type"] in ("generate", "score")]
 
 
 @pytest.mark.chaos
