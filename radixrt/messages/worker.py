@@ -104,6 +104,9 @@ MAX_STATES = 1 << 24
 """Slots of recurrent states: the router has arrays of so many."""
 
 
+Finite = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+
+
 class Stored(msgspec.Struct, tag="stored", frozen=True, array_like=True):
     """Tokens were cached: `ids` were appended to run `run` of the worker's tree (see tree/structure.h), which had `at`
     tokens. If `at` is 0, the run is new, and follows the first `parent_at` tokens of run `parent` (`parent_at` 0: it
@@ -157,9 +160,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     free_pages: int = 0
     evictable_pages: int = 0
     total_pages: int = 0
-    prefill_rate: float = 0.0
+    prefill_rate: Finite = 0.0
     """Prompt tokens per second."""
-    step_seconds: float = 0.0
+    step_seconds: Finite = 0.0
     """Duration of a decode step."""
     evicted_tokens: int = 0
     """Since start; those that went to host memory count when they are evicted there."""
@@ -172,7 +175,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     each decode read all of its own."""
     read_keys: int = 0
     """Since start: keys that were read in a layer; a prefix that requests of a batch share is read once."""
-    busy_seconds: float = 0.0
+    busy_seconds: Finite = 0.0
     """Since start: time that the device spent on steps."""
     forced_tokens: int = 0
     """Since start: generated tokens that were not sampled, because a grammar allowed no other."""

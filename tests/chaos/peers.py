@@ -147,12 +147,11 @@ def foreign(mutator: Mutator, rng: random.Random) -> bytes:
 
 
 def send_foreign(address: str, mutator: Mutator, rng: random.Random, count: int) -> None:
-    """Open `count` connections to a TCP address, and send on each what is no ZMTP, or a broken one."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    """Open `count` connections to a TCP or Unix socket, and send on each what is no ZMTP, or a broken one."""
     waiting: list[socket.socket] = []
     try:
         for _ in range(count):
-            peer = socket.create_connection((host, int(port)), timeout=10)
+            peer = _connected(address)
             waiting.append(peer)
             with contextlib.suppress(OSError):
                 peer.sendall(foreign(mutator, rng))
@@ -161,6 +160,17 @@ def send_foreign(address: str, mutator: Mutator, rng: random.Random, count: int)
     finally:
         for peer in waiting:
             _leave(peer)
+
+
+def _connected(address: str) -> socket.socket:
+    transport, _, place = address.partition("://")
+    if transport == "tcp":
+        host, _, port = place.rpartition(":")
+        return socket.create_connection((host, int(port)), timeout=10)
+    peer = socket.socket(socket.AF_UNIX)
+    peer.settimeout(10)
+    peer.connect(place.replace("@", "\0", 1))
+    return peer
 
 
 def _leave(peer: socket.socket) -> None:

@@ -15,6 +15,7 @@ import httpx
 import psutil
 
 from radixrt.client import Client, ServerError
+from radixrt.config import RouterConfig
 from radixrt.ports import free_tcp_address
 from tests.chaos.processes import family, zombies
 from tests.waiting import eventually
@@ -36,7 +37,16 @@ prefix."""
 class Serve:
     """A running `radixrt serve nano`. `start` may be called again after it has ended; the addresses stay the same."""
 
-    def __init__(self, folder: Path, *flags: str, workers: int = 3, frontends: int = 2, keys: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        workers: int = 3,
+        frontends: int = 2,
+        keys: bool = True,
+        worker_port: bool = False,
+    ) -> None:
+        """`worker_port`: the worker socket also listens on TCP, where the default is that it does not."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "serve.log"
         self.address, self.worker_address = free_tcp_address(), free_tcp_address()
@@ -46,6 +56,8 @@ class Serve:
         self.tenants = TENANTS if keys else {"default": ""}
         self._admin_key = ADMIN_KEY if keys else ""
         self._flags = [*flags]
+        if worker_port or RouterConfig().worker_address:
+            self._flags += ["--worker-address", self.worker_address]
         if keys:
             file = folder / "keys"
             file.write_text("".join(f"{tenant}:{key}\n" for tenant, key in TENANTS.items()))
@@ -72,8 +84,7 @@ class Serve:
         self._read = self.log.stat().st_size if self.log.exists() else 0
         command = [sys.executable, "-m", "radixrt", "serve", "nano", "--workers", str(self.workers)]
         command += ["--api-server-count", str(self.frontends), "--port", str(self.port)]
-        command += ["--client-address", self.address, "--worker-address", self.worker_address]
-        command += ["--worker-timeout", str(WORKER_TIMEOUT), *self._flags]
+        command += ["--client-address", self.address, "--worker-timeout", str(WORKER_TIMEOUT), *self._flags]
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -90,6 +101,12 @@ class Serve:
 
     def processes(self, role: str) -> list[psutil.Process]:
         return family(self.pid)[role]
+
+    def near_address(self) -> str:
+        """The Unix socket on which the router listens for the workers of its own machine."""
+        (router,) = self.processes("router")
+        names = {link.laddr for link in router.net_connections("unix") if link.laddr.startswith("@radixrt-")}
+        return f"ipc://{names.pop()}"
 
     def pids(self) -> set[int]:
         return {process.pid for processes in family(self.pid).values() for process in processes}

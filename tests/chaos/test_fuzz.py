@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import random
@@ -121,26 +122,42 @@ def generations(valid: list[bytes]) -> list[bytes]:
 
 @pytest.mark.chaos
 @pytest.mark.timeout(300)
-def test_the_worker_socket_survives_mutated_messages_of_strangers(tmp_path, seed, notes):
-    """Strangers who know the names of the real workers, and the address."""
-    count, serve = messages(100_000), Serve(tmp_path, *FAST, workers=2, frontends=1)
+def test_the_worker_socket_survives_strangers(tmp_path, seed, notes):
+    """Processes of the same machine that find the socket of the stack's own workers, and know the workers' names."""
+    serve = Serve(tmp_path, *FAST, workers=2, frontends=1)
     rng = random.Random(seed)
     valid = [one for name in ("worker-0", "worker-1", "x") for one in worker_messages(name, "nano", rng)]
-    mutator = Mutator(rng, valid)
     with unimpressed(serve, notes, seed):
-        rest, sent = count - 2 * (count // PEERS), 0
-        while sent < rest:
-            part = min(2000, rest - sent)
-            with wire.Link(serve.worker_address, rng.randbytes(8).replace(b"\0", b"x"), send_timeout=0.2) as link:
-                try:
-                    send_mutated(link, mutator.mutated, part, None, Counter())
-                except TimeoutError:  # a stranger is not let in
-                    pass
-                link.close(linger=0.5)
-            sent += part
-        send_foreign(serve.worker_address, mutator, rng, count // PEERS)
-        send_frames(serve.worker_address, mutator, rng, count // PEERS)
-        notes.add("messages", count)
+        intrude(serve.near_address(), Mutator(rng, valid), Mutator(rng, valid), rng, messages(100_000) // 2, notes)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(300)
+def test_a_worker_port_survives_strangers(tmp_path, seed, notes):
+    """A port that was opened for workers of other names and models takes their malformed messages, and no other
+    protocol."""
+    serve = Serve(tmp_path, *FAST, workers=2, frontends=1, worker_port=True)
+    rng = random.Random(seed)
+    known = [one for name in ("worker-0", "worker-1") for one in worker_messages(name, "nano", rng)]
+    other = [one for name in ("x", "y") for one in worker_messages(name, "other", rng)]
+    other = [one.replace(b"nano", b"none") for one in other]
+    with unimpressed(serve, notes, seed):
+        intrude(serve.worker_address, Mutator(rng, other), Mutator(rng, known), rng, messages(100_000) // 2, notes)
+
+
+def intrude(address: str, mutator: Mutator, foreign: Mutator, rng: random.Random, count: int, notes: Notes) -> None:
+    """Send `count` messages to a worker socket: those of `foreign` by other protocols and in too many frames."""
+    rest, sent = count - 2 * (count // PEERS), 0
+    while sent < rest:
+        part = min(2000, rest - sent)
+        with wire.Link(address, rng.randbytes(8).replace(b"\0", b"x"), send_timeout=0.2) as link:
+            with contextlib.suppress(TimeoutError):  # a stranger is not let in
+                send_mutated(link, mutator.mutated, part, None, Counter())
+            link.close(linger=0.5)
+        sent += part
+    send_foreign(address, foreign, rng, count // PEERS)
+    send_frames(address, foreign, rng, count // PEERS)
+    notes.add("messages", count)
 
 
 @pytest.mark.chaos
