@@ -119,10 +119,11 @@ def ready(rng: random.Random) -> bytes:
     return frame(b"\x05READY" + properties, 4)
 
 
-def foreign(mutator: Mutator, rng: random.Random) -> bytes:
-    """What a peer of another protocol, or of a broken ZMTP, sends."""
-    payload = mutator.mutated()
-    match rng.randrange(9):
+def foreign(mutator: Mutator, older: Mutator, rng: random.Random) -> bytes:
+    """What a peer of another protocol, or of a broken ZMTP, sends. Messages in older versions of it are of `older`."""
+    kind = rng.randrange(9)
+    payload = (older if kind in (0, 1, 5) else mutator).mutated()
+    match kind:
         case 0:  # ZMTP/1.0: a length, flags, the body
             parts = [bytes([len(one) + 1, 0]) + one for one in (payload[:250], payload[250:500])]
             return b"\x01\x00" + b"".join(parts)
@@ -146,7 +147,7 @@ def foreign(mutator: Mutator, rng: random.Random) -> bytes:
     return flip(rng, whole) if rng.random() < 0.7 else truncate(rng, whole)
 
 
-def send_foreign(address: str, mutator: Mutator, rng: random.Random, count: int) -> None:
+def send_foreign(address: str, mutator: Mutator, older: Mutator, rng: random.Random, count: int) -> None:
     """Open `count` connections to a TCP or Unix socket, and send on each what is no ZMTP, or a broken one."""
     waiting: list[socket.socket] = []
     try:
@@ -154,7 +155,7 @@ def send_foreign(address: str, mutator: Mutator, rng: random.Random, count: int)
             peer = _connected(address)
             waiting.append(peer)
             with contextlib.suppress(OSError):
-                peer.sendall(foreign(mutator, rng))
+                peer.sendall(foreign(mutator, older, rng))
             if len(waiting) > 20:
                 _leave(waiting.pop(0))
     finally:

@@ -86,7 +86,7 @@ def fuzz_clients(
             send_mutated(link, mutator.mutated, part, question, answers)
         sent += part
     if address.startswith("tcp:"):
-        send_foreign(address, mutator, rng, count // PEERS)
+        send_foreign(address, mutator, mutator, rng, count // PEERS)
         send_frames(address, mutator, rng, count // PEERS)
     notes.add("messages", count)
     notes.add("replies; errors by code", dict(answers))
@@ -145,8 +145,8 @@ def test_a_worker_port_survives_strangers(tmp_path, seed, notes):
         intrude(serve.worker_address, Mutator(rng, other), Mutator(rng, known), rng, messages(100_000) // 2, notes)
 
 
-def intrude(address: str, mutator: Mutator, foreign: Mutator, rng: random.Random, count: int, notes: Notes) -> None:
-    """Send `count` messages to a worker socket: those of `foreign` by other protocols and in too many frames."""
+def intrude(address: str, mutator: Mutator, older: Mutator, rng: random.Random, count: int, notes: Notes) -> None:
+    """Send `count` messages to a worker socket, those of `older` in older versions of ZMTP."""
     rest, sent = count - 2 * (count // PEERS), 0
     while sent < rest:
         part = min(2000, rest - sent)
@@ -155,8 +155,8 @@ def intrude(address: str, mutator: Mutator, foreign: Mutator, rng: random.Random
                 send_mutated(link, mutator.mutated, part, None, Counter())
             link.close(linger=0.5)
         sent += part
-    send_foreign(address, foreign, rng, count // PEERS)
-    send_frames(address, foreign, rng, count // PEERS)
+    send_foreign(address, mutator, older, rng, count // PEERS)
+    send_frames(address, mutator, rng, count // PEERS)
     notes.add("messages", count)
 
 
