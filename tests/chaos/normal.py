@@ -58,6 +58,12 @@ class Normal:
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["token_ids"]
 
+    def wait_for_more(self, count: int = 3) -> None:
+        """Wait until some more requests are answered, so that what was sent by others before has been read."""
+        wanted = len(self.seconds) + count
+        while len(self.seconds) < wanted and self._thread.is_alive():
+            time.sleep(0.01)
+
     @property
     def summary(self) -> str:
         times = sorted(self.seconds) or [0.0]

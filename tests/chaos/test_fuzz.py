@@ -52,6 +52,7 @@ def unimpressed(serve: Serve, notes: Notes, seed: int) -> Iterator[None]:
         try:
             with normal:
                 yield
+                normal.wait_for_more()
         finally:
             recorder.look()
             series = recorder.stop()
