@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import typing
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,7 +17,8 @@ from radixrt.wire import encode
 
 Json = dict[str, Any]
 MODEL = "nano"
-CONSTRAINTS = b"response_format", b"regex", b"tools"
+CONSTRAINTS = b"grammar", b"response_format", b"regex", b'"tools"'
+PINS = b"\xa3pin", b"cache_control", b"\xa5pause"
 SCOPE = "scope-of-mutations"
 
 
@@ -69,9 +71,22 @@ def of_union(union: Any, rng: random.Random, each: int, api_key: str = "") -> li
     return found
 
 
-def client_messages(api_key: str, rng: random.Random, *, grammars: bool = True) -> list[bytes]:
-    """Messages on the client socket. The first one with a grammar takes a worker without a model seconds: it imports
-    torch."""
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """What messages may be among those of clients."""
+
+    grammars: bool = True
+    """Some have a grammar. The first one takes a worker without a model seconds: it imports torch."""
+    pins: bool = False
+    """Some pin a prefix, for a time that mutations make as long as they like. Its pages are then not free."""
+
+    def keep(self, message: bytes) -> bool:
+        barred = (() if self.grammars else CONSTRAINTS) + (() if self.pins else PINS)
+        return not any(word in message for word in barred)
+
+
+def client_messages(api_key: str, rng: random.Random, kinds: Kinds) -> list[bytes]:
+    """Messages on the client socket."""
     prompt = m.TokenPrompt(ids(*range(5, 40)))
     chat = m.ChatPrompt([{"role": "user", "content": "Hello, who are you?"}], [{"type": "function", "function": {}}])
     state = m.StatePrompt(SCOPE, 0, [m.SaidMessage("user", "Hi"), m.TurnBegins(), m.SaidText("So")], save=1)
@@ -80,7 +95,8 @@ def client_messages(api_key: str, rng: random.Random, *, grammars: bool = True) 
     parts = m.PartsPrompt([m.TextPrompt("a b"), prompt])
     key = {"api_key": api_key}
     hand = [
-        m.Generate(id=1, prompt=prompt, sampling=short, model=MODEL, n=2, pin=[(10, 5.0)], cache_salt="s", **key),
+        m.Generate(id=1, prompt=prompt, sampling=short, model=MODEL, n=2, cache_salt="s", **key),
+        m.Generate(id=1, prompt=prompt, sampling=m.Sampling(max_tokens=3), pin=[(10, 5.0)], **key),
         m.Generate(id=2, prompt=chat, sampling=m.Sampling(max_tokens=5), origin=m.Origin("p", "0.1", 1), **key),
         m.Generate(id=3, prompt=state, sampling=json, stream=False, **key),
         m.Generate(id=4, prompt=parts, sampling=m.Sampling(max_tokens=3, stop_token_ids=(5, 6)), text=False, **key),
@@ -100,7 +116,7 @@ def client_messages(api_key: str, rng: random.Random, *, grammars: bool = True) 
         m.ChangeAdapter(id=17, name="adapter", path="/nowhere", **key),
     ]
     found = [encode(message) for message in hand] * 2 + of_union(m.ClientRequest, rng, 3, api_key)
-    return found if grammars else [one for one in found if b"grammar" not in one]
+    return [one for one in found if kinds.keep(one)]
 
 
 def worker_messages(name: str, model: str, rng: random.Random, runs: list[int] | None = None) -> list[bytes]:
@@ -143,8 +159,8 @@ def worker_messages(name: str, model: str, rng: random.Random, runs: list[int] |
     return [encode(message) for message in hand] * 2 + of_union(m.ToRouter, rng, 3)
 
 
-def bodies(rng: random.Random, *, grammars: bool = True) -> list[tuple[str, bytes]]:
-    """(Path, body) of POST requests. `grammars` as in `client_messages`."""
+def bodies(rng: random.Random, kinds: Kinds) -> list[tuple[str, bytes]]:
+    """(Path, body) of POST requests."""
     says = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
     says += [{"role": "user", "content": [{"type": "text", "text": "Go on"}]}]
     tool = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -156,6 +172,7 @@ def bodies(rng: random.Random, *, grammars: bool = True) -> list[tuple[str, byte
     chat = "/v1/chat/completions"
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": tool, "strict": True}}
     anthropic = {"name": "weather", "description": "d", "input_schema": tool}
+    cache = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     found: list[tuple[str, Json]] = [
         (chat, short | {"messages": says, "temperature": 0.5, "top_p": 0.9, "seed": 3, "n": 2}),
         (chat, short | {"messages": with_tool, "tools": [{"type": "function", "function": function}]}),
@@ -171,6 +188,10 @@ def bodies(rng: random.Random, *, grammars: bool = True) -> list[tuple[str, byte
         ("/v1/responses/input_tokens", {"model": MODEL, "input": "Hello"}),
         ("/v1/messages", short | {"messages": says, "system": "Be brief", "stop_sequences": ["q"], "top_k": 5}),
         ("/v1/messages", short | {"messages": says, "tools": [anthropic], "tool_choice": {"type": "auto"}}),
+        (
+            "/v1/messages",
+            short | {"messages": says, "system": [{"type": "text", "text": "Be", "cache_control": cache}]},
+        ),
         ("/v1/messages", short | {"messages": says, "stream": True, "thinking": {"type": "disabled"}}),
         ("/v1/messages/count_tokens", {"model": MODEL, "messages": says}),
         ("/tokenize", {"model": MODEL, "prompt": "Hello"}),
@@ -181,8 +202,8 @@ def bodies(rng: random.Random, *, grammars: bool = True) -> list[tuple[str, byte
         ("/reset_prefix_cache", {}),
     ]
     plain = [(path, msgspec.json.encode(body)) for path, body in found]
-    plain = plain if grammars else [(path, body) for path, body in plain if not any(one in body for one in CONSTRAINTS)]
-    unpacked = [msgspec.msgpack.decode(one, strict=False) for one in client_messages("", rng, grammars=grammars)]
+    plain = [(path, body) for path, body in plain if kinds.keep(body)]
+    unpacked = [msgspec.msgpack.decode(one, strict=False) for one in client_messages("", rng, kinds)]
     return plain * 3 + [("/v1/native", msgspec.json.encode(one)) for one in unpacked]
 
 

@@ -178,23 +178,29 @@ class Serve:
         lines = self.log.read_text(errors="replace").splitlines()
         return ["\n".join(lines[i : i + 40]) for i, line in enumerate(lines) if BAD_LINE.search(line)]
 
-    def check_idle(self, seconds: float = 30.0) -> None:
-        """Wait until nothing is in flight and all pages are free or evictable. Fails with what is left."""
+    def check_idle(self, seconds: float = 30.0, pinned_share: float = 0.0) -> None:
+        """Wait until nothing is in flight and all pages are free or evictable, but for a share that may be pinned.
+        Fails with what is left."""
         deadline = time.monotonic() + seconds
         with self.observer() as client:
-            while left := self._busy(client):
+            while left := self._busy(client, pinned_share):
                 assert time.monotonic() < deadline, f"not idle after {seconds:.0f} s: {left}"
                 time.sleep(0.05)
         assert not zombies(self.pid), "there are zombies"
 
     @staticmethod
-    def _busy(client: Client) -> dict[str, object]:
+    def _busy(client: Client, pinned_share: float) -> dict[str, object]:
         text, found = client.metrics(), {}
         flight = re.search(r"^radixrt_sequences_in_flight (\S+)", text, re.MULTILINE)
         if flight and float(flight[1]):
             found["in flight"] = float(flight[1])
         for worker in client.health()["workers"]:
             leased = worker["total_pages"] - worker["free_pages"] - worker["evictable_pages"]
-            if leased or worker["requests"] or worker["running"] or worker["waiting"]:
+            if (
+                leased > pinned_share * worker["total_pages"]
+                or worker["requests"]
+                or worker["running"]
+                or worker["waiting"]
+            ):
                 found[worker["name"]] = worker
         return found

@@ -24,7 +24,7 @@ MORE_DESCRIPTORS, MORE_THREADS = 24, 4
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_memory_does_not_grow_under_mixed_traffic(tmp_path, seed, notes):
-    duration = seconds(60)
+    duration = seconds(45)
     with Serve(tmp_path, *FLAGS, workers=2) as serve:
         jobs = make_jobs(random.Random(seed), list(serve.tenants), 12, turns_compare=False)
         known = undisturbed(serve, jobs, formula=True)

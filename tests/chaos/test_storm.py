@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.chaos.conftest import Notes, seconds
+from tests.chaos.corpus import Kinds
 from tests.chaos.processes import Recorder, Sample, sample
 from tests.chaos.runs import Traffic, undisturbed
 from tests.chaos.stack import FAKE, Serve
@@ -25,7 +26,7 @@ MORE_DESCRIPTORS, MORE_THREADS = 12, 4
 @pytest.mark.timeout(400)
 def test_a_storm_changes_no_answer(tmp_path, seed, notes):
     """Workers without a model, which check each prefix that they read."""
-    serve, storm_seconds = Serve(tmp_path, *FAKE), seconds(90)
+    serve, storm_seconds = Serve(tmp_path, *FAKE), seconds(75)
     survive(serve, Storm(serve, random.Random(seed)), seed, notes, storm_seconds, jobs=6, formula=True)
 
 
@@ -35,7 +36,7 @@ def test_a_storm_changes_no_answer_of_a_model(tmp_path, seed, notes):
     flags = ("--device", "cpu", "--deterministic", "--check", "--max-total-tokens", "12000", "--max-model-len", "3000")
     serve = Serve(tmp_path, *flags, workers=3)
     storm = Storm(serve, random.Random(seed), pace=2.5)
-    survive(serve, storm, seed, notes, seconds(60), jobs=2, formula=False, at_once=4)
+    survive(serve, storm, seed, notes, seconds(45), jobs=2, formula=False, at_once=4)
 
 
 def survive(
@@ -115,7 +116,7 @@ def test_a_short_storm_changes_no_answer(tmp_path, fixed_seed, notes):
             traffic.wait(lambda tally: tally.done.total() >= 10, 0.3)
             first.resume()
             second.kill()
-            fuzz_http(serve.port, serve.tenants["red"], rng, 50, notes, grammars=False)
+            fuzz_http(serve.port, serve.tenants["red"], rng, 50, notes, Kinds(grammars=False))
             before = traffic.tally.done.total()
             traffic.wait(lambda tally: tally.done.total() >= before + 5)
         notes.add("requests answered", traffic.tally.done.total())
