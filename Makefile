@@ -27,7 +27,7 @@ test-slow: .venv/installed-test
 
 # The same run again, or a shorter one: CHAOS_SEED=7 CHAOS_SECONDS=30 CHAOS_MESSAGES=10000 make chaos
 chaos: .venv/installed-test
-	timeout 600 $(BIN)/python -m pytest -m chaos tests/chaos
+	timeout --signal=INT --kill-after=60 600 $(BIN)/python -m pytest -m chaos tests/chaos
 
 test-ray: .venv/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'

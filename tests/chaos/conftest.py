@@ -27,7 +27,6 @@ class Notes:
 
     def __init__(self, test: str) -> None:
         self._test = test
-        self.began = time.monotonic()
 
     def add(self, what: str, value: Any) -> None:
         _rows.append((self._test, what, f"{value:,}" if isinstance(value, int) else str(value)))
@@ -46,7 +45,8 @@ class Notes:
 
 
 @pytest.fixture
-def seed() -> int:
+def seed(request: pytest.FixtureRequest) -> int:
+    _rows.append((request.node.name, "began", time.strftime("%H:%M:%S")))
     return SEED
 
 
