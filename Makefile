@@ -1,6 +1,7 @@
 # make demo   installs into .venv, runs a small agent on two CPU workers, prints the hit-rate report
 # make test   installs what tests need, runs the linter and all tests in three processes
 #             (a single file: .venv/bin/python -m pytest FILE)
+# make chaos  kills and stops processes under load, and sends them malformed messages, for up to ten minutes
 # make bench  runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
 BIN := .venv/bin
@@ -10,19 +11,23 @@ GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy ini
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
-.PHONY: demo test test-slow test-ray lint bench clean gpu-wheels gpu-test gpu-bench
+.PHONY: demo test test-slow test-ray chaos lint bench clean gpu-wheels gpu-test gpu-bench
 
 demo: .venv/installed
 	$(BIN)/python -m radixrt.demo
 
 # Tests start many processes. Let Python cache the bytecode of modules, even if the environment forbids it.
-test test-slow: export PYTHONDONTWRITEBYTECODE =
+test test-slow chaos: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/installed-test lint
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-slow: .venv/installed-test
 	$(BIN)/python -m pytest -m slow
+
+# The same run again, or a shorter one: CHAOS_SEED=7 CHAOS_SECONDS=30 CHAOS_MESSAGES=10000 make chaos
+chaos: .venv/installed-test
+	timeout --signal=INT --kill-after=60 600 $(BIN)/python -m pytest -m chaos tests/chaos
 
 test-ray: .venv/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'

@@ -321,7 +321,10 @@ class HttpTransport:
         return request.id
 
     def cancel(self, request_id: int) -> None:
-        if entry := self._open.pop(request_id, None):
+        # One that has its last reply reads the end of the response by itself. If it was cancelled while it does, httpx
+        # would neither use nor close its connection any more.
+        if (entry := self._open.get(request_id)) and entry[1].open > 0:
+            del self._open[request_id]
             entry[0].cancel()
 
     async def close(self) -> None:

@@ -121,7 +121,8 @@ def make_runner(config: WorkerConfig) -> Runner:
         raise ValueError(f"fake: expected PREFILL_TOKENS_PER_S,DECODE_STEP_S, not {config.fake!r}") from None
     num_pages = (config.max_total_tokens or FAKE_TOKENS) // config.page_size + 1
     vocab_size = fake_vocab_size(config.model)
-    return FakeRunner(num_pages, config.page_size, vocab_size, prefill_rate=prefill_rate, decode_step=decode_step)
+    rates = {"prefill_rate": prefill_rate, "decode_step": decode_step}
+    return FakeRunner(num_pages, config.page_size, vocab_size, check=config.check, **rates)
 
 
 def has_device(name: str) -> bool:

@@ -105,6 +105,8 @@ ToWorker = Run | Abort | Snapshot | Clear | Unknown | Stop | Pin | Unpin | LoadA
 MAX_STATES = 1 << 24
 """Slots of recurrent states: the router has arrays of so many."""
 
+Finite = Annotated[float, msgspec.Meta(ge=0.0, le=1e15)]
+
 
 class Stored(msgspec.Struct, tag="stored", frozen=True, array_like=True):
     """Tokens were cached: `ids` were appended to run `run` of the worker's tree (see tree/structure.h), which had `at`
@@ -159,9 +161,9 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     free_pages: int = 0
     evictable_pages: int = 0
     total_pages: int = 0
-    prefill_rate: float = 0.0
+    prefill_rate: Finite = 0.0
     """Prompt tokens per second."""
-    step_seconds: float = 0.0
+    step_seconds: Finite = 0.0
     """Duration of a decode step."""
     evicted_tokens: int = 0
     """Since start; those that went to host memory count when they are evicted there."""
@@ -174,7 +176,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     each decode read all of its own."""
     read_keys: int = 0
     """Since start: keys that were read in a layer; a prefix that requests of a batch share is read once."""
-    busy_seconds: float = 0.0
+    busy_seconds: Finite = 0.0
     """Since start: time that the device spent on steps."""
     forced_tokens: int = 0
     """Since start: generated tokens that were not sampled, because a grammar allowed no other."""
@@ -217,7 +219,7 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     If it has, a cached prefix can be continued only where there is a snapshot (see Saved)."""
     adapters: list[Adapter] = []
     """LoRA adapters of the model that it serves, each as a model of that name."""
-    max_loras: int = 0
+    max_loras: Number = 0
     """How many may be loaded at once; 0: none can be loaded or unloaded."""
 
 
@@ -273,7 +275,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat"):
     pid: int = 0
     life: int = 0
     """As in the Register (0: any). Heartbeats of an earlier process of the name are ignored."""
-    stalled: float = 0.0
+    stalled: Finite = 0.0
     """For so many seconds its loop has had work, and no step has ended."""
     stuck: bool = False
     """That is longer than any step is expected to take (`watchdog`)."""

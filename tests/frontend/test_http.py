@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -76,6 +77,22 @@ def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_encoded(url, ht
         "/v1/completions", json={"model": "m", "prompt": text, "truncate_prompt_tokens": 20, "max_tokens": 1}
     )
     assert kept.status_code == 200 and kept.json()["usage"]["prompt_tokens"] == 20
+
+
+def test_the_native_client_uses_its_connection_again(url):
+    def connections() -> int:
+        here = psutil.Process().net_connections("tcp")
+        return sum(link.status == psutil.CONN_ESTABLISHED and link.laddr.port == port for link in here)
+
+    port = httpx.URL(url).port
+    with Client(url) as client:
+        before = connections()
+        for _ in range(10):
+            client.generate("Once upon", SHORT)
+            assert list(client.stream("Once upon", SHORT))
+            client.score("The dog", [" barks", " reads"])
+            client.health()
+        assert connections() <= before + 2
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"type":"dance"}', b'{"type":"generate","id":"x"}', b"[1]", b"\xff\xfe"])
