@@ -215,7 +215,8 @@ def _chars(prompt: Prompt) -> int:
 def _content_chars(message: dict[str, Any]) -> int:
     content = message.get("content")
     if isinstance(content, list):
-        return sum(len(text) for part in content if isinstance(text := part.get("text"), str))
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        return sum(len(text) for text in texts if isinstance(text, str))
     return len(content) if isinstance(content, str) else 0
 
 

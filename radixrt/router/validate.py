@@ -91,22 +91,11 @@ def check_sampling(sampling: Sampling, vocab_size: int = 0, owner: str = "") -> 
         if len(s.allowed_token_ids) > MAX_ALLOWED:
             _refuse("allowed_token_ids", f"may have {MAX_ALLOWED} ids at most")
         _check_ids(min(s.allowed_token_ids), max(s.allowed_token_ids), "allowed_token_ids", vocab_size)
-        _check_allowed(s)
     if s.bad_token_ids:
         _check_bad(s.bad_token_ids, vocab_size)
     _check_any_token(s, vocab_size)
     if s.grammar is not None:
         _check_grammar(s.grammar, owner)
-
-
-def _check_allowed(s: Sampling) -> None:
-    """Raise Refused (400) if no allowed id can come first."""
-    banned = {ids[0] for ids in s.bad_token_ids if len(ids) == 1}
-    if s.min_tokens > 0:
-        banned.update(s.stop_token_ids)
-    if banned.issuperset(s.allowed_token_ids):
-        what = "bad_token_ids and stop_token_ids, with min_tokens," if s.min_tokens > 0 else "bad_token_ids"
-        _refuse("allowed_token_ids", f"holds only ids that {what} ban")
 
 
 def _check_any_token(s: Sampling, vocab_size: int) -> None:
