@@ -63,8 +63,10 @@ def check_role(config: Any) -> None:
     check(config)
     if isinstance(config, RouterConfig):
         check_address("client_address", config.client_address, listens=True)
-        if config.worker_address or not config.near_address:
+        if config.worker_address:
             check_address("worker_address", config.worker_address, listens=True)
+        elif not config.near_address:
+            raise ValueError("--worker-address: a router needs one for its workers, such as tcp://127.0.0.1:5556")
     else:
         check_address("router", config.router)
 

@@ -133,9 +133,8 @@ def test_a_tokenizer_says_the_same(folder, monkeypatch, capsys, file, field, val
         load_tokenizer(folder)
     assert str(caught.value).startswith(begin)
     monkeypatch.setattr(launch, "start_child", lambda *_, **__: pytest.fail("a child is started"))
-    for command in ("serve", "router", "frontend"):
-        model = ["nano"] if command == "serve" else []
-        assert said([command, *model, "--tokenizer", str(folder)], capsys).startswith(begin)
+    for command in (["serve", "nano"], ["router", "--worker-address", "tcp://127.0.0.1:1"], ["frontend"]):
+        assert said([*command, "--tokenizer", str(folder)], capsys).startswith(begin)
 
 
 @pytest.mark.parametrize(
