@@ -643,12 +643,22 @@ def test_what_a_run_had_computed_itself_is_no_hit_where_it_goes_on():
     core.cancel(b"c", 0)
     core.step("w0", step(events=[Stored(namespace, 1, 0, 0, 0, ids(5))]), 0.5)
     core.submit(b"c", generate(1, stream=False), 1.0)
-    core.lose(["w0"], 2.0)
-    orders = core.heartbeat("w0", 3.0)
-    again = orders[-1].message
-    assert isinstance(again, Run)
+    for now in (2.0, 3.0):
+        core.lose(["w0"], now)
+        again = core.heartbeat("w0", now)[-1].message
+        assert isinstance(again, Run)
     (reply,) = core.step("w0", step(Output(again.id, [1], "length", 3)), 4.0)
     assert reply.message.items[0].usage.cached_tokens == 1, "one token was there before"
+
+
+def test_hits_of_scores_count_where_the_first_of_them_came_from():
+    core = core_with(register("w0"))
+    orders = core.submit(b"c", Score(id=1, prompt=TokenPrompt(PROMPT), choices=[TokenPrompt(ids(1, 2))]), 1.0)
+    core.step("w0", step(Output(orders[0].message.id, cached_tokens=2, scores=[-1.0])), 1.1)
+    core.lose(["w0"], 2.0)
+    again = core.heartbeat("w0", 3.0)[-1].message
+    (reply,) = core.step("w0", step(Output(again.id, [], "length", 4, None, [-1.0, -2.0])), 4.0)
+    assert reply.message.usage.cached_tokens == 2 and reply.message.logprobs == [[-1.0, -2.0]]
 
 
 def test_a_worker_error_fails_its_request_alone():

@@ -540,3 +540,23 @@ def test_a_run_whose_worker_was_lost_is_no_probe():
     (first,) = cluster.placed
     cluster.perform(cluster.core.leave(first, 2.0))
     assert set(cluster.placed) == {"w1", "w2"}
+
+
+def test_a_worker_that_is_set_aside_gets_nothing_however_long_others_have_to_wait():
+    cluster = Cluster(2)
+    record = cluster.core.members.hear("w0", 1.0).record
+    record.set_aside, record.incidents, record.probe_at = True, 9, 1e9
+    for id in range(6):
+        cluster.ask(id, ids(*range(id, id + 20_000)[:4000], id))
+    assert cluster.placed == {"w1": 6}
+
+
+def test_a_held_run_is_sent_when_the_client_of_the_one_in_trial_has_left():
+    cluster = Cluster(1, breaks=lambda name, run: is_poison(run))
+    for id, tokens in ((1, ids(666, 1)), (2, prompt(2))):
+        cluster.ask(id, tokens)
+    cluster.turn()
+    ((run, _),) = cluster.workers["w0"].sequences.items()
+    cluster.perform(cluster.core.cancel(b"c", cluster.core._dispatcher.in_flight[run].request.id))
+    cluster.perform(cluster.core.tick(cluster.now))
+    assert len(cluster.workers["w0"].sequences) == cluster.core.runs_in_flight == 1

@@ -195,3 +195,14 @@ def test_who_serves_a_model_is_known_at_every_moment(members, seed):
             assert [m.info for m in found.members] == infos
             assert found.vocab_size == max((i.vocab_size for i in infos), default=0)
             assert found.token_limit == max((min(i.max_model_len, i.total_pages) for i in infos), default=0)
+
+
+def test_a_rate_is_known_after_some_prompts_and_counts_less_while_its_worker_is_idle():
+    one = Member(0, register("w0"), 5.0)
+    for run, tokens in enumerate((8000, 100, 100, 100, 700, 300)):
+        assert not one.candidate(0, 9.0).rate_known, "the longest alone is no measurement"
+        one.dispatched(run, Sent(tokens, tokens))
+        one.started(run)
+        assert one.candidate(0, 9.0).idle_seconds == 0.0
+        one.ended(run)
+    assert one.candidate(0, 9.0).rate_known and one.candidate(0, 9.0).idle_seconds == 4.0
