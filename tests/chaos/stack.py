@@ -166,7 +166,11 @@ class Serve:
             self._process.wait()
 
     def __enter__(self) -> Self:
-        return self.start()
+        try:
+            return self.start()
+        except BaseException:  # such as the end of the time for all runs
+            self.stop()
+            raise
 
     def __exit__(self, *_exc: object) -> None:
         self.stop()
