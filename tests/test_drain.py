@@ -20,6 +20,7 @@ from radixrt import children, launch, watchdog
 from radixrt.children import Child, stop_children
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.frontend.server import FrontendThread
 from radixrt.local import LocalStack
 from radixrt.messages import Sampling
 from radixrt.ports import free_tcp_address
@@ -105,6 +106,27 @@ def test_a_worker_is_drained_under_load():
         say_leave(stack._worker_configs[0].router, "worker-0", "stopped", os.getpid(), LIFE, planned=True)
         assert draining.result(30) == {"worker": "worker-0", "restart": False}
         assert [w["name"] for w in client.health()["workers"]] == ["worker-1"]
+
+
+def test_what_http_says_of_a_server_that_is_about_to_end_or_does_not_get_on():
+    with local(1) as stack:
+        front = FrontendThread(resolve(FrontendConfig(tokenizer="none", router=stack.address, port=0)))
+        try:
+            core = stack._router_thread.server.core
+            (member,) = core.members
+            with httpx.Client(base_url=front.url) as client:
+                assert client.get("/health").json() == {"status": "ok", "workers": 1, "stalled_seconds": 0.0}
+                member.stuck = True
+                health = client.get("/health")
+                assert health.status_code == 503 and health.json()["reason"] == "no worker gets on"
+                core.drains.server = True
+                health = client.get("/health")
+                assert health.status_code == 503 and health.json()["status"] == "draining"
+                refused = client.post("/v1/completions", json={"prompt": [5], "max_tokens": 1})
+                assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+                assert "draining" in refused.json()["error"]["message"]
+        finally:
+            front.stop()
 
 
 # ---------------------------------------------------------------- children that do not get on

@@ -207,6 +207,8 @@ def test_a_worker_that_joins_again_still_drains():
     ask(core, name, 2.0)
     ((other, _),) = runs(core.register(register(name, pid=1), 3.0))
     assert other != name and stops(core.tick(4.0)) == [(name, False)]
+    for id in range(10, 16):
+        assert only_run(core.submit(b"c", generate(id), 4.5))[0] == other
     core.lose([name], 5.0)
     core.heartbeat(name, 6.0)
     assert only_run(core.submit(b"c", generate(2), 7.0))[0] == other

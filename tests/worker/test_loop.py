@@ -629,6 +629,7 @@ def test_heartbeats_say_for_how_long_no_step_has_ended(monkeypatch):
         runner.go.set()
         router.finished(2)
         beats(router, lambda beat: beat.stalled == 0.0 and not beat.stuck)
+        assert not any(beats(router, lambda _: True).stuck for _ in range(20)), "it has nothing to do"
 
 
 def test_whatever_the_loop_waits_for_is_noticed(monkeypatch):
