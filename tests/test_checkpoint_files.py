@@ -211,7 +211,7 @@ def test_without_a_model_its_family_does_not_matter(folder, role, monkeypatch, c
     (folder / "config.json").write_text(json.dumps({"model_type": "none", "vocab_size": 512}))
     began = []
     monkeypatch.setattr(launch, "run_stack", lambda config: began.append(config) or 0)
-    monkeypatch.setattr(cli, "run_role", lambda role, config: began.append(config))
+    monkeypatch.setattr(cli, "run_role", lambda role, config, pulse: began.append(config))
     named = [str(folder)] if role == "serve" else ["--model", str(folder), "--router", "tcp://127.0.0.1:1"]
     assert not cli.main([role, *named, "--fake", "0,0.01"]) and began
 

@@ -65,7 +65,7 @@ def test_a_key_on_the_command_line_is_warned_of(told, caplog):
 def test_keys_of_a_server_are_in_files(monkeypatch, tmp_path, caplog, command, flag):
     configs: list = []
     monkeypatch.setattr(cli.launch, "run_stack", lambda config: configs.append(config.router) or 0)
-    monkeypatch.setattr(cli, "run_role", lambda role, config: configs.append(config))
+    monkeypatch.setattr(cli, "run_role", lambda role, config, pulse: configs.append(config) or 0)
     file = tmp_path / "keys"
     file.write_text("acme:s3cret\n")
     file.chmod(0o600)

@@ -270,7 +270,7 @@ def test_who_sees_which_figures(folder):
         assert tenants == {"ka": ["a"], "kb": ["b"], "root": ["a", "b"]}
         assert [get(path, key).status_code for path in ("/metrics", "/v1/report") for key in ("", "x")] == [401] * 4
         assert get("/v1/models", "root").status_code == 401, "it is no tenant's"
-        assert httpx.get(frontend.url + "/health").json() == {"status": "ok", "workers": 1}
+        assert httpx.get(frontend.url + "/health").json() == {"status": "ok", "workers": 1, "stalled_seconds": 0.0}
 
 
 def test_routes_that_are_none(http):
