@@ -38,10 +38,11 @@ def keys_in_steps(namespace: str, prompt: ChatPrompt) -> Steps[list[Key]]:
     """`keys_of` in steps."""
     key = _hashed(b"", _to_json([namespace, prompt.tools, prompt.template_args]))
     keys = [key]
-    for message in prompt.messages:
-        keys.append(key := next_key(key, message))
-        if len(keys) % STEP_MESSAGES == 0:
+    for at in range(0, len(prompt.messages), STEP_MESSAGES):
+        if at:
             yield
+        for message in prompt.messages[at : at + STEP_MESSAGES]:
+            keys.append(key := next_key(key, message))
     return keys
 
 

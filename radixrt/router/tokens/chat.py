@@ -128,16 +128,17 @@ class ChatTemplates:
         if reserved:
             raise FieldError("template_args", f"template_args may not set {', '.join(sorted(reserved))}")
         messages: list[Message] = []
-        for i, message in enumerate(prompt.messages):
-            if i and i % STEP_MESSAGES == 0:
+        for at in range(0, len(prompt.messages), STEP_MESSAGES):
+            if at:
                 yield
-            messages.append(_checked(i, message))
+            messages += [_checked(i, one) for i, one in enumerate(prompt.messages[at : at + STEP_MESSAGES], at)]
         if not messages:
             raise FieldError("messages", "messages must hold at least one message")
-        for i, message in enumerate(messages):
-            if i and i % STEP_MESSAGES == 0:
+        for at in range(0, len(messages), STEP_MESSAGES):
+            if at:
                 yield
-            messages[i] = template.adapted(i, message)
+            some = messages[at : at + STEP_MESSAGES]
+            messages[at : at + STEP_MESSAGES] = [template.adapted(i, one) for i, one in enumerate(some, at)]
         if prompt.partial:
             _mark_end(messages)
         variables = {**self._special_tokens, **prompt.template_args}

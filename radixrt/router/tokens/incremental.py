@@ -41,8 +41,8 @@ class Incremental:
         self._encode_many = encode_many
         self._cuts = cuts
         self._max_bytes = max_tokens * TOKEN_BYTES
-        self._memory: dict[str, OrderedDict[tuple[str, str], bytes]] = {}
-        """Ids by tenant, and by namespace and part; the last used one last."""
+        self._memory: dict[str, OrderedDict[str, OrderedDict[str, bytes]]] = {}
+        """Ids by tenant, namespace and part; the last used ones last."""
         self._shares = Shares()
         self._lock = threading.Lock()
         self._skip = TOKEN_BYTES * len(encode_many([ANCHOR])[0])
@@ -100,35 +100,37 @@ class Incremental:
     def remember(self, encoded: Mapping[str, bytes], namespace: str = "") -> None:
         tenant = tenant_of(namespace)
         with self._lock:
-            memory = self._memory.setdefault(tenant, OrderedDict())
+            memory = self._memory.setdefault(tenant, OrderedDict()).setdefault(namespace, OrderedDict())
             more = 0
             for part, ids in encoded.items():
-                key = (namespace, part)
-                before = memory.pop(key, None)
+                before = memory.pop(part, None)
                 more += _size(part, ids) - (0 if before is None else _size(part, before))
-                memory[key] = ids
+                memory[part] = ids
             self._shares.add(tenant, more)
             while self._shares.total > self._max_bytes:
                 self._drop_oldest(self._shares.largest())
 
     def _drop_oldest(self, tenant: str) -> None:
-        memory = self._memory[tenant]
-        (_, part), ids = memory.popitem(last=False)
+        own = self._memory[tenant]
+        namespace, memory = next(iter(own.items()))
+        part, ids = memory.popitem(last=False)
         if not memory:
+            del own[namespace]
+        if not own:
             del self._memory[tenant]
         self._shares.add(tenant, -_size(part, ids))
 
     def _known(self, parts: list[str], namespace: str) -> list[bytes | None]:
         with self._lock:
-            memory = self._memory.get(tenant_of(namespace))
-            if memory is None:
+            own = self._memory.get(tenant_of(namespace))
+            if own is None or (memory := own.get(namespace)) is None:
                 return [None] * len(parts)
+            own.move_to_end(namespace)
             get, touch = memory.get, memory.move_to_end
-            keys = [(namespace, part) for part in parts]
-            known = [get(key) for key in keys]
-            for key, ids in zip(keys, known, strict=True):
+            known = [get(part) for part in parts]
+            for part, ids in zip(parts, known, strict=True):
                 if ids is not None:
-                    touch(key)
+                    touch(part)
         return known
 
 

@@ -315,7 +315,7 @@ def counted(incremental: Incremental) -> int:
 
 
 def kept(incremental: Incremental) -> list[tuple[str, bytes]]:
-    return [(part, ids) for memory in incremental._memory.values() for (_, part), ids in memory.items()]
+    return [item for own in incremental._memory.values() for memory in own.values() for item in memory.items()]
 
 
 def test_short_texts_are_few(made: Tokenizer) -> None:

@@ -10,12 +10,15 @@ import time
 import unicodedata
 
 import pytest
+import tokenizers
+from tokenizers import normalizers
 
 from radixrt.messages import ChatPrompt, PartsPrompt, TextPrompt, TokenPrompt
 from radixrt.router.conversations import namespace_of
 from radixrt.router.errors import MAX_CONTEXT, FieldError, Room
 from radixrt.router.tokens import Sessions, TextService, Tokenizer
-from radixrt.router.tokens.bounds import COMPOSED
+from radixrt.router.tokens.backends import JsonBackend
+from radixrt.router.tokens.bounds import COMPOSED, NO_BOUND
 from radixrt.router.tokens.chat import ChatTemplates, Unbounded
 from radixrt.router.tokens.incremental import LONG_CHARS, STEP_CHARS
 from radixrt.router.tokens.turns import LONG, Interrupted, Turns, finished
@@ -200,6 +203,7 @@ def test_steps_are_short(made: Tokenizer, monkeypatch) -> None:
     assert max(sizes) <= STEP_CHARS and sum(sizes) >= 10 * STEP_CHARS
     kinds = [*made.start("x" * (LONG_CHARS + 1), namespace="steps").steps()]
     assert LONG in kinds
+    assert LONG in [*made.start("y" * (LONG_CHARS + 1), namespace="steps").last_steps(5)]
 
 
 def test_a_short_prompt_does_not_wait_for_long_ones(service: TextService) -> None:
@@ -251,11 +255,12 @@ def test_encoding_ends_when_there_is_no_more_room(service: TextService, monkeypa
         lambda texts: encoded.append(sum(map(len, texts))) or encode_many(texts),
     )
     text, tokens = words(3, 400_000), service.tokenizer.encode(words(3, 400_000), namespace="other")
-    limit = len(tokens) // 4
+    limit = len(tokens) * 3 // 5
+    assert service.tokenizer.least.of(text) < limit
     encoded.clear()
     with pytest.raises(FieldError) as caught:
         asyncio.run(service.encode(TextPrompt(text), "t", Room(limit)))
-    assert too_long(caught.value) and sum(encoded) < 0.3 * len(text)
+    assert too_long(caught.value) and sum(encoded) < 0.75 * len(text)
     for least, fits in ((0, True), (1, False)):
         room = Room(len(tokens), least)
         pending = service.tokenizer.start(text, namespace=f"exact {least}")
@@ -275,6 +280,20 @@ def test_the_bound_is_below_the_number_of_tokens(tokenizer: Tokenizer, texts: li
         " ".join(rng.choices(texts, k=60)),
     ):  # fmt: skip
         assert tokenizer.least.of(text) <= len(tokenizer._backend.encode(text, False))
+
+
+def test_normalizers_and_greedy_tokens_lower_the_bound(made: Tokenizer) -> None:
+    plain = tokenizers.Tokenizer.from_str(made._backend._tokenizer.to_str())
+    least = JsonBackend(plain).least_tokens()
+    assert least == made.least and least.of("a" * 40_000) == 40_000 // least.longest > 0
+    plain.normalizer = normalizers.NFC()
+    assert JsonBackend(plain).least_tokens().longest == COMPOSED * least.longest
+    plain.normalizer = normalizers.NFKC()
+    assert JsonBackend(plain).least_tokens() == NO_BOUND
+    plain.normalizer = normalizers.NFC()
+    plain.add_special_tokens([tokenizers.AddedToken("<|greedy|>", rstrip=True, normalized=False)])
+    least = JsonBackend(plain).least_tokens()
+    assert least.of("<|greedy|>" + " " * 400_000) == 0 < least.of("<|greedy|>" + "a" * 400_000)
 
 
 def test_real_tokenizers_have_a_bound(checkpoints) -> None:
@@ -337,6 +356,14 @@ def test_many_ids_are_decoded_in_steps(tokenizer: Tokenizer) -> None:
             )
             if tokenizer.pieces(skip):
                 assert len([*service._decode_steps(data, skip)]) >= 3
+
+
+def test_without_a_table_only_so_many_ids_are_decoded_at_once(service: TextService, monkeypatch) -> None:
+    monkeypatch.setattr(service.tokenizer, "pieces", lambda skip: None)
+    monkeypatch.setattr("radixrt.router.tokens.text.MAX_WHOLE_IDS", 1000)
+    assert service.decode_now(b"\x20\0\0\0" * 1000)
+    with pytest.raises(FieldError, match="at most 1000 at once"):
+        service.decode_now(b"\x20\0\0\0" * 1001)
 
 
 # ---------------------------------------------------------------- templates
