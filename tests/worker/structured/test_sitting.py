@@ -98,7 +98,7 @@ def test_tokens_do_not_depend_on_the_time_that_masks_take(grammars, name, how, r
     engine = made()
     assert engine.all() == expected
     assert not engine.scheduler.running.sitting and not engine.scheduler._waiting.parked
-    assert engine.scheduler._slow
+    assert engine.scheduler._sitting._strikes
 
 
 def test_a_failed_step_leaves_those_alone_that_sit_out(grammars, monkeypatch):
@@ -112,7 +112,7 @@ def test_a_failed_step_leaves_those_alone_that_sit_out(grammars, monkeypatch):
     request = engine.scheduler._requests[sitting]
     request.matcher.masked = -1  # as if its mask were late
     engine.scheduler._sitting.sit(request, engine.scheduler.steps, jump=False)
-    engine.scheduler._slow = True
+    engine.scheduler._slow.add(request)
     plan = engine.scheduler.plan()
     assert [one.id for one in plan.requests] == [other]
     assert [output.id for output in engine.scheduler.fail(plan, "broken")] == [other]
@@ -132,7 +132,7 @@ def test_who_sits_out_gives_way_when_pages_run_out(grammars):
     assert not request.pending
     request.matcher.busy = True
     engine.scheduler._sitting.sit(request, engine.scheduler.steps, jump=False)
-    engine.scheduler._slow = True
+    engine.scheduler._slow.add(request)
     while engine.scheduler._requests.get(first) and request.row >= 0:
         engine.step()
     assert request.row < 0 and engine.scheduler._waiting.parked and engine.scheduler.preemptions == 1
