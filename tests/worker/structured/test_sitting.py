@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from radixrt.messages import Grammar, Sampling
-from radixrt.worker import matching
+from radixrt.worker import fake, matching
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.fake import EOS, FakeRunner
 from radixrt.worker.grammar import Grammars
@@ -139,3 +139,25 @@ def test_who_sits_out_gives_way_when_pages_run_out(grammars):
     request.matcher.busy = False
     engine.finish()
     assert engine.last(first).finish == "length" and engine.last(second).finish in ("length", "stop")
+
+
+@pytest.mark.parametrize("states", [0, 40])
+def test_what_the_step_in_flight_samples_after_a_late_mask_is_discarded(grammars, monkeypatch, states):
+    def made() -> tuple[Follower, int]:
+        engine = Follower(grammars, overlaps=True, num_states=states)
+        id = engine.add([5, 6, 7], sampled(ZONES))
+        engine.finish()
+        return engine, id
+
+    engine, id = made()
+    expected, calls = engine.tokens(id), []
+    fill = fake.fill_masks
+
+    def late(requests, out, **more):
+        calls.append(1)
+        problems = fill(requests, out, **more)
+        return problems if len(calls) % 5 else {n: watch.LATE for n in range(len(requests))}
+
+    monkeypatch.setattr(fake, "fill_masks", late)
+    engine, id = made()
+    assert engine.tokens(id) == expected and engine.last(id).finish == "stop" and len(calls) > 10
