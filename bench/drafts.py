@@ -203,6 +203,7 @@ def by_schema(data: Path, count: int, folder: Path, drafter: Drafter | None) -> 
         request.matcher = Matcher(compiled, request)
         scheduler.add(request)
         while scheduler.has_work:
+            assert not scheduler.settle()
             plan = scheduler.plan()
             scheduler.apply(plan, runner.run(plan))
         assert runner.said(request, []) == runner.text, "what is drafted changes nothing"

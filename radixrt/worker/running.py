@@ -10,7 +10,7 @@ exactly one list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from radixrt.worker.building import Decodes
 from radixrt.worker.request import Request
@@ -104,10 +104,11 @@ class Running:
             self.departures = departures
             self.sitting.append(request)
 
-    def sit_slow(self) -> None:
-        """Let those decoding requests sit out whose masks are slow and whose next token is being computed."""
-        for request in [r for r in self.decoding if r.pending and r.matcher is not None and r.matcher.slow]:
-            self.sit(request)
+    def sit_slow(self, requests: Collection[Request]) -> None:
+        """Let those of the requests sit out that are slow and decode, and whose next token is being computed."""
+        for request in requests:
+            if request.matcher.slow and request.pending and request in self.decoding:
+                self.sit(request)
 
     def stand(self, request: Request) -> None:
         """A request that sat out goes on."""

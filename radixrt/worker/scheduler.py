@@ -80,8 +80,8 @@ class Scheduler:
         self._ending = Ending(self._requests, cache, self.running, self._waiting, self._counter)
         self._speculation = Speculation(cache, self.running, limits.max_num_batched_tokens)
         self._sitting = Sitting(cache, self.running, self._waiting)
-        self._slow = False
-        """Whether any request had a mask that was late or slow."""
+        self._slow: set[Request] = set()
+        """The requests that had a mask that was late or slow."""
         self._arrivals = Arrivals()
         self._clock = 0
 
@@ -146,7 +146,8 @@ class Scheduler:
     def queued_tokens(self) -> int:
         """Tokens to compute until all requests decode: those of waiting requests and of running ones that are
         behind."""
-        return self._waiting.tokens + sum(r.behind for r in self.running.behind)
+        parked = sum(r.total for r in self._waiting.parked.values())
+        return self._waiting.tokens + parked + sum(r.behind for r in self.running.behind)
 
     # ------------------------------------------------------------ plan
 
@@ -180,7 +181,7 @@ class Scheduler:
         self._clock += len(plan.tokens)
         self._advance(decodes, builder)
         if self._slow:
-            self.running.sit_slow()
+            self.running.sit_slow(self._slow)
         return plan
 
     def _advance(self, decodes: Decodes, builder: StepBuilder) -> None:
@@ -372,7 +373,7 @@ class Scheduler:
             return True
         forced = jump_all([request])[0]
         if forced is None:
-            self._slow = True
+            self._slow.add(request)
             return False
         self._force(request, forced)
         return True
@@ -403,21 +404,20 @@ class Scheduler:
                 self._finish(request, output, outputs)
                 continue
             outputs.append(output)
+            if forced is None or request.matcher.slow:
+                self._slow.add(request)
             if forced is None:
-                self._slow = True
                 self._sitting.sit(request, self.steps, jump=True)
-            elif request.matcher.slow:
-                self._slow = True
             if forced:
                 self.running.catch_up(request)
         if self._slow:
-            self.running.sit_slow()
+            self.running.sit_slow(self._slow)
 
     def _cannot_go_on(self, request: Request, reason: str) -> list[Output]:
         """A step could not sample a token for a request: it sits out if its mask is late, and fails otherwise."""
         if reason != LATE:
             return [self._ending.stop_short(request, reason)]
-        self._slow = True
+        self._slow.add(request)
         self._sitting.sit(request, self.steps, jump=False)
         return []
 
@@ -425,7 +425,10 @@ class Scheduler:
         """Let the requests that sat out go on whose mask is there now. Returns the failures of those that cannot, or
         that take too long. To be called before `plan`."""
         outputs: list[Output] = []
-        for request, problem in self._sitting.ready() if self._slow else ():
+        if not self._slow:
+            return outputs
+        self._slow = {request for request in self._slow if not request.over}
+        for request, problem in self._sitting.ready():
             if problem:
                 outputs.append(self._ending.stop_short(request, problem))
                 continue

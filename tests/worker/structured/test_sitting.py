@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from radixrt.messages import Grammar, Sampling
-from radixrt.worker import matching
+from radixrt.worker import fake, matching
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.fake import EOS, FakeRunner
 from radixrt.worker.grammar import Grammars
@@ -98,7 +98,7 @@ def test_tokens_do_not_depend_on_the_time_that_masks_take(grammars, name, how, r
     engine = made()
     assert engine.all() == expected
     assert not engine.scheduler.running.sitting and not engine.scheduler._waiting.parked
-    assert engine.scheduler._slow
+    assert engine.scheduler._sitting._strikes
 
 
 def test_a_failed_step_leaves_those_alone_that_sit_out(grammars, monkeypatch):
@@ -112,7 +112,7 @@ def test_a_failed_step_leaves_those_alone_that_sit_out(grammars, monkeypatch):
     request = engine.scheduler._requests[sitting]
     request.matcher.masked = -1  # as if its mask were late
     engine.scheduler._sitting.sit(request, engine.scheduler.steps, jump=False)
-    engine.scheduler._slow = True
+    engine.scheduler._slow.add(request)
     plan = engine.scheduler.plan()
     assert [one.id for one in plan.requests] == [other]
     assert [output.id for output in engine.scheduler.fail(plan, "broken")] == [other]
@@ -132,10 +132,32 @@ def test_who_sits_out_gives_way_when_pages_run_out(grammars):
     assert not request.pending
     request.matcher.busy = True
     engine.scheduler._sitting.sit(request, engine.scheduler.steps, jump=False)
-    engine.scheduler._slow = True
+    engine.scheduler._slow.add(request)
     while engine.scheduler._requests.get(first) and request.row >= 0:
         engine.step()
     assert request.row < 0 and engine.scheduler._waiting.parked and engine.scheduler.preemptions == 1
     request.matcher.busy = False
     engine.finish()
     assert engine.last(first).finish == "length" and engine.last(second).finish in ("length", "stop")
+
+
+@pytest.mark.parametrize("states", [0, 40])
+def test_what_the_step_in_flight_samples_after_a_late_mask_is_discarded(grammars, monkeypatch, states):
+    def made() -> tuple[Follower, int]:
+        engine = Follower(grammars, overlaps=True, num_states=states)
+        id = engine.add([5, 6, 7], sampled(ZONES))
+        engine.finish()
+        return engine, id
+
+    engine, id = made()
+    expected, calls = engine.tokens(id), []
+    fill = fake.fill_masks
+
+    def late(requests, out, **more):
+        calls.append(1)
+        problems = fill(requests, out, **more)
+        return problems if len(calls) % 5 else {n: watch.LATE for n in range(len(requests))}
+
+    monkeypatch.setattr(fake, "fill_masks", late)
+    engine, id = made()
+    assert engine.tokens(id) == expected and engine.last(id).finish == "stop" and len(calls) > 10
