@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +16,7 @@ import pytest
 from radixrt.frontend._shape import exceeded
 
 from radixrt.frontend import body as limits
+from radixrt.frontend import generation
 from radixrt.frontend.schema import Chat
 from tests.frontend.conftest import serving
 
@@ -202,6 +205,14 @@ def test_a_client_that_goes_on_sending_after_its_answer_is_cut_off(keyed):
 
 
 # ---------------------------------------------------------------- many choices, repeated prompts
+
+
+def test_prompts_that_are_answered_before_all_are_sent(url, monkeypatch):
+    monkeypatch.setattr(generation, "MAX_AT_ONCE", 1)
+    monkeypatch.setattr(generation, "asyncio", SimpleNamespace(sleep=lambda _: asyncio.sleep(0.05)))
+    answer = httpx.post(url + COMPLETIONS, json={"prompt": ["a b"] * 5, "max_tokens": 2}, timeout=30).json()
+    assert [choice["index"] for choice in answer["choices"]] == [*range(5)]
+    assert answer["usage"]["completion_tokens"] == 10
 
 
 def test_many_prompts_are_answered_each(url):
