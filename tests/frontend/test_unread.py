@@ -137,6 +137,7 @@ def test_responses_that_nobody_reads_are_bounded_for_a_tenant(served, caplog):
     eventually(lambda: all.total("a") == 0)
 
 
+@pytest.mark.slow
 def test_streams_that_nobody_reads_are_bounded_for_a_tenant(served, monkeypatch):
     """By what waits in their mailboxes as well."""
     monkeypatch.setattr(unread, "MAX_TENANT_UNREAD_BYTES", 2 * MB)
