@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +16,7 @@ import pytest
 from radixrt.frontend._shape import exceeded
 
 from radixrt.frontend import body as limits
+from radixrt.frontend import generation
 from radixrt.frontend.schema import Chat
 from tests.frontend.conftest import serving
 
@@ -202,6 +205,15 @@ def test_a_client_that_goes_on_sending_after_its_answer_is_cut_off(keyed):
 
 
 # ---------------------------------------------------------------- many choices, repeated prompts
+
+
+def test_prompts_that_are_answered_before_all_are_sent(url, monkeypatch):
+    monkeypatch.setattr(generation, "MAX_AT_ONCE", 1)
+    monkeypatch.setattr(generation, "asyncio", SimpleNamespace(sleep=lambda _: asyncio.sleep(0.05)))
+    body = {"prompt": ["a b"] * 5, "max_tokens": 2, "stream": True}
+    lines = [line for line in httpx.post(url + COMPLETIONS, json=body, timeout=30).text.split("\n") if line]
+    assert sum('"finish_reason":"length"' in line for line in lines) == 5
+    assert lines.index("data: [DONE]") == len(lines) - 1
 
 
 def test_many_prompts_are_answered_each(url):
