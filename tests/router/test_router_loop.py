@@ -159,9 +159,12 @@ def test_nobody_takes_the_name_of_a_worker_that_serves(caplog):
             assert continuation(PROMPT, 300)[-100:] == list(array("i", delta.ids))[-100:]
             assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
             workers[0].die()
-            link.drain()
-            link.send(wire.encode(register("w0", pid=2)))
-            eventually(lambda: [member.info.pid for member in router.server.core.members] == [2])
+
+            def joins() -> bool:
+                link.send(wire.encode(register("w0", pid=2)))
+                return [member.info.pid for member in router.server.core.members] == [2]
+
+            eventually(joins)
 
 
 def test_a_worker_that_nobody_knows_is_told_again_in_time(monkeypatch):

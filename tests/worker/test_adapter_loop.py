@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from radixrt.messages import (
 from radixrt.worker.fake import FakeRunner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.scheduler import Limits
+from radixrt.worker.structured.fair import Job
 from tests.worker.test_loop import Router, run
 
 LONG = 300
@@ -103,8 +103,9 @@ def test_a_former_version_serves_until_its_last_request_has_ended(overlaps):
 
 
 def test_a_request_that_waits_for_its_grammar_keeps_its_adapter():
-    compiled = Future()
-    with worker(True, SimpleNamespace(get=lambda grammar: compiled)) as (router, runner):
+    job = Job("", lambda: None)
+    grammars = SimpleNamespace(job=lambda grammar, tenant: job, cancel=lambda grammar, tenant: None)
+    with worker(True, grammars) as (router, runner):
         router.tell(run(1, [5, 6, 7], Sampling(grammar=Grammar("json")), adapter="first"))
         router.tell(LoadAdapter(Adapter("first", 7, "seven")))
         loaded(router, 1)
@@ -113,7 +114,7 @@ def test_a_request_that_waits_for_its_grammar_keeps_its_adapter():
         router.tell(long_run(2, "first", 7))
         router.finished(2)
         assert runner.put == [(1, "seven")], "version 8 has to wait for request 1"
-        compiled.set_exception(ValueError("grammar: it is none"))
+        job.future.set_exception(ValueError("grammar: it is none"))
         loaded(router, 2)
         assert runner.put == [(1, "seven"), (0, "eight")]
         router.hear(lambda _: router.outputs(1))
