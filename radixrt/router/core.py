@@ -51,9 +51,9 @@ from radixrt.router.member import Member
 from radixrt.router.members import Members
 from radixrt.router.pauses import Pauses
 from radixrt.router.record import Counters, Recorder
+from radixrt.router.recovery import FAILED, Recovery
 from radixrt.router.request import Client, Request, RunState
 from radixrt.router.states import Key
-from radixrt.router.suspects import Suspects
 from radixrt.router.validate import Refused
 
 if TYPE_CHECKING:
@@ -61,9 +61,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("radixrt.router")
 
-MAX_LOSSES = 3
-"""A run is taken for the cause, and fails, after this many of its workers were lost for good (`Member.blameless`)."""
-FAILED = "the worker failed on this request"
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a disconnected one is noticed."""
 
@@ -97,7 +94,7 @@ class RouterCore:
         self._tenants: Counter[str] = Counter()
         """Unfinished runs by tenant."""
         self._next_keepalive = 0.0
-        self._suspects = Suspects()
+        self._recovery = Recovery(self._dispatcher, self.counters, self._end)
         self.drains = Drains(self.members, self._admission, config.shutdown_timeout)
 
     @property
@@ -113,7 +110,7 @@ class RouterCore:
     @property
     def runs_in_flight(self) -> int:
         """Runs that are dispatched or wait for a worker."""
-        return len(self._dispatcher) + len(self._suspects)
+        return len(self._dispatcher) + len(self._recovery)
 
     def runs_of(self, tenant: str) -> int:
         """Those of one tenant."""
@@ -263,7 +260,7 @@ class RouterCore:
         """A worker joins, or joins again (see `Members.register`)."""
         orphans, orders = self.members.register(info, now)
         orders += self.adapters.joined(self.members.hear(info.name, now))
-        return orders + self._redispatch(orphans, now) + self._dispatcher.send_waiting(now)
+        return orders + self._recovery.lost(orphans, now) + self._dispatcher.send_waiting(now)
 
     def heartbeat(self, name: str, now: float, stalled: float = 0.0, stuck: bool = False) -> list[Effect]:
         """`stalled` and `stuck` as in a Heartbeat. A worker that is stuck is lost, as long as another one serves its
@@ -275,18 +272,18 @@ class RouterCore:
             return []
         log.warning("worker %s does not get on: no step has ended for %.0f s", name, stalled)
         self.counters.workers_stuck += 1
-        return self._redispatch(self.members.remove(name, may_return=True), now, hung=True)
+        return self._recovery.lost(self.members.remove(name, may_return=True), now, hung=True)
 
     def leave(self, name: str, now: float, *, planned: bool = False) -> list[Effect]:
         """A worker has left for good: its runs continue on other workers. `planned`: it was told to leave."""
         orphans = self.members.remove(name, may_return=False, planned=planned)
-        return self._redispatch(orphans, now) + self.drains.tick(now)
+        return self._recovery.lost(orphans, now) + self.drains.tick(now)
 
     def lose(self, names: Iterable[str], now: float) -> list[Effect]:
         """Workers cannot be reached: as `leave`, but a heartbeat brings each back. All are removed before their runs
         are dispatched again, so that no run goes from one of them to another."""
         orphans = [run for name in names for run in self.members.remove(name, may_return=True)]
-        return self._redispatch(orphans, now)
+        return self._recovery.lost(orphans, now)
 
     def step(self, name: str, message: StepDone, now: float) -> list[Effect]:
         """Apply a worker's cache events to the index, and return its outputs as one Deltas for each client."""
@@ -314,15 +311,11 @@ class RouterCore:
             else:
                 self._take(run, output, deltas, others, now)
         if failed:
-            others += self._retry(member, failed, now)
-        elif self._dispatcher.held:
-            others += self._release(now)
+            others += self._recovery.failed(member, failed, now)
         member.update(message.load, now)
         self._recorder.load(name, message.load)
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
-        if self._suspects:
-            others += self._try_next(now)
-        return effects + others
+        return effects + others + self._recovery.tick(now)
 
     def adapter_loaded(self, name: str, message: AdapterLoaded, now: float) -> list[Effect]:
         """A worker has loaded a LoRA adapter, for which requests may wait, or could not."""
@@ -343,7 +336,7 @@ class RouterCore:
         self.groups.expire(now)
         effects += self.pauses.expire(now)
         effects += self.adapters.tick(now) + self.drains.tick(now)
-        effects += self._release(now) + self._try_next(now)
+        effects += self._recovery.tick(now)
         timeout = self._config.worker_timeout
         for request in self._dispatcher.superseded():
             message = f"the LoRA adapter {request.model!r} was replaced or unloaded, and the worker with it was lost"
@@ -400,30 +393,6 @@ class RouterCore:
         else:
             self._finish(run, output, deltas, others)
 
-    def _retry(self, member: Member, failed: list[tuple[RunState, Output]], now: float) -> list[Effect]:
-        """A worker has failed runs in one step: they go on elsewhere, or end with their requests."""
-        for run, output in failed:
-            run.problem = output.error or FAILED
-        runs = [run for run, _ in failed if not run.finished]  # an invalid field may have ended a request of several
-        if not runs:
-            return []
-        effects, ending = self._dispatcher.retry(member, runs, now)
-        self.counters.redispatched += len(set(runs) - set(ending))
-        return effects + self._end(ending)
-
-    def _release(self, now: float) -> list[Effect]:
-        effects, ending = self._dispatcher.release(now)
-        return effects + self._end(ending)
-
-    def _end(self, runs: list[RunState]) -> list[Effect]:
-        """End runs that all workers have failed, with their requests."""
-        effects: list[Effect] = []
-        for run in runs:
-            if not run.finished:  # another choice of its request may have ended it
-                self._close(run)
-                effects += self._fail(run.request, Error(run.request.id, 500, run.problem))
-        return effects
-
     def _count_time(self, run: RunState, now: float) -> None:
         """Tokens of a run have arrived, which are not among `emitted` yet."""
         run.last_at = now
@@ -454,7 +423,7 @@ class RouterCore:
         if run.started or run.emitted:
             self._recorder.ended(run)
         self._dispatcher.drop(run, well=well)
-        self._suspects.drop(run)
+        self._recovery.drop(run)
         run.finished = True
         request.open -= 1
         self._tenants[request.tenant] -= 1
@@ -478,33 +447,16 @@ class RouterCore:
             unpins += request.resumed.unpin() if request.resumed else []
         return [Order(name, Abort(ids)) for name, ids in aborts.items()] + unpins
 
+    def _end(self, run: RunState, reason: str) -> list[Effect]:
+        """End a run that cannot go on, with its request."""
+        self._close(run)
+        return self._fail(run.request, Error(run.request.id, 500, reason))
+
     def _fail(self, request: Request, error: Error) -> list[Effect]:
         self.counters.failed += 1
         return [Reply(request.client, error), *self._abandon([request])]
 
     # ------------------------------------------------------------ lost workers
-
-    def _redispatch(self, orphans: list[int], now: float, *, hung: bool = False) -> list[Effect]:
-        """Dispatch runs again that their worker no longer serves. `hung`: it lives, and does not get on."""
-        effects: list[Effect] = []
-        for run in self._dispatcher.reclaim(orphans):
-            if run.finished:
-                continue
-            if hung and self._suspects.is_guilty(run):
-                effects += self._fail(run.request, Error(run.request.id, 500, "workers hang on this request"))
-            elif sum(not member.blameless for member in run.losses) >= MAX_LOSSES:
-                message = f"{MAX_LOSSES} workers were lost while they served this request"
-                effects += self._fail(run.request, Error(run.request.id, 500, message))
-            else:
-                self.counters.redispatched += 1
-                if not hung or not self._suspects.take(run):
-                    effects += self._dispatcher.send(run, now)
-        return effects + self._try_next(now)
-
-    def _try_next(self, now: float) -> list[Effect]:
-        """Send the next run that may make its worker hang, if none is tried now."""
-        run = self._suspects.next()
-        return [] if run is None else self._dispatcher.send(run, now)
 
     def _restart(self, member: Member, now: float) -> list[Effect]:
         """A message of a worker was lost with a connection: its runs are dispatched again, from the tokens that have

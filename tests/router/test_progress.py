@@ -27,8 +27,9 @@ from radixrt.messages import (
 from radixrt.report import Report
 from radixrt.report.metrics import render
 from radixrt.router import status
-from radixrt.router.core import MAX_LOSSES, RouterCore
+from radixrt.router.core import RouterCore
 from radixrt.router.effects import Order, Reply
+from radixrt.router.recovery import MAX_LOSSES
 from radixrt.router.states import States
 from radixrt.router.suspects import MIN_HANGS
 from radixrt.router.validate import Refused
