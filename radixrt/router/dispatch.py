@@ -78,18 +78,19 @@ class Dispatcher:
         """By number, the workers with room for all tokens that were requested; if there are none, those with room for
         at least one more. Workers that have failed the run, and those that are set aside, only if there are no others,
         but for a probe. Of those of a `trial`, if there are any."""
-        members, remaining = trial or self._able(run), run.remaining
+        members = trial or self._able(run)
         if run.tries and not trial:
             members = failures.next_tries(run, members) or members
         if run.request.bounded:
-            members = [m for m in members if tokens + remaining <= m.token_limit] or members
+            most = tokens + run.remaining
+            members = [m for m in members if most <= m.token_limit] or members
         if any([m.record.incidents for m in members]):
             members = self._probed(run, members, now)
         return {m.number: m for m in members}
 
     def _able(self, run: RunState) -> list[Member]:
         """The workers that get new runs, and have room for at least one more token of this one."""
-        least = run.prompt_len + len(run.emitted) + min(1, run.remaining)
+        least = run.prompt_len + len(run.emitted) + (run.remaining > 0)
         return [m for m in self._serving(run).open if least <= m.token_limit]
 
     def _probed(self, run: RunState, members: list[Member], now: float) -> list[Member]:
@@ -243,7 +244,7 @@ class Dispatcher:
         self._remove(run)
         if run.incidents:
             failures.ended(run)
-        if run.member is not None and (well or run.got_on):
+        if run.member is not None and run.member.record.incidents and (well or run.got_on):
             run.member.record.succeeded()
 
     def _remove(self, run: RunState) -> None:
@@ -252,6 +253,7 @@ class Dispatcher:
             self._start(run)
         self.in_flight.pop(run.id, None)
         self._waiting.pop(run, None)
-        self.held.pop(run, None)
+        if self.held:
+            self.held.pop(run, None)
         if run.member is not None:
             run.member.ended(run.id)

@@ -15,6 +15,8 @@ MAX_KEYLESS_BYTES = 4096
 KEYLESS = (b"cancel", b"ask")
 """Messages that have no key, or need none: some questions, for which `Handlers` looks at the key."""
 
+MIN_BYTES = 64 << 10
+"""Where no keys are needed, smaller messages are decoded unseen: what they can hold takes milliseconds."""
 MAX_DEPTH = 272
 """Each limit is a little above that of an HTTP body (`frontend.body`), of which a front end makes a message."""
 MAX_VALUES = (1 << 18) + (1 << 16)
@@ -38,6 +40,8 @@ class Gate:
 
     def refusal(self, payload: bytes) -> Error | None:
         """The Error for a payload that must not be decoded; None for others."""
+        if not self._keys and len(payload) < MIN_BYTES:
+            return None
         head = read_head(payload, MAX_VALUES, MAX_NUMBERS, MAX_ENTRIES, MAX_DEPTH)
         if head.verdict == MALFORMED:
             return Error(None, 400, "malformed message: it is not one map in MessagePack")

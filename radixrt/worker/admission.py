@@ -69,9 +69,11 @@ class Admission:
         while self._short:
             if (request := self._short.pop(0)).row >= 0:
                 return request
-        self._prompts = [request for request in self._prompts if request.row >= 0]
-        self._forced = [request for request in self._forced if request.row >= 0]
-        request = self._turn()
+        request = None
+        if self._prompts or self._forced:
+            self._prompts = [request for request in self._prompts if request.row >= 0]
+            self._forced = [request for request in self._forced if request.row >= 0]
+            request = self._turn()
         if request is None:
             return self._admit(step) if self._waiting else None
         forced = request in self._forced

@@ -260,7 +260,9 @@ def from_run(
         raise ValueError(f"adapter: {run.adapter!r} is not loaded")
     wanted = run.sampling.max_tokens
     limit = max_model_len if wanted is None else min(run.prompt_len + max(wanted, 0), max_model_len)
-    _check_sampled_ids(run.sampling, vocab_size)
+    s = run.sampling
+    if s.logit_bias or s.allowed_token_ids or s.bad_token_ids or s.stop_token_ids:
+        _check_sampled_ids(s, vocab_size)
     request = Request(run, max(limit, total), eos_ids, adapter)
     if request.adjusted and request.limit > total and not request.may_be_next(vocab_size).any():
         raise BadSampling(request.restriction, NONE_ALLOWED)

@@ -13,7 +13,7 @@ from stack import Client, stack
 from radixrt import wire
 from radixrt.messages import Ask, Cancel, ChatPrompt, ClearCache, Error, Generate, Sampling, Tokenize, TokenPrompt
 from radixrt.router import gate, loop
-from radixrt.router.gate import Gate
+from radixrt.router.gate import MIN_BYTES, Gate
 from radixrt.wire.heads import DEPTH, ENTRIES, FINE, MALFORMED, NUMBERS, VALUES, read_head
 from tests.waiting import eventually
 
@@ -60,7 +60,9 @@ def test_all_that_msgpack_has_is_read():
 )
 def test_what_is_not_one_map_is_malformed(payload):
     assert head(payload).verdict == MALFORMED
-    assert (Gate(()).refusal(payload).code, Gate("k").refusal(payload).code) == (400, 400)
+    large = payload + b"\xc1" * MIN_BYTES
+    assert (Gate(()).refusal(large).code, Gate("k").refusal(payload).code) == (400, 400)
+    assert Gate(()).refusal(payload) is None, "it is decoded, and refused by that"
 
 
 @pytest.mark.parametrize(
