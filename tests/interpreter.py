@@ -7,9 +7,12 @@ import os
 from types import ModuleType
 
 import numpy as np
+import pytest
 import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+slow_without_gpu = pytest.mark.usefixtures() if torch.cuda.is_available() else pytest.mark.slow
+"""Of tests that take the interpreter many seconds."""
 
 
 def prepare() -> None:

@@ -17,6 +17,7 @@ from radixrt.worker.kv import StatePool
 from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
 from radixrt.worker.model.delta_net import DeltaNet
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
+from tests.interpreter import slow_without_gpu
 from tests.worker.cuda import recurrent
 from tests.worker.cuda.recurrent import BOUNDS, DRAFTED, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
 
@@ -134,6 +135,7 @@ def test_one_token_each(tokens, device):
 WAYS = [("by_chunks", 32), ("by_tokens", 0), pytest.param("by_chunks", 0, marks=pytest.mark.slow)]
 
 
+@slow_without_gpu
 @pytest.mark.parametrize(
     ("way", "few"),
     [("by_chunks", 32), *(pytest.param(*way, marks=pytest.mark.slow) for way in (("by_chunks", 0), ("by_tokens", 0)))],

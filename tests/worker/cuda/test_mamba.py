@@ -26,6 +26,7 @@ from radixrt.worker.model.mamba import gated, state_space
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.sharding import Shard
+from tests.interpreter import slow_without_gpu
 from tests.worker.cuda import recurrent
 from tests.worker.cuda.recurrent import BOUNDS, DRAFTED, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of
 
@@ -215,6 +216,7 @@ def test_states_are_stored_within_a_step(way, device):
         recurrent.check_states_within_a_step(Case(spec, stops[2] + 5, device), way, stops)
 
 
+@slow_without_gpu
 def test_a_step_of_a_layer(device):
     """Decodes and parts of sequences, by the kernels that their step has; also where these compute token by token."""
     for spec in specs(device):

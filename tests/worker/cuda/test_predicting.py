@@ -16,6 +16,7 @@ from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.work import FIELDS
 from radixrt.worker.plan import Draft, Plan
+from tests.interpreter import slow_without_gpu
 from tests.worker.cuda.test_runner import LINEAR, SIZES
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import make_model
@@ -72,6 +73,7 @@ def test_proposals_are_the_reference_s(made, page_size):
         assert ids == reference.propose(tokens, COUNT)[: len(ids)]
 
 
+@slow_without_gpu
 @pytest.mark.parametrize(
     "how",
     [

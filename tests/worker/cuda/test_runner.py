@@ -28,6 +28,7 @@ from radixrt.worker.matching import Matcher
 from radixrt.worker.plan import Moves
 from radixrt.worker.sharing import Cost
 from radixrt.worker.vocabulary import Vocabulary
+from tests.interpreter import slow_without_gpu
 from tests.worker.cuda.ragged import PlainFlashInfer
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import GEMMA_4_MOE, make_model
@@ -222,6 +223,7 @@ class Late(HostPool):
             self.arrive()
 
 
+@slow_without_gpu
 def test_states_come_back_before_they_are_read(tmp_path, monkeypatch):
     """A step in which other requests decode does not wait for them; the device has room for two of three requests."""
     for name, value in (("branching.LEAST", 2), ("branching.TAIL", 2), ("scheduler.MANY", 1)):
