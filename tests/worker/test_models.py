@@ -397,11 +397,9 @@ class TestGreedyTokens:
         "deepseek_v32",
         "gpt_oss",
         "gemma3_text",
-        "gemma4_text",
-        "llama4_text",
         *(
             pytest.param(family, marks=pytest.mark.slow)
-            for family in ("qwen3", "glm4_moe", "minimax_m2", "gemma2", "mimo_v2_flash")
+            for family in ("qwen3", "glm4_moe", "minimax_m2", "gemma2", "gemma4_text", "llama4_text", "mimo_v2_flash")
         ),
     ],
 )
@@ -429,7 +427,7 @@ def test_warm_is_cold_in_quantized_pages(expected, family, kv_dtype):
         ("deepseek_v32", {}),
         pytest.param("glm_moe_dsa", {}, marks=pytest.mark.slow),
         pytest.param("gemma2", {}, marks=pytest.mark.slow),
-        ("gemma4_text", {}),
+        pytest.param("gemma4_text", {}, marks=pytest.mark.slow),
         pytest.param("mimo_v2_flash", {}, marks=pytest.mark.slow),
         pytest.param("llama4_text", {}, marks=pytest.mark.slow),
         pytest.param("gemma4_text", GEMMA_4_MOE, marks=pytest.mark.slow),

@@ -152,6 +152,7 @@ def test_padding_is_not_stored(device):
     recurrent.check_padding_is_not_stored(Case(specs(device)[0], 40, device))
 
 
+@slow_without_gpu
 @pytest.mark.usefixtures("steady_products")
 @pytest.mark.parametrize(
     ("way", "first", "end", "all_"),
@@ -168,6 +169,7 @@ def test_token_by_token_it_does_not_matter_where_steps_end(device):
         recurrent.check_tokens_do_not_depend_on_steps(Case(spec, 20, device))
 
 
+@slow_without_gpu
 def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
     for spec in some(device):
         recurrent.check_chunks_in_several_steps(Case(spec, 200, device), device)
@@ -303,6 +305,7 @@ def test_lists_are_cut_where_states_are_stored():
     assert sequences.tolist() == [[2, 4, 4], [0, 2, 9]]
 
 
+@slow_without_gpu
 @pytest.mark.usefixtures("steady_products")
 @pytest.mark.parametrize(("way", "few"), WAYS)
 def test_states_are_stored_within_a_step(way, few, device, monkeypatch):

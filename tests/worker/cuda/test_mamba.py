@@ -135,6 +135,7 @@ def test_one_token_each(elements, device):
         recurrent.check_one_token_each(Case(spec, 6, device), device, elements=elements)
 
 
+@slow_without_gpu
 @pytest.mark.parametrize(
     ("way", "many"), [("by_chunks", 1), pytest.param("by_chunks", 1 << 30, marks=pytest.mark.slow), ("by_tokens", 1)]
 )
@@ -158,6 +159,7 @@ def test_padding_is_not_stored(device):
     recurrent.check_padding_is_not_stored(Case(specs(device)[0], 40, device))
 
 
+@slow_without_gpu
 @pytest.mark.usefixtures("steady_products")
 @pytest.mark.parametrize(
     ("way", "first", "end", "all_"),
@@ -174,6 +176,7 @@ def test_token_by_token_it_does_not_matter_where_steps_end(device):
         recurrent.check_tokens_do_not_depend_on_steps(Case(spec, 20, device))
 
 
+@slow_without_gpu
 def test_chunks_give_what_tokens_give_after_steps_that_end_anywhere(device):
     for spec in some(device):
         recurrent.check_chunks_in_several_steps(Case(spec, 200, device), device)
@@ -208,6 +211,7 @@ def test_small_time_steps_are_exact(device):
         assert wrong < limit(device), slot
 
 
+@slow_without_gpu
 @pytest.mark.usefixtures("steady_products")
 @pytest.mark.parametrize("way", ["by_chunks", "by_tokens"])
 def test_states_are_stored_within_a_step(way, device):
@@ -278,6 +282,7 @@ def test_drafted_tokens(by_tokens, device):
         )
 
 
+@slow_without_gpu
 @pytest.mark.parametrize("counts", [[1, 1, 1], [70, 20]])
 def test_the_benchmark_checks_its_answers(counts, device, monkeypatch):
     """With a small shape, in float32; all that it times is run once."""

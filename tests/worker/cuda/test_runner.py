@@ -65,7 +65,7 @@ LAST_LINEAR = ["linear_attention", "full_attention", "linear_attention"]
         "deepseek_v3",
         pytest.param("deepseek_v32", marks=pytest.mark.slow),
         pytest.param("glm_moe_dsa", marks=pytest.mark.slow),
-        "qwen3_next",
+        pytest.param("qwen3_next", marks=slow_without_gpu),
         pytest.param("qwen3_5_text", marks=pytest.mark.slow),
         pytest.param("olmo_hybrid", marks=pytest.mark.slow),
         pytest.param("kimi_linear", marks=pytest.mark.slow),
