@@ -96,6 +96,7 @@ gpu-bench: .gpu/site
 bench: .venv/installed-test
 	$(BIN)/python -m bench.tree
 	$(BIN)/python -m bench.scheduler
+	$(BIN)/python -m bench.eviction
 	$(BIN)/python -m bench.placement
 	$(BIN)/python -m bench.replay
 	$(BIN)/python -m bench.drafts
