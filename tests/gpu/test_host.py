@@ -15,9 +15,9 @@ from radixrt.worker.cuda.pinned import PinnedMemory
 from radixrt.worker.kv import DTYPES, KVPool, StatePool
 from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.plan import Moves
-from tests.checkpoints import make_model
 from tests.gpu.test_models import OF_FAMILY, SIZES, load
 from tests.worker.engine import Engine, prompts
+from tests.worker.families import make_model
 
 DEVICE = torch.device("cuda", 0)
 

@@ -46,7 +46,8 @@ class Reference:
         both = torch.cat((self._norm(embedded, 0), self._norm(before, 1)), dim=-1)
         x, positions = (both @ self.projection.T)[None], torch.arange(count)[None]
         mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
-        angles = self._model.model.rotary_emb(x, positions)
+        by_grid = self._model.config.model_type.startswith("qwen3_5")  # [3, 1, L], for any version of transformers
+        angles = self._model.model.rotary_emb(x, positions.expand(3, 1, -1) if by_grid else positions)
         out = self._layer(x, attention_mask=mask, position_ids=positions, position_embeddings=angles)
         out = self._norm((out[0] if isinstance(out, tuple) else out)[0], 2)
         return self._model.lm_head(out), out
