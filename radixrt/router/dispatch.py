@@ -127,7 +127,7 @@ class Dispatcher:
         others = (self.in_flight[id] for id in member.runs if id in self.in_flight)
         gave_tokens = any(run.started and run.last_at > since for run in others)
         failures.note_failures(member.record, runs, now, gave_tokens=gave_tokens)
-        ending = [run for run in runs if not failures.next_tries(run, self._able(run))]
+        ending = [run for run in runs if (able := self._able(run)) and not failures.next_tries(run, able)]
         again = [run for run in runs if run not in ending]
         for run in again:
             self._remove(run)

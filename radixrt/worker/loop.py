@@ -131,7 +131,7 @@ class Worker:
         self._drain_until: float | None = None
         """While it drains: when it stops in any case, by time.monotonic()."""
         self._drain_told: float | None = None
-        """When the router was told."""
+        """When the router was told; None if it has to be, since this worker has joined."""
 
     # ------------------------------------------------------------ the loop
 
@@ -360,6 +360,8 @@ class Worker:
         try:
             self._link.send(_encode(message))
             self._joined = True
+            if message is self._registration:
+                self._drain_told = None
         except TimeoutError:
             if self._joined and not self._stopped.is_set():
                 self._join_again("the router does not read")

@@ -146,14 +146,17 @@ class Matcher:
         self.taken += len(ids)
         return ids
 
+    def may_jump(self, request: Request) -> bool:
+        """Whether the request does not sample all tokens."""
+        return self.compiled.spelling is not None and request.jumps
+
     def _forced(self, request: Request, least: int) -> tuple[int, ...]:
         """The tokens of the text that the grammar forces next; empty if they are fewer than `least`, or if the request
         samples all tokens."""
-        spelling = self.compiled.spelling
-        if spelling is None or not request.jumps:
+        if not self.may_jump(request):
             return ()
         text = forced_text(self.matcher)
-        ids = spelling.before(text) if text else ()
+        ids = self.compiled.spelling.before(text) if text else ()
         return ids if len(ids) >= least else ()
 
     def drafted(self, request: Request, ids: Sequence[int]) -> list[int]:

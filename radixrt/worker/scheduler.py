@@ -82,6 +82,7 @@ class Scheduler:
         self._sitting = Sitting(cache, self.running, self._waiting)
         self._slow: set[Request] = set()
         """The requests that had a mask that was late or slow."""
+        self._nothing_planned = False
         self._arrivals = Arrivals()
         self._clock = 0
 
@@ -139,8 +140,8 @@ class Scheduler:
 
     @property
     def all_sit_out(self) -> bool:
-        """Whether there is nothing to plan until a request's mask is there."""
-        return len(self._sitting) > 0 and len(self.running.sitting) + len(self._waiting.parked) == len(self._requests)
+        """Whether the last `plan` found nothing to compute until a request's mask is there."""
+        return len(self._sitting) > 0 and self._nothing_planned
 
     @property
     def queued_tokens(self) -> int:
@@ -155,6 +156,7 @@ class Scheduler:
         """Plan the next step; None if there is nothing to compute or the result of the step before has to be applied
         first. Allocates pages, and inserts the prompt tokens of the step into the tree."""
         running = self.running
+        self._nothing_planned = False
         if kept := self.cache.kept:
             kept.expire() if self._waiting else kept.clear()
         if running.drafting and should_wait(sum(r.pending > 0 for r in running.drafting), running.generating):
@@ -163,6 +165,8 @@ class Scheduler:
         prompts = bool(running.behind or self._waiting)
         drafts = self._speculation.plan(self.drafter, proposes, prompts) if running.drafting else []
         proposes = self._reserve_decodes(proposes)
+        if running.sitting and self._waiting and not self.cache.has_row:
+            self._make_way()
         builder = StepBuilder(self.cache)
         for request, *draft in drafts:
             if request.row >= 0:
@@ -174,6 +178,7 @@ class Scheduler:
             self._counter.count_prompt(request.tenant, taken)
             budget -= taken
         if not running.decoding and not builder.requests:
+            self._nothing_planned = not (self._waiting and self._make_way())
             return None
         self.steps += 1
         decodes = running.decodes()
@@ -235,7 +240,16 @@ class Scheduler:
 
     def _preempt(self, planned: Sequence[Request] = ()) -> Request:
         """Move the youngest running request that is not `planned` for this step back to the queue, and return it."""
-        victim = self.running.youngest(planned)
+        return self._put_back(self.running.youngest(planned))
+
+    def _make_way(self) -> bool:
+        """Park a request that sits out, with its row and pages, for one that waits; False if there is none."""
+        sitting = [request for request in self.running.sitting if not request.pending]
+        if sitting:
+            self._put_back(max(sitting, key=lambda request: request.age))
+        return bool(sitting)
+
+    def _put_back(self, victim: Request) -> Request:
         sits = victim in self.running.sitting and not victim.pending
         self.running.remove(victim)
         self.cache.retire(victim)
@@ -394,6 +408,11 @@ class Scheduler:
                     self._waiting.tokens += len(forced)
                 if request.pending:
                     request.pending, request.discard_until = 0, self.steps
+            if forced is None and request.matcher.may_jump(request):
+                # Not reported yet: another worker that went on from here would not append what is forced.
+                self._slow.add(request)
+                self._sitting.sit(request, self.steps, jump=True)
+                continue
             output = Output(request.id, request.take_unreported(), None, request.cached_tokens)
             if request.sampling.logprobs is not None and logprobs:
                 output.logprobs = logprobs
@@ -422,8 +441,8 @@ class Scheduler:
         return []
 
     def settle(self) -> list[Output]:
-        """Let the requests that sat out go on whose mask is there now. Returns the failures of those that cannot, or
-        that take too long. To be called before `plan`."""
+        """Let the requests that sat out go on whose mask is there now. Returns what was not reported yet of them, and
+        the failures of those that cannot go on, or that take too long. To be called before `plan`."""
         outputs: list[Output] = []
         if not self._slow:
             return outputs
@@ -433,7 +452,10 @@ class Scheduler:
                 outputs.append(self._ending.stop_short(request, problem))
                 continue
             forced, request.matcher.forced = request.matcher.forced, ()
+            withheld = len(request.tokens) > request.reported
             self._force(request, forced)
+            if withheld:
+                outputs.append(Output(request.id, request.take_unreported(), None, request.cached_tokens))
             self._sitting.back(request)
         return outputs
 

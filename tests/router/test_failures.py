@@ -9,7 +9,19 @@ import pytest
 from sim_workers import SimWorker, continuation, ids, register
 
 from radixrt.config import RouterConfig
-from radixrt.messages import Delta, Deltas, Error, Generate, Load, Output, Run, Sampling, StepDone, TokenPrompt
+from radixrt.messages import (
+    Delta,
+    Deltas,
+    DrainWorker,
+    Error,
+    Generate,
+    Load,
+    Output,
+    Run,
+    Sampling,
+    StepDone,
+    TokenPrompt,
+)
 from radixrt.report import Report
 from radixrt.report.metrics import render
 from radixrt.router import failures, status
@@ -560,3 +572,20 @@ def test_a_held_run_is_sent_when_the_client_of_the_one_in_trial_has_left():
     cluster.perform(cluster.core.cancel(b"c", cluster.core._dispatcher.in_flight[run].request.id))
     cluster.perform(cluster.core.tick(cluster.now))
     assert len(cluster.workers["w0"].sequences) == cluster.core.runs_in_flight == 1
+
+
+def test_poison_on_the_only_worker_while_it_drains_takes_nobody_along():
+    """The others wait until it serves again."""
+    cluster = Cluster(1, breaks=lambda name, run: is_poison(run))
+    for id in range(3):
+        cluster.ask(id, prompt(id))
+    cluster.ask(9, ids(666))
+    cluster.perform(cluster.core.drains.ask(b"d", DrainWorker(id=1, worker="w0", restart=True), cluster.now))
+    cluster.turn()
+    assert not cluster.errors and cluster.core.runs_in_flight == 4
+    cluster.perform(cluster.core.leave("w0", cluster.now, planned=True))
+    cluster.workers["w0"] = SimWorker("w0", RadixTree(events=True), pool=10_000)
+    cluster.perform(cluster.core.register(register("w0", pid=2), cluster.now))
+    cluster.finish()
+    assert cluster.errors.keys() == {9}
+    assert all(cluster.answer(id) == continuation(prompt(id), 4) for id in range(3))

@@ -677,6 +677,20 @@ def test_a_worker_that_is_told_to_stop_says_so_and_finishes():
         assert serving.restart and not serving.dismissed
 
 
+def test_a_worker_that_drains_says_so_again_when_it_joins_again():
+    """A router that has started anew does not know."""
+    with worker(FakeRunner(num_pages=400, decode_step=0.005)) as (router, serving):
+        serving._shutdown_timeout = 60.0
+        router.tell(run(1, [5, 6, 7], Sampling(max_tokens=300, temperature=0.0, ignore_eos=True)))
+        eventually(lambda: serving.scheduler.has_work)
+        serving.drain()
+        router.hear(lambda messages: any(isinstance(m, Draining) for m in messages))
+        router.messages.clear()
+        router.tell(Unknown())
+        router.hear(lambda messages: any(isinstance(m, Draining) for m in messages), 0.5)
+        assert [type(m) for m in router.messages if isinstance(m, Register | Draining)] == [Register, Draining]
+
+
 def test_told_twice_or_without_a_router_it_stops_by_itself(monkeypatch):
     monkeypatch.setattr(loop, "NO_ROUTER_SECONDS", 0.05)
     for times, timeout in ((1, 60.0), (2, 60.0), (1, 0.0)):

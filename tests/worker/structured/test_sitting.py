@@ -161,3 +161,42 @@ def test_what_the_step_in_flight_samples_after_a_late_mask_is_discarded(grammars
     monkeypatch.setattr(fake, "fill_masks", late)
     engine, id = made()
     assert engine.tokens(id) == expected and engine.last(id).finish == "stop" and len(calls) > 10
+
+
+@pytest.mark.parametrize("states", [0, 40])
+@pytest.mark.parametrize("sizes", [{"rows": 1}, {"num_pages": 75, "page_size": 1}])
+def test_who_sits_out_keeps_nobody_waiting(grammars, sizes, states):
+    """Neither with its row nor with its pages. Without anything else to do, the loop need not look all the time."""
+    sampling = msgspec.structs.replace(sampled(ZONES), max_tokens=20)
+    expected = Follower(grammars).generate([[5] * 50], sampling)
+    engine = Follower(grammars, num_states=states, **sizes)
+    first = engine.add([5] * 50, sampling)
+    while not engine.tokens(first):
+        engine.step()
+    request = engine.scheduler._requests[first]
+    request.matcher.busy = True
+    engine.scheduler._sitting.sit(request, engine.scheduler.steps, jump=False)
+    engine.scheduler._slow.add(request)
+    second = engine.add([8] * 30, PLAIN)
+    for _ in range(60):
+        engine.step()
+    assert engine.outputs[second] and engine.last(second).finish == "length" and engine.scheduler.all_sit_out
+    request.matcher.busy = False
+    engine.finish()
+    assert [engine.tokens(first)] == expected
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_another_worker_goes_on_from_what_was_reported_with_the_same_tokens(grammars, slow, overlaps):
+    """Whatever was forced after it, although that takes long to be known."""
+    sampling, prompt = sampled(Grammar("regex", "([ab]xye [0-9]{2,4}; ){6}")), [5, 6, 7]
+    engine, reported = Follower(grammars, overlaps=overlaps), set()
+    id = engine.add(prompt, sampling)
+    while engine.step():
+        reported.add(tuple(engine.tokens(id)))
+    expected = engine.tokens(id)
+    other = Follower(grammars, overlaps=overlaps)
+    ids = {other.add([*prompt, *tokens], sampling, prompt_len=3): tokens for tokens in reported - {tuple(expected)}}
+    other.finish()
+    assert len(ids) > 10
+    assert all([*tokens, *other.tokens(id)] == expected for id, tokens in ids.items())
