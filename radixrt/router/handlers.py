@@ -186,8 +186,9 @@ class Handlers:
         saving = self._programs.saving(tenant, request)
         if isinstance(request, Generate) and request.sampling.grammar:
             await check_aside(request.sampling.grammar, owner=request.api_key)
-        self._programs.check_room(prompt, self._core.room(request))
-        ids = await self._programs.prompt(tenant, prompt, saving)
+        room = self._core.room(request)
+        self._programs.check_room(prompt, room)
+        ids = await self._programs.prompt(tenant, prompt, saving, room)
         request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
         if isinstance(request, Score):
             request = await encode(request, self._text, namespace_of(tenant, request.cache_salt))

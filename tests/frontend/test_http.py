@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.frontend.protocol import MAX_PIPELINED
 from radixrt.frontend.server import FrontendThread, listen
 from radixrt.launch import start_child, stop_children
 from radixrt.local import LocalStack
@@ -550,6 +551,21 @@ def test_a_client_that_does_not_read_is_cut_off(slow_url, monkeypatch):
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
         sock.sendall(head % len(body) + body)
         assert wait_until_idle(slow_url)
+
+
+def test_only_so_many_requests_of_a_connection_wait(url):
+    """A read of the connection may bring thousands of them."""
+    one = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for count, all_of_them in ((MAX_PIPELINED, True), (20 * MAX_PIPELINED, False)):
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=10) as client:
+            answers = b""
+            try:
+                client.sendall(one * count)
+                while answers.count(b" 200 OK") < count and (more := client.recv(1 << 16)):
+                    answers += more
+            except ConnectionError:
+                pass
+        assert (answers.count(b" 200 OK") == count) == all_of_them
 
 
 def test_many_streams_at_once(slow_url):

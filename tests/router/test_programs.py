@@ -306,7 +306,7 @@ def test_a_pause_ends_also_where_the_request_is_cancelled_while_it_is_encoded(ru
     client.ask(Pause(id=2, scope=SCOPE, state=1))
     began = threading.Event()
 
-    async def never(tenant, prompt, saving) -> None:
+    async def never(*_) -> None:
         began.set()
         await asyncio.sleep(60)
 
