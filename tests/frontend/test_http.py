@@ -195,6 +195,27 @@ def test_tokenize_and_detokenize(http):
         assert http.post("/detokenize", json={"tokens": tokens}).status_code == 400
 
 
+def test_a_text_of_very_many_tokens_is_not_listed(http, monkeypatch):
+    monkeypatch.setattr("radixrt.frontend.tokenization.MOST_LISTED", 1000)
+    for prompt in ("The dog barks. " * 300, "The dog barks. " * 30_000):
+        refused = http.post("/tokenize", json={"prompt": prompt})
+        assert refused.status_code == 400 and "more than 1000 tokens" in error_of(refused)["message"]
+    assert http.post("/tokenize", json={"prompt": "The dog barks. " * 30}).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["model", "cache_salt"])
+def test_names_are_short(http, field):
+    """They become part of namespaces, which are kept."""
+    named = {"model": "m", field: "x" * 2000}
+    ask = {"max_tokens": 1, "max_output_tokens": 16, "messages": HELLO, "prompt": "a", "input": "a"} | named
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
+        refused = http.post(path, json=ask)
+        assert refused.status_code == 400 and "Expected `str` of length <= 1024" in error_of(refused)["message"]
+    native = {"type": "generate", "id": 1, "prompt": {"type": "text", "text": "a"}}
+    refused = http.post("/v1/native", json=native | named)
+    assert refused.status_code == 400 and refused.json()["field"] == field
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

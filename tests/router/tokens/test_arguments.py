@@ -13,7 +13,7 @@ from radixrt.router.tokens.chat import ChatTemplates
 from radixrt.router.tokens.rewriting import MAX_PARSED
 from radixrt.router.tokens.text import is_short_chat
 
-TEMPLATE = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.arguments|tojson }};{% endfor %}{% endfor %}"
+TEMPLATE = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }};{% endfor %}"
 MANY = '{"a": [' + "[]," * 3_000_000 + "[]]}"
 
 
