@@ -154,7 +154,7 @@ class RouterServer:
             return
         try:
             self._clients.heard(client, message)
-            self.take(client, message)
+            self._handlers.take(client, message, len(payload))
         except Exception:
             log.exception("a message of a client failed")
             self._answer(client, Error(message.id, 500, FAILED))
