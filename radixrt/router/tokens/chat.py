@@ -183,6 +183,8 @@ class _Template:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+        except (RecursionError, MemoryError):
+            raise ValueError("chat template: it is nested too deeply") from None
         self.takes_parts = any(_is_named(loop.iter, "content") for loop in tree.find_all(nodes.For))
         sets = (node for node in tree.find_all(nodes.Assign) if _is_named(_first(node.node), "arguments"))
         names = {"arguments", *(node.target.name for node in sets if isinstance(node.target, nodes.Name))}
