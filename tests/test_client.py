@@ -389,7 +389,7 @@ def test_the_router_does_not_answer():
     )
     try:
         with Client("inproc://hang", timeout=0.2) as client:
-            router.server.take = lambda client, message: time.sleep(0.6)
+            router.server.take = lambda *_: time.sleep(0.6)
             with pytest.raises(ServerError, match="does not answer"):
                 client.health()
     finally:

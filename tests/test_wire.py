@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 import uvloop
@@ -44,6 +45,29 @@ def test_ten_thousand_messages_each_way_arrive_in_order(address):
         server.close()
 
     run(main())
+
+
+def test_others_are_served_between_large_messages(address):
+    async def main():
+        loop, turn, heard = asyncio.get_running_loop(), 0, []
+
+        def next_turn() -> None:
+            nonlocal turn
+            turn += 1
+            loop.call_soon(next_turn)
+
+        server = wire.RouterSocket(address, lambda _, payload: heard.append(turn))
+        client = wire.DealerSocket(server.address, print)
+        for _ in range(8):
+            client.send(bytes(2 << 20))
+        time.sleep(0.2)  # all of them arrive
+        next_turn()
+        await until(lambda: len(heard) == 8)
+        client.close()
+        server.close()
+        return heard
+
+    assert len(set(run(main()))) >= 4
 
 
 def test_an_edge_swallowed_by_a_send_is_not_lost(address):

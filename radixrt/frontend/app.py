@@ -19,7 +19,7 @@ from radixrt.frontend.adapters import ADAPTER_PATHS, AdapterRoutes
 from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.routes import MessageRoutes
-from radixrt.frontend.body import check_shape, read_body
+from radixrt.frontend.body import Bodies, Held, check_shape, read_body, release
 from radixrt.frontend.errors import ApiError, api_error
 from radixrt.frontend.generation import Generation
 from radixrt.frontend.guard import (
@@ -59,6 +59,7 @@ class Frontend:
     def __init__(self, config: FrontendConfig, text: TextService, here: Here | None = None) -> None:
         self.config = config
         self._tenants = parse_api_keys(config.api_key)
+        self._bodies = Bodies()
         self._link = RouterLink(config.router, here)
         self._peers = Peers(lambda: self._link.transport) if config.share_sessions else None
         prompts = Prompts(config, text, self._peers, self._tenant, self._link.max_model_len)
@@ -135,6 +136,8 @@ class Frontend:
                 return await handler(request, key)
             except (ApiError, FieldError, ServerError) as problem:
                 return _response(told(api_error(problem)))
+            finally:
+                release(request)
 
         return guarded
 
@@ -186,7 +189,8 @@ class Frontend:
         if keyless and self._tenants:
             limit = min(self.config.max_body_bytes, MOST_KEYLESS_BYTES)
             return await read_body(request, limit, _keyless)
-        return await read_body(request, self.config.max_body_bytes, _too_large)
+        held = Held(self._bodies, self._tenants.get(key_of(request), ""))
+        return await read_body(request, self.config.max_body_bytes, _too_large, held)
 
 
 def _equal(key: str, known: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -25,6 +26,10 @@ MIN_BYTES = 64 << 10
 """Smaller bodies cannot hold so much that it matters, and are parsed at once."""
 MIN_THREAD_BYTES = 1 << 20
 """Larger ones are looked through in a thread, at about 1 GB/s and without Python's lock."""
+MAX_TENANT_BYTES = 256 << 20
+"""The most bytes of a tenant's bodies that are being read, parsed or encoded, unless a single one has more."""
+HELD = "radixrt.held"
+"""A key of a scope: what gives back the bytes of its body, once."""
 SIZE = "radixrt.body_bytes"
 """A key of a scope: the size of the body that was read."""
 T = TypeVar("T")
@@ -37,9 +42,56 @@ _WORDS = {
 }
 
 
-async def read_body(request: Request, limit: int, too_large: Callable[[int], ApiError]) -> bytes:
+class Bodies:
+    """The bytes of bodies by tenant, from when they are read until their requests are sent to the router."""
+
+    def __init__(self) -> None:
+        self._tenants: Counter[str] = Counter()
+
+    def add(self, tenant: str, more: int, own: int) -> None:
+        """Count `more` bytes of a body, of which `own` are counted. Raises ApiError (429) if the tenant's are too
+        many."""
+        total = self._tenants[tenant] + more
+        if total > MAX_TENANT_BYTES and total > own + more:
+            raise ApiError(429, "too many bytes of requests are being read", retry_after=1.0)
+        self._tenants[tenant] = total
+
+    def remove(self, tenant: str, size: int) -> None:
+        self._tenants[tenant] -= size
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+
+
+class Held:
+    """What is counted of one body."""
+
+    __slots__ = ("_bodies", "_size", "_tenant")
+
+    def __init__(self, bodies: Bodies, tenant: str) -> None:
+        self._bodies, self._tenant, self._size = bodies, tenant, 0
+
+    def grow(self, size: int) -> None:
+        """The body has so many bytes by now."""
+        self._bodies.add(self._tenant, size - self._size, self._size)
+        self._size = size
+
+    def release(self) -> None:
+        if self._size:
+            self._bodies.remove(self._tenant, self._size)
+            self._size = 0
+
+
+def release(request: Request) -> None:
+    """The body of a request is not needed any more."""
+    if (held := request.scope.pop(HELD, None)) is not None:
+        held.release()
+
+
+async def read_body(
+    request: Request, limit: int, too_large: Callable[[int], ApiError], held: Held | None = None
+) -> bytes:
     """The body of a request. Raises `too_large(limit)` if it has more than `limit` bytes, before they are read if it
-    says so."""
+    says so. Long ones are counted in `held`, until `release`."""
     headers = headers_of(request)
     if (coding := headers.get(b"content-encoding", "")) not in ("", "identity"):
         raise ApiError(415, f"content-encoding: {coding} is not served; send the body as it is", "content-encoding")
@@ -55,6 +107,9 @@ async def read_body(request: Request, limit: int, too_large: Callable[[int], Api
         size += len(parts[-1])
         if size > limit:
             raise too_large(limit)
+        if size > MIN_BYTES and held is not None:
+            request.scope[HELD] = held
+            held.grow(size)
         more = message.get("more_body", False)
     request.scope[SIZE] = size
     return parts[0] if len(parts) == 1 else b"".join(parts)

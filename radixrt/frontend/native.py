@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixrt.frontend.answer import StreamAnswer
+from radixrt.frontend.body import release
 from radixrt.frontend.errors import ApiError, api_error
 from radixrt.frontend.guard import key_of
 from radixrt.frontend.link import RouterLink
@@ -47,6 +48,8 @@ class Native:
             return await self._answer(request)
         except (ApiError, FieldError, ServerError) as problem:
             return _response(api_error(problem))
+        finally:
+            release(request)
 
     async def _answer(self, request: Request) -> StreamAnswer:
         """Answer a request. A key in the header takes precedence over the message's own."""

@@ -33,6 +33,8 @@ takes quadratic time for a value or URL that arrives in many parts."""
 
 REFUSED_SECONDS = 1.0
 """How long a connection beyond the limit is kept for its request, which gets status 503."""
+MAX_PIPELINED = 256
+"""The most requests of a connection that wait for the one that is being answered. A read may bring thousands."""
 MAX_DISCARDED_BYTES = 32 << 20
 """The most bytes of a body that are read, and thrown away, after its request was answered. A client that sends all of
 its body before it reads would not see the answer if the connection were closed at once."""
@@ -172,6 +174,9 @@ class PatientProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self.transport.abort()
+            raise ConnectionError("too many requests at once")  # ends the parsing
         self._in_head = False
         self._head_bytes = None
         self._discarded = 0

@@ -22,7 +22,7 @@ from radixrt.frontend.history import checked_messages
 from radixrt.frontend.logprobs import Wanted
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import NO_TOOLS, ToolUse, tool_use
-from radixrt.messages import ChatPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.messages import ChatPrompt, Name, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.router.tokens import cut_ids, parse_ids
 from radixrt.router.validate import MAX_BIASES, MAX_LOGPROBS
 
@@ -65,7 +65,7 @@ Unserved = msgspec.defstruct(
 class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     """Fields of both kinds of request; None counts as absent."""
 
-    model: str | None = None
+    model: Name | None = None
     max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -95,7 +95,7 @@ class Common(Unserved, kw_only=True):  # type: ignore[misc, valid-type]
     prompt_logprobs: Int | None = None
     truncate_prompt_tokens: Int | None = None
     """Only so many of the last tokens of a prompt are used."""
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     response_format: dict[str, Any] | None = None
     user: str | None = None
 

@@ -10,6 +10,7 @@ from typing import Any
 from radixrt.frontend.errors import refuse
 from radixrt.frontend.parsing import json_schema
 from radixrt.messages import Grammar
+from radixrt.router.grammar import MAX_TEXT
 
 OBJECT = Grammar("json_schema", '{"type":"object"}')
 
@@ -163,6 +164,8 @@ def _text(value: Any, field: str) -> str:
 
 
 def _loaded(text: str, field: str) -> Any:
+    if len(text) > MAX_TEXT:
+        refuse(field, f"has {len(text)} characters, at most {MAX_TEXT} are served")
     try:
         return json.loads(text)
     except ValueError as problem:

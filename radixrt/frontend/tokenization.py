@@ -16,17 +16,28 @@ from radixrt.frontend.guard import json_response
 from radixrt.frontend.link import RouterLink
 from radixrt.frontend.schema import Int, chat_prompt, parse
 from radixrt.frontend.tools import tool_use
-from radixrt.messages import Prompt, TextPrompt
-from radixrt.router.errors import FieldError
+from radixrt.messages import TOKEN_BYTES, Name, Prompt, TextPrompt
+from radixrt.router.errors import FieldError, Room
 from radixrt.router.tokens import TextService, Tokenizer
 from radixrt.router.tokens.text import STEP_IDS
 from radixrt.router.tokens.turns import Steps
+
+MOST_LISTED = 1 << 20
+"""The most tokens that are listed: as many as the numbers of a body, so that they can be decoded again."""
+
+
+class Listed(Room):
+    """Room for MOST_LISTED tokens."""
+
+    def check(self, tokens: int, *, whole: bool = True) -> None:
+        if tokens > self.limit:
+            raise FieldError("prompt", f"prompt: it has more than {self.limit} tokens, which are not listed")
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
     """POST /tokenize: `prompt`, or `messages` of a chat."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -47,7 +58,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 class DetokenizeBody(msgspec.Struct, kw_only=True):
     """POST /detokenize."""
 
-    model: str | None = None
+    model: Name | None = None
     tokens: list[Int]
 
 
@@ -86,7 +97,10 @@ class Tokenization:
         prompt = await apart(is_large(request), body.to_prompt)
         await self._link.check_model(body.model, key)
         try:
-            ids = token_list(await self._text.encode(prompt, self._namespace(key, None)))
+            room = Listed(MOST_LISTED)
+            encoded = await self._text.encode(prompt, self._namespace(key, None), room)
+            room.check(len(encoded) // TOKEN_BYTES)
+            ids = token_list(encoded)
         except FieldError as problem:
             raise api_error(problem, {"template_args": "chat_template_kwargs"}) from None
         answer = {"count": len(ids), "max_model_len": await self._max_model_len(key), "tokens": ids}
@@ -94,7 +108,7 @@ class Tokenization:
         texts = None
         if body.return_token_strs and tokenizer:
             texts = await self._text.run(self._namespace(key, None), _token_texts(tokenizer, ids))
-        return json_response(answer | {"token_strs": texts})
+        return await apart(len(ids) > STEP_IDS, lambda: json_response(answer | {"token_strs": texts}))
 
     async def detokenize(self, request: Request, key: str) -> Response:
         body = parse(_detokenize, await self._read(request))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from radixrt.messages.prompts import Prompt, StatePrompt, TextPrompt, TokenPrompt
-from radixrt.messages.shared import Number, Origin, Sampling, Scope, SessionFacts
+from radixrt.messages.shared import Name, Number, Origin, Sampling, Scope, SessionFacts
 
 
 class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True):
@@ -25,13 +25,13 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     id: int
     prompt: Prompt | StatePrompt
     sampling: Sampling = Sampling()
-    model: str = ""
+    model: Name = ""
     n: int = 1
     stream: bool = True
     text: bool = True
     origin: Origin = Origin()
     api_key: str = ""
-    cache_salt: str = ""
+    cache_salt: Name = ""
     pin: list[tuple[int, float]] = []
     session: SessionFacts = SessionFacts()
     prompt_logprobs: bool = False
@@ -43,10 +43,10 @@ class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):
     id: int
     prompt: Prompt | StatePrompt
     choices: list[TextPrompt | TokenPrompt]
-    model: str = ""
+    model: Name = ""
     origin: Origin = Origin()
     api_key: str = ""
-    cache_salt: str = ""
+    cache_salt: Name = ""
 
 
 class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):
@@ -83,7 +83,7 @@ class Ask(msgspec.Struct, tag="ask", kw_only=True):
 
     id: int
     what: Literal["health", "models", "model", "report", "metrics"]
-    model: str = ""
+    model: Name = ""
     api_key: str = ""
 
 

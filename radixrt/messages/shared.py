@@ -61,12 +61,17 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: Grammar | None = None
 
 
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+"""Of a model, or a salt: they become part of a namespace, which is kept and sent many times."""
+Label = Annotated[str, msgspec.Meta(max_length=1 << 16)]
+
+
 class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a request comes from, for the report: the program, the path of its branch, and the number of forks in that
     path."""
 
-    program: str = ""
-    branch: str = ""
+    program: Label = ""
+    branch: Label = ""
     depth: int = 0
 
 

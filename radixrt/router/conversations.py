@@ -15,6 +15,9 @@ from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.messages import ChatPrompt, Prompt, SessionFacts
 from radixrt.router.errors import Room
 from radixrt.router.tokens import Encoded, Sessions, TextService
+from radixrt.router.tokens.chain import Key
+from radixrt.router.tokens.text import is_short_chat
+from radixrt.router.tokens.turns import in_one_step
 
 _to_json = msgspec.json.Encoder().encode
 _REASONS = {
@@ -71,11 +74,18 @@ class Conversations:
         namespace = namespace_of(tenant, cache_salt)
         if self._sessions is None or not isinstance(prompt, ChatPrompt):
             return Encoded(await self._text.encode(prompt, namespace, room, last), "")
-        if self._peers is not None and (missing := self._sessions.missing(namespace, prompt)):
+        if self._peers is not None and (missing := await self._missing(namespace, prompt)):
             for key, value in zip(missing, await self._peers.recall(missing, api_key), strict=True):
                 if value is not None:
                     self._sessions.learn(namespace, key, value)
         return await self._text.encode_chat(self._sessions, namespace, prompt, room)
+
+    async def _missing(self, namespace: str, prompt: ChatPrompt) -> list[Key]:
+        """The keys of answers that only other processes may know; of a long chat, they are computed in a thread."""
+        if is_short_chat(prompt.messages):
+            return self._sessions.missing(namespace, prompt)
+        work = in_one_step(self._sessions.missing, namespace, prompt)
+        return await self._text.run(namespace, work, "messages")
 
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, api_key: str = "") -> None:
         """Keep the ids of an answer; `message` is the same answer as the client sees it."""

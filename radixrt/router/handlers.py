@@ -86,9 +86,12 @@ class Handlers:
         self._conversations = Conversations(text, config)
         self._shared = SharedMemory(config.shared_bytes)
         self._tasks = Tasks(core, perform)
+        self._size = 0
+        """Of the message that is being handled."""
 
-    def take(self, client: bytes, message: ClientRequest) -> None:
-        """Handle a message of a client."""
+    def take(self, client: bytes, message: ClientRequest, size: int = 0) -> None:
+        """Handle a message of a client, of `size` bytes if they are to be counted."""
+        self._size = size
         try:
             match message:
                 case Generate() | Score():
@@ -148,7 +151,8 @@ class Handlers:
         """Run `work` in a task. Raises Refused (401; 429; or if the id is in flight)."""
         tenant, prompt = self._core.tenant(message.api_key), getattr(message, "prompt", None)
         resumes = isinstance(prompt, StatePrompt) and prompt.resumes
-        self._tasks.start(work, client, message, tenant, self._programs.key(tenant, prompt) if resumes else None)
+        paused = self._programs.key(tenant, prompt) if resumes else None
+        self._tasks.start(work, client, message, tenant, paused, self._size)
 
     def _answer(self, client: bytes, message: ClientReply) -> None:
         self._perform([Reply(client, message)])
@@ -186,8 +190,9 @@ class Handlers:
         saving = self._programs.saving(tenant, request)
         if isinstance(request, Generate) and request.sampling.grammar:
             await check_aside(request.sampling.grammar, owner=request.api_key)
-        self._programs.check_room(prompt, self._core.room(request))
-        ids = await self._programs.prompt(tenant, prompt, saving)
+        room = self._core.room(request)
+        self._programs.check_room(prompt, room)
+        ids = await self._programs.prompt(tenant, prompt, saving, room)
         request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
         if isinstance(request, Score):
             request = await encode(request, self._text, namespace_of(tenant, request.cache_salt))

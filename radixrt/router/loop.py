@@ -154,14 +154,14 @@ class RouterServer:
             return
         try:
             self._clients.heard(client, message)
-            self.take(client, message)
+            self.take(client, message, len(payload))
         except Exception:
             log.exception("a message of a client failed")
             self._answer(client, Error(message.id, 500, FAILED))
 
-    def take(self, client: bytes, message: ClientRequest) -> None:
-        """Handle a message of a client."""
-        self._handlers.take(client, message)
+    def take(self, client: bytes, message: ClientRequest, size: int = 0) -> None:
+        """Handle a message of a client, of `size` bytes if they are to be counted."""
+        self._handlers.take(client, message, size)
 
     # ------------------------------------------------------------ from workers
 

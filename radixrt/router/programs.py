@@ -17,7 +17,7 @@ from radixrt.router.said import FIELD, PromptBuilder, State
 from radixrt.router.states import Key, States
 from radixrt.router.tokens import TextService
 from radixrt.router.tokens.text import INLINE_CHARS, INLINE_MESSAGES
-from radixrt.router.tokens.turns import in_one_step
+from radixrt.router.tokens.turns import Steps, finished
 from radixrt.router.validate import Refused
 
 INLINE_CHAT_CHARS = 32_768
@@ -27,7 +27,7 @@ on."""
 LONG_CHARS = 262_144
 """Prompts of more characters are built in the thread for LONG steps."""
 
-Build = Callable[[State, Sequence[Said], TextService, str], tuple[PromptBuilder, bytes]]
+Build = Callable[[PromptBuilder, Sequence[Said], Room | None], Steps[bytes]]
 
 
 class Saving:
@@ -92,11 +92,11 @@ class Programs:
             for one in prompt.said:
                 self._text.tokenizer.check_room(getattr(one, "text", "") or getattr(one, "content", ""), room)
 
-    async def prompt(self, tenant: str, prompt: StatePrompt, saving: Saving | None) -> bytes:
+    async def prompt(self, tenant: str, prompt: StatePrompt, saving: Saving | None, room: Room | None = None) -> bytes:
         """The token ids of a prompt, whose builder `saving` gets. Raises Refused for an unknown state, and FieldError
-        for what cannot be said (see PromptBuilder)."""
+        for what cannot be said (see PromptBuilder), or does not fit into the `room`."""
         coming = self._coming.get(self.key(tenant, prompt))
-        builder, ids = await self._built(tenant, prompt, _build_and_prompt, coming)
+        builder, ids = await self._built(tenant, prompt, _build_and_prompt, coming, room)
         if saving is not None:
             saving.builder = builder
         return ids
@@ -141,29 +141,34 @@ class Programs:
         prompt: StatePrompt,
         build: Build,
         coming: asyncio.Future[None] | None,
+        room: Room | None = None,
     ) -> tuple[PromptBuilder, bytes]:
         """Build a prompt, after its state is there if it is `coming`; in a thread if there is much to encode."""
         if coming is not None:
             await asyncio.wait([coming])
         state, namespace = self.states.get(self.key(tenant, prompt)), namespace_of(tenant)
+        work = self._steps(state, prompt.said, namespace, room, build)
         if not self._text.has_tokenizer or _is_short(state, prompt.said):
-            return build(state, prompt.said, self._text, namespace)
-        work = in_one_step(build, state, prompt.said, self._text, namespace)
+            return finished(work)
         is_long = _chars(state, prompt.said) > LONG_CHARS
         return await self._text.run(namespace, work, FIELD, long=is_long)
 
+    def _steps(
+        self, state: State, said: Sequence[Said], namespace: str, room: Room | None, build: Build
+    ) -> Steps[tuple[PromptBuilder, bytes]]:
+        builder = PromptBuilder(state, self._text, namespace)
+        ids = yield from build(builder, said, room)
+        return builder, ids
 
-def _build_alone(state: State, said: Sequence[Said], text: TextService, namespace: str) -> tuple[PromptBuilder, bytes]:
-    builder = PromptBuilder(state, text, namespace)
-    builder.add(said)
-    return builder, b""
+
+def _build_alone(builder: PromptBuilder, said: Sequence[Said], room: Room | None) -> Steps[bytes]:
+    yield from builder.add_steps(said)
+    return b""
 
 
-def _build_and_prompt(
-    state: State, said: Sequence[Said], text: TextService, namespace: str
-) -> tuple[PromptBuilder, bytes]:
-    builder, _ = _build_alone(state, said, text, namespace)
-    return builder, builder.prompt()
+def _build_and_prompt(builder: PromptBuilder, said: Sequence[Said], room: Room | None) -> Steps[bytes]:
+    yield from builder.add_steps(said)
+    return (yield from builder.prompt_steps(room))
 
 
 def _is_short(state: State, said: Sequence[Said]) -> bool:

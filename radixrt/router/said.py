@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from radixrt.messages import (
@@ -25,13 +25,16 @@ from radixrt.messages import (
     TurnBegins,
     TurnEnds,
 )
-from radixrt.router.errors import FieldError
+from radixrt.router.errors import FieldError, Room
 from radixrt.router.outline import as_chat, outline
 from radixrt.router.tokens import TextService
+from radixrt.router.tokens.turns import Steps, finished
 
 FIELD = "prompt.said"
 MOST_DECODED = 1 << 20
 """The most tokens that are decoded to find those before a stop string: a caller may name one that is not there."""
+STEP_SAID = 16
+"""What is added in a step."""
 OVERHEAD = 160
 """About the bytes of an object and of the references to it."""
 
@@ -168,7 +171,7 @@ class PromptBuilder:
         """(a rendered chat, characters at its beginning that equal the text of the first parts, number of these
         parts)."""
         if state.answer is not None:
-            self._add_answer(state.answer)
+            finished(self._add_answer(state.answer))
 
     def state(self, namespace: str = "", answer: SaidAnswer | None = None) -> State:
         """The state of all that was said. The builder must not be used afterwards."""
@@ -180,16 +183,22 @@ class PromptBuilder:
 
     def add(self, said: Sequence[Said]) -> None:
         """Add what was said. The time is linear in that, unless the template rewrites earlier text (see `outline`)."""
+        finished(self.add_steps(said))
+
+    def add_steps(self, said: Sequence[Said]) -> Steps[None]:
+        """`add` in steps."""
         open = None if self._open is None else "".join(self._open)
         found = outline(self._text, [message.fields for message in self._messages], open, said)
         prompts = iter([(found.text, end) for end in found.ends] if found else ())
-        for i, one in enumerate(said):
+        for count, (i, one) in enumerate(_joined(said), 1):
+            if count % STEP_SAID == 0:
+                yield
             try:
-                self._add(one, next(prompts, None) if isinstance(one, SaidChoice | SaidAnswer) else None)
+                yield from self._add(one, next(prompts, None) if isinstance(one, SaidChoice | SaidAnswer) else None)
             except _OutOfPlace as problem:
                 raise FieldError(f"{FIELD}[{i}]", f"{FIELD}[{i}]: {problem}") from None
 
-    def _add(self, said: Said, rendered: tuple[str, int] | None) -> None:
+    def _add(self, said: Said, rendered: tuple[str, int] | None) -> Steps[None]:
         match said:
             case SaidText(text=text):
                 self._say(text)
@@ -205,12 +214,13 @@ class PromptBuilder:
                 self._messages.append(Message({"role": "assistant", "content": "".join(self._open)}))
                 self._open = None
             case SaidChoice(text=text):
-                self._end_prompt(rendered)
-                self._parts.append(self._encode(len(self._parts), Part(text)))
+                yield from self._end_prompt(rendered)
+                part = yield from self._encode(len(self._parts), Part(text))
+                self._parts.append(part)
                 self._encoded = len(self._parts)
                 self._continue(text)
             case SaidAnswer():
-                self._add_answer(said, rendered)
+                yield from self._add_answer(said, rendered)
         self._is_prompt = False
 
     def _say(self, text: str) -> None:
@@ -231,13 +241,13 @@ class PromptBuilder:
         if self._open is not None:
             self._open.append(text)
 
-    def _add_answer(self, answer: SaidAnswer, rendered: tuple[str, int] | None = None) -> None:
+    def _add_answer(self, answer: SaidAnswer, rendered: tuple[str, int] | None = None) -> Steps[None]:
         """Add an answer: its token ids as far as they stand for its text, and the rest as text."""
         if self._messages and self._open is None:
             raise _OutOfPlace("an answer outside of the assistant's turn")
         if len(answer.ids) % TOKEN_BYTES:
             raise _OutOfPlace(f"ids of {len(answer.ids)} bytes: they are int32, {TOKEN_BYTES} bytes each")
-        self._end_prompt(rendered)
+        yield from self._end_prompt(rendered)
         ids, kept = ids_of_text(self._text, answer.ids, answer.text, answer.stop, answer.sampling)
         if ids:
             self._append_ids(ids, answer.text[:kept])
@@ -264,12 +274,16 @@ class PromptBuilder:
 
     def prompt(self) -> bytes:
         """Token ids of all that was said, at least one."""
+        return finished(self.prompt_steps())
+
+    def prompt_steps(self, room: Room | None = None) -> Steps[bytes]:
+        """`prompt` in steps. Raises FieldError as soon as it is certain that there is not the `room`."""
         if self._messages and self._open is None:
             raise FieldError(FIELD, f"{FIELD}: in a chat only the assistant generates, in a turn of its own")
-        self._end_prompt()
+        yield from self._end_prompt(None, room)
         return b"".join(part.ids for part in self._parts) or self._text.encode_now(PartsPrompt([]))
 
-    def _end_prompt(self, rendered: tuple[str, int] | None = None) -> None:
+    def _end_prompt(self, rendered: tuple[str, int] | None = None, room: Room | None = None) -> Steps[None]:
         """End a prompt here: encode what is not encoded yet. `rendered`, if known, is (a rendered chat that begins with
         the prompt, the length of the prompt)."""
         if self._is_prompt:
@@ -279,8 +293,10 @@ class PromptBuilder:
                 text = self._text.render(as_chat([message.fields for message in self._messages], "".join(self._open)))
                 rendered = text, len(text)
             self._match_rendered(*rendered)
+        before = sum(len(part.ids or b"") for part in self._parts[: self._encoded]) if room else 0
         for i in range(self._encoded, len(self._parts)):
-            self._parts[i] = self._encode(i, self._parts[i])
+            self._parts[i] = yield from self._encode(i, self._parts[i], room, before // TOKEN_BYTES)
+            before += len(self._parts[i].ids)
         self._encoded, self._is_prompt = len(self._parts), True
 
     def _match_rendered(self, rendered: str, end: int) -> None:
@@ -299,14 +315,11 @@ class PromptBuilder:
         # Without the last part, which may still grow.
         self._matched = rendered, end - len(self._parts[-1].text if self._parts else ""), max(0, len(self._parts) - 1)
 
-    def _encode(self, index: int, part: Part) -> Part:
+    def _encode(self, index: int, part: Part, room: Room | None = None, before: int = 0) -> Steps[Part]:
         if part.ids is not None:
             return part
         alone = TextPrompt(part.text, part.special)
-        if index == 0:
-            ids = self._text.encode_now(alone, self._scope)
-        else:
-            ids = self._text.encode_after(alone, namespace=self._scope)
+        ids = yield from self._text.said_steps(alone, index == 0, self._scope, room, before)
         return Part(part.text, ids, part.special)
 
 
@@ -314,6 +327,17 @@ class Generated(Part):
     """A part whose ids were generated."""
 
     __slots__ = ()
+
+
+def _joined(said: Sequence[Said]) -> Iterator[tuple[int, Said]]:
+    """What was said, and its first index, with neighbouring texts as one: to append one to the other each time would
+    take quadratic time."""
+    for is_text, group in itertools.groupby(enumerate(said), lambda one: isinstance(one[1], SaidText)):
+        if is_text:
+            first, *others = group
+            yield (first[0], SaidText("".join([first[1].text, *(one.text for _, one in others)]))) if others else first
+        else:
+            yield from group
 
 
 class _OutOfPlace(ValueError):

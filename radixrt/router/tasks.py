@@ -24,6 +24,8 @@ from radixrt.router.validate import Refused, refusal
 
 log = logging.getLogger("radixrt.router")
 
+MAX_TENANT_BYTES = 256 << 20
+"""The most bytes of a tenant's messages that have tasks, unless a single one has more."""
 Handler = Callable[[bytes, Any], Coroutine[Any, Any, None]]
 """Takes a client and its message."""
 
@@ -39,10 +41,12 @@ class Tasks:
     def __init__(self, core: RouterCore, perform: Callable[[list[Effect]], None]) -> None:
         self._core = core
         self._perform = perform
-        self._tasks: dict[tuple[bytes, int], tuple[asyncio.Task[None], str]] = {}
-        """(task, tenant) by client and message id."""
+        self._tasks: dict[tuple[bytes, int], tuple[asyncio.Task[None], str, int]] = {}
+        """(task, tenant, bytes of the message) by client and message id."""
         self._tenants: Counter[str] = Counter()
         """Number of tasks by tenant."""
+        self._bytes: Counter[str] = Counter()
+        """Bytes of their messages by tenant."""
         self._resuming: dict[asyncio.Task[None], Key] = {}
         """Tasks that are to end a pause of a state, and have not passed that on to the core."""
 
@@ -61,23 +65,27 @@ class Tasks:
         message: Any,
         tenant: str,
         paused: Key | None = None,
+        size: int = 0,
         *,
         always: bool = False,
     ) -> None:
         """Run `work` for a tenant in a task, which replies with an Error if it fails. Raises Refused if the id is in
-        flight, or there is no place; with `always`, for work that frees resources, a place is not needed. `paused` is a
-        state of which the message ends a pause, even if it is refused."""
+        flight, or there is no place, or none for `size` bytes more; with `always`, for work that frees resources, a
+        place is not needed. `paused` is a state of which the message ends a pause, even if it is refused."""
         try:
             self.check_id(client, message.id)
             if not always and not self._core.has_place(tenant, len(self._tasks), self._tenants[tenant]):
                 raise Refused("", "too many requests in flight", 429, retry_after=1.0)
+            if size and self._bytes[tenant] and self._bytes[tenant] + size > MAX_TENANT_BYTES:
+                raise Refused("", "too many bytes of messages are being worked on", 429, retry_after=1.0)
         except Refused:
             if paused:
                 self._perform(self._core.resume(paused, now()))
             raise
         task = asyncio.get_running_loop().create_task(self._guard(work, client, message))
-        self._tasks[client, message.id] = task, tenant
+        self._tasks[client, message.id] = task, tenant, size
         self._tenants[tenant] += 1
+        self._bytes[tenant] += size
         if paused:
             self._resuming[task] = paused
             task.add_done_callback(self._resume)  # for one that is cancelled before it has begun
@@ -96,14 +104,15 @@ class Tasks:
             error = Error(request_id, 500, "the router failed on this request; its log says why")
             self._perform([Reply(client, error)])
         finally:
-            task, _ = self._tasks.get((client, request_id), (None, ""))
+            task, *_ = self._tasks.get((client, request_id), (None,))
             if task is asyncio.current_task():
                 self._remove(client, request_id)
 
     def _remove(self, client: bytes, request_id: int) -> asyncio.Task[None]:
         """Remove a task, and free its place."""
-        task, tenant = self._tasks.pop((client, request_id))
+        task, tenant, size = self._tasks.pop((client, request_id))
         self._tenants[tenant] -= 1
+        self._bytes[tenant] -= size
         return task
 
     def in_flight(self, client: bytes) -> list[int]:
@@ -139,5 +148,5 @@ class Tasks:
     def close(self) -> None:
         """Cancel all tasks. Pauses stay as they are."""
         self._resuming.clear()
-        for task, _ in self._tasks.values():
+        for task, *_ in self._tasks.values():
             task.cancel()

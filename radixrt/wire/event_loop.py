@@ -30,6 +30,8 @@ from radixrt.wire.sockets import (
 
 _BATCH = 512
 """The most messages that are handled before other callbacks of the event loop run."""
+_BATCH_BYTES = 1 << 20
+"""The same for their bytes; a message may have more."""
 
 UNREAD_MILLISECONDS = 30_000
 """A TCP connection is closed, and what waits for its peer dropped, if nothing of it was read for so long."""
@@ -65,23 +67,26 @@ class _AsyncSocket(abc.ABC):
         """Receive all messages. `woken`: called for the file descriptor; then there nearly always is a message, and
         polling for the first one is omitted."""
         self._drain_scheduled = False
+        size = 0
         for _ in range(_BATCH):
             if self._closed or not (woken or is_readable(self._socket)):
                 return
             woken = False
             try:
-                self._receive_one()
+                size += self._receive_one()
             except zmq.Again:
                 return
             except BaseException:
                 # The event loop logs the error. Messages left in the queue would cause no further edge.
                 self._schedule_drain()
                 raise
+            if size > _BATCH_BYTES:
+                break
         self._schedule_drain()
 
     @abc.abstractmethod
-    def _receive_one(self) -> None:
-        """Receive a message and pass it to the callback. Raises zmq.Again if there is none."""
+    def _receive_one(self) -> int:
+        """Receive a message and pass it to the callback. Returns its size. Raises zmq.Again if there is none."""
 
     def _receive_last(self) -> tuple[bytes, bool]:
         """Receive the rest of a message. Returns (its next frame, whether more frames followed, which are dropped)."""
@@ -140,10 +145,11 @@ class RouterSocket(_AsyncSocket):
         self._on_message = on_message
         super().__init__(socket)
 
-    def _receive_one(self) -> None:
+    def _receive_one(self) -> int:
         identity = self._socket.recv(NOW)
         payload, more = self._receive_last()
         self._on_message(identity, b"" if more else payload)
+        return len(payload)
 
     def send(self, identity: bytes, payload: bytes) -> bool:
         """Queue a message. Returns False if the peer's queue is full, as it does not read. Raises PeerGone if it has
@@ -209,12 +215,13 @@ class Door(_AsyncSocket):
             raise OSError(error.errno, f"cannot listen on {HANDLER}: {error.strerror}") from None
         super().__init__(socket)
 
-    def _receive_one(self) -> None:
+    def _receive_one(self) -> int:
         head, version, request, domain, *rest = self._receive_question()
         allowed = domain != self.domain.encode() or self._is_known(rest)
         answer = (b"200", b"OK", USER) if allowed else (b"400", b"wrong password", b"")
         self._socket.send_multipart([*head, version, request, *answer, b""], NOW)
         self._schedule_drain()
+        return 0
 
     def _receive_question(self) -> Any:
         identity, empty, *frames = self._socket.recv_multipart(NOW)
@@ -261,8 +268,10 @@ class DealerSocket(_AsyncSocket):
     def connected(self) -> bool:
         return not self._closed and (self._always or (self._monitor is not None and self._monitor.connected))
 
-    def _receive_one(self) -> None:
-        self._on_message(self._receive_last()[0])
+    def _receive_one(self) -> int:
+        payload = self._receive_last()[0]
+        self._on_message(payload)
+        return len(payload)
 
     def _look(self) -> None:
         """Handle events of the connection. If ZMQ may have given up connecting, check again later."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import select
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from radixrt.frontend import body as limits
 from radixrt.frontend import generation
 from radixrt.frontend.schema import Chat
 from tests.frontend.conftest import serving
+from tests.waiting import eventually
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 HELLO = {"role": "user", "content": "hi"}
@@ -188,6 +190,21 @@ def test_the_body_of_a_request_without_a_known_key_is_not_read(keyed, method, pa
 def keyed(folder) -> Any:
     with serving(folder, workers=1, api_key=("t:known",)) as frontend:
         yield frontend.url
+
+
+def test_bodies_of_a_tenant_are_bounded_together(keyed, monkeypatch):
+    """Also those of which a part is still to come. One may be as large as a body may be."""
+    monkeypatch.setattr(limits, "MAX_TENANT_BYTES", 500_000)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: known\r\nContent-Length: %d\r\n\r\n"
+    key, large = {"x-api-key": "known"}, {"prompt": "a", "max_tokens": 1, "user": "x" * 600_000}
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(keyed).port))) for _ in "abcd"]
+        for client in clients:
+            client.sendall(head % 200_000 + b" " * 199_999)
+        refused, *_ = select.select(clients, [], [], 10)[0]
+        assert refused.recv(1 << 16).startswith(b"HTTP/1.1 429")
+        assert httpx.post(keyed + COMPLETIONS, headers=key, json=large).status_code == 429
+    eventually(lambda: httpx.post(keyed + COMPLETIONS, headers=key, json=large).status_code == 200)
 
 
 def test_a_client_that_goes_on_sending_after_its_answer_is_cut_off(keyed):

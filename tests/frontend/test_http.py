@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
+from radixrt.frontend.protocol import MAX_PIPELINED
 from radixrt.frontend.server import FrontendThread, listen
 from radixrt.launch import start_child, stop_children
 from radixrt.local import LocalStack
@@ -192,6 +193,27 @@ def test_tokenize_and_detokenize(http):
     assert http.post("/tokenize", json=body).json()["error"]["param"] == "chat_template_kwargs"
     for tokens in ([-1], [99999], [1 << 40], ["a"]):
         assert http.post("/detokenize", json={"tokens": tokens}).status_code == 400
+
+
+def test_a_text_of_very_many_tokens_is_not_listed(http, monkeypatch):
+    monkeypatch.setattr("radixrt.frontend.tokenization.MOST_LISTED", 1000)
+    for prompt in ("The dog barks. " * 300, "The dog barks. " * 30_000):
+        refused = http.post("/tokenize", json={"prompt": prompt})
+        assert refused.status_code == 400 and "more than 1000 tokens" in error_of(refused)["message"]
+    assert http.post("/tokenize", json={"prompt": "The dog barks. " * 30}).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["model", "cache_salt"])
+def test_names_are_short(http, field):
+    """They become part of namespaces, which are kept."""
+    named = {"model": "m", field: "x" * 2000}
+    ask = {"max_tokens": 1, "max_output_tokens": 16, "messages": HELLO, "prompt": "a", "input": "a"} | named
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"):
+        refused = http.post(path, json=ask)
+        assert refused.status_code == 400 and "Expected `str` of length <= 1024" in error_of(refused)["message"]
+    native = {"type": "generate", "id": 1, "prompt": {"type": "text", "text": "a"}}
+    refused = http.post("/v1/native", json=native | named)
+    assert refused.status_code == 400 and refused.json()["field"] == field
 
 
 @pytest.mark.parametrize(
@@ -550,6 +572,21 @@ def test_a_client_that_does_not_read_is_cut_off(slow_url, monkeypatch):
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
         sock.sendall(head % len(body) + body)
         assert wait_until_idle(slow_url)
+
+
+def test_only_so_many_requests_of_a_connection_wait(url):
+    """A read of the connection may bring thousands of them."""
+    one = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for count, all_of_them in ((MAX_PIPELINED, True), (20 * MAX_PIPELINED, False)):
+        with socket.create_connection(("127.0.0.1", httpx.URL(url).port), timeout=10) as client:
+            answers = b""
+            try:
+                client.sendall(one * count)
+                while answers.count(b" 200 OK") < count and (more := client.recv(1 << 16)):
+                    answers += more
+            except ConnectionError:
+                pass
+        assert (answers.count(b" 200 OK") == count) == all_of_them
 
 
 def test_many_streams_at_once(slow_url):

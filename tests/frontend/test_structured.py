@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from radixrt.messages import Grammar
+from radixrt.router.grammar import MAX_TEXT
 from tests.frontend.scripted import Model, scripted
 
 pytest.importorskip("xgrammar")
@@ -112,6 +113,7 @@ BAD = [
     ),
     ({"response_format": "json"}, "response_format"),
     ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": "[" * (MAX_TEXT + 1)}, "guided_json"),
     ({"guided_json": [1]}, "guided_json"),
     ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json"),
     ({"guided_regex": "(("}, "guided_regex"),

@@ -306,7 +306,7 @@ def test_a_pause_ends_also_where_the_request_is_cancelled_while_it_is_encoded(ru
     client.ask(Pause(id=2, scope=SCOPE, state=1))
     began = threading.Event()
 
-    async def never(tenant, prompt, saving) -> None:
+    async def never(*_) -> None:
         began.set()
         await asyncio.sleep(60)
 
@@ -315,6 +315,27 @@ def test_a_pause_ends_also_where_the_request_is_cancelled_while_it_is_encoded(ru
     assert began.wait(5)
     client.send(Cancel(3))
     eventually(lambda: len(server.core.pauses) == 0)
+
+
+def test_messages_that_are_worked_on_are_bounded_in_bytes(running, monkeypatch):
+    """For a tenant, however many clients it has; one may be as large as a message may be."""
+    server, client = running
+
+    async def never(*_) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(server.programs, "prompt", never)
+    monkeypatch.setattr("radixrt.router.tasks.MAX_TENANT_BYTES", 10_000)
+    client.send(Generate(id=1, prompt=say("y" * 20_000)))
+    refused = client.ask(Generate(id=2, prompt=say("y")))
+    assert refused.code == 429 and "too many bytes" in refused.message
+    client.send(Cancel(1))
+    for id, size in ((3, 6000), (4, 3000)):
+        client.send(Generate(id=id, prompt=say("y" * size)))
+    assert client.ask(Generate(id=5, prompt=say("y" * 3000))).code == 429
+    for id in (3, 4):
+        client.send(Cancel(id))
+    eventually(lambda: not server._handlers.busy)
 
 
 @pytest.mark.parametrize("message", ["generate", "score", "fork"])

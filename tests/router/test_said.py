@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from array import array
 from typing import Any
 from unittest import mock
@@ -23,10 +24,10 @@ from radixrt.messages import (
     TurnEnds,
 )
 from radixrt.router import outline
-from radixrt.router.errors import FieldError
+from radixrt.router.errors import FieldError, Room
 from radixrt.router.said import NOTHING, PromptBuilder, ids_of_text
 from radixrt.router.tokens import TextService, load_tokenizer
-from radixrt.router.tokens.turns import Steps
+from radixrt.router.tokens.turns import Steps, finished
 from tests.checkpoints import make_tokenizer
 from tests.lang.oracle import Oracle
 
@@ -329,3 +330,24 @@ def test_the_stop_token_is_said_only_if_the_caller_asked_for_it(folder):
     ):
         assert ids_of_text(text, ids, "xy", END, sampling) == (ids[: 4 * kept], 2)
     assert ids_of_text(text, ids, "xy", None, Sampling()) == (ids, 2)
+
+
+def test_much_that_is_said_takes_short_steps(folder):
+    """Also many texts, each of which is short."""
+    text = services(folder)[0]
+    said = [SaidText("the quick brown fox jumps over " * 400)] * 800
+    builder = PromptBuilder(NOTHING, text)
+    began = time.thread_time()
+    finished(builder.add_steps(said))
+    assert time.thread_time() - began < 0.5, "not quadratic"
+    with pytest.raises(FieldError, match="too long"):
+        finished(builder.prompt_steps(Room(1000)))
+    assert time.thread_time() - began < 1
+
+    said = [SaidText("the quick brown fox jumps over " * 4000), SaidAnswer(b"", "", None, Sampling())] * 2
+    builder = PromptBuilder(NOTHING, text)
+    steps = [*builder.add_steps(said), *builder.prompt_steps()]
+    assert len(steps) > 4
+    whole = PromptBuilder(NOTHING, text)
+    whole.add(said)
+    assert builder.prompt() == whole.prompt()

@@ -19,7 +19,7 @@ from radixrt.frontend.errors import ApiError, refuse
 from radixrt.frontend.schema import Int, thinking_args
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import ToolUse
-from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
+from radixrt.messages import ChatPrompt, Grammar, Name, Prompt, Sampling
 
 UNSERVED = ("compaction", "container", "mcp_servers")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
@@ -29,7 +29,7 @@ THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 class Counted(msgspec.Struct, kw_only=True):
     """POST /v1/messages/count_tokens: the fields that determine the prompt; None counts as absent."""
 
-    model: str
+    model: Name
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -39,7 +39,7 @@ class Counted(msgspec.Struct, kw_only=True):
     output_config: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """As in OpenAI's API here: arguments for the template."""
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     """As in OpenAI's API here: narrows the namespace that the key gives."""
     thread: Any = None
 

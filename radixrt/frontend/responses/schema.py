@@ -19,7 +19,7 @@ from radixrt.frontend.responses.tools import Listed, chosen_of, field_in, flat_n
 from radixrt.frontend.schema import Int, Seed, check_verbosity, effort_args
 from radixrt.frontend.structured import OBJECT, Constraint
 from radixrt.frontend.tools import Tool, ToolUse, tool_use
-from radixrt.messages import ChatPrompt, Grammar, Prompt, Sampling
+from radixrt.messages import ChatPrompt, Grammar, Name, Prompt, Sampling
 
 UNSERVED = ("background", "context_management", "conversation", "moderation", "prompt")
 SAMPLING = (
@@ -32,7 +32,7 @@ class Create(msgspec.Struct, kw_only=True):
     """POST /v1/responses."""
 
     input: str | list[dict[str, Any]] | None = None
-    model: str | None = None
+    model: Name | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -65,7 +65,7 @@ class Create(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    cache_salt: str | None = None
+    cache_salt: Name | None = None
     """As in chats here: narrows the namespace that the key gives."""
     chat_template_kwargs: dict[str, Any] | None = None
     """As in chats here: arguments for the template."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from radixrt.messages import ChatPrompt
-from radixrt.router.tokens.rewriting import REASONING_KEYS
+from radixrt.router.tokens.rewriting import REASONING_KEYS, is_parsed
 from radixrt.router.tokens.turns import Steps, finished
 
 Message = dict[str, Any]
@@ -84,6 +84,8 @@ def _call(call: Any) -> Any:
 def _arguments(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return _plain_numbers(arguments) if arguments is not None else {}
+    if not is_parsed(arguments):
+        return arguments.strip()
     try:
         value = json.loads(arguments, parse_float=_number) if arguments.strip() else {}
         if "\\u" in arguments:

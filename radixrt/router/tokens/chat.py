@@ -20,7 +20,9 @@ from radixrt.router.tokens.rewriting import (
     REASONING_KEYS,
     Message,
     functions_of,
+    is_parsed,
     style_of,
+    values_in,
     ways,
     with_calls,
     with_tools,
@@ -32,6 +34,8 @@ CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 MAX_CHARS = 1 << 26
 """The most characters that a template may write for a chat."""
+MAX_ARGUMENTS = 1 << 20
+"""The most values that the arguments of a chat's calls may hold together: a template gets all of them parsed."""
 MAX_SECONDS = 10.0
 """The most processor time that it may take."""
 PROBE_CHARS = 1 << 20
@@ -128,10 +132,14 @@ class ChatTemplates:
         if reserved:
             raise FieldError("template_args", f"template_args may not set {', '.join(sorted(reserved))}")
         messages: list[Message] = []
+        values = 0
         for at in range(0, len(prompt.messages), STEP_MESSAGES):
             if at:
                 yield
             messages += [_checked(i, one) for i, one in enumerate(prompt.messages[at : at + STEP_MESSAGES], at)]
+            values += sum(map(_argument_values, messages[at:]))
+            if values > MAX_ARGUMENTS:
+                raise FieldError("messages", f"messages: arguments of calls hold more than {MAX_ARGUMENTS} values")
         if not messages:
             raise FieldError("messages", "messages must hold at least one message")
         for at in range(0, len(messages), STEP_MESSAGES):
@@ -175,6 +183,8 @@ class _Template:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+        except (RecursionError, MemoryError):
+            raise ValueError("chat template: it is nested too deeply") from None
         self.takes_parts = any(_is_named(loop.iter, "content") for loop in tree.find_all(nodes.For))
         sets = (node for node in tree.find_all(nodes.Assign) if _is_named(_first(node.node), "arguments"))
         names = {"arguments", *(node.target.name for node in sets if isinstance(node.target, nodes.Name))}
@@ -360,11 +370,18 @@ def _part_text(index: int, position: int, part: Any) -> str:
     return part["text"]
 
 
+def _argument_values(message: Message) -> int:
+    """The most values that the arguments of a message's calls hold."""
+    functions = (call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict))
+    given = (function.get("arguments") for function in functions if isinstance(function, dict))
+    return sum(values_in(arguments) for arguments in given if isinstance(arguments, str))
+
+
 def _with_parsed_arguments(call: Any) -> Any:
     """A tool call with `function.arguments` parsed, if they are a JSON object."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, str):
+    if not isinstance(arguments, str) or not is_parsed(arguments):
         return call
     try:
         parsed = json.loads(arguments) if arguments else {}

@@ -2,33 +2,58 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Sized
+import re
+from collections.abc import Callable, Iterable, Sized
 from datetime import datetime
 from typing import Any, ClassVar, NoReturn
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_format
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_REPEATED = 1 << 24
 """The most elements of a text or list that a template may repeat, and bits of a power."""
 
 
+_LITERAL = re.compile(r"%%|\{\{|\}\}")
+_WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(\d{7,}|\*)")
+_WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{7,}|\{)")
+"""Formats with a width of millions, or one that is an argument."""
+_PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
+TOO_LARGE = "the template computes a value that is too large"
+
+
 class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Refuse products and powers that would take gigabytes."""
-        if operator == "**":
+        if operator == "%":
+            size = _width(_WIDE_PERCENT, left)
+        elif operator == "**":
             size = right * left.bit_length() if isinstance(left, int) and isinstance(right, int) else 0
         else:
             pairs = ((left, right), (right, left))
             size = next((len(a) * b for a, b in pairs if isinstance(a, Sized) and isinstance(b, int)), 0)
         if size > MAX_REPEATED:
-            raise jinja2.TemplateRuntimeError("the template computes a value that is too large")
+            raise jinja2.TemplateRuntimeError(TOO_LARGE)
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to pad a text to gigabytes."""
+        if isinstance(getattr(obj, "__self__", None), str) and obj.__name__ in _PADDING:
+            _check_numbers((*args, *kwargs.values()))
+        return super().call(context, obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """As `call`, for `str.format`."""
+        if isinstance(getattr(value, "__self__", None), str) and _width(_WIDE_BRACES, value.__self__):
+            raise jinja2.TemplateRuntimeError(TOO_LARGE)
+        return super().wrap_str_format(value)
 
     def handle_exception(self, source: str | None = None) -> NoReturn:
         """Raise the exception unchanged. Jinja would rewrite its traceback, which makes a reference cycle that keeps
@@ -52,11 +77,36 @@ class _Generation(Extension):
 
 def templates_environment() -> jinja2.Environment:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
+    for name in ("center", "indent", "format"):
+        environment.filters[name] = _bounded(environment.filters[name])
+    environment.filters["tojson"] = _bounded(_to_json)
     environment.filters["from_json"] = json.loads  # used by llama.cpp's and vLLM's templates
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+def _width(wide: re.Pattern[str], text: Any) -> int:
+    """More than MAX_REPEATED if a format is `wide`, else 0."""
+    return 2 * MAX_REPEATED if isinstance(text, str) and wide.search(_LITERAL.sub("", text)) else 0
+
+
+def _check_numbers(values: Iterable[Any]) -> None:
+    if any(isinstance(value, int) and value > MAX_REPEATED for value in values):
+        raise jinja2.TemplateRuntimeError(TOO_LARGE)
+
+
+def _bounded(work: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that pads its text only to what is not too large."""
+
+    @functools.wraps(work)
+    def bounded(value: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_numbers((*args, *kwargs.values()))
+        if work is do_format and _width(_WIDE_PERCENT, value):
+            raise jinja2.TemplateRuntimeError(TOO_LARGE)
+        return work(value, *args, **kwargs)
+
+    return bounded
 
 
 def _to_json(

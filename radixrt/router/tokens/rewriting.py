@@ -18,6 +18,8 @@ STYLES: dict[str, Style] = {
 """The styles of templates that mention tool calls but do not write them (SmolLM3's, Phi-4-mini's, Granite 3's), by a
 string that the template contains."""
 
+MAX_PARSED = 1 << 16
+"""The most values of a call's arguments that are parsed: to Python objects, with the GIL held all the while."""
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 WITH_TOOLS = "You are a helpful assistant with some tools."
 """The system message for a chat without one, from Phi-4-mini's model card."""
@@ -80,6 +82,16 @@ def _result_of(call: Any, results: list[Message]) -> Message | None:
     id = call.get("id") if isinstance(call, dict) else None
     named = (result for result in results if result.get("tool_call_id", id) == id)
     return next(named, None)
+
+
+def values_in(arguments: str) -> int:
+    """The most values that JSON may hold, one for each object, list and comma; known without parsing it."""
+    return sum(map(arguments.count, "[{,"))
+
+
+def is_parsed(arguments: str) -> bool:
+    """Whether arguments of a call are few enough to be parsed. Others stay a string."""
+    return len(arguments) <= MAX_PARSED or values_in(arguments) <= MAX_PARSED
 
 
 def functions_of(tools: list[Message]) -> list[Any]:

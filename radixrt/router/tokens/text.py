@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from struct import Struct
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 
 from radixrt.config import FrontendConfig, RouterConfig
@@ -53,7 +54,12 @@ INLINE_MESSAGES = 64
 """Chats of up to this many messages are rendered on the event loop (5-10 µs per message; a thread would hold the
 GIL)."""
 
+ENTRY_CHARS, CALL_CHARS = 512, 8
+"""A part of a content, or a call, takes as long as so many characters, and so does each byte of a call, which is parsed
+and written again."""
+
 _pack_token = Struct("<i").pack
+_to_msgpack = msgspec.msgpack.Encoder().encode
 NO_TOKENIZER = "there is no tokenizer here: send token ids"
 
 
@@ -116,7 +122,7 @@ class TextService:
         match prompt:
             case TextPrompt(text=text, add_special_tokens=special):
                 field = "prompt"
-            case ChatPrompt(messages=messages) if _is_short_chat(messages):
+            case ChatPrompt(messages=messages) if is_short_chat(messages):
                 text, special, field = tokenizer.apply_chat(prompt), False, "messages"
             case _:
                 return await self.run(namespace, self._steps(prompt, namespace, room))
@@ -133,7 +139,7 @@ class TextService:
         self, sessions: Sessions, namespace: str, prompt: ChatPrompt, room: Room | None = None
     ) -> Encoded:
         """`sessions.encode_chat`; in threads, as `encode`, if there is much unseen text."""
-        if not _is_short_chat(prompt.messages):
+        if not is_short_chat(prompt.messages):
             return await self.run(namespace, sessions.steps(namespace, prompt, room), "messages")
         pending = sessions.start(namespace, prompt)
         if pending.unseen_chars <= INLINE_UNSEEN_CHARS:
@@ -231,6 +237,15 @@ class TextService:
             raise
         except ValueError as error:
             raise FieldError(field, str(error)) from error
+
+    def said_steps(self, part: TextPrompt, first: bool, namespace: str, room: Room | None, before: int) -> Steps[bytes]:
+        """`encode_now` of a part that is the `first` of a prompt, and `encode_after` of others, which come after
+        `before` ids, in steps. Raises FieldError as soon as it is certain that there is not the `room`."""
+        if first and not part.text:
+            _refuse_empty("prompt")
+        if first:
+            return (yield from self._text_steps(part.text, part.add_special_tokens, "prompt", namespace, room))
+        return (yield from self._part_steps(part, "prompt", namespace, room, before))
 
     def encode_now(self, prompt: Prompt, namespace: str = "") -> bytes:
         """`encode` in the calling thread."""
@@ -335,15 +350,33 @@ def _is_short(prompt: Prompt) -> bool:
     return False
 
 
-def _is_short_chat(messages: Sequence[dict[str, Any]]) -> bool:
+def is_short_chat(messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether a chat is rendered on the event loop."""
     if len(messages) > INLINE_MESSAGES:
         return False
     return sum(map(_chars, messages)) <= INLINE_SEEN_CHARS
 
 
 def _chars(message: dict[str, Any]) -> int:
-    content = message.get("content") if isinstance(message, dict) else None
-    return len(content) if isinstance(content, str) else 0
+    """The characters of a message; of its parts and calls as many as take the time of these."""
+    if not isinstance(message, dict):
+        return 0
+    content, calls = message.get("content"), message.get("tool_calls")
+    chars = len(content) if isinstance(content, str) else 0
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        chars = ENTRY_CHARS * len(content) + sum(len(text) for text in texts if isinstance(text, str))
+    if isinstance(calls, list):
+        chars += ENTRY_CHARS * len(calls) + CALL_CHARS * _num_bytes(calls)
+    return chars
+
+
+def _num_bytes(calls: list[Any]) -> int:
+    """About the bytes of calls; many for what will be refused."""
+    try:
+        return len(_to_msgpack(calls))
+    except (TypeError, ValueError, RecursionError):
+        return INLINE_SEEN_CHARS
 
 
 class TextStream:

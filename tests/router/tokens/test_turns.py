@@ -379,11 +379,23 @@ def test_a_template_without_end_is_not_loaded(source: str, monkeypatch) -> None:
         ChatTemplates({"default": source}, {}).check()
 
 
-@pytest.mark.parametrize("source", ["{{ 'x' * 10000000000 }}", "{{ 9 ** (9 ** 9) }}", "{{ 10000000000 * [1] }}"])
+PADDED = ["'%9999999999d' % 1", "'%*d' % (9999999999, 1)", "'{:9999999999}'.format(1)", "'{:{}}'.format(1, 9999999999)"]
+PADDED += ["'a'.ljust(9999999999)", "'a' | center(9999999999)", "[1] | tojson(indent=9999999999)"]
+LARGE = ["'x' * 10000000000", "9 ** (9 ** 9)", "10000000000 * [1]", *PADDED]
+
+
+@pytest.mark.parametrize("source", [f"{{{{ {one} }}}}" for one in LARGE])
 def test_a_template_computes_nothing_large(source: str) -> None:
     with pytest.raises(FieldError, match="too large"):
         ChatTemplates({"default": source}, {}).render(CHAT)
     assert ChatTemplates({"default": "{{ 'ab' * 3 ~ 2 ** 10 }}"}, {}).render(CHAT) == "ababab1024"
+    plain = """{{ '%% (2 * 3) %5d' % 7 ~ '{{"a": {:3}}}'.format(1) ~ 'b'.ljust(3) ~ ([1] | tojson(indent=1)) }}"""
+    assert ChatTemplates({"default": plain}, {}).render(CHAT) == '% (2 * 3)     7{"a":   1}b  [\n 1\n]'
+
+
+def test_a_template_that_is_nested_too_deeply_is_not_loaded() -> None:
+    with pytest.raises(ValueError, match="chat template: it is nested too deeply"):
+        ChatTemplates({"default": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"}, {})
 
 
 def test_a_template_may_write_only_so_much_for_a_chat(monkeypatch) -> None:
