@@ -31,7 +31,7 @@ from radixrt.frontend.guard import (
     for_pages,
     key_of,
 )
-from radixrt.frontend.hosts import Screen
+from radixrt.frontend.hosts import RequestFilter
 from radixrt.frontend.link import RouterLink
 from radixrt.frontend.native import Native
 from radixrt.frontend.peers import Peers
@@ -87,7 +87,7 @@ class Frontend:
             *WorkerRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
         ]
         pages = for_pages(Application(posts, others, self._lifespan), config.allowed_origins)
-        self.app = Screen(pages, config, (NATIVE_PATH, *CLEAR_PATHS, *ADAPTER_PATHS, DRAIN_PATH))
+        self.app = RequestFilter(pages, config, (NATIVE_PATH, *CLEAR_PATHS, *ADAPTER_PATHS, DRAIN_PATH))
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:

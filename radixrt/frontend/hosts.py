@@ -47,7 +47,7 @@ class Hosts:
         raise ApiError(403, f"host: {found['name']} is no name of this server; --allowed-hosts adds names", "host")
 
 
-class Screen:
+class RequestFilter:
     """An ASGI application that passes on what it does not refuse to `app`. `guarded`: paths that pages of others may
     not POST to, whatever they send."""
 

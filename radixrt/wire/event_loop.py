@@ -130,16 +130,16 @@ class RouterSocket(_AsyncSocket):
         socket.router_mandatory = True
         socket.maxmsgsize = max_bytes
         socket.tcp_maxrt = UNREAD_MILLISECONDS
-        self._door: Door | None = None
+        self._zap: ZapHandler | None = None
         try:
             self.address = bind(socket, address, key) if address else ""
             if near:
-                self._door = Door(password)
-                bind(socket, near, domain=self._door.domain)
+                self._zap = ZapHandler(password)
+                bind(socket, near, domain=self._zap.domain)
             ignore_identities(socket)
         except (ValueError, OSError):
-            if self._door:
-                self._door.close()
+            if self._zap:
+                self._zap.close()
             socket.close(0)
             raise
         self._on_message = on_message
@@ -192,14 +192,14 @@ class RouterSocket(_AsyncSocket):
     def close(self) -> None:
         """See _AsyncSocket."""
         super().close()
-        if self._door:
-            self._door.close()
+        if self._zap:
+            self._zap.close()
 
 
-class Door(_AsyncSocket):
+class ZapHandler(_AsyncSocket):
     """Answers ZMQ's questions, for all sockets of this process that listen, whether a peer may connect (RFC 27, ZAP):
     to those of its own `domain` if it has the password, to others always. Raises ValueError without a password, and
-    OSError if there is a door already."""
+    OSError if this process has one already."""
 
     domain = ZAP_DOMAIN + "/near"
 

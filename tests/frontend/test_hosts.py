@@ -10,7 +10,7 @@ import pytest
 
 from radixrt.config import FrontendConfig
 from radixrt.frontend.errors import ApiError
-from radixrt.frontend.hosts import Hosts, Screen
+from radixrt.frontend.hosts import Hosts, RequestFilter
 from tests.frontend.conftest import serving
 
 CHAT = "/v1/chat/completions"
@@ -70,7 +70,7 @@ def answer_to(scope: dict, **config) -> int:
     async def send(message):
         sent.append(message)
 
-    asyncio.run(Screen(app, FrontendConfig(**config), ("/reset",))(scope, None, send))
+    asyncio.run(RequestFilter(app, FrontendConfig(**config), ("/reset",))(scope, None, send))
     return sent[0]["status"]
 
 
