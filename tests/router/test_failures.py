@@ -431,6 +431,7 @@ def test_a_choice_with_an_invalid_field_ends_the_others_whatever_became_of_them(
     outputs = [Output(run, finish="error", error="no", field="grammar" * (run == runs[-1])) for run in runs]
     worker.sequences.clear()
     cluster.perform(cluster.core.step(name, StepDone(outputs, Load()), cluster.now))
+    assert cluster.core.runs_in_flight == 0, "none goes on elsewhere"
     cluster.finish()
     assert cluster.errors[1].code == 400 and all(not worker.sequences for worker in cluster.workers.values())
 

@@ -597,6 +597,14 @@ def test_ids_that_leave_nothing_of_a_grammar(engine):
     assert engine.last(other).finish == "length"
 
 
+def test_a_dead_end_of_a_grammar_is_not_the_fault_of_other_fields(engine):
+    sampling = msgspec.structs.replace(GREEDY, grammar=Grammar("ebnf", "root ::= root"), allowed_token_ids=(3, 5, EOS))
+    id = engine.add(prompts(1, 9, 9)[0], sampling)
+    engine.finish()
+    last = engine.last(id)
+    assert (last.finish, last.field, last.error) == ("error", "grammar", DEAD_END)
+
+
 # ---------------------------------------------------------------- compiling
 
 
