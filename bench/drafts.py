@@ -86,13 +86,13 @@ def replay(found: list[tuple[list[int], list[int]]], drafter: Drafter | None) ->
         sampling = Sampling(max_tokens=len(answer), temperature=0.0, ignore_eos=True)
         run = Run(id=id, namespace="", ids=array("i", prompt).tobytes(), prompt_len=len(prompt), sampling=sampling)
         scheduler.add(Request(run, len(prompt) + len(answer), frozenset()))
-        said, flight = [], None
+        said, inflight = [], None
         while scheduler.has_work:
             plan = scheduler.plan()
             after = (plan, runner.launch(plan)) if plan else None
-            if flight:
-                said += [t for output in scheduler.apply(flight[0], flight[1]()) for t in output.tokens]
-            flight = after
+            if inflight:
+                said += [t for output in scheduler.apply(inflight[0], inflight[1]()) for t in output.tokens]
+            inflight = after
         assert said == answer, "what is drafted changes nothing"
     return runner
 

@@ -211,7 +211,7 @@ class Fleet:
         """End a worker's iteration, and begin the next one if there is work. Only now does it receive messages that
         were delivered meanwhile."""
         worker = self._workers[name]
-        self._busy[name] = bool(worker.scheduler.has_work or worker._flight or worker._link.inbox)
+        self._busy[name] = bool(worker.scheduler.has_work or worker._inflight or worker._link.inbox)
         if self._busy[name]:
             self._turn(name)
 
@@ -403,7 +403,7 @@ def simulated(choice: str) -> Iterator[Clock]:
         patches.enter_context(patch.object(placement, "place", (CHOICES | WITH_STATES | WITH_HOST)[choice]()))
         if choice == BY_ARRIVAL:
             patches.enter_context(patch.object(waiting, "OVERTAKING", 0))
-            patches.enter_context(patch.object(kept, "LEAST", 2.0))  # nothing is kept
+            patches.enter_context(patch.object(kept, "MIN_CONTINUATION_RATE", 2.0))  # nothing is kept
         if choice == CONTEXTS_KEPT:
             patches.enter_context(patch.object(cache, "KEPT", 1e9))
         if choice == BY_CACHED:

@@ -57,7 +57,7 @@ def make_worker(requests: int, history: int, page_size: int, shared: int) -> Wor
         ids = np.concatenate([trunk, rng.integers(3, 32_000, history - shared, dtype=np.int32)])
         sampling = Sampling(max_tokens=2 * STEPS + 8, temperature=0.0, ignore_eos=True)
         worker._add(Run(id=number, namespace="", ids=ids.tobytes(), prompt_len=history, sampling=sampling))
-    while worker.scheduler.num_waiting or worker.scheduler.running.behind:
+    while worker.scheduler.num_waiting or worker.scheduler.running.prefilling:
         worker._reply(worker._step())
     worker.cache.check()
     return worker

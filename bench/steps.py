@@ -98,7 +98,7 @@ def run(bench: Bench, load: Load, repetition: int) -> tuple[int, float]:
 
     worker, tokens, began = bench.worker, 0, time.perf_counter()
     start(after[None])
-    while worker.scheduler.has_work or worker._flight:
+    while worker.scheduler.has_work or worker._inflight:
         outputs = worker._step()
         worker._reply(outputs)
         for output in outputs:

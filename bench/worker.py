@@ -226,13 +226,13 @@ class Bench:
     def settle(self) -> None:
         """Run steps until all requests decode."""
         scheduler = self.worker.scheduler
-        while scheduler.num_waiting or scheduler.running.behind:
+        while scheduler.num_waiting or scheduler.running.prefilling:
             self.step()
 
     def finish(self) -> int:
         """Run steps until all requests have ended. Returns the number of generated tokens."""
         tokens = 0
-        while self.worker.scheduler.has_work or self.worker._flight:
+        while self.worker.scheduler.has_work or self.worker._inflight:
             tokens += self.step()
         return tokens
 

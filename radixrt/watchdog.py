@@ -58,7 +58,7 @@ class Watchdog:
         self._tokens = max(tokens, self._ahead)
         self._ahead = tokens
 
-    def landed(self, tokens: int, seconds: float) -> None:
+    def finished(self, tokens: int, seconds: float) -> None:
         """A step has ended."""
         self._done += 1
         self._steps += 1

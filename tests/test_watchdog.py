@@ -14,7 +14,7 @@ def after(steps: int, seconds: float = 0.05, tokens: int = 100, hard: float = 30
     dog = Watchdog(hard)
     for _ in range(steps):
         dog.launched(tokens)
-        dog.landed(tokens, seconds)
+        dog.finished(tokens, seconds)
     return dog
 
 
@@ -57,7 +57,7 @@ def test_what_was_slow_once_is_forgotten():
     dog = after(1, seconds=200.0)
     for _ in range(2 * WINDOW_STEPS):
         dog.launched(100)
-        dog.landed(100, 0.05)
+        dog.finished(100, 0.05)
     assert dog.limit == MIN_SECONDS
 
 
@@ -67,7 +67,7 @@ def test_a_process_is_replaced_later_than_its_requests_go_elsewhere():
     for now in range(int(MIN_SECONDS) + 2, int(MIN_RESTART_SECONDS) + 2):
         dog.look(float(now))
     assert dog.hangs
-    dog.landed(100, 130.0)
+    dog.finished(100, 130.0)
     assert dog.look(200.0) == 0.0 and not dog.stuck and not dog.hangs
 
 

@@ -38,7 +38,7 @@ class ProgramError(Exception):
     def __init__(self, site: Site, branch: str, problem: BaseException) -> None:
         where = f" in branch {branch}" if branch else ""
         source = f"\n    {site.source}" if site.source else ""
-        super().__init__(f"{site}{where}: {said_of(problem)}{source}")
+        super().__init__(f"{site}{where}: {message_of(problem)}{source}")
         self.site = site
         self.branch = branch
         self.problem = problem
@@ -79,7 +79,7 @@ class NoWinner(ProgramError):
     def __init__(self, site: Site, results: dict[str, Any], problems: dict[str, BaseException]) -> None:
         said = f"no branch won: {len(results)} results were refused, {len(problems)} branches failed"
         if first := [*problems.values()][:1]:
-            said += f", the first with: {said_of(first[0])}"
+            said += f", the first with: {message_of(first[0])}"
         super().__init__(site, "", Lost(said))
         self.results = results
         self.problems = problems
@@ -92,7 +92,7 @@ def error_at(site: Site, branch: str, problem: BaseException) -> ProgramError:
     return kind(site, branch, problem)
 
 
-def said_of(problem: BaseException) -> str:
+def message_of(problem: BaseException) -> str:
     """The message of a problem, with its type unless that is radixrt's own."""
     if isinstance(problem, CancelledError):
         return "cancelled"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from radixrt.client import Completion
 from radixrt.messages import (
-    Said,
-    SaidAnswer,
-    SaidChoice,
-    SaidMessage,
-    SaidText,
+    AssistantTurnEnd,
+    AssistantTurnStart,
+    ChoiceSegment,
+    GeneratedSegment,
+    MessageSegment,
     Sampling,
+    Segment,
     StatePrompt,
-    TurnBegins,
-    TurnEnds,
+    TextSegment,
 )
 
 
@@ -25,15 +25,15 @@ class History:
                ----- state -----  -- new ---
     """
 
-    __slots__ = ("_known", "_open", "_owns", "_roles", "_said", "_scope", "state")
+    __slots__ = ("_known", "_open", "_owns", "_roles", "_transcript", "_scope", "state")
 
     def __init__(self, scope: str) -> None:
         self.state = 0
         """The number of the last state that the server keeps; 0: none."""
         self._scope = scope
-        self._said: list[Said] = []
+        self._transcript: list[Segment] = []
         self._known = 0
-        """How many items of `_said` are in the state."""
+        """How many items of `_transcript` are in the state."""
         self._owns = False
         """Whether no other branch continues the state, so that a new one may replace it."""
         self._roles: bool | None = None
@@ -44,15 +44,15 @@ class History:
     def copy(self) -> History:
         """A copy for a fork, with the same state."""
         other = History(self._scope)
-        other._said, other._known, other.state = self._said.copy(), self._known, self.state
+        other._transcript, other._known, other.state = self._transcript.copy(), self._known, self.state
         other._roles, other._open = self._roles, self._open
         self._owns = False
         return other
 
     @property
-    def said(self) -> list[Said]:
+    def transcript(self) -> list[Segment]:
         """Everything that was said."""
-        return self._said
+        return self._transcript
 
     @property
     def has_roles(self) -> bool:
@@ -63,13 +63,13 @@ class History:
         if self._roles is False:
             raise ValueError("messages, in a program without roles: it has text")
         found: list[dict[str, str]] = []
-        for one in self._said:
+        for one in self._transcript:
             match one:
-                case SaidMessage(role, content):
+                case MessageSegment(role, content):
                     found.append({"role": role, "content": content})
-                case TurnBegins():
+                case AssistantTurnStart():
                     found.append({"role": "assistant", "content": ""})
-                case SaidText(text=text) | SaidChoice(text=text) | SaidAnswer(text=text):
+                case TextSegment(text=text) | ChoiceSegment(text=text) | GeneratedSegment(text=text):
                     found[-1]["content"] += text
         return found
 
@@ -77,7 +77,7 @@ class History:
         """The whole text. Raises ValueError in a program with roles."""
         if self._roles:
             raise ValueError("text, in a program with roles: it has messages")
-        return "".join(one.text for one in self._said)
+        return "".join(one.text for one in self._transcript)
 
     # ------------------------------------------------------------ growing
 
@@ -89,26 +89,26 @@ class History:
         if self._roles and not self._open:
             raise ValueError("text outside of a role, in a program that uses roles")
         self._roles = self._open
-        if len(self._said) > self._known and isinstance(last := self._said[-1], SaidText):
-            self._said[-1] = SaidText(last.text + text)
+        if len(self._transcript) > self._known and isinstance(last := self._transcript[-1], TextSegment):
+            self._transcript[-1] = TextSegment(last.text + text)
         else:
-            self._said.append(SaidText(text))
+            self._transcript.append(TextSegment(text))
 
     def add_message(self, role: str, content: str) -> None:
         """Add a complete message. Raises ValueError in a program that began without roles."""
         self._begin_chat()
-        self._said.append(SaidMessage(role, content))
+        self._transcript.append(MessageSegment(role, content))
 
     def open_message(self) -> None:
         """Begin a message of the assistant."""
         self._begin_chat()
         self._open = True
-        self._said.append(TurnBegins())
+        self._transcript.append(AssistantTurnStart())
 
     def close_message(self) -> None:
         """End the assistant's message."""
         self._open = False
-        self._said.append(TurnEnds())
+        self._transcript.append(AssistantTurnEnd())
 
     def _begin_chat(self) -> None:
         if self._roles is False:
@@ -118,25 +118,25 @@ class History:
     def add_answer(self, done: Completion, sampling: Sampling, state: int) -> None:
         """Add a generated answer; the server keeps everything up to it as `state`."""
         self._roles = self._open
-        self._said.append(SaidAnswer(done.ids, done.text, done.stop, sampling))
+        self._transcript.append(GeneratedSegment(done.ids, done.text, done.stop, sampling))
         self.keep(state)
 
     def add_choice(self, text: str, state: int) -> None:
         """Add a selected text; the server keeps what was said before it as `state`."""
         self.keep(state)
         self._roles = self._open
-        self._said.append(SaidChoice(text))
+        self._transcript.append(ChoiceSegment(text))
 
     # ------------------------------------------------------------ as a prompt
 
     def prompt(self, save: int, resumes: bool = False) -> StatePrompt:
         """A prompt of what is new since the state, to be kept as `save`."""
-        return StatePrompt(self._scope, self.state, self._said[self._known :], save, self._owns, resumes)
+        return StatePrompt(self._scope, self.state, self._transcript[self._known :], save, self._owns, resumes)
 
     def whole(self, save: int) -> StatePrompt:
         """A prompt of everything, for a server that has forgotten the state."""
-        return StatePrompt(self._scope, 0, self._said, save)
+        return StatePrompt(self._scope, 0, self._transcript, save)
 
     def keep(self, state: int) -> None:
         """The server keeps everything said so far as `state`."""
-        self.state, self._known, self._owns = state, len(self._said), True
+        self.state, self._known, self._owns = state, len(self._transcript), True

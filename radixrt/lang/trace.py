@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from radixrt.lang.errors import ProgramError, Site, Spent, said_of
+from radixrt.lang.errors import ProgramError, Site, Spent, message_of
 from radixrt.messages import Usage
 
 _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("radixrt trace", default=None)
@@ -115,7 +115,7 @@ def _finish_of(problem: BaseException) -> str:
         problem = problem.problem
     if isinstance(problem, Spent):
         return "budget spent"
-    return said_of(problem) if isinstance(problem, CancelledError) else f"error: {said_of(problem)}"
+    return message_of(problem) if isinstance(problem, CancelledError) else f"error: {message_of(problem)}"
 
 
 class Trace:

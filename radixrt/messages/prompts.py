@@ -40,34 +40,34 @@ class PartsPrompt(msgspec.Struct, tag="parts", frozen=True):
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | PartsPrompt
 
 
-class SaidText(msgspec.Struct, tag="text", frozen=True, array_like=True):
+class TextSegment(msgspec.Struct, tag="text", frozen=True, array_like=True):
     """Text in an open message of the assistant, or in a history without roles."""
 
     text: str
 
 
-class SaidMessage(msgspec.Struct, tag="message", frozen=True, array_like=True):
+class MessageSegment(msgspec.Struct, tag="message", frozen=True, array_like=True):
     """A complete chat message."""
 
     role: str
     content: str
 
 
-class TurnBegins(msgspec.Struct, tag="begins", frozen=True, array_like=True):
+class AssistantTurnStart(msgspec.Struct, tag="begins", frozen=True, array_like=True):
     """A message of the assistant begins, and is open from now on."""
 
 
-class TurnEnds(msgspec.Struct, tag="ends", frozen=True, array_like=True):
+class AssistantTurnEnd(msgspec.Struct, tag="ends", frozen=True, array_like=True):
     """The open message is complete."""
 
 
-class SaidChoice(msgspec.Struct, tag="choice", frozen=True, array_like=True):
+class ChoiceSegment(msgspec.Struct, tag="choice", frozen=True, array_like=True):
     """The selected choice of a Score. It is encoded on its own, with the token ids that were scored."""
 
     text: str
 
 
-class SaidAnswer(msgspec.Struct, tag="answer", frozen=True, array_like=True):
+class GeneratedSegment(msgspec.Struct, tag="answer", frozen=True, array_like=True):
     """A generated continuation: all its token ids, the text and the `stop` of its Deltas, and its sampling
     parameters."""
 
@@ -77,11 +77,11 @@ class SaidAnswer(msgspec.Struct, tag="answer", frozen=True, array_like=True):
     sampling: Sampling
 
 
-Said = SaidText | SaidMessage | TurnBegins | TurnEnds | SaidChoice | SaidAnswer
+Segment = TextSegment | MessageSegment | AssistantTurnStart | AssistantTurnEnd | ChoiceSegment | GeneratedSegment
 
 
 class StatePrompt(msgspec.Struct, tag="state", frozen=True, omit_defaults=True):
-    """The history of a program: a `state` that the router has saved, and what was `said` since. Only the latter is
+    """The history of a program: a `state` that the router has saved, and the `transcript` since. Only the latter is
     sent.
 
     The client numbers its states within a `scope`, a name that must not be guessable; state 0 is the empty history. For
@@ -93,7 +93,7 @@ class StatePrompt(msgspec.Struct, tag="state", frozen=True, omit_defaults=True):
 
     scope: Scope
     state: Number = 0
-    said: list[Said] = []
+    transcript: list[Segment] = msgspec.field(default_factory=list, name="said")
     save: Number = 0
     replaces: bool = False
     resumes: bool = False

@@ -15,16 +15,25 @@ import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
-from radixrt.messages import ChatPrompt, Said, SaidAnswer, SaidChoice, SaidMessage, SaidText, TurnBegins, TurnEnds
+from radixrt.messages import (
+    AssistantTurnEnd,
+    AssistantTurnStart,
+    ChatPrompt,
+    ChoiceSegment,
+    GeneratedSegment,
+    MessageSegment,
+    Segment,
+    TextSegment,
+)
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
 
 LEAST_ANSWERS = 8
-"""The fewest answers in a list for which an outline costs less than rendering the chat for each."""
+"""The fewest answers in a list for which a bulk render costs less than rendering the chat for each."""
 _WORD = re.compile(r"\S")
 
 
-class Outline(NamedTuple):
+class BulkRender(NamedTuple):
     """`text` is the chat as rendered for the last answer of a list. The prompt of the n-th answer is text[:ends[n]]."""
 
     text: str
@@ -44,12 +53,12 @@ def as_chat(messages: Sequence[dict[str, Any]], open: str) -> ChatPrompt:
     return ChatPrompt([*messages, *partial], partial=bool(open))
 
 
-def outline(
-    service: TextService, messages: Sequence[dict[str, Any]], open: str | None, said: Sequence[Said]
-) -> Outline | None:
-    """The outline of a list `said` that continues these messages, and the `open` text of the next one. None if there
-    are few answers, if the list is not valid, or if the template does not write the same text for a prefix of the list
-    as it does in the whole: because it looks at what follows, drops thinking, or trims a partial message.
+def bulk_render(
+    service: TextService, messages: Sequence[dict[str, Any]], open: str | None, transcript: Sequence[Segment]
+) -> BulkRender | None:
+    """The bulk render of a list `transcript` that continues these messages, and the `open` text of the next one. None
+    if there are few answers, if the list is not valid, or if the template does not write the same text for a prefix of
+    the list as it does in the whole: because it looks at what follows, drops thinking, or trims a partial message.
 
     The latter is detected by marks that do not come back where they were put, and by rendering some of the prompts
     alone for comparison: the first, one in the middle, the last but one, the last of an earlier message and the one
@@ -57,9 +66,9 @@ def outline(
     white space alone, after white space behind words, and after a word. A template that makes other distinctions
     between messages is not detected. Then the prompts are still correct, but divided into tokens at other places.
     """
-    if sum(isinstance(one, SaidAnswer | SaidChoice) for one in said) < LEAST_ANSWERS:
+    if sum(isinstance(one, GeneratedSegment | ChoiceSegment) for one in transcript) < LEAST_ANSWERS:
         return None
-    chat = _Chat.of(messages, open, said)
+    chat = _Chat.of(messages, open, transcript)
     if chat is None:
         return None
     try:
@@ -67,7 +76,7 @@ def outline(
         ends = chat.ends(service, text)
         samples = chat.samples() if ends else ()
         same = (service.render(chat.until(chat.answers[at])) == text[: ends[at]] for at in samples)
-        return Outline(text, ends) if ends and all(same) else None
+        return BulkRender(text, ends) if ends and all(same) else None
     except FieldError:
         return None
 
@@ -79,22 +88,24 @@ class _Chat(NamedTuple):
     answers: list[_Answer]
 
     @classmethod
-    def of(cls, messages: Sequence[dict[str, Any]], open: str | None, said: Sequence[Said]) -> Self | None:
+    def of(cls, messages: Sequence[dict[str, Any]], open: str | None, transcript: Sequence[Segment]) -> Self | None:
         """None if the list is not valid."""
         messages, answers = list(messages), []
         spoken = None if open is None else [open]
         chars = len(open or "")
-        for one in said:
+        for one in transcript:
             match one:
-                case SaidMessage(role=role, content=content) if spoken is None:
+                case MessageSegment(role=role, content=content) if spoken is None:
                     messages.append({"role": role, "content": content})
-                case TurnBegins() if spoken is None:
+                case AssistantTurnStart() if spoken is None:
                     spoken, chars = [], 0
-                case TurnEnds() if spoken is not None:
+                case AssistantTurnEnd() if spoken is not None:
                     messages.append({"role": "assistant", "content": "".join(spoken)})
                     spoken = None
-                case SaidText(text=text) | SaidChoice(text=text) | SaidAnswer(text=text) if spoken is not None:
-                    if not isinstance(one, SaidText):
+                case TextSegment(text=text) | ChoiceSegment(text=text) | GeneratedSegment(text=text) if (
+                    spoken is not None
+                ):
+                    if not isinstance(one, TextSegment):
                         answers.append(_Answer(len(messages), chars))
                     spoken.append(text)
                     chars += len(text)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from weakref import WeakSet
 
 from radixrt.config import RouterConfig
-from radixrt.messages import Fork, Generate, Said, SaidAnswer, Sampling, Score, StatePrompt
+from radixrt.messages import Fork, Generate, GeneratedSegment, Sampling, Score, Segment, StatePrompt
 from radixrt.router.conversations import namespace_of
 from radixrt.router.errors import Room
 from radixrt.router.said import FIELD, PromptBuilder, State
@@ -27,7 +27,7 @@ on."""
 LONG_CHARS = 262_144
 """Prompts of more characters are built in the thread for LONG steps."""
 
-Build = Callable[[PromptBuilder, Sequence[Said], Room | None], Steps[bytes]]
+Build = Callable[[PromptBuilder, Sequence[Segment], Room | None], Steps[bytes]]
 
 
 class Saving:
@@ -52,7 +52,7 @@ class Saving:
         """The request has ended, with this answer."""
         if not self.wanted or self.builder is None:
             return
-        answer = None if self._sampling is None else SaidAnswer(ids, text, stop, self._sampling)
+        answer = None if self._sampling is None else GeneratedSegment(ids, text, stop, self._sampling)
         if self._before is not None:
             self._states.drop(self._before)
         self._states.put(self.key, self.builder.state(self.namespace, answer))
@@ -89,7 +89,7 @@ class Programs:
     def check_room(self, prompt: StatePrompt, room: Room | None) -> None:
         """Raise FieldError if a part of a prompt is so long that it cannot fit."""
         if room is not None and self._text.has_tokenizer:
-            for one in prompt.said:
+            for one in prompt.transcript:
                 self._text.tokenizer.check_room(getattr(one, "text", "") or getattr(one, "content", ""), room)
 
     async def prompt(self, tenant: str, prompt: StatePrompt, saving: Saving | None, room: Room | None = None) -> bytes:
@@ -147,49 +147,49 @@ class Programs:
         if coming is not None:
             await asyncio.wait([coming])
         state, namespace = self.states.get(self.key(tenant, prompt)), namespace_of(tenant)
-        work = self._steps(state, prompt.said, namespace, room, build)
-        if not self._text.has_tokenizer or _is_short(state, prompt.said):
+        work = self._steps(state, prompt.transcript, namespace, room, build)
+        if not self._text.has_tokenizer or _is_short(state, prompt.transcript):
             return finished(work)
-        is_long = _chars(state, prompt.said) > LONG_CHARS
+        is_long = _chars(state, prompt.transcript) > LONG_CHARS
         return await self._text.run(namespace, work, FIELD, long=is_long)
 
     def _steps(
-        self, state: State, said: Sequence[Said], namespace: str, room: Room | None, build: Build
+        self, state: State, transcript: Sequence[Segment], namespace: str, room: Room | None, build: Build
     ) -> Steps[tuple[PromptBuilder, bytes]]:
         builder = PromptBuilder(state, self._text, namespace)
-        ids = yield from build(builder, said, room)
+        ids = yield from build(builder, transcript, room)
         return builder, ids
 
 
-def _build_alone(builder: PromptBuilder, said: Sequence[Said], room: Room | None) -> Steps[bytes]:
-    yield from builder.add_steps(said)
+def _build_alone(builder: PromptBuilder, transcript: Sequence[Segment], room: Room | None) -> Steps[bytes]:
+    yield from builder.add_steps(transcript)
     return b""
 
 
-def _build_and_prompt(builder: PromptBuilder, said: Sequence[Said], room: Room | None) -> Steps[bytes]:
-    yield from builder.add_steps(said)
+def _build_and_prompt(builder: PromptBuilder, transcript: Sequence[Segment], room: Room | None) -> Steps[bytes]:
+    yield from builder.add_steps(transcript)
     return (yield from builder.prompt_steps(room))
 
 
-def _is_short(state: State, said: Sequence[Said]) -> bool:
+def _is_short(state: State, transcript: Sequence[Segment]) -> bool:
     """Whether there is little to decode, render and encode."""
     answer = state.answer
-    if len(state.messages) + len(said) > INLINE_MESSAGES or (
+    if len(state.messages) + len(transcript) > INLINE_MESSAGES or (
         answer and isinstance(answer.stop, str) and len(answer.ids) > INLINE_CHARS
     ):
         return False
     if state.messages and state.chars > INLINE_CHAT_CHARS:
         return False
-    if any(isinstance(one, SaidAnswer) for one in said):
+    if any(isinstance(one, GeneratedSegment) for one in transcript):
         return False
-    return sum(len(part.text) for part in state.parts[state.encoded :]) + _said_chars(said) <= INLINE_CHARS
+    return sum(len(part.text) for part in state.parts[state.encoded :]) + _transcript_chars(transcript) <= INLINE_CHARS
 
 
-def _chars(state: State, said: Sequence[Said]) -> int:
+def _chars(state: State, transcript: Sequence[Segment]) -> int:
     """Characters that may have to be rendered and encoded."""
     before = state.chars if state.messages else sum(len(part.text) for part in state.parts[state.encoded :])
-    return before + _said_chars(said)
+    return before + _transcript_chars(transcript)
 
 
-def _said_chars(said: Sequence[Said]) -> int:
-    return sum(len(getattr(one, name, "")) for one in said for name in ("text", "role", "content"))
+def _transcript_chars(transcript: Sequence[Segment]) -> int:
+    return sum(len(getattr(one, name, "")) for one in transcript for name in ("text", "role", "content"))

@@ -2,7 +2,8 @@
 
     State --> PromptBuilder: `add` what was said since, `prompt` --> ids ... answer ... --> State
 
-"Said" is all that is in a program's prompt so far: text, messages, and generated answers (see `messages.Said`).
+The transcript is all that is in a program's prompt so far: text, messages, and generated answers (see
+`messages.Segment`).
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from typing import Any
 
 from radixrt.messages import (
     TOKEN_BYTES,
+    AssistantTurnEnd,
+    AssistantTurnStart,
+    ChoiceSegment,
+    GeneratedSegment,
+    MessageSegment,
     PartsPrompt,
-    Said,
-    SaidAnswer,
-    SaidChoice,
-    SaidMessage,
-    SaidText,
     Sampling,
+    Segment,
     TextPrompt,
-    TurnBegins,
-    TurnEnds,
+    TextSegment,
 )
 from radixrt.router.errors import FieldError, Room
-from radixrt.router.outline import as_chat, outline
+from radixrt.router.outline import as_chat, bulk_render
 from radixrt.router.tokens import TextService
 from radixrt.router.tokens.turns import Steps, finished
 
 FIELD = "prompt.said"
 MOST_DECODED = 1 << 20
 """The most tokens that are decoded to find those before a stop string: a caller may name one that is not there."""
-STEP_SAID = 16
+STEP_SEGMENTS = 16
 """What is added in a step."""
 OVERHEAD = 160
 """About the bytes of an object and of the references to it."""
@@ -100,7 +101,7 @@ class State:
         open: str | None,
         is_prompt: bool,
         namespace: str,
-        answer: SaidAnswer | None = None,
+        answer: GeneratedSegment | None = None,
     ) -> None:
         Piece.link(parts)
         Piece.link(messages)
@@ -135,8 +136,8 @@ class State:
     @property
     def ids(self) -> bytes:
         """Token ids, int32 bytes, of what was computed: the prompt, and the generated answer."""
-        said = b"".join(itertools.takewhile(bool, (part.ids for part in self.parts)))
-        return said + self.answer.ids if self.answer else said
+        transcript = b"".join(itertools.takewhile(bool, (part.ids for part in self.parts)))
+        return transcript + self.answer.ids if self.answer else transcript
 
 
 NOTHING = State([], [], 0, None, False, "")
@@ -173,7 +174,7 @@ class PromptBuilder:
         if state.answer is not None:
             finished(self._add_answer(state.answer))
 
-    def state(self, namespace: str = "", answer: SaidAnswer | None = None) -> State:
+    def state(self, namespace: str = "", answer: GeneratedSegment | None = None) -> State:
         """The state of all that was said. The builder must not be used afterwards."""
         namespace = namespace or self._namespace
         open = None if self._open is None else "".join(self._open)
@@ -181,46 +182,49 @@ class PromptBuilder:
 
     # ------------------------------------------------------------ adding
 
-    def add(self, said: Sequence[Said]) -> None:
-        """Add what was said. The time is linear in that, unless the template rewrites earlier text (see `outline`)."""
-        finished(self.add_steps(said))
+    def add(self, transcript: Sequence[Segment]) -> None:
+        """Add what was said. The time is linear in that, unless the template rewrites earlier text (see
+        `bulk_render`)."""
+        finished(self.add_steps(transcript))
 
-    def add_steps(self, said: Sequence[Said]) -> Steps[None]:
+    def add_steps(self, transcript: Sequence[Segment]) -> Steps[None]:
         """`add` in steps."""
         open = None if self._open is None else "".join(self._open)
-        found = outline(self._text, [message.fields for message in self._messages], open, said)
+        found = bulk_render(self._text, [message.fields for message in self._messages], open, transcript)
         prompts = iter([(found.text, end) for end in found.ends] if found else ())
-        for count, (i, one) in enumerate(_joined(said), 1):
-            if count % STEP_SAID == 0:
+        for count, (i, one) in enumerate(_joined(transcript), 1):
+            if count % STEP_SEGMENTS == 0:
                 yield
             try:
-                yield from self._add(one, next(prompts, None) if isinstance(one, SaidChoice | SaidAnswer) else None)
+                yield from self._add(
+                    one, next(prompts, None) if isinstance(one, ChoiceSegment | GeneratedSegment) else None
+                )
             except _OutOfPlace as problem:
                 raise FieldError(f"{FIELD}[{i}]", f"{FIELD}[{i}]: {problem}") from None
 
-    def _add(self, said: Said, rendered: tuple[str, int] | None) -> Steps[None]:
-        match said:
-            case SaidText(text=text):
+    def _add(self, transcript: Segment, rendered: tuple[str, int] | None) -> Steps[None]:
+        match transcript:
+            case TextSegment(text=text):
                 self._say(text)
-            case SaidMessage(role=role, content=content):
+            case MessageSegment(role=role, content=content):
                 self._check_chat()
                 self._messages.append(Message({"role": role, "content": content}))
-            case TurnBegins():
+            case AssistantTurnStart():
                 self._check_chat()
                 self._open = []
-            case TurnEnds():
+            case AssistantTurnEnd():
                 if self._open is None:
                     raise _OutOfPlace("no turn has begun")
                 self._messages.append(Message({"role": "assistant", "content": "".join(self._open)}))
                 self._open = None
-            case SaidChoice(text=text):
+            case ChoiceSegment(text=text):
                 yield from self._end_prompt(rendered)
                 part = yield from self._encode(len(self._parts), Part(text))
                 self._parts.append(part)
                 self._encoded = len(self._parts)
                 self._continue(text)
-            case SaidAnswer():
-                yield from self._add_answer(said, rendered)
+            case GeneratedSegment():
+                yield from self._add_answer(transcript, rendered)
         self._is_prompt = False
 
     def _say(self, text: str) -> None:
@@ -241,7 +245,7 @@ class PromptBuilder:
         if self._open is not None:
             self._open.append(text)
 
-    def _add_answer(self, answer: SaidAnswer, rendered: tuple[str, int] | None = None) -> Steps[None]:
+    def _add_answer(self, answer: GeneratedSegment, rendered: tuple[str, int] | None = None) -> Steps[None]:
         """Add an answer: its token ids as far as they stand for its text, and the rest as text."""
         if self._messages and self._open is None:
             raise _OutOfPlace("an answer outside of the assistant's turn")
@@ -329,13 +333,15 @@ class Generated(Part):
     __slots__ = ()
 
 
-def _joined(said: Sequence[Said]) -> Iterator[tuple[int, Said]]:
+def _joined(transcript: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
     """What was said, and its first index, with neighbouring texts as one: to append one to the other each time would
     take quadratic time."""
-    for is_text, group in itertools.groupby(enumerate(said), lambda one: isinstance(one[1], SaidText)):
+    for is_text, group in itertools.groupby(enumerate(transcript), lambda one: isinstance(one[1], TextSegment)):
         if is_text:
             first, *others = group
-            yield (first[0], SaidText("".join([first[1].text, *(one.text for _, one in others)]))) if others else first
+            yield (
+                (first[0], TextSegment("".join([first[1].text, *(one.text for _, one in others)]))) if others else first
+            )
         else:
             yield from group
 
@@ -365,7 +371,7 @@ def ids_of_text(
         tries = min(len(stop.encode()) + 2 - fewest, MOST_DECODED * TOKEN_BYTES // max(1, len(ids)))
         for cut in range(fewest, fewest + tries):
             kept = ids[: max(0, len(ids) - TOKEN_BYTES * cut)]
-            said = service.decode_now(kept) if kept else ""
-            if text.startswith(said):
-                return kept, len(said)
+            transcript = service.decode_now(kept) if kept else ""
+            if text.startswith(transcript):
+                return kept, len(transcript)
     return b"", 0

@@ -1,4 +1,4 @@
-"""Decides whose tokens are computed next: a running request's that is behind, or a waiting request's that fits."""
+"""Decides whose tokens are computed next: a running request's that is prefilling, or a waiting request's that fits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ SHORT_TOKENS, SHORT_SHARE = 64, 0.5
 """Forced text of up to so many tokens comes before prompts, as its request generates: keys of JSON for example. All of
 a step's takes at most such a share of its budget."""
 SHARE = 0.25
-"""While running requests hold less than this share of the pool, kept contexts are released to admit more."""
+"""While running requests hold less than this share of the pool, retained contexts are released to admit more."""
 TIMES = 2
-"""A tenant's kept contexts are released for another tenant's request if it holds this many times what that tenant would
-hold with the request."""
+"""A tenant's retained contexts are released for another tenant's request if it holds this many times what that tenant
+would hold with the request."""
 
 
 class Admission:
@@ -37,31 +37,31 @@ class Admission:
         self._counter = counter
         self._branching = branching
         self._in_vain: set[tuple[int, bool, int]] = set()
-        """(request id, whether all kept contexts could be released, pages needed) for which releasing them would not
-        have made enough room. Cleared when a request leaves or the number of pins changes."""
+        """(request id, whether all retained contexts could be released, pages needed) for which releasing them would
+        not have made enough room. Cleared when a request leaves or the number of pins changes."""
         self._in_vain_state = (0, 0)
         """(departures, pins) for which `_in_vain` holds."""
         self._short: list[Request] = []
         self._forced: list[Request] = []
         self._prompts: list[Request] = []
-        """What is behind and not planned in this step yet: a few tokens after generated ones, more, and prompts."""
+        """What is prefilling and not planned in this step yet: a few tokens after generated ones, more, and prompts."""
         self._forced_are_next = True
 
-    def begin(self, behind: Sequence[Request], budget: int) -> None:
-        """Begin a step of `budget` tokens with the running requests that are behind, oldest first."""
+    def begin(self, prefilling: Sequence[Request], budget: int) -> None:
+        """Begin a step of `budget` tokens with the running requests that are prefilling, oldest first."""
         self._short, self._forced, self._prompts = [], [], []
         left = int(SHORT_SHARE * budget)
-        for request in behind:
+        for request in prefilling:
             if not request.generated:
                 self._prompts.append(request)
-            elif request.behind <= min(SHORT_TOKENS, left):
+            elif request.uncomputed_tokens <= min(SHORT_TOKENS, left):
                 self._short.append(request)
-                left -= request.behind
+                left -= request.uncomputed_tokens
             else:
                 self._forced.append(request)
 
     def next(self, step: int) -> Request | None:
-        """The request whose chunk is planned next: one that is behind, or a waiting one, which is admitted. None if
+        """The request whose chunk is planned next: one that is prefilling, or a waiting one, which is admitted. None if
         there are no more.
 
         A few forced tokens come first, as decodes do. Long forced text takes turns with the prompts of its tenant: with
@@ -85,7 +85,7 @@ class Admission:
         return request
 
     def _turn(self) -> Request | None:
-        """The request that is behind and whose turn it is; None if there is none."""
+        """The request that is prefilling and whose turn it is; None if there is none."""
         first, then = self._prompts, self._forced
         if self._forced_are_next:
             first, then = then, first
@@ -94,8 +94,8 @@ class Admission:
         return next(iter(first or then), None)
 
     def _comes_before(self, request: Request, forced: bool) -> bool:
-        """Whether a waiting request comes before one that is behind, as its tenant was served less; or no more, if that
-        one is `forced`, and it is the turn of prompts."""
+        """Whether a waiting request comes before one that is prefilling, as its tenant was served less; or no more, if
+        that one is `forced`, and it is the turn of prompts."""
         first = self._waiting.tenant
         if first is None:
             return False
@@ -110,7 +110,7 @@ class Admission:
             return None
         passed = []
         for request in self._waiting.candidates():
-            if request.pending:  # preempted, and the step in flight is still to sample its next token
+            if request.in_flight_tokens:  # preempted, and the step in flight is still to sample its next token
                 return None
             if self._branching is not None and self._branching.must_wait(request):
                 continue
@@ -126,50 +126,50 @@ class Admission:
             passed.append(request)
         else:
             return None
-        self._cache.kept.admitted(request)
+        self._cache.retained.admitted(request)
         self._waiting.take(request, passed)
-        self._running.behind.append(request)
+        self._running.prefilling.append(request)
         if self._branching is not None:
             self._branching.admitted(request)
         return request
 
     def _has_room(self, request: Request, pages: int) -> bool:
-        """Whether `pages` pages can be allocated for a request. Kept contexts are released if that makes enough room:
-        those of tenants that hold much more than the request's own tenant, or those of all tenants if little runs or
-        the request has waited long enough."""
-        cache, kept = self._cache, self._cache.kept
+        """Whether `pages` pages can be allocated for a request. Retained contexts are released if that makes enough
+        room: those of tenants that hold much more than the request's own tenant, or those of all tenants if little runs
+        or the request has waited long enough."""
+        cache, retained = self._cache, self._cache.retained
         if cache.can_take(pages):
             return True
         if not self._would_have_room(pages):
             return False
-        running = max(0, cache.leased_pages * cache.page_size - kept.tokens())
+        running = max(0, cache.leased_pages * cache.page_size - retained.tokens())
         all_goes = running < SHARE * cache.total_pages * cache.page_size or self._waiting.has_waited(request)
         if self._in_vain_state != (state := (self._running.departures, len(cache.pins))):
             self._in_vain_state = state
             self._in_vain.clear()
         if (request.id, all_goes, pages) in self._in_vain:
             return False
-        going = kept.leases(frozenset() if all_goes else self._spared(request, pages, running))
+        going = retained.leases(frozenset() if all_goes else self._spared(request, pages, running))
         if not cache.can_take(pages - cache.held_only_by(going)):
             self._in_vain.add((request.id, all_goes, pages))
             return False
-        kept.release_until(lambda: cache.can_take(pages), going)
+        retained.release_until(lambda: cache.can_take(pages), going)
         return True
 
     def _spared(self, request: Request, pages: int, running: int) -> frozenset[str]:
-        """The tenants whose kept contexts are not released for a request; its own is one of them. A tenant holds its
-        kept tokens, and a part of the `running` tokens that is proportional to the total length of its running requests
-        (shared pages are not attributed to anybody in particular)."""
-        kept = self._cache.kept.by_tenant
+        """The tenants whose retained contexts are not released for a request; its own is one of them. A tenant holds
+        its kept tokens, and a part of the `running` tokens that is proportional to the total length of its running
+        requests (shared pages are not attributed to anybody in particular)."""
+        retained = self._cache.retained.by_tenant
         totals = self._running.totals()
         each = min(1.0, running / max(1, sum(totals.values())))
 
         def held(tenant: str) -> float:
-            return kept.get(tenant, 0) + each * totals.get(tenant, 0)
+            return retained.get(tenant, 0) + each * totals.get(tenant, 0)
 
         least = TIMES * (held(request.tenant) + pages * self._cache.page_size)
-        return frozenset(tenant for tenant in kept if held(tenant) < least)
+        return frozenset(tenant for tenant in retained if held(tenant) < least)
 
     def _would_have_room(self, pages: int) -> bool:
-        """Whether about that many pages could be allocated if all kept contexts were released."""
-        return self._cache.can_take(pages - self._cache.kept.tokens() // self._cache.page_size)
+        """Whether about that many pages could be allocated if all retained contexts were released."""
+        return self._cache.can_take(pages - self._cache.retained.tokens() // self._cache.page_size)

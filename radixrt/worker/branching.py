@@ -6,8 +6,8 @@ snapshot is worth what it saves the next request, a copy and a slot; so there ar
     in the queue    [ ...... common ...... | ...... ]               the others wait for it, and begin there
     pins            [ ..... | ......... | ............ ]
 
-When a request leaves, its live state becomes a snapshot without a copy. Marks closer than LEAST tokens after a snapshot
-or another mark are left out: tokens up to there are computed again instead.
+When a request leaves, its live state becomes a snapshot without a copy. Those closer than LEAST tokens after another
+are left out: tokens up to there are computed again instead.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ that asks for thoughts, and have another head in the next turn's history."""
 LEAST = 64
 """The fewest tokens that a snapshot has to save."""
 NEAR = 8
-"""The fewest tokens of a chunk before a mark that it passes: then the last inputs of a short convolution are tokens of
-the chunk."""
+"""The fewest tokens of a chunk before a checkpoint that it passes: then the last inputs of a short convolution are
+tokens of the chunk."""
 MOST = 64
 """The most waiting requests that a request is compared with when it is admitted, the oldest of each tenant."""
 COMPARED = 1 << 20
 """The tokens after which a request is compared with no others at a time: half a millisecond."""
 
 
-def until_mark(request: Request, count: int) -> int:
-    """Shorten the next chunk of a request, of `count` tokens, so that it ends at the first of its marks, if that is so
-    NEAR that a step cannot pass it."""
-    at = bisect_right(request.marks, request.computed)
-    near = at < len(request.marks) and request.marks[at] < request.computed + NEAR
-    return min(count, request.marks[at] - request.computed) if near else count
+def until_checkpoint(request: Request, count: int) -> int:
+    """Shorten the next chunk of a request, of `count` tokens, so that it ends at the first of its checkpoints, if that
+    is so NEAR that a step cannot pass it."""
+    at = bisect_right(request.checkpoints, request.computed)
+    near = at < len(request.checkpoints) and request.checkpoints[at] < request.computed + NEAR
+    return min(count, request.checkpoints[at] - request.computed) if near else count
 
 
 def _compared(request: Request, others: Iterable[Request]) -> Iterator[Request]:
@@ -56,7 +56,7 @@ def _compared(request: Request, others: Iterable[Request]) -> Iterator[Request]:
 
 
 class Branching:
-    """Sets `Request.marks`."""
+    """Sets `Request.checkpoints`."""
 
     def __init__(self, running: Running, waiting: Waiting, cache: PageCache) -> None:
         self._running = running
@@ -65,34 +65,34 @@ class Branching:
         self._page_size = cache.page_size
 
     def admitted(self, request: Request) -> None:
-        """Set the marks of a request that was admitted. A state and KV from host memory may be still to come."""
-        request.marks = []
+        """Set the checkpoints of a request that was admitted. A state and KV from host memory may be still to come."""
+        request.checkpoints = []
         known, start = self._cache.found(request.namespace, request.tokens, request.reusable)
         last = request.reusable if request.score_from is not None else request.prompt_len - TAIL
         for at in sorted((last, known, *request.pinned)):
-            self._mark(request, min(at, last), start)
+            self._add_checkpoint(request, min(at, last), start)
         for other in _compared(request, islice(self._waiting, MOST)):
-            self._mark_common(request, other)
+            self._add_common_checkpoint(request, other)
 
     def arrived(self, request: Request) -> None:
-        """Mark where requests that are being computed part from one that has come."""
-        for other in _compared(request, self._running.behind):
-            self._mark_common(other, request)
+        """Add checkpoints where requests that are being computed part from one that has come."""
+        for other in _compared(request, self._running.prefilling):
+            self._add_common_checkpoint(other, request)
 
     def must_wait(self, request: Request) -> bool:
         """Whether a snapshot that a running request is about to take saves a waiting one LEAST tokens. The running one
         has a chunk in every step that has room, so that is soon; if it leaves before, nobody waits any more."""
         least = request.hit + LEAST
-        coming = {}  # the next mark of each that has one
-        for other in self._running.behind:
-            if marks := [at for at in other.marks if at > other.computed and at >= least]:
-                coming[other] = marks[0]
+        coming = {}  # the next checkpoint of each that has one
+        for other in self._running.prefilling:
+            if coming_at := [at for at in other.checkpoints if at > other.computed and at >= least]:
+                coming[other] = coming_at[0]
         return any(coming[other] <= self._common(other, request) for other in _compared(request, coming))
 
-    def _mark_common(self, running: Request, waiting: Request) -> None:
+    def _add_common_checkpoint(self, running: Request, waiting: Request) -> None:
         common = self._common(running, waiting)
         if common >= waiting.hit + LEAST:
-            self._mark(running, common)
+            self._add_checkpoint(running, common)
 
     def _common(self, one: Request, other: Request) -> int:
         """How many tokens of one request, in whole pages, the other can reuse."""
@@ -100,10 +100,10 @@ class Branching:
             return 0
         return min(common_length(one.tokens, other.tokens), other.reusable) // self._page_size * self._page_size
 
-    def _mark(self, request: Request, at: int, start: int = 0) -> None:
+    def _add_checkpoint(self, request: Request, at: int, start: int = 0) -> None:
         """`start`: where the request will go on, if that is after what it has `computed`."""
         at -= at % self._page_size
-        place = bisect_right(request.marks, at)
-        before = request.marks[place - 1] if place else 0
+        place = bisect_right(request.checkpoints, at)
+        before = request.checkpoints[place - 1] if place else 0
         if at >= max(before, start, request.computed) + LEAST:
-            insort(request.marks, at)
+            insort(request.checkpoints, at)

@@ -33,7 +33,7 @@ class Decodes:
         self.all_true = np.ones(len(requests), dtype=bool)
         self.positions = np.array([r.computed for r in requests], dtype=np.int64)
         """Positions of the tokens to compute."""
-        self.last = np.array([FROM_DEVICE if r.pending else r.tokens[-1] for r in requests], dtype=np.int32)
+        self.last = np.array([FROM_DEVICE if r.in_flight_tokens else r.tokens[-1] for r in requests], dtype=np.int32)
         """Ids of these tokens."""
 
     @property
@@ -52,9 +52,9 @@ class Decodes:
         self.positions = self.positions + 1
         self.last = np.full(len(self.requests), FROM_DEVICE, dtype=np.int32)
 
-    def set_drawn(self, drawn: list[int]) -> None:
+    def set_sampled(self, sampled: list[int]) -> None:
         """Set the ids of the tokens to compute, which the last step sampled."""
-        self.last = np.array(drawn[: len(self.requests)], dtype=np.int32)
+        self.last = np.array(sampled[: len(self.requests)], dtype=np.int32)
 
 
 class StepBuilder:
@@ -82,8 +82,10 @@ class StepBuilder:
         """The tokens that a request is behind, as many of them as this step can compute without scoring more than
         MOST_SCORED."""
         if request.score_from is None:
-            return request.behind
-        return min(request.behind, max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored)
+            return request.uncomputed_tokens
+        return min(
+            request.uncomputed_tokens, max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored
+        )
 
     def add_draft(self, request: Request, ids: list[int], states: list[int], proposes: int = 0) -> None:
         """Plan the last token of a request and the drafted `ids` after it. Their pages must be reserved; they are not
@@ -110,9 +112,9 @@ class StepBuilder:
         if request.lease.length > start:
             slots[: request.lease.length - start] = 0  # cached already: their KV goes to the trash page
         self.cache.publish(request, stop)
-        for mark in request.marks:
-            if start < mark <= stop:
-                self.cache.save(request, mark, mark - start if mark < stop else 0)
+        for checkpoint in request.checkpoints:
+            if start < checkpoint <= stop:
+                self.cache.save(request, checkpoint, checkpoint - start if checkpoint < stop else 0)
         self.requests.append(request)
         self.counts.append(count)
         self.tokens.append(np.frombuffer(request.tokens, np.int32, count, start * TOKEN_BYTES).copy())

@@ -27,7 +27,7 @@ import numpy as np
 from radixrt.tree import Lease, RadixTree
 from radixrt.worker.host import HostMemory
 from radixrt.worker.host_states import HostStates
-from radixrt.worker.kept import Kept
+from radixrt.worker.kept import RetainedContexts
 from radixrt.worker.pins import Pins
 from radixrt.worker.plan import STATE_TOKENS, StateWork
 from radixrt.worker.request import Request
@@ -44,7 +44,7 @@ copy one back takes little time, and its pages admit another request."""
 
 
 class OutOfPages(Exception):
-    """No page is free and none can be evicted, even after pins and kept contexts were released."""
+    """No page is free and none can be evicted, even after pins and retained contexts were released."""
 
 
 def _int32(raw: bytes) -> np.ndarray:
@@ -83,7 +83,7 @@ class PageCache:
         self.host = HostMemory(num_host_pages, page_size, events, host_states) if num_host_pages else None
         self._parts = [part for part in (self.states, self.host) if part is not None]
         self.pins = Pins(self.tree, self.total_pages, max_pinned_share, self.states)
-        self.kept = Kept(self.total_pages * page_size)
+        self.retained = RetainedContexts(self.total_pages * page_size)
         self.keeps = num_host_pages - 1 < KEPT * self.total_pages
         """Whether `kept` takes over leases of requests that have ended."""
         self.table = np.zeros((rows, -(-max_model_len // page_size)), dtype=np.int32)
@@ -334,10 +334,10 @@ class PageCache:
 
     def forget(self, request: Request, length: int, keep: int = 0) -> None:
         """Remove a request's tokens [keep, length) from the tree, except what running requests lease, and all snapshots
-        there. Pins and kept contexts there are released."""
+        there. Pins and retained contexts there are released."""
         path = request.tokens[:length]
         self.pins.release_along(request.namespace, path.tobytes(), keep)
-        self.kept.release_along(request.namespace, path.tobytes(), keep)
+        self.retained.release_along(request.namespace, path.tobytes(), keep)
         if self.states is not None:
             self.states.drop(_int32(self.tree.match(request.namespace, path).values())[keep // self.page_size :])
         if self.host is not None:
@@ -353,7 +353,7 @@ class PageCache:
             request.state = 0
         self._give_back(self.table[row, request.lease.length // self.page_size : int(self.held[row])])
         if keep:
-            self.kept.keep(request, request.lease)
+            self.retained.keep(request, request.lease)
         else:
             request.lease.release()
         request.lease = None
@@ -365,7 +365,7 @@ class PageCache:
 
     def clear(self) -> None:
         """Empty the tree, except for what running requests and pins hold, and host memory."""
-        self.kept.clear()
+        self.retained.clear()
         if self.host is not None:
             self.host.clear()
         self._give_back(_int32(self.tree.evict(self.tree.evictable_tokens)))
@@ -409,14 +409,14 @@ class PageCache:
         return StateWork(np.asarray(slots, np.int32), *self.states.drain(), np.asarray(runs, np.int32))
 
     def can_take(self, pages: int) -> bool:
-        """Whether that many pages are free or can be evicted without releasing pins or kept contexts."""
+        """Whether that many pages are free or can be evicted without releasing pins or retained contexts."""
         return pages <= self._num_free or pages <= self._num_free + self.evictable_pages
 
     def _take(self, count: int) -> np.ndarray:
         """Allocate `count` pages. The result is a view, valid until pages are given back."""
         if count > self._num_free:
             while not self.can_take(count):
-                if not self.kept.release_oldest() and not self.pins.release_oldest():
+                if not self.retained.release_oldest() and not self.pins.release_oldest():
                     raise OutOfPages
             self._evict((count - self._num_free) * self.page_size)
         self._num_free -= count

@@ -40,7 +40,7 @@ class Ending:
             self._cache.retire(request, keep)
         else:
             self._waiting.remove(request)
-            self._cache.kept.left(request)
+            self._cache.retained.left(request)
         self._is_over(request)
 
     def stop_short(self, request: Request, reason: str) -> Output:
@@ -53,7 +53,7 @@ class Ending:
     def fail_for_good(self, request: Request, reason: str) -> list[Output]:
         """Fail a request whose KV is invalid. Nothing of its path stays cached, whoever computed it, except what other
         requests lease."""
-        outputs = [] if request.over else [self._fail(request, 0, reason)]
+        outputs = [] if request.finished else [self._fail(request, 0, reason)]
         self._cache.forget(request, len(request.tokens))
         return outputs
 
@@ -66,7 +66,7 @@ class Ending:
             host.reset()
         running = self._running
         # Not in this plan, they may lease what this step was to compute or to copy; after a copy they may decode next.
-        others = running.behind + (running.decoding + running.drafting + running.sitting if unfilled else [])
+        others = running.prefilling + (running.decoding + running.drafting + running.sitting if unfilled else [])
         for request in [r for r in others if r not in plan.requests]:
             add = self._waiting.park if request in running.sitting else self._waiting.add
             running.remove(request)
@@ -76,7 +76,7 @@ class Ending:
         for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
             start -= start % self._cache.page_size  # a partly filled page is useless
             had_left = request.row < 0
-            if not request.over:
+            if not request.finished:
                 outputs.append(self._fail(request, start, reason))
             if had_left:  # preempted or aborted while the step ran: what it was to compute is in the tree
                 self._cache.forget(request, len(request.tokens), start)
@@ -97,11 +97,11 @@ class Ending:
         return _failed(request, reason)
 
     def _is_over(self, request: Request) -> None:
-        request.over = True
+        request.finished = True
         del self._requests[request.id]
         self._counter.remove_request(request.tenant)
         if not self._requests:
-            self._cache.kept.clear()
+            self._cache.retained.clear()
 
 
 def _failed(request: Request, reason: str, field: str = "") -> Output:

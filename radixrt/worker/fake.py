@@ -97,7 +97,7 @@ class FakeRunner:
         """With `check`: the hash of the prefix that each slot has the state of; 0: of no token."""
         self._host_states = np.zeros(num_host_states if check else 0, dtype=np.uint64)
         """With `check`: those of the states in host memory."""
-        self._drawn: dict[int, int] = {}
+        self._sampled: dict[int, int] = {}
         """The last sampled token of each row of the page table."""
         self._free_at = 0.0
 
@@ -118,7 +118,7 @@ class FakeRunner:
             return lambda: self._wait(plan, done_at, read)
         return lambda: self._wait(plan, done_at, None)
 
-    def draw(self) -> None:
+    def sample_deferred(self) -> None:
         """Nothing to do: tokens are computed when the result is read."""
 
     def read_adapter(self, module: LoraModule) -> None:
@@ -157,16 +157,16 @@ class FakeRunner:
         if self.overlaps:
             rows = plan.rows.tolist()
             for b in np.flatnonzero(last == FROM_DEVICE):
-                last[b] = self._drawn[rows[b]]
+                last[b] = self._sampled[rows[b]]
         if read is not None:
             self._check_step(plan, last, read)
-        drawn = _FIRST_TOKEN + (last * 1103515245 + positions * 12345 + 7) % (self.vocab_size - _FIRST_TOKEN)
-        tokens = drawn.tolist()
-        serial = any(request.serial for request in plan.requests)
-        stuck = self._follow_grammars(plan, tokens) if serial else {}
+        sampled = _FIRST_TOKEN + (last * 1103515245 + positions * 12345 + 7) % (self.vocab_size - _FIRST_TOKEN)
+        tokens = sampled.tolist()
+        needs_host_tokens = any(request.needs_host_tokens for request in plan.requests)
+        stuck = self._follow_grammars(plan, tokens) if needs_host_tokens else {}
         if self.overlaps:
-            self._drawn.update(zip(rows, tokens, strict=True))
-        result = self._result(plan, tokens, stuck) if serial else Result(tokens)
+            self._sampled.update(zip(rows, tokens, strict=True))
+        result = self._result(plan, tokens, stuck) if needs_host_tokens else Result(tokens)
         return result if plan.proposes is None else replace(result, proposals=self._propose(plan, tokens, stuck))
 
     def _propose(self, plan: Plan, tokens: list[int], stuck: dict[int, str]) -> dict[int, list[int]]:
@@ -185,7 +185,7 @@ class FakeRunner:
     def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, str]:
         """Replace tokens by ones that the grammars allow, stop ids first. Returns, by index, why a request is stuck."""
         asked = [b for b, r in enumerate(plan.requests) if r.matcher is not None and plan.samples[b]]
-        chosen = [b for b in asked if plan.draws_for(b)]
+        chosen = [b for b in asked if plan.samples_for(b)]
         if not chosen:
             return {}
         masks = np.zeros((len(chosen), -(-self.vocab_size // 32)), dtype=np.int32)
@@ -263,7 +263,7 @@ class FakeRunner:
         for b, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):
             slots, end = plan.slots[end : end + count], end + count
             history = np.array([*request.tokens, *guessed.get(b, ()), int(last[b])])[: start + count]
-            if not request.over:
+            if not request.finished:
                 history[-1] = last[b]
                 computed = plan.tokens[end - count : end]
                 assert np.array_equal(computed[computed != FROM_DEVICE], history[start:][computed != FROM_DEVICE])
@@ -273,7 +273,7 @@ class FakeRunner:
         if plan.states is not None:
             self._check_states(plan, expected)
         for request, slots, hashes in zip(plan.requests, read, expected, strict=True):
-            if not request.over:
+            if not request.finished:
                 assert np.array_equal(self._hashes[slots], hashes), f"request {request.id} would read another's KV"
 
     def _move_states(self, plan: Plan, moves: Moves) -> None:
@@ -302,7 +302,7 @@ class FakeRunner:
         for request, slot, source, start, found in zip(
             plan.requests, work.slots, previous, plan.starts, hashes, strict=True
         ):
-            if not request.over:
+            if not request.finished:
                 before = found[start - 1] if start else np.uint64(0)
                 assert states[source] == before, f"request {request.id} would go on from another state"
             states[slot] = found[-1]

@@ -8,10 +8,10 @@ admitted in between takes its pages, and the next turn has to compute its contex
                             |                        |
                             +---- after `seconds`, or when pages run out ----> evictable, and remembered for a while
 
-Contexts are kept only while others wait, only if enough of them are continued, and only if there is little host memory
-for evicted pages. For how long is learned from when next turns come: the tools of some agents take milliseconds, those
-of others minutes. Each context that is lost makes others wait until it is computed again, meanwhile theirs are lost,
-and soon nobody finds anything. If some are kept, these agents go on, and those who wait get their turn by age.
+Contexts are retained only while others wait, only if enough of them are continued, and only if there is little host
+memory for evicted pages. For how long is learned from when next turns come: the tools of some agents take milliseconds,
+those of others minutes. Each context that is lost makes others wait until it is computed again, meanwhile theirs are
+lost, and soon nobody finds anything. If some are kept, these agents go on, and those who wait get their turn by age.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from radixrt.worker.request import Request
 SECONDS = 5.0, 10.0, 20.0, 40.0, 80.0
 """How long a context may be kept. It is remembered for the last of these."""
 COVERED = 0.8
-"""Contexts are kept for the first of SECONDS within which this share of next turns comes, of those that come at all."""
-MOST = 256
-"""The most contexts that are kept or remembered: each is compared with every request that arrives."""
+"""Contexts are retained for the first of SECONDS within which this share of next turns comes, of those that come at
+all."""
+MAX_CONTEXTS = 256
+"""The most contexts that are retained or remembered: each is compared with every request that arrives."""
 OVERLAP = 4
 """The most tokens of all remembered contexts together, as a multiple of what the tree may hold."""
-LEAST = 0.25
-"""Contexts are kept only if at least this share of recent ones was continued."""
+MIN_CONTINUATION_RATE = 0.25
+"""Contexts are retained only if at least this share of recent ones was continued."""
 _WEIGHT = 1 / 32
 """Of each context in the moving averages."""
 _TAIL = 64
@@ -53,7 +54,7 @@ class _Ended:
     since    when it ended or, if later, when the last request came that continues it
     lease    None if the context is only remembered, and not protected
     next     `Request.number` of the waiting requests that continue it
-    counted  whether it is part of `returning`; several answers to one prompt count once
+    counted  whether it is part of `continuation_rate`; several answers to one prompt count once
     came     whether it is part of `seconds`
     """
 
@@ -74,22 +75,22 @@ class _Ended:
         return size < len(ids) and ids[tail:size] == self.ids[tail:size] and ids.startswith(self.ids[:size])
 
 
-class Kept:
-    """The kept contexts of one tree, which may hold `room` tokens."""
+class RetainedContexts:
+    """The retained contexts of one tree, which may hold `room` tokens."""
 
     def __init__(self, room: int) -> None:
-        self.returning = LEAST - 0.01
+        self.continuation_rate = MIN_CONTINUATION_RATE - 0.01
         """Moving average of the share of contexts that were continued within `seconds`."""
         self.seconds = SECONDS[0]
-        """How long contexts are kept."""
+        """How long contexts are retained."""
         self._coming = [1.0, *[0.0] * (len(SECONDS) - 1)]
         """Moving average of the shares of next turns that came within each of SECONDS, and not within the one before.
         """
-        self._most_bytes = TOKEN_BYTES * OVERLAP * room
+        self._max_bytes = TOKEN_BYTES * OVERLAP * room
         self._bytes = 0
         self._ended: deque[_Ended] = deque()
         self._past: deque[_Ended] = deque()
-        """Those that are not kept any more. Both are sorted by `since`."""
+        """Those that are not retained any more. Both are sorted by `since`."""
         self._paths: dict[str, OwnerTree] = {}
         """By tenant, the paths that are leased here; tokens in several paths count once."""
 
@@ -118,9 +119,9 @@ class Kept:
         self._lease(ended, ids[: TOKEN_BYTES * lease.length], lease)
         self._ended.append(ended)
         self._bytes += len(ids)
-        if self.returning < LEAST:
+        if self.continuation_rate < MIN_CONTINUATION_RATE:
             self._release(ended)
-        while len(self._ended) + len(self._past) > MOST or self._bytes > self._most_bytes:
+        while len(self._ended) + len(self._past) > MAX_CONTEXTS or self._bytes > self._max_bytes:
             self._remove(next(self._all()))
 
     def arrived(self, request: Request) -> None:
@@ -146,7 +147,7 @@ class Kept:
         (self._ended if found in self._ended else self._past).remove(found)
         self._ended.append(found)
         if not found.counted:
-            self.returning += _WEIGHT * (1 - self.returning)
+            self.continuation_rate += _WEIGHT * (1 - self.continuation_rate)
             self._count(found)
 
     def _learn(self, seconds: float) -> None:
@@ -174,7 +175,7 @@ class Kept:
         while self._ended and self._ended[0].since + self.seconds <= now:
             ended = self._ended.popleft()
             if not ended.counted:
-                self.returning -= _WEIGHT * self.returning
+                self.continuation_rate -= _WEIGHT * self.continuation_rate
                 self._count(ended)
             self._release(ended)
             self._past.append(ended)

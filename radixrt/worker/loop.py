@@ -55,7 +55,7 @@ class Link(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InflightStep:
     """A step that was launched and whose result is not applied yet."""
 
     plan: Plan
@@ -104,7 +104,7 @@ class Worker:
         self._connect = connect
         self._check = check
         self._rates = Rates()
-        self._flight: Flight | None = None
+        self._inflight: InflightStep | None = None
         self._last_done = 0.0
         self._seq = 0
         self._number = 0
@@ -147,7 +147,7 @@ class Worker:
                 outputs = self._load_adapters() + self._step()
                 self._pin(outputs)
                 self._reply(outputs)
-            self._land_last()  # no step may be in flight when the runner is closed
+            self._finish_last_step()  # no step may be in flight when the runner is closed
         finally:
             self._stopped.set()
             self._link.close()
@@ -180,14 +180,14 @@ class Worker:
         """Launch the next step, if there is one, and apply the result of the step before. If the runner does not
         overlap steps, the result of the launched step is applied as well."""
         outputs = self.scheduler.settle()
-        before, self._flight = self._flight, None
+        before, self._inflight = self._inflight, None
         plan = self.scheduler.plan()
         if plan is not None:
             outputs += self._launch(plan)
-        outputs += self._land(before)
-        outputs += self._draw()
+        outputs += self._finish_step(before)
+        outputs += self._sample_deferred()
         if not self.runner.overlaps:
-            outputs += self._land_last()
+            outputs += self._finish_last_step()
         if self._check:
             self.cache.check()
         return outputs
@@ -196,7 +196,7 @@ class Worker:
         """Put LoRA adapters that have been read into their slots. Before that, the step in flight has to end."""
         outputs = []
         while self._adapters.is_ready(lambda: self.scheduler.adapters | self._compiling.adapters):
-            outputs += self._land_last()
+            outputs += self._finish_last_step()
             loaded = self._adapters.take()
             self.watchdog.moved()
             self._registration.adapters = self._adapters.loaded
@@ -207,41 +207,41 @@ class Worker:
         started = time.perf_counter()
         self.watchdog.launched(len(plan.tokens))
         try:
-            self._flight = Flight(plan, self.runner.launch(plan), started)
+            self._inflight = InflightStep(plan, self.runner.launch(plan), started)
         except Exception as error:
             return self._fail(plan, error)
         return []
 
-    def _draw(self) -> list[m.Output]:
+    def _sample_deferred(self) -> list[m.Output]:
         """Let the runner sample those tokens of the step in flight that had to wait for the step before."""
         try:
-            if self._flight:
-                self.runner.draw()
+            if self._inflight:
+                self.runner.sample_deferred()
         except Exception as error:
-            flight, self._flight = self._flight, None
-            return self._fail(flight.plan, error)
+            inflight, self._inflight = self._inflight, None
+            return self._fail(inflight.plan, error)
         return []
 
-    def _land_last(self) -> list[m.Output]:
+    def _finish_last_step(self) -> list[m.Output]:
         """Apply the result of the step in flight, if there is one."""
-        flight, self._flight = self._flight, None
-        return self._land(flight)
+        inflight, self._inflight = self._inflight, None
+        return self._finish_step(inflight)
 
-    def _land(self, flight: Flight | None) -> list[m.Output]:
+    def _finish_step(self, inflight: InflightStep | None) -> list[m.Output]:
         """Wait for a step and apply its result. A later step may be in flight behind it."""
-        if flight is None:
+        if inflight is None:
             return []
         try:
-            result = flight.wait()
+            result = inflight.wait()
         except Exception as error:
-            return self._fail(flight.plan, error)
+            return self._fail(inflight.plan, error)
         done = time.perf_counter()
-        seconds = done - max(flight.launched, self._last_done)
-        self._rates.add(flight.plan, seconds)
-        self.watchdog.landed(len(flight.plan.tokens), seconds)
-        self._time_decodes(flight, done, result)
+        seconds = done - max(inflight.launched, self._last_done)
+        self._rates.add(inflight.plan, seconds)
+        self.watchdog.finished(len(inflight.plan.tokens), seconds)
+        self._time_decodes(inflight, done, result)
         self._last_done = done
-        return self.scheduler.apply(flight.plan, result)
+        return self.scheduler.apply(inflight.plan, result)
 
     def _fail(self, plan: Plan, error: Exception) -> list[m.Output]:
         """Fail the requests of a step that could not be run, after those of the step in flight behind it: that one may
@@ -252,20 +252,20 @@ class Worker:
         if not self.runner.works():
             raise DeviceLost(f"the device is lost: {error}") from error
         reason, outputs = f"the step failed: {error}", []
-        behind, self._flight = self._flight, None
+        behind, self._inflight = self._inflight, None
         if behind is not None:
             with contextlib.suppress(Exception):
                 behind.wait()
             outputs += self.scheduler.fail(behind.plan, reason)
         return outputs + self.scheduler.fail(plan, reason)
 
-    def _time_decodes(self, flight: Flight, done: float, result: Result) -> None:
+    def _time_decodes(self, inflight: InflightStep, done: float, result: Result) -> None:
         """Tell the drafter how long a step of decodes took, without its proposals. The time before its launch counts if
         the loop was busy."""
-        drafter, plan = self.scheduler.drafter, flight.plan
+        drafter, plan = self.scheduler.drafter, inflight.plan
         if drafter is not None and len(plan.tokens) == len(plan.requests):
-            gap = flight.launched - self._last_done
-            seconds = done - (self._last_done if gap < BUSY_SECONDS else flight.launched)
+            gap = inflight.launched - self._last_done
+            seconds = done - (self._last_done if gap < BUSY_SECONDS else inflight.launched)
             passes = 0 if plan.proposes is None else int(plan.proposes.max())
             drafter.costs.add(len(plan.tokens), max(seconds - passes * result.proposing_seconds, 0.0))
 
@@ -287,7 +287,7 @@ class Worker:
         """Handle all messages that have arrived; wait for one only when there is nothing to compute or to send."""
         if self._link.broke():
             self._join_again("the connection to the router has broken")
-        busy = self.scheduler.has_work and not self.scheduler.all_sit_out or self._flight
+        busy = self.scheduler.has_work and not self.scheduler.all_sit_out or self._inflight
         if not busy:
             self.watchdog.moved()
         if self._drain_until is not None:
@@ -426,7 +426,7 @@ class Worker:
             self.runner,
             self._rates,
             compiling=self._compiling.queued_tokens,
-            flight=self._flight.plan if self._flight else None,
+            inflight=self._inflight.plan if self._inflight else None,
             newest_run=self._newest_run,
         )
 

@@ -21,7 +21,7 @@ from radixrt.worker.sample import Ahead, Masks, Sampler, choose, to_device
 NOT_FINITE = "the model gave logits that are not finite"
 
 
-class Picking:
+class SampleStep:
     """The sampling of one step. `packed`, int32, is to be copied to the host and given to `read`; `tokens`, int32[S],
     are the sampled ones, for `rows`, int32[S], of the page table."""
 
@@ -60,7 +60,7 @@ class Picking:
         """Masks of the requests with a grammar that are still running; None if there are none. Fills `_problems`."""
         requests = self._plan.requests
         asked = [(row, b) for row, b in enumerate(self._chosen.tolist()) if requests[b].matcher is not None]
-        asked = [(row, b) for row, b in asked if self._plan.draws_for(b)]
+        asked = [(row, b) for row, b in asked if self._plan.samples_for(b)]
         if not asked:
             return None
         on_gpu = logits.device.type == "cuda"

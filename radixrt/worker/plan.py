@@ -195,7 +195,7 @@ class Plan:
     @property
     def wants_logits(self) -> bool:
         """Whether any request needs more than the index of the largest logit."""
-        return any(not request.greedy or request.serial for request in self.requests)
+        return any(not request.greedy or request.needs_host_tokens for request in self.requests)
 
     @property
     def drafted(self) -> range:
@@ -211,10 +211,10 @@ class Plan:
         that is sampled at that index."""
         return {draft.first + n: draft.ids[:n] for draft in self.drafts for n in range(1, 1 + len(draft.ids))}
 
-    def draws_for(self, index: int) -> bool:
+    def samples_for(self, index: int) -> bool:
         """Whether the token sampled for a request is still wanted, now that the step before has been applied."""
         request = self.requests[index]
-        return not request.over and self.step > request.discard_until
+        return not request.finished and self.step > request.discard_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +281,9 @@ class Runner(Protocol):
     def launch(self, plan: Plan) -> Callable[[], Result]:
         """Start a step. The returned function waits for its result; until then the host may plan the next step."""
 
-    def draw(self) -> None:
-        """Sample the tokens of the last launched step that depend on the tokens before them (`Request.serial`), unless
-        that is done. Called once the result of the step before is applied."""
+    def sample_deferred(self) -> None:
+        """Sample the tokens of the last launched step that depend on the tokens before them
+        (`Request.needs_host_tokens`), unless that is done. Called once the result of the step before is applied."""
 
     def read_adapter(self, module: LoraModule) -> Any:
         """Read a LoRA adapter, for `put_adapter`. Called in a thread beside the loop. Raises ValueError if it is not

@@ -275,8 +275,8 @@ class Leader:
         self._lost = True
         return GroupLost(f"step {plan.step} failed on rank 0 alone")
 
-    def draw(self) -> None:
-        self._runner.draw()
+    def sample_deferred(self) -> None:
+        self._runner.sample_deferred()
 
     def kill(self) -> None:
         self._followers.kill()

@@ -67,23 +67,24 @@ class Scores:
 class Request:
     """A sequence of token ids, prompt first, that the scheduler lets `computed` catch up with.
 
-    number    unique in this process, unlike `id`
-    row       page-table row while it runs, -1 while it waits
-    state     slot of its recurrent state while it runs, if the model has any
-    pinned    tokens of the prefixes that it pins
-    marks     tokens, ascending, after which a snapshot of its state is taken (see `branching`)
-    computed  tokens whose KV is in pages, or will be when the planned steps have run
-    pending   tokens that planned steps sample and whose ids the host does not know yet
-    over      whether it has ended
-    greedy    whether the most likely token is taken each time, without sampling
-    jumps     whether forced tokens of its grammar may be appended without sampling: only its text is wanted
-    serial    whether the next token depends on more than logits, position and seed (`_depends_on_tokens`), so that it
-              can be sampled only once the host knows the tokens before it
-    limit     the most tokens it may have; at least those it arrived with
-    lease     pins the part of its path that is in the tree (set while it runs)
-    group     requests of one group count as having arrived with its first (0: no group)
-    age       orders requests by arrival: tokens the worker had scheduled then, id of the first of its group, own id
-    reached   end of the last planned chunk, in tokens
+    number             unique in this process, unlike `id`
+    row                page-table row while it runs, -1 while it waits
+    state              slot of its recurrent state while it runs, if the model has any
+    pinned             tokens of the prefixes that it pins
+    checkpoints        tokens, ascending, after which a snapshot of its state is taken (see `branching`)
+    computed           tokens whose KV is in pages, or will be when the planned steps have run
+    in_flight_tokens   tokens that planned steps sample and whose ids the host does not know yet
+    finished           whether it has ended
+    greedy             whether the most likely token is taken each time, without sampling
+    jumps              whether forced tokens of its grammar may be appended without sampling: only its text is wanted
+    needs_host_tokens  whether the next token depends on more than logits, position and seed (`_depends_on_tokens`), so
+                       that it can be sampled only once the host knows the tokens before it
+    limit              the most tokens it may have; at least those it arrived with
+    lease              pins the part of its path that is in the tree (set while it runs)
+    group              requests of one group count as having arrived with its first (0: no group)
+    age                orders requests by arrival: tokens the worker had scheduled then, id of the first of its group,
+                       own id
+    reached            end of the last planned chunk, in tokens
 
     initial_len    tokens it arrived with
     cached_tokens  of these, those that no chunk had to compute
@@ -102,8 +103,8 @@ class Request:
     __slots__ = (
         "id", "number", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
         "row", "computed", "lease", "age", "hit", "cached_tokens", "reached", "scores",
-        "pending", "over", "serial", "greedy", "matcher", "jumps",
-        "initial_len", "reported", "discard_until", "group", "hit_version", "draft_state", "state", "marks",
+        "in_flight_tokens", "finished", "needs_host_tokens", "greedy", "matcher", "jumps",
+        "initial_len", "reported", "discard_until", "group", "hit_version", "draft_state", "state", "checkpoints",
         "pinned", "adapter", "allowed", "adjusted",
     )  # fmt: skip
 
@@ -125,7 +126,7 @@ class Request:
         self.row = -1
         self.state = 0
         self.pinned = [tokens for tokens, _ in run.pin]
-        self.marks: list[int] = []
+        self.checkpoints: list[int] = []
         self.computed = 0
         self.lease: Lease | None = None
         self.age: Age = (0, run.id, run.id)
@@ -136,8 +137,8 @@ class Request:
         self.reached = 0
         detailed = run.sampling.logprobs is not None
         self.scores = None if run.score_from is None else Scores(run.score_from, len(self.tokens), detailed)
-        self.pending = 0
-        self.over = False
+        self.in_flight_tokens = 0
+        self.finished = False
         self.greedy = not (run.sampling.temperature >= GREEDY_BELOW and run.sampling.top_p >= GREEDY_TOP_P)
         self.matcher: Matcher | None = None
         self.draft_state: DraftState | None = None
@@ -148,7 +149,7 @@ class Request:
         restricted = bool(s.logit_bias or s.allowed_token_ids or s.bad_token_ids)
         self.adjusted = restricted or s.min_tokens > 0
         self.jumps = run.score_from is None and s.logprobs is None and not restricted
-        self.serial = run.score_from is not None or _depends_on_tokens(run.sampling)
+        self.needs_host_tokens = run.score_from is not None or _depends_on_tokens(run.sampling)
 
     @property
     def penalized(self) -> bool:
@@ -158,24 +159,24 @@ class Request:
 
     @property
     def total(self) -> int:
-        """Tokens so far: known ones and pending ones."""
-        return len(self.tokens) + self.pending
+        """Tokens so far: known ones and those in flight."""
+        return len(self.tokens) + self.in_flight_tokens
 
     @property
-    def behind(self) -> int:
+    def uncomputed_tokens(self) -> int:
         """Tokens so far whose KV is not computed; 1 while it decodes."""
-        return len(self.tokens) + self.pending - self.computed
+        return len(self.tokens) + self.in_flight_tokens - self.computed
 
     @property
     def missing(self) -> int:
         """Of a waiting request: tokens so far that the tree did not hold when it was last looked up."""
-        return len(self.tokens) + self.pending - self.hit
+        return len(self.tokens) + self.in_flight_tokens - self.hit
 
     @property
     def caught_up(self) -> bool:
         """Whether it decodes: only its last token is left to compute, that token was generated and is not cached in
         the tree, and more tokens may follow."""
-        last = self.behind == 1 and self.generated > 0 and self.total < self.limit
+        last = self.uncomputed_tokens == 1 and self.generated > 0 and self.total < self.limit
         return last and self.lease.length <= self.computed
 
     @property
@@ -187,7 +188,7 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """Tokens after the prompt, pending ones included."""
+        """Tokens after the prompt, those in flight included."""
         return self.total - self.prompt_len
 
     def reach(self, start: int, stop: int) -> None:

@@ -15,7 +15,7 @@ from radixrt.worker.kv import DTYPES, KVPool, StatePool
 from radixrt.worker.model.adapter import Adapter, read_adapter
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.delta_net import Recurrence
-from radixrt.worker.picking import Picking
+from radixrt.worker.picking import SampleStep
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.predicting import Predicting
 from radixrt.worker.sample import TorchSampler
@@ -130,14 +130,14 @@ class TorchRunner(ModelRunner):
         if self._alone:
             torch.set_num_threads(1 if len(plan.tokens) <= self._alone else self._threads)
         with torch.inference_mode():
-            picking = Picking(plan, self.logits(plan), self._sampler)
-            result = picking.read(picking.packed.cpu().numpy())
+            sample_step = SampleStep(plan, self.logits(plan), self._sampler)
+            result = sample_step.read(sample_step.packed.cpu().numpy())
             if self._predicting is not None:
                 result = self._predicting.propose(plan, result)
         self.busy_seconds += time.monotonic() - began
         return lambda: result
 
-    def draw(self) -> None:
+    def sample_deferred(self) -> None:
         """Nothing to do: `launch` computes the whole step."""
 
     @torch.inference_mode()

@@ -1,7 +1,7 @@
 """The running requests, in lists by what they need next. From its admission until it leaves or is preempted, each is in
 exactly one list.
 
-    behind --caught up--> decoding --its last step is planned--> ending
+prefilling --caught up--> decoding --its last step is planned--> ending
       ^                   ^      |
       |              drafting <--+ its text repeats itself
       +--tokens forced----+      |
@@ -20,8 +20,8 @@ class Running:
     """The lists, and the plan arrays of the decoding requests, which are reused from step to step."""
 
     def __init__(self) -> None:
-        self.behind: list[Request] = []
-        """Requests with more than one token to compute, in the order in which they fell behind."""
+        self.prefilling: list[Request] = []
+        """Requests with more than one token to compute, in the order in which they came to be so."""
         self.decoding: list[Request] = []
         """Requests that generate one token per step."""
         self.drafting: list[Request] = []
@@ -36,7 +36,7 @@ class Running:
         """The plan arrays of `decoding`; None if the list has changed since they were built."""
 
     def __len__(self) -> int:
-        return sum(map(len, (self.behind, self.decoding, self.drafting, self.sitting, self.ending)))
+        return sum(map(len, (self.prefilling, self.decoding, self.drafting, self.sitting, self.ending)))
 
     @property
     def generating(self) -> int:
@@ -46,7 +46,7 @@ class Running:
     def totals(self) -> dict[str, int]:
         """Total tokens of running requests, by tenant."""
         found: dict[str, int] = {}
-        for requests in (self.behind, self.decoding, self.drafting, self.sitting, self.ending):
+        for requests in (self.prefilling, self.decoding, self.drafting, self.sitting, self.ending):
             for request in requests:
                 found[request.tenant] = found.get(request.tenant, 0) + request.total
         return found
@@ -57,15 +57,15 @@ class Running:
             self._decodes = Decodes(self.decoding)
         return self._decodes
 
-    def set_drawn(self, drawn: list[int]) -> None:
+    def set_sampled(self, sampled: list[int]) -> None:
         """Store the token ids that a step sampled, decodes first, for the next plan; not if that is planned already."""
-        if self._decodes is not None and self.decoding and not self.decoding[0].pending:
-            self._decodes.set_drawn(drawn)
+        if self._decodes is not None and self.decoding and not self.decoding[0].in_flight_tokens:
+            self._decodes.set_sampled(sampled)
 
     def remove(self, request: Request) -> None:
         """Remove a request from its list."""
         self.departures += 1
-        for requests in (self.behind, self.ending, self.drafting, self.sitting):
+        for requests in (self.prefilling, self.ending, self.drafting, self.sitting):
             if request in requests:
                 requests.remove(request)
                 return
@@ -74,7 +74,7 @@ class Running:
 
     def youngest(self, planned: Sequence[Request]) -> Request:
         """The youngest request that is neither `planned` nor ending; ValueError if there is none."""
-        running = self.behind + self.decoding + self.drafting + self.sitting
+        running = self.prefilling + self.decoding + self.drafting + self.sitting
         candidates = [r for r in running if r not in planned]
         return max(candidates, key=lambda r: (r.age[0], r.id))
 
@@ -91,10 +91,10 @@ class Running:
         self._decodes = None
 
     def catch_up(self, request: Request) -> None:
-        """Move a decoding or drafting request that has several tokens to compute to `behind`."""
+        """Move a decoding or drafting request that has several tokens to compute to `prefilling`."""
         if request in self.decoding or request in self.drafting:
             self.remove(request)
-            self.behind.append(request)
+            self.prefilling.append(request)
 
     def sit(self, request: Request) -> None:
         """Let a request sit out."""
@@ -107,7 +107,7 @@ class Running:
     def sit_slow(self, requests: Collection[Request]) -> None:
         """Let those of the requests sit out that are slow and decode, and whose next token is being computed."""
         for request in requests:
-            if request.matcher.slow and request.pending and request in self.decoding:
+            if request.matcher.slow and request.in_flight_tokens and request in self.decoding:
                 self.sit(request)
 
     def stand(self, request: Request) -> None:
@@ -117,23 +117,23 @@ class Running:
             self.decoding.append(request)
             self._decodes = None
         else:
-            self.behind.append(request)
+            self.prefilling.append(request)
 
     def end_decodes(self) -> None:
-        """Move the decoding requests that have reached their limit, pending tokens included, to `ending`."""
+        """Move the decoding requests that have reached their limit, tokens in flight included, to `ending`."""
         self.ending += [r for r in self.decoding if r.total >= r.limit]
         self.decoding = [r for r in self.decoding if r.total < r.limit]
         self._decodes = None
 
-    def sort_behind(self) -> None:
+    def sort_prefilling(self) -> None:
         """Move the requests that have caught up to `decoding`, or to `ending` if they have nothing more to compute."""
         still = []
-        for request in self.behind:
-            if request.behind == 0 or (request.total >= request.limit and request.pending):
+        for request in self.prefilling:
+            if request.uncomputed_tokens == 0 or (request.total >= request.limit and request.in_flight_tokens):
                 self.ending.append(request)
             elif request.caught_up:
                 self.decoding.append(request)
                 self._decodes = None
             else:
                 still.append(request)
-        self.behind = still
+        self.prefilling = still

@@ -46,7 +46,7 @@ class Sampler(Protocol):
         """(argmax int64[B], the smallest id where several are equal; bool[B]: the maximum is finite and none is
         NaN)."""
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Sample from logits[rows], by temperature, min_p, top_k, top_p and noise: int64[N]."""
 
 
@@ -67,8 +67,8 @@ class TorchSampler:
         peaks, tokens = logits.max(-1)
         return tokens, peaks.isfinite()  # max returns NaN if there is any
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, draws: Draws) -> torch.Tensor:
-        return draw(logits[rows.long()], draws)
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        return sample_tokens(logits[rows.long()], metadata)
 
 
 def choose(
@@ -85,13 +85,15 @@ def choose(
             adjust(logits[row], request, ahead.get(row, ()))
     if masks is not None:
         sampler.mask(logits, masks)
-    drawn = [row for row, request in enumerate(requests) if not request.greedy]
+    random_rows = [row for row, request in enumerate(requests) if not request.greedy]
     tokens, finite = sampler.largest(logits)
-    if drawn:
-        at = to_device(np.array(drawn), logits.device)
-        arrays = Draws.arrays([requests[row].sampling for row in drawn], [positions[row] for row in drawn])
-        draws = Draws.of({name: to_device(array, at.device) for name, array in arrays.items()})
-        tokens[at] = sampler.draw(logits, at, draws)
+    if random_rows:
+        at = to_device(np.array(random_rows), logits.device)
+        arrays = SamplingMetadata.arrays(
+            [requests[row].sampling for row in random_rows], [positions[row] for row in random_rows]
+        )
+        metadata = SamplingMetadata.of({name: to_device(array, at.device) for name, array in arrays.items()})
+        tokens[at] = sampler.sample(logits, at, metadata)
     return tokens, finite
 
 
@@ -148,7 +150,7 @@ class Masks:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
+class SamplingMetadata:
     """The sampling parameters of B requests, each [B, 1]; None where no request sets it."""
 
     temperature: torch.Tensor
@@ -181,8 +183,8 @@ class Draws:
         return found
 
     @classmethod
-    def of(cls, arrays: dict[str, torch.Tensor]) -> Draws:
-        """Make Draws from `arrays` that were copied to the device, also if viewed as int32."""
+    def of(cls, arrays: dict[str, torch.Tensor]) -> SamplingMetadata:
+        """Make SamplingMetadata from `arrays` that were copied to the device, also if viewed as int32."""
         types = {"keys": torch.int64, "top_k": torch.int32}
         return cls(**{name: x.view(types.get(name, torch.float32)).view(-1, 1) for name, x in arrays.items()})
 
@@ -193,14 +195,14 @@ HOTTEST = 1e30
 GPUs may compute 0, and NaN for logits of -inf."""
 
 
-def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+def sample_tokens(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
     """Sample from logits[B, vocab] by temperature, min_p, top_k, top_p and each request's noise: int64[B]."""
-    logits = logits / draws.temperature
-    if draws.min_p is not None:
-        logits = keep_min_p(logits, draws.min_p)
-    if draws.top_k is not None or draws.top_p is not None:
-        logits = keep_top(logits, draws.top_k, draws.top_p)
-    return (logits + gumbel(draws.keys, logits.shape[-1])).argmax(-1)
+    logits = logits / metadata.temperature
+    if metadata.min_p is not None:
+        logits = keep_min_p(logits, metadata.min_p)
+    if metadata.top_k is not None or metadata.top_p is not None:
+        logits = keep_top(logits, metadata.top_k, metadata.top_p)
+    return (logits + gumbel(metadata.keys, logits.shape[-1])).argmax(-1)
 
 
 def keep_min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 catch up with the other within a token budget per step. There are no prefill and decode phases: cache hits, chunked
 prefill, decoding and resumption after a preemption all work this way.
 
-    waiting --admit--> behind (chunks) --> decoding (one token a step) --> done
+    waiting --admit--> prefilling (chunks) --> decoding (one token a step) --> done
        ^                  |                    |
        +-----preempt------+--------------------+          what was computed stays in the tree
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from radixrt.messages import Output, TokenLogprob
 from radixrt.worker.admission import Admission
-from radixrt.worker.branching import Branching, until_mark
+from radixrt.worker.branching import Branching, until_checkpoint
 from radixrt.worker.building import Decodes, StepBuilder
 from radixrt.worker.cache import OutOfPages, PageCache
 from radixrt.worker.drafting import Drafter, should_wait
@@ -99,7 +99,7 @@ class Scheduler:
         self._arrivals.record(request, self._clock)
         parked = request.matcher is not None and not self._begin_text(request)
         self._counter.add_request(request.tenant)
-        self.cache.kept.arrived(request)
+        self.cache.retained.arrived(request)
         if parked:
             self._waiting.park(request)
             self._sitting.begin(request, jump=not request.generated)
@@ -148,7 +148,7 @@ class Scheduler:
         """Tokens to compute until all requests decode: those of waiting requests and of running ones that are
         behind."""
         parked = sum(r.total for r in self._waiting.parked.values())
-        return self._waiting.tokens + parked + sum(r.behind for r in self.running.behind)
+        return self._waiting.tokens + parked + sum(r.uncomputed_tokens for r in self.running.prefilling)
 
     # ------------------------------------------------------------ plan
 
@@ -157,12 +157,12 @@ class Scheduler:
         first. Allocates pages, and inserts the prompt tokens of the step into the tree."""
         running = self.running
         self._nothing_planned = False
-        if kept := self.cache.kept:
-            kept.expire() if self._waiting else kept.clear()
-        if running.drafting and should_wait(sum(r.pending > 0 for r in running.drafting), running.generating):
+        if retained := self.cache.retained:
+            retained.expire() if self._waiting else retained.clear()
+        if running.drafting and should_wait(sum(r.in_flight_tokens > 0 for r in running.drafting), running.generating):
             return None
         proposes = self._speculation.proposes(self.drafter) if self.drafter is not None else 0
-        prompts = bool(running.behind or self._waiting)
+        prompts = bool(running.prefilling or self._waiting)
         drafts = self._speculation.plan(self.drafter, proposes, prompts) if running.drafting else []
         proposes = self._reserve_decodes(proposes)
         if running.sitting and self._waiting and not self.cache.has_row:
@@ -172,7 +172,7 @@ class Scheduler:
             if request.row >= 0:
                 builder.add_draft(request, *draft)
         budget = self.limits.max_num_batched_tokens - len(running.decoding) - len(builder.requests)
-        self._admission.begin(running.behind, budget)
+        self._admission.begin(running.prefilling, budget)
         while budget > 0 and (request := self._admission.next(self.steps)):
             taken = self._chunk(request, budget, builder, proposes)
             self._counter.count_prompt(request.tenant, taken)
@@ -198,8 +198,8 @@ class Scheduler:
         ending = False
         for request in self.running.decoding:
             request.computed += 1
-            request.pending = pending = request.pending + 1
-            if len(request.tokens) + pending >= request.limit:
+            request.in_flight_tokens = in_flight_tokens = request.in_flight_tokens + 1
+            if len(request.tokens) + in_flight_tokens >= request.limit:
                 ending = True
         if ending:
             self.running.end_decodes()
@@ -211,15 +211,15 @@ class Scheduler:
         computed; drafted tokens count once they are accepted."""
         for draft in builder.drafts:
             draft.request.computed += 1
-            draft.request.pending = 1
+            draft.request.in_flight_tokens = 1
             if self._counter.several:
                 self._counter.count_decoded(draft.request.tenant)
         first = sum(1 + len(draft.ids) for draft in builder.drafts)
         chunks = (entries[first:] for entries in (builder.requests, builder.counts, builder.samples))
         for request, count, samples in zip(*chunks, strict=True):
             request.computed += count
-            request.pending += samples
-        self.running.sort_behind()
+            request.in_flight_tokens += samples
+        self.running.sort_prefilling()
 
     def _reserve_decodes(self, proposes: int) -> int:
         """Reserve pages for the decodes, and for up to `proposes` proposals of each. Returns how many of these there
@@ -244,13 +244,13 @@ class Scheduler:
 
     def _make_way(self) -> bool:
         """Park a request that sits out, with its row and pages, for one that waits; False if there is none."""
-        sitting = [request for request in self.running.sitting if not request.pending]
+        sitting = [request for request in self.running.sitting if not request.in_flight_tokens]
         if sitting:
             self._put_back(max(sitting, key=lambda request: request.age))
         return bool(sitting)
 
     def _put_back(self, victim: Request) -> Request:
-        sits = victim in self.running.sitting and not victim.pending
+        sits = victim in self.running.sitting and not victim.in_flight_tokens
         self.running.remove(victim)
         self.cache.retire(victim)
         if sits:
@@ -261,7 +261,7 @@ class Scheduler:
         return victim
 
     def _chunk(self, request: Request, budget: int, builder: StepBuilder, proposes: int = 0) -> int:
-        """Plan the next chunk of a request that is behind, with up to `proposes` proposals if it is the last one.
+        """Plan the next chunk of a request that is prefilling, with up to `proposes` proposals if it is the last one.
         Returns how much of the budget it takes."""
         fetched = 0
         while True:
@@ -272,8 +272,8 @@ class Scheduler:
                 if fetched >= MANY and (self.running.decoding or builder.requests) and sum(builder.counts) < FEW:
                     return fetched // FETCHED
                 count = min(max(1, budget - fetched // FETCHED), builder.max_count(request))
-                if request.marks:
-                    count = until_mark(request, count)
+                if request.checkpoints:
+                    count = until_checkpoint(request, count)
                 if not count:  # the step scores MOST_SCORED tokens already
                     return fetched // FETCHED
                 self.cache.reserve(request, request.computed + count)
@@ -300,7 +300,7 @@ class Scheduler:
             if failed and index in failed:
                 outputs += self._ending.fail_for_good(request, failed[index])
                 continue
-            if request.over or plan.step <= request.discard_until:
+            if request.finished or plan.step <= request.discard_until:
                 continue  # it has ended, or its grammar forced other tokens
             if stuck and index in stuck:
                 outputs += self._cannot_go_on(request, stuck[index])
@@ -310,7 +310,7 @@ class Scheduler:
                 request.scores.add(stop - int(plan.wants[index]) + 1, scores[index])
             if samples:
                 theirs = logprobs[index : index + 1] if logprobs else logprobs
-                self._append_drawn(request, token, theirs, outputs, grown)
+                self._append_sampled(request, token, theirs, outputs, grown)
             elif plan.starts[index] + plan.counts[index] == request.total:
                 output = Output(request.id, request.take_unreported(), finish="length")
                 if request.scores is not None:
@@ -322,20 +322,18 @@ class Scheduler:
             self._jump(grown, outputs)
         if result.proposals:
             self._speculation.take_proposals(self.drafter, plan, result)
-        self.running.set_drawn(result.tokens)
+        self.running.set_sampled(result.tokens)
         if self.drafter is not None:
             self._speculation.begin(self.drafter)
         return outputs
 
-    def _verify(
-        self, plan: Plan, draft: Draft, result: Result, outputs: list[Output], grown: list[Grown]
-    ) -> None:
+    def _verify(self, plan: Plan, draft: Draft, result: Result, outputs: list[Output], grown: list[Grown]) -> None:
         """Accept the right tokens of a draft, and the sampled token after them."""
         request, first = draft.request, draft.first
         if first in result.failed:
             outputs += self._ending.fail_for_good(request, result.failed[first])
             return
-        if request.over:
+        if request.finished:
             return
         if first in result.stuck:
             outputs += self._cannot_go_on(request, result.stuck[first])
@@ -345,11 +343,11 @@ class Scheduler:
             self._counter.count_decoded(request.tenant, accepted)
         if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
             self._waiting.tokens += accepted
-        self._append_drawn(
+        self._append_sampled(
             request, result.tokens[first + accepted], result.logprobs[first : first + accepted + 1], outputs, grown
         )
 
-    def _append_drawn(
+    def _append_sampled(
         self, request: Request, token: int, logprobs: list[TokenLogprob | None], outputs: list[Output],
         grown: list[Grown],
     ) -> None:  # fmt: skip
@@ -357,7 +355,7 @@ class Scheduler:
         it has ended. `logprobs`, if requested, are those of all tokens that were not reported yet."""
         tokens = request.tokens
         tokens.append(token)
-        request.pending -= 1
+        request.in_flight_tokens -= 1
         if request.row < 0:  # preempted while this token was in flight: its hit may be longer now
             request.hit_version = -1
         stops = token in request.stop_ids
@@ -406,8 +404,8 @@ class Scheduler:
                 self._force(request, forced)
                 if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
                     self._waiting.tokens += len(forced)
-                if request.pending:
-                    request.pending, request.discard_until = 0, self.steps
+                if request.in_flight_tokens:
+                    request.in_flight_tokens, request.discard_until = 0, self.steps
             if forced is None and request.matcher.may_jump(request):
                 # Not reported yet: another worker that went on from here would not append what is forced.
                 self._slow.add(request)
@@ -446,7 +444,7 @@ class Scheduler:
         outputs: list[Output] = []
         if not self._slow:
             return outputs
-        self._slow = {request for request in self._slow if not request.over}
+        self._slow = {request for request in self._slow if not request.finished}
         for request, problem in self._sitting.ready():
             if problem:
                 outputs.append(self._ending.stop_short(request, problem))

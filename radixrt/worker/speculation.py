@@ -77,7 +77,7 @@ class Speculation:
         Requests for which there is no draft, or no room, move back to `decoding`. Returns (request, drafted ids, slots
         of recurrent states, how many tokens are to be proposed, at most `proposes`) of the others."""
         running, states = self._running, self._cache.states
-        requests, ready = running.generating, [r for r in running.drafting if not r.pending]
+        requests, ready = running.generating, [r for r in running.drafting if not r.in_flight_tokens]
         rows = self._rows(requests, prompts) - len(running.decoding)
         room = rows // max(len(ready), 1) - 1  # drafted tokens of each, beside its last token
         if states is not None:
@@ -125,7 +125,7 @@ class Speculation:
         drafter.passes.add(result.proposing_seconds)
         for index, ids in result.proposals.items():
             accepted = drafts[index].accepted(result.tokens) if index in drafts else 0
-            if not plan.requests[index].over:
+            if not plan.requests[index].finished:
                 length = int(plan.starts[index] + plan.counts[index]) + accepted + 1
                 drafter.proposed(plan.requests[index], length, ids)
 

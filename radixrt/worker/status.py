@@ -160,7 +160,7 @@ def load(
     rates: Rates,
     *,
     compiling: int,
-    flight: Plan | None,
+    inflight: Plan | None,
     newest_run: int,
 ) -> Load:
     """A worker's state now. `flight` is the step that has just been launched, if any; `compiling` counts the tokens of
@@ -183,9 +183,9 @@ def load(
         forced_tokens=scheduler.forced_tokens,
         drafted_tokens=scheduler.drafter.drafted if scheduler.drafter else 0,
         accepted_tokens=scheduler.drafter.accepted if scheduler.drafter else 0,
-        launched_tokens=0 if flight is None else _prompt_tokens(flight),
+        launched_tokens=0 if inflight is None else _prompt_tokens(inflight),
         newest_run=newest_run,
-        kept_tokens=cache.kept.tokens(),
+        kept_tokens=cache.retained.tokens(),
         fetched_tokens=cache.host.fetched_pages * cache.page_size if cache.host else 0,
         host_tokens=cache.host.used_slots * cache.page_size if cache.host else 0,
     )

@@ -32,7 +32,7 @@ cost of a long queue."""
 OVERTAKING = 3
 """The most tokens, answers included, by which others may overtake the oldest request, as a multiple of its own."""
 OVERTAKING_WITHOUT_ROOM = 15
-"""The same multiple while the oldest would fit only if kept contexts were released; beyond it, they are."""
+"""The same multiple while the oldest would fit only if retained contexts were released; beyond it, they are."""
 MOST_SECONDS = 30.0
 """When a request has been the oldest for this long, both multiples are 1. At 40,000 tokens a second that concerns
 prompts of 100,000 tokens and more."""
@@ -275,8 +275,8 @@ class Waiting:
         return self._counter.of(tenant), self._queues[tenant].age
 
     def has_waited(self, request: Request) -> bool:
-        """Whether a request is its tenant's oldest and has been overtaken so often that kept contexts are released for
-        it (OVERTAKING_WITHOUT_ROOM)."""
+        """Whether a request is its tenant's oldest and has been overtaken so often that retained contexts are released
+        for it (OVERTAKING_WITHOUT_ROOM)."""
         queue = self._queues[request.tenant]
         return queue.by_age[0][1] is request and queue.is_due(OVERTAKING_WITHOUT_ROOM)
 

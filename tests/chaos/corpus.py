@@ -89,7 +89,9 @@ def client_messages(api_key: str, rng: random.Random, kinds: Kinds) -> list[byte
     """Messages on the client socket."""
     prompt = m.TokenPrompt(ids(*range(5, 40)))
     chat = m.ChatPrompt([{"role": "user", "content": "Hello, who are you?"}], [{"type": "function", "function": {}}])
-    state = m.StatePrompt(SCOPE, 0, [m.SaidMessage("user", "Hi"), m.TurnBegins(), m.SaidText("So")], save=1)
+    state = m.StatePrompt(
+        SCOPE, 0, [m.MessageSegment("user", "Hi"), m.AssistantTurnStart(), m.TextSegment("So")], save=1
+    )
     short = m.Sampling(max_tokens=6, temperature=0.7, top_p=0.9, seed=5, stop=("x",), logprobs=1, logit_bias={5: 1.0})
     json = m.Sampling(max_tokens=8, grammar=m.Grammar("json_schema", '{"type": "object"}'))
     parts = m.PartsPrompt([m.TextPrompt("a b"), prompt])

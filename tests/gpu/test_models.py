@@ -13,7 +13,7 @@ from radixrt.worker.loading import load_runner
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.plan import Runner
-from radixrt.worker.sample import Draws, draw
+from radixrt.worker.sample import SamplingMetadata, sample_tokens
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.families import GEMMA_4_MOE, YARN_QUERY_SCALING, make_model
 
@@ -200,7 +200,7 @@ def test_graphs_between_attentions_give_what_their_kernels_give(made, kv_dtype):
     assert found[1] == found[0] and len(found[0][0]) == 3
 
 
-def test_draws_are_those_of_the_reference(made):
+def test_samples_are_those_of_the_reference(made):
     """Drawn tokens of a first step, whose logits are the same, by seed."""
     folder, _ = made
     prompt = prompts(1, 100, 100, vocab_size=4096)[0]
@@ -211,9 +211,9 @@ def test_draws_are_those_of_the_reference(made):
     ids = [engine.add(prompt[:-1] + [prompt[-1]], sampling) for sampling in samplings]
     engine.finish()
     found = [engine.tokens(id)[0] for id in ids]
-    arrays = Draws.arrays(samplings, [len(prompt)] * 32)
-    draws = Draws.of({name: torch.from_numpy(x).cuda() for name, x in arrays.items()})
-    expected = draw(logits[None].repeat(32, 1), draws).tolist()
+    arrays = SamplingMetadata.arrays(samplings, [len(prompt)] * 32)
+    metadata = SamplingMetadata.of({name: torch.from_numpy(x).cuda() for name, x in arrays.items()})
+    expected = sample_tokens(logits[None].repeat(32, 1), metadata).tolist()
     same = sum(a == b for a, b in zip(found, expected, strict=True))
     print(f"{same} of 32 draws as the reference")
     assert same >= (16 if is_recurrent(folder) else 28)  # rows of one prompt in a batch round otherwise than alone

@@ -7,18 +7,18 @@ from typing import Any
 
 from radixrt.client import AsyncClient, Completion, token_bytes
 from radixrt.messages import (
+    AssistantTurnEnd,
+    AssistantTurnStart,
     ChatPrompt,
+    ChoiceSegment,
+    GeneratedSegment,
+    MessageSegment,
     PartsPrompt,
-    Said,
-    SaidAnswer,
-    SaidChoice,
-    SaidMessage,
-    SaidText,
     Sampling,
+    Segment,
     TextPrompt,
+    TextSegment,
     TokenPrompt,
-    TurnBegins,
-    TurnEnds,
 )
 
 
@@ -50,23 +50,23 @@ class Oracle:
         """The text so far of the assistant's open message; None if there is none."""
 
     @classmethod
-    async def of(cls, client: AsyncClient, said: list[Said]) -> Oracle:
-        """The oracle after the items of `said`."""
+    async def of(cls, client: AsyncClient, transcript: list[Segment]) -> Oracle:
+        """The oracle after the items of `transcript`."""
         oracle = cls()
-        for one in said:
+        for one in transcript:
             match one:
-                case SaidText(text=text):
+                case TextSegment(text=text):
                     oracle.say(text)
-                case SaidMessage(role=role, content=content):
+                case MessageSegment(role=role, content=content):
                     oracle.add_message(role, content)
-                case TurnBegins():
+                case AssistantTurnStart():
                     oracle.open_message()
-                case TurnEnds():
+                case AssistantTurnEnd():
                     oracle.close_message()
-                case SaidChoice(text=text):
+                case ChoiceSegment(text=text):
                     await oracle.prompt(client)
                     oracle.add_chosen(text)
-                case SaidAnswer(ids=ids, text=text, stop=stop, sampling=sampling):
+                case GeneratedSegment(ids=ids, text=text, stop=stop, sampling=sampling):
                     await oracle.prompt(client)
                     await oracle.add_generated(client, Completion(text, ids, stop=stop), sampling)
         return oracle

@@ -15,7 +15,7 @@ from radixrt import Branch, BudgetExceeded, NoWinner, ProgramError, Sampling, Sy
 from radixrt.client import Client, ServerError
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import Site, Spent
-from radixrt.messages import SaidMessage
+from radixrt.messages import MessageSegment
 from tests.lang.conftest import wait_until_idle
 
 SHORT = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -254,11 +254,11 @@ def test_tools(client):
         await s.tool(str, "text", append="tool")
         s += gen("x", SHORT)
         await s.wait()
-        return total, found, loop_thread not in where, s._speaker.history.said[:3]
+        return total, found, loop_thread not in where, s._speaker.history.transcript[:3]
 
     total, found, elsewhere, messages = run(client, agent)
     assert (total, found, elsewhere) == (42, {"found": ["x"]}, True)
-    assert messages[1:] == [SaidMessage("tool", '{"found":["x"]}'), SaidMessage("tool", "text")]
+    assert messages[1:] == [MessageSegment("tool", '{"found":["x"]}'), MessageSegment("tool", "text")]
 
     def agent_in_a_thread(s: SyncBranch):
         return s.tool(plain, 1), s.tool(slowly, "y")

@@ -39,7 +39,7 @@ def run(client, function, *args):
 
 def oracle_of(client, branch: Branch) -> Oracle:
     """What was said in a branch, put together by the reference."""
-    return client.run(Oracle.of(client.aio, branch._speaker.history.said))
+    return client.run(Oracle.of(client.aio, branch._speaker.history.transcript))
 
 
 # ---------------------------------------------------------------- what is said

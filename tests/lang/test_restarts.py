@@ -12,7 +12,7 @@ from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.lang.speaker import Speaker
 from radixrt.local import LocalStack
-from radixrt.messages import Error, Fork, Pause, SaidText, StatePrompt
+from radixrt.messages import Error, Fork, Pause, StatePrompt, TextSegment
 from radixrt.ports import free_tcp_address
 from tests.lang.conftest import reached, stack
 
@@ -79,7 +79,7 @@ def test_a_server_that_keeps_no_state(folder, asked, transport):
     """Everything is sent again, once for each request, and the answers are the same."""
     with stack(folder) as plain, Client(plain.address) as client:
         expected = story.run(client, lambda: "ok")
-    assert all(prompt.state or len(prompt.said) == 3 for prompt in asked) and len(asked) == 7
+    assert all(prompt.state or len(prompt.transcript) == 3 for prompt in asked) and len(asked) == 7
     asked.clear()
     with (
         stack(folder, state_bytes=1) as running,
@@ -124,10 +124,15 @@ def test_numbers_of_an_earlier_router_are_unknown(folder):
     for life in range(2):
         with at(address, folder) as running, Client(address) as client:
             scope = (SCOPE, SCOPE[::-1])[life]
-            one = client.generate(_said(scope, f"life {life}", save=1), SHORT)
-            assert client.generate(_said(scope, " on", state=1), SHORT).usage.prompt_tokens > one.usage.prompt_tokens
+            one = client.generate(_transcript(scope, f"life {life}", save=1), SHORT)
+            assert (
+                client.generate(_transcript(scope, " on", state=1), SHORT).usage.prompt_tokens > one.usage.prompt_tokens
+            )
             if life:
-                for prompt in (_said(SCOPE, "x", state=1), _said(SCOPE, "x", state=1, save=2, resumes=True)):
+                for prompt in (
+                    _transcript(SCOPE, "x", state=1),
+                    _transcript(SCOPE, "x", state=1, save=2, resumes=True),
+                ):
                     with pytest.raises(ServerError, match="not known") as caught:
                         client.generate(prompt, SHORT)
                     assert (caught.value.code, caught.value.field) == (410, "prompt.state")
@@ -135,7 +140,7 @@ def test_numbers_of_an_earlier_router_are_unknown(folder):
                     _told(
                         client,
                         Pause(id=0, scope=SCOPE, state=1),
-                        Fork(id=0, prompt=_said(SCOPE, state=1, save=2), count=2),
+                        Fork(id=0, prompt=_transcript(SCOPE, state=1, save=2), count=2),
                     )
                 )
                 assert errors == [(410, "state"), (410, "prompt.state")]
@@ -144,8 +149,8 @@ def test_numbers_of_an_earlier_router_are_unknown(folder):
     assert len(names) == 4 and min(names) > 1 << 20 and max(names) < 1 << 53, "numbers that workers see are new, too"
 
 
-def _said(scope: str, *texts: str, **fields) -> StatePrompt:
-    return StatePrompt(scope, said=[SaidText(text) for text in texts], **fields)
+def _transcript(scope: str, *texts: str, **fields) -> StatePrompt:
+    return StatePrompt(scope, transcript=[TextSegment(text) for text in texts], **fields)
 
 
 async def _told(client: Client, *messages: Fork | Pause) -> list[tuple[int, str]]:

@@ -32,7 +32,7 @@ class Recorder:
 
     def __init__(self, running: LocalStack, monkeypatch) -> None:
         self.server = running._router_thread.server
-        self.said: dict[str, list] = defaultdict(list)
+        self.transcript: dict[str, list] = defaultdict(list)
         self.ids: dict[str, list[bytes]] = defaultdict(list)
         submit, ask = self.server.core.submit, Speaker._request
 
@@ -41,7 +41,7 @@ class Recorder:
             return submit(client, message, *rest, **more)
 
         def recording_ask(speaker, work):
-            self.said[speaker._origin.branch].append(list(speaker.history.said))
+            self.transcript[speaker._origin.branch].append(list(speaker.history.transcript))
             return ask(speaker, work)
 
         self.server.core.submit = recording_submit
@@ -51,15 +51,15 @@ class Recorder:
         """Every prompt is the reference's; how many there were. What was cancelled may not have reached the router."""
         checked = 0
 
-        async def parts(said):
-            return await (await Oracle.of(client.aio, said)).prompt(client.aio)
+        async def parts(transcript):
+            return await (await Oracle.of(client.aio, transcript)).prompt(client.aio)
 
         for branch, found in self.ids.items():
-            assert len(found) <= len(self.said[branch])
-            for ids, said in zip(found, self.said[branch], strict=False):
-                assert ids == text.encode_now(client.run(parts(said)))
+            assert len(found) <= len(self.transcript[branch])
+            for ids, transcript in zip(found, self.transcript[branch], strict=False):
+                assert ids == text.encode_now(client.run(parts(transcript)))
                 checked += 1
-        self.said.clear()
+        self.transcript.clear()
         self.ids.clear()
         return checked
 

@@ -24,6 +24,7 @@ from radixrt.messages import (
     Forget,
     Fork,
     Generate,
+    GeneratedSegment,
     Grammar,
     Heartbeat,
     Leave,
@@ -33,8 +34,6 @@ from radixrt.messages import (
     Pause,
     Recall,
     Removed,
-    SaidAnswer,
-    SaidText,
     Sampling,
     Saved,
     Score,
@@ -43,6 +42,7 @@ from radixrt.messages import (
     StepDone,
     Stored,
     TextPrompt,
+    TextSegment,
     Tokenize,
     TokenLogprob,
     TokenPrompt,
@@ -51,7 +51,7 @@ from radixrt.messages import (
 PROMPT = TokenPrompt(ids(5, 6, 7))
 SCOPE = "scope-of-a-program"
 CHAT = ChatPrompt([{"role": "user", "content": "hi"}], [{"type": "function", "function": {"name": "f"}}])
-STATE = StatePrompt(SCOPE, 1, [SaidText("hi"), SaidAnswer(ids(5), "x", None, Sampling())], save=2)
+STATE = StatePrompt(SCOPE, 1, [TextSegment("hi"), GeneratedSegment(ids(5), "x", None, Sampling())], save=2)
 SAMPLING = Sampling(
     max_tokens=3, logit_bias={5: 1.0}, stop=("x",), seed=1, grammar=Grammar("regex", "a+"), bad_token_ids=((5, 6),)
 )
@@ -64,7 +64,7 @@ FROM_CLIENTS = [
     Detokenize(id=6, ids=ids(5, 6)),
     Cancel(1, 0, 2),
     *(Ask(id=7, what=what) for what in ("health", "models", "model", "report", "metrics")),
-    Fork(id=8, prompt=StatePrompt(SCOPE, 0, [SaidText("hi")], save=1), count=2),
+    Fork(id=8, prompt=StatePrompt(SCOPE, 0, [TextSegment("hi")], save=1), count=2),
     Pause(id=9, scope=SCOPE, state=1, seconds=1.0),
     Forget(id=10, scope=SCOPE),
     Share(id=11, entries=[(b"k", b"v"), (b"l", None)]),

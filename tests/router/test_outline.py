@@ -7,17 +7,17 @@ import random
 import pytest
 
 from radixrt.messages import (
+    AssistantTurnEnd,
+    AssistantTurnStart,
     ChatPrompt,
-    Said,
-    SaidAnswer,
-    SaidChoice,
-    SaidMessage,
-    SaidText,
+    ChoiceSegment,
+    GeneratedSegment,
+    MessageSegment,
     Sampling,
-    TurnBegins,
-    TurnEnds,
+    Segment,
+    TextSegment,
 )
-from radixrt.router.outline import LEAST_ANSWERS, as_chat, outline
+from radixrt.router.outline import LEAST_ANSWERS, as_chat, bulk_render
 
 
 class Template:
@@ -27,8 +27,8 @@ class Template:
     """What it writes where an answer begins."""
 
     def render(self, prompt: ChatPrompt) -> str:
-        said = "".join(self.turn(prompt, at) + "|" for at in range(len(prompt.messages)))
-        return said[:-1] if prompt.partial else said + self.lead
+        transcript = "".join(self.turn(prompt, at) + "|" for at in range(len(prompt.messages)))
+        return transcript[:-1] if prompt.partial else transcript + self.lead
 
     def turn(self, prompt: ChatPrompt, at: int) -> str:
         message = prompt.messages[at]
@@ -77,31 +77,33 @@ LEAVE = (Template,)
 CHANGE = (OtherLead, EmptyThoughts, CutsBehindWords, CutsWhiteSpaceAlone, Quotes)
 
 
-def a_list(rng: random.Random) -> list[Said]:
+def a_list(rng: random.Random) -> list[Segment]:
     """It ends in a turn of the assistant."""
-    said: list[Said] = []
+    transcript: list[Segment] = []
     for _ in range(rng.randrange(1, 7)):
-        said += [SaidMessage("user", rng.choice(["hi", " so "])), TurnBegins()]
+        transcript += [MessageSegment("user", rng.choice(["hi", " so "])), AssistantTurnStart()]
         for _ in range(rng.choice([1, 1, 2, 9])):
             text = rng.choice(["well", " ", "\n", " then", "so "])
-            said.append(rng.choice([SaidText(text), SaidChoice(text), SaidAnswer(b"", text, None, Sampling())]))
-        said.append(TurnEnds())
-    return said[:-1]
+            transcript.append(
+                rng.choice([TextSegment(text), ChoiceSegment(text), GeneratedSegment(b"", text, None, Sampling())])
+            )
+        transcript.append(AssistantTurnEnd())
+    return transcript[:-1]
 
 
-def alone(said: list[Said], template: Template) -> list[str]:
+def alone(transcript: list[Segment], template: Template) -> list[str]:
     """The prompts of the answers, each rendered alone."""
     messages, spoken, prompts = [], "", []
-    for one in said:
+    for one in transcript:
         match one:
-            case SaidMessage(role=role, content=content):
+            case MessageSegment(role=role, content=content):
                 messages.append({"role": role, "content": content})
-            case TurnBegins():
+            case AssistantTurnStart():
                 spoken = ""
-            case TurnEnds():
+            case AssistantTurnEnd():
                 messages.append({"role": "assistant", "content": spoken})
             case _:
-                if not isinstance(one, SaidText):
+                if not isinstance(one, TextSegment):
                     prompts.append(template.render(as_chat(messages, spoken)))
                 spoken += one.text
     return prompts
@@ -109,12 +111,12 @@ def alone(said: list[Said], template: Template) -> list[str]:
 
 @pytest.mark.parametrize("kind", LEAVE + CHANGE)
 def test_prompts_are_those_that_are_rendered_alone(kind):
-    rng, template, outlined, many = random.Random(0), kind(), 0, 0
+    rng, template, bulk_rendered, many = random.Random(0), kind(), 0, 0
     for _ in range(600):
-        said = a_list(rng)
-        prompts = alone(said, template)
+        transcript = a_list(rng)
+        prompts = alone(transcript, template)
         many += len(prompts) >= LEAST_ANSWERS
-        if (found := outline(template, [], None, said)) is not None:
-            outlined += 1
+        if (found := bulk_render(template, [], None, transcript)) is not None:
+            bulk_rendered += 1
             assert [found.text[:end] for end in found.ends] == prompts
-    assert many > 200 and (outlined == many if kind in LEAVE else outlined < many)
+    assert many > 200 and (bulk_rendered == many if kind in LEAVE else bulk_rendered < many)

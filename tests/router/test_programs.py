@@ -15,29 +15,29 @@ from stack import Client, stack
 from radixrt.config import RouterConfig
 from radixrt.messages import (
     Ask,
+    AssistantTurnStart,
     Cancel,
+    ChoiceSegment,
     Deltas,
     Done,
     Error,
     Forget,
     Fork,
     Generate,
+    GeneratedSegment,
     Grammar,
     Info,
+    MessageSegment,
     Pause,
     Recall,
-    SaidAnswer,
-    SaidChoice,
-    SaidMessage,
-    SaidText,
     Sampling,
     Score,
     Scored,
     Share,
     StatePrompt,
     TextPrompt,
+    TextSegment,
     Tokenize,
-    TurnBegins,
 )
 from radixrt.router import programs, said
 from radixrt.router.core import RouterCore
@@ -71,7 +71,7 @@ def running(text):
 
 
 def say(*texts: str, **fields) -> StatePrompt:
-    return StatePrompt(SCOPE, said=[SaidText(text) for text in texts], **fields)
+    return StatePrompt(SCOPE, transcript=[TextSegment(text) for text in texts], **fields)
 
 
 def ask(client: Client, id: int, prompt: StatePrompt, **fields):
@@ -121,7 +121,7 @@ def test_streams_and_scores_are_kept_too(running, text):
     choices = [TextPrompt(" yes", False), TextPrompt(" no", False)]
     scored = client.ask(Score(id=2, prompt=say(" so?", state=1, save=2), choices=choices))
     assert isinstance(scored, Scored) and len(scored.logprobs) == 2
-    prompt = StatePrompt(SCOPE, 2, [SaidChoice(" no"), SaidText(" because")], save=3)
+    prompt = StatePrompt(SCOPE, 2, [ChoiceSegment(" no"), TextSegment(" because")], save=3)
     parts = [" so?", " no", " because"]
     tokens = len(text.encode_now(TextPrompt("Is it")) + delta.ids) // 4
     tokens += sum(len(text.encode_part(TextPrompt(part))) // 4 for part in parts)
@@ -134,8 +134,8 @@ def test_a_stop_string_that_cut_the_answer(running, text):
     stop = whole.text[8:10]
     cut = ask(client, 2, say("Tell me", save=1), sampling=Sampling(max_tokens=30, ignore_eos=True, stop=(stop,)))
     assert cut.stop == stop and cut.text == whole.text[: whole.text.index(stop)]
-    answer = SaidAnswer(cut.ids, cut.text, cut.stop, Sampling(stop=(stop,)))
-    told = ask(client, 3, StatePrompt(SCOPE, 0, [SaidText("Tell me"), answer, SaidText(" and")]))
+    answer = GeneratedSegment(cut.ids, cut.text, cut.stop, Sampling(stop=(stop,)))
+    told = ask(client, 3, StatePrompt(SCOPE, 0, [TextSegment("Tell me"), answer, TextSegment(" and")]))
     kept = ask(client, 4, say(" and", state=1))
     assert kept.usage.prompt_tokens == told.usage.prompt_tokens and kept.ids == told.ids
 
@@ -271,19 +271,19 @@ def test_a_pause_ends_also_where_the_state_is_gone(running):
 def test_ids_alone_have_no_states():
     with stack() as (_, _, client):
         assert ask(client, 1, say("x", save=1)).field == "prompt"
-        assert client.ask(Generate(id=2, prompt=StatePrompt(SCOPE, said=[SaidText("")]))).field == "prompt"
+        assert client.ask(Generate(id=2, prompt=StatePrompt(SCOPE, transcript=[TextSegment("")]))).field == "prompt"
 
 
 def test_much_that_is_said_holds_up_nobody(text):
     """Each choice that was taken renders the chat once more: that is not done on the event loop."""
-    short = [SaidMessage("user", "hi"), TurnBegins()]
+    short = [MessageSegment("user", "hi"), AssistantTurnStart()]
     assert programs._is_short(NOTHING, short)
-    assert not programs._is_short(NOTHING, [*short, *[SaidChoice("")] * 1000])
-    assert not programs._is_short(NOTHING, [SaidMessage("x" * 1000, ""), TurnBegins()])
+    assert not programs._is_short(NOTHING, [*short, *[ChoiceSegment("")] * 1000])
+    assert not programs._is_short(NOTHING, [MessageSegment("x" * 1000, ""), AssistantTurnStart()])
     builder = PromptBuilder(NOTHING, text)
-    builder.add([SaidMessage("user", "hi " * 12_000), TurnBegins()])
+    builder.add([MessageSegment("user", "hi " * 12_000), AssistantTurnStart()])
     builder.prompt()
-    assert not programs._is_short(builder.state(), [SaidText("x")]), "the template may write it anew"
+    assert not programs._is_short(builder.state(), [TextSegment("x")]), "the template may write it anew"
 
 
 def test_a_stop_string_that_no_answer_has_costs_little(running, text, monkeypatch):
@@ -293,8 +293,8 @@ def test_a_stop_string_that_no_answer_has_costs_little(running, text, monkeypatc
     monkeypatch.setattr(TextService, "decode_now", lambda self, ids: decoded.append(len(ids) // 4) or decode(self, ids))
     monkeypatch.setattr(said, "MOST_DECODED", 5000)
     ids = text.encode_now(TextPrompt("The quick brown fox. " * 50))
-    answer = SaidAnswer(ids, "something else", "z" * 100_000, Sampling())
-    delta = ask(client, 1, StatePrompt(SCOPE, 0, [SaidText("x"), answer]))
+    answer = GeneratedSegment(ids, "something else", "z" * 100_000, Sampling())
+    delta = ask(client, 1, StatePrompt(SCOPE, 0, [TextSegment("x"), answer]))
     parts = [text.encode_now(TextPrompt("x")), text.encode_part(TextPrompt("something else"))]
     assert delta.usage.prompt_tokens == sum(map(len, parts)) // 4, "its text is encoded anew"
     assert 4000 < sum(decoded) <= 5000

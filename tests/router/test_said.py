@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.messages import (
+    AssistantTurnEnd,
+    AssistantTurnStart,
     ChatPrompt,
-    SaidAnswer,
-    SaidChoice,
-    SaidMessage,
-    SaidText,
+    ChoiceSegment,
+    GeneratedSegment,
+    MessageSegment,
     Sampling,
-    TurnBegins,
-    TurnEnds,
+    TextSegment,
 )
 from radixrt.router import outline
 from radixrt.router.errors import FieldError, Room
@@ -132,16 +132,16 @@ STEP = st.one_of(st.tuples(st.just("say"), TEXT), st.tuples(st.just("gen"), ANSW
 TURN = st.tuples(st.sampled_from(["user", "system", "tool"]), TEXT, st.lists(STEP, max_size=4))
 
 
-def answer_of(text: TextService, ids: list[int], kind: str, cut: tuple[int, int, bool]) -> SaidAnswer:
+def answer_of(text: TextService, ids: list[int], kind: str, cut: tuple[int, int, bool]) -> GeneratedSegment:
     """An answer as a router sends it: it ended by length, by a token, or by a string in the middle of it."""
     raw, said = array("i", ids).tobytes(), text.decode_now(array("i", ids).tobytes())
     if kind == "length" or (kind == "string" and not said):
-        return SaidAnswer(raw, said, None, Sampling())
+        return GeneratedSegment(raw, said, None, Sampling())
     if kind != "string":
         named = kind == "named"
         end = array("i", [END]).tobytes()
         sampling = Sampling(stop_token_ids=(END,), include_stop=named)
-        return SaidAnswer(raw + end, text.decode_now(raw + end) if named else said, END, sampling)
+        return GeneratedSegment(raw + end, text.decode_now(raw + end) if named else said, END, sampling)
     at, length, include = cut
     at %= len(said)
     stop = said[at : at + length]
@@ -153,7 +153,7 @@ def answer_of(text: TextService, ids: list[int], kind: str, cut: tuple[int, int,
         else len(ids)
     )
     shown = said[: at + len(stop) * include]
-    return SaidAnswer(raw[: 4 * kept], shown, stop, Sampling(stop=(stop,), include_stop=include))
+    return GeneratedSegment(raw[: 4 * kept], shown, stop, Sampling(stop=(stop,), include_stop=include))
 
 
 class Teller:
@@ -196,13 +196,13 @@ class Teller:
     def step(self, kind: str, what) -> None:
         self.cut()
         if kind == "say":
-            self.say(SaidText(what))
+            self.say(TextSegment(what))
             return
         self.ask()
         if not self.state.parts:
             return
         if kind == "choose":
-            self.say(SaidChoice(what))
+            self.say(ChoiceSegment(what))
             return
         answer = answer_of(self.text, *what)
         self.state = PromptBuilder(self.state, self.text).state("n", answer)
@@ -223,18 +223,18 @@ def test_any_program_makes_the_prompts_of_the_reference(folder, data):
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_chat_makes_the_prompts_of_the_reference(folder, data):
-    """Also where the template rewrites what was said, and with outlines of any list."""
+    """Also where the template rewrites what was said, and with bulk renders of any list."""
     text = data.draw(st.sampled_from(services(folder)))
     with mock.patch.object(outline, "LEAST_ANSWERS", data.draw(st.sampled_from([1, 8]))):
         teller = Teller(text, data.draw(st.lists(st.booleans(), max_size=12)))
         for role, content, steps in data.draw(st.lists(TURN, min_size=1, max_size=4)):
-            teller.say(SaidMessage(role, content))
+            teller.say(MessageSegment(role, content))
             teller.cut()
-            teller.say(TurnBegins())
+            teller.say(AssistantTurnStart())
             for kind, what in steps:
                 teller.step(kind, what)
             teller.ask()
-            teller.say(TurnEnds())
+            teller.say(AssistantTurnEnd())
 
 
 @pytest.mark.parametrize("shape", ["turns", "one turn"])
@@ -256,26 +256,26 @@ def test_what_is_said_takes_as_long_as_it_is(folder, shape):
 
     text = Counting(services(folder)[0].tokenizer)
     for count in (100, 200):
-        said = [SaidMessage("system", "Be brief."), *([TurnBegins()] if shape == "one turn" else [])]
+        said = [MessageSegment("system", "Be brief."), *([AssistantTurnStart()] if shape == "one turn" else [])]
         for number in range(count):
             asked, answered = f"What is {number}?", f"It is {number}."
             ids = array("i", text.tokenizer.encode_continuation(answered)).tobytes()
-            answer = SaidAnswer(ids, answered, None, Sampling())
+            answer = GeneratedSegment(ids, answered, None, Sampling())
             said += (
-                [SaidText(asked), answer]
+                [TextSegment(asked), answer]
                 if shape == "one turn"
-                else [SaidMessage("user", asked), TurnBegins(), answer, TurnEnds()]
+                else [MessageSegment("user", asked), AssistantTurnStart(), answer, AssistantTurnEnd()]
             )
-        said += [] if shape == "one turn" else [SaidMessage("user", "Well?"), TurnBegins()]
+        said += [] if shape == "one turn" else [MessageSegment("user", "Well?"), AssistantTurnStart()]
         builder = PromptBuilder(NOTHING, text)
         builder.add(said)
         prompt = builder.prompt()
-        assert all(one.ids in prompt for one in said if isinstance(one, SaidAnswer))
+        assert all(one.ids in prompt for one in said if isinstance(one, GeneratedSegment))
         assert len(rendered[count]) <= 10 and looked[count] < 8 * count
     assert sum(rendered[200]) < 2.2 * sum(rendered[100]) and looked[200] < 2.2 * looked[100]
     state, turns = NOTHING, 0
     for at, one in enumerate(said):  # the same, answer by answer
-        if isinstance(one, SaidAnswer):
+        if isinstance(one, GeneratedSegment):
             single = PromptBuilder(state, services(folder)[0])
             single.add(said[turns:at])
             single.prompt()
@@ -290,26 +290,26 @@ def test_what_was_generated_keeps_its_ids_where_the_template_leaves_it(folder):
     ids = array("i", [70, 71, 300]).tobytes()
     for text, kept in ((plain, True), (rewriting, " " not in plain.decode_now(ids))):
         builder = PromptBuilder(NOTHING, text)
-        builder.add([SaidMessage("user", "hi"), TurnBegins()])
+        builder.add([MessageSegment("user", "hi"), AssistantTurnStart()])
         builder.prompt()
-        builder = PromptBuilder(builder.state("n", SaidAnswer(ids, text.decode_now(ids), None, Sampling())), text)
-        builder.add([TurnEnds(), SaidMessage("user", "more"), TurnBegins()])
+        builder = PromptBuilder(builder.state("n", GeneratedSegment(ids, text.decode_now(ids), None, Sampling())), text)
+        builder.add([AssistantTurnEnd(), MessageSegment("user", "more"), AssistantTurnStart()])
         assert (ids in builder.prompt()) == kept
 
 
 @pytest.mark.parametrize(
     "said, field",
     [
-        ([SaidText("x"), SaidMessage("user", "x")], "[1]"),
-        ([SaidText("x"), TurnBegins()], "[1]"),
-        ([SaidMessage("user", "x"), SaidText("x")], "[1]"),
-        ([SaidMessage("user", "x"), TurnEnds()], "[1]"),
-        ([TurnEnds()], "[0]"),
-        ([TurnBegins(), TurnBegins()], "[1]"),
-        ([TurnBegins(), SaidMessage("user", "x")], "[1]"),
-        ([SaidMessage("user", "x"), SaidAnswer(b"\5\0\0\0", "x", None, Sampling())], "[1]"),
-        ([SaidText("x"), SaidAnswer(b"\5\0\0", "x", None, Sampling())], "[1]"),
-        ([SaidMessage("user", "x")], ""),
+        ([TextSegment("x"), MessageSegment("user", "x")], "[1]"),
+        ([TextSegment("x"), AssistantTurnStart()], "[1]"),
+        ([MessageSegment("user", "x"), TextSegment("x")], "[1]"),
+        ([MessageSegment("user", "x"), AssistantTurnEnd()], "[1]"),
+        ([AssistantTurnEnd()], "[0]"),
+        ([AssistantTurnStart(), AssistantTurnStart()], "[1]"),
+        ([AssistantTurnStart(), MessageSegment("user", "x")], "[1]"),
+        ([MessageSegment("user", "x"), GeneratedSegment(b"\5\0\0\0", "x", None, Sampling())], "[1]"),
+        ([TextSegment("x"), GeneratedSegment(b"\5\0\0", "x", None, Sampling())], "[1]"),
+        ([MessageSegment("user", "x")], ""),
     ],
 )
 def test_what_cannot_be_said(folder, said, field):
@@ -335,7 +335,7 @@ def test_the_stop_token_is_said_only_if_the_caller_asked_for_it(folder):
 def test_much_that_is_said_takes_short_steps(folder):
     """Also many texts, each of which is short."""
     text = services(folder)[0]
-    said = [SaidText("the quick brown fox jumps over " * 400)] * 800
+    said = [TextSegment("the quick brown fox jumps over " * 400)] * 800
     builder = PromptBuilder(NOTHING, text)
     began = time.thread_time()
     finished(builder.add_steps(said))
@@ -344,7 +344,7 @@ def test_much_that_is_said_takes_short_steps(folder):
         finished(builder.prompt_steps(Room(1000)))
     assert time.thread_time() - began < 1
 
-    said = [SaidText("the quick brown fox jumps over " * 4000), SaidAnswer(b"", "", None, Sampling())] * 2
+    said = [TextSegment("the quick brown fox jumps over " * 4000), GeneratedSegment(b"", "", None, Sampling())] * 2
     builder = PromptBuilder(NOTHING, text)
     steps = [*builder.add_steps(said), *builder.prompt_steps()]
     assert len(steps) > 4

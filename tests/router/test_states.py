@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from radixrt.messages import GONE, SaidAnswer, Sampling
+from radixrt.messages import GONE, GeneratedSegment, Sampling
 from radixrt.router.said import NOTHING, Generated, Message, Part, Piece, State
 from radixrt.router.states import Key, States
 from radixrt.router.validate import Refused
@@ -51,7 +51,7 @@ class Kept(RuleBasedStateMachine):
         before = next((one for k, one in self.model if k == parent), NOTHING)
         parts = [*before.parts, Generated("x" * chars, bytes(4 * tokens))] if tokens else before.parts
         turns = [*before.messages, Message({"role": "user", "content": "y" * chars})] if chars else before.messages
-        said = SaidAnswer(bytes(4 * tokens), "z" * chars, None, Sampling()) if answer else None
+        said = GeneratedSegment(bytes(4 * tokens), "z" * chars, None, Sampling()) if answer else None
         new = state(parts, turns, said)
         self.states.put(key, new)
         self.model = [(k, one) for k, one in self.model if k != key] + [(key, new)]

@@ -42,7 +42,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[Output]] = {}
         self._next = 0
-        self._flight = None
+        self._inflight = None
         runner.bind(self.cache.table)
 
     def add(
@@ -78,20 +78,20 @@ class Engine:
             self.outputs[output.id].append(output)
         plan = self.scheduler.plan()
         launched = (plan, self.runner.launch(plan)) if plan else None
-        self.land()
-        self._flight = launched
+        self.finish_step()
+        self._inflight = launched
         if launched:
-            self.runner.draw()
+            self.runner.sample_deferred()
         if not self.runner.overlaps:
-            self.land()
+            self.finish_step()
         self.cache.check()
         return plan is not None or self.scheduler.has_work
 
-    def land(self) -> None:
+    def finish_step(self) -> None:
         """Apply the result of the step in flight, if there is one."""
-        if self._flight is not None:
-            plan, wait = self._flight
-            self._flight = None
+        if self._inflight is not None:
+            plan, wait = self._inflight
+            self._inflight = None
             for output in self.scheduler.apply(plan, wait()):
                 self.outputs[output.id].append(output)
 

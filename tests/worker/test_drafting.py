@@ -238,7 +238,7 @@ def test_drafts_leave_most_of_a_small_step_to_prompts(budget, overlaps):
     runner = ways()[overlaps]
     engine = Engine(runner, chunk=budget, drafter=Prophet(budget, False, 1000))
     speakers = [engine.add(prompt, LONG) for prompt in prompts(2, 5, 5, vocab_size=VOCAB)]
-    while engine.scheduler.running.behind or engine.scheduler.num_waiting:
+    while engine.scheduler.running.prefilling or engine.scheduler.num_waiting:
         engine.step()
     for _ in range(3):
         engine.step()
@@ -299,13 +299,13 @@ def test_one_sent_back_while_its_draft_is_verified_keeps_what_was_right(states):
     runner = ways(states=states)[1]
     engine, asked = Engine(runner, drafter=Fixed(4)), prompts(1, 9, 9, vocab_size=VOCAB)
     id = engine.add(asked[0])
-    while not engine.scheduler.running.drafting or engine.scheduler.running.drafting[0].pending:
+    while not engine.scheduler.running.drafting or engine.scheduler.running.drafting[0].in_flight_tokens:
         engine.step()
     engine.step()
     request = engine.scheduler._preempt()
     known = len(request.tokens)
-    assert request.pending and request.row < 0
-    engine.land()
+    assert request.in_flight_tokens and request.row < 0
+    engine.finish_step()
     assert len(request.tokens) == known + 5
     assert engine.scheduler.queued_tokens == len(request.tokens) - request.hit
     engine.finish()
@@ -447,18 +447,18 @@ def test_an_answer_given_again_is_drafted():
         assert drafter.accepted == drafter.drafted > 50 and engine.scheduler.steps - steps < 20
 
 
-@pytest.mark.parametrize("kind", ["behind", "decoding", "drafting"])
+@pytest.mark.parametrize("kind", ["prefilling", "decoding", "drafting"])
 def test_the_youngest_is_sent_back(kind):
     """Whatever it does; those whose last step is planned stay."""
     running, requests = Running(), [request([1, 2, 3]) for _ in range(5)]
     for number, one in enumerate(requests):
         one.id, one.age = number, (number // 2, number, number)
     running.ending.append(requests[4])
-    for one, place in zip(requests[:3], (running.behind, running.decoding, running.drafting), strict=True):
+    for one, place in zip(requests[:3], (running.prefilling, running.decoding, running.drafting), strict=True):
         place.append(one)
     getattr(running, kind).append(requests[3])
     assert running.youngest([]) is requests[3] and running.youngest([requests[3]]) is requests[2]
-    assert len(running) == 5 and running.generating == 2 + (kind != "behind")
+    assert len(running) == 5 and running.generating == 2 + (kind != "prefilling")
     for one in requests:
         running.remove(one)
     assert len(running) == 0

@@ -60,11 +60,11 @@ def test_nan_of_one_does_not_outlive_those_that_lease_it():
     bench = Overlapped(chunk=100)
     bench.add(0, [5] * 20, 4)
     first = bench.scheduler.plan()
-    landing = bench.runner.launch(first)
+    finishing = bench.runner.launch(first)
     bench.add(1, [5] * 20 + [6] * 3, 4)
     second = bench.scheduler.plan()
     after = bench.runner.launch(second)
-    for plan, wait in ((first, landing), (second, after)):
+    for plan, wait in ((first, finishing), (second, after)):
         result = wait()
         result.failed.update(dict.fromkeys(range(len(plan.requests)), "not finite"))
         bench.scheduler.apply(plan, result)

@@ -22,7 +22,7 @@ from radixrt.worker.grammar import Grammars
 from radixrt.worker.jump import Spelling, on_one_line
 from radixrt.worker.loading import load_runner
 from radixrt.worker.matching import Matcher, fill_masks
-from radixrt.worker.picking import Picking
+from radixrt.worker.picking import SampleStep
 from radixrt.worker.plan import FROM_DEVICE
 from radixrt.worker.sample import TorchSampler
 from radixrt.worker.status import KNOWN_STEPS, Rates
@@ -94,7 +94,7 @@ class LateRunner:
     overlaps = True
 
     def __init__(self, runner) -> None:
-        self._runner, self._drawn, self._late = runner, {}, None
+        self._runner, self._sampled, self._late = runner, {}, None
 
     def __getattr__(self, name):
         return getattr(self._runner, name)
@@ -102,16 +102,16 @@ class LateRunner:
     def launch(self, plan):
         ends = np.cumsum(plan.counts) - 1
         for b in np.flatnonzero(plan.tokens[ends] == FROM_DEVICE):
-            plan.tokens[ends[b]] = self._drawn[int(plan.rows[b])]
+            plan.tokens[ends[b]] = self._sampled[int(plan.rows[b])]
         late = self._late = [plan, self._runner.logits(plan), None]
         return lambda: late[2]
 
-    def draw(self) -> None:
+    def sample_deferred(self) -> None:
         plan, logits, _ = self._late
         with torch.inference_mode():
-            picking = Picking(plan, logits.clone(), TorchSampler())
-        self._late[2] = result = picking.read(picking.packed.numpy())
-        self._drawn.update(zip(plan.rows.tolist(), result.tokens, strict=True))
+            sample_step = SampleStep(plan, logits.clone(), TorchSampler())
+        self._late[2] = result = sample_step.read(sample_step.packed.numpy())
+        self._sampled.update(zip(plan.rows.tolist(), result.tokens, strict=True))
 
 
 # ---------------------------------------------------------------- what is said
@@ -286,7 +286,7 @@ def test_random_load(overlapped, page_size, by_bytes):
         assert engine.tokens(id) == (expected[: len(engine.tokens(id))] if id in aborted else expected)
 
 
-def test_sent_back_while_a_token_is_drawn_that_brings_others(by_bytes):
+def test_sent_back_while_a_token_is_sampled_that_brings_others(by_bytes):
     sampling = Sampling(max_tokens=90, grammar=Grammar("regex", "[ab]{3}Zone [ab]{2}Zone"))
     expected = Follower(by_bytes, fake(), jumps=False).say([9, 9], sampling)
     brought = []
@@ -296,9 +296,9 @@ def test_sent_back_while_a_token_is_drawn_that_brings_others(by_bytes):
         for _ in range(steps):
             engine.step()
         request, before = engine.scheduler._preempt(), engine.scheduler.forced_tokens
-        engine.land()
+        engine.finish_step()
         brought.append(engine.scheduler.forced_tokens - before)
-        assert engine.scheduler._waiting.tokens == request.total - request.hit and not request.pending
+        assert engine.scheduler._waiting.tokens == request.total - request.hit and not request.in_flight_tokens
         engine.finish()
         assert engine.tokens(id) == expected and engine.scheduler.queued_tokens == 0
         assert engine.scheduler.forced_tokens == 9
@@ -317,7 +317,7 @@ def test_the_first_reply_has_what_is_forced_at_the_beginning(by_bytes):
     assert bytes(t - 3 for t in cut) == b'{"na'
 
 
-def test_short_runs_are_drawn(by_bytes):
+def test_short_runs_are_sampled(by_bytes):
     """They would save less than their chunk costs."""
     engine = Follower(by_bytes, fake())
     engine.say([9, 9], Sampling(max_tokens=90, grammar=Grammar("regex", "[ab]xy[ab]xy[ab]")))
@@ -329,7 +329,7 @@ def test_short_runs_are_drawn(by_bytes):
 
 
 @pytest.mark.parametrize("changes", [{"logprobs": 2}, {"logit_bias": {50: 1.0}}])
-def test_what_asks_for_more_than_the_text_is_drawn(changes, by_bytes):
+def test_what_asks_for_more_than_the_text_is_sampled(changes, by_bytes):
     engine = Follower(by_bytes, fake())
     id = engine.add([9, 9], Sampling(max_tokens=90, grammar=RECORD, **changes))
     engine.finish()
@@ -341,7 +341,7 @@ def test_what_asks_for_more_than_the_text_is_drawn(changes, by_bytes):
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_masks_are_made_for_what_is_drawn_alone(overlapped, by_bytes, monkeypatch):
+def test_masks_are_made_for_what_is_sampled_alone(overlapped, by_bytes, monkeypatch):
     """Not for the draw in flight whose place a forced token has taken."""
     made = []
     monkeypatch.setattr(
@@ -385,7 +385,7 @@ def test_parts_of_characters(by_bytes):
     assert engine.scheduler.forced_tokens == 1 + 3 + 5, "up to the last character that is whole"
 
 
-def test_tokens_that_the_grammar_does_not_take_are_drawn(by_bytes, monkeypatch):
+def test_tokens_that_the_grammar_does_not_take_are_sampled(by_bytes, monkeypatch):
     """A spelling that errs leaves the matcher where it was."""
     drawn = Follower(by_bytes, fake(), jumps=False).say([9], Sampling(max_tokens=90, grammar=RECORD))
     monkeypatch.setattr(Spelling, "before", lambda self, text: (*(3 + b for b in text.encode()[:3]), 4))
@@ -426,7 +426,7 @@ def test_names_and_values_of_a_structural_tag_stay_as_they_are(by_bytes, texts):
     assert all(matcher.accept_token(byte + 3) for byte in said.encode())
 
 
-def test_text_that_is_forced_without_end_is_drawn(by_bytes):
+def test_text_that_is_forced_without_end_is_sampled(by_bytes):
     """xgrammar would look for all of it, and never come back."""
     for grammar in (Grammar("ebnf", 'root ::= "ab" root'), Grammar("regex", "(ab){300000}")):
         compiled = by_bytes.get(grammar).result()
@@ -434,7 +434,7 @@ def test_text_that_is_forced_without_end_is_drawn(by_bytes):
     assert by_bytes.get(ZONE).result().spelling is not None
 
 
-def test_a_tag_that_names_a_token_is_drawn(by_words):
+def test_a_tag_that_names_a_token_is_sampled(by_words):
     name = next(iter(by_words.get(RECORD).result() and by_words._vocabulary.special.values())).decode()
     tag = {"type": "structural_tag", "format": {"type": "token", "token": name}}
     assert by_words.get(Grammar("structural_tag", json.dumps(tag))).result().spelling is None

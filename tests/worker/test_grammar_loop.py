@@ -170,7 +170,7 @@ def test_a_known_grammar_is_scheduled_at_once(folder):
         assert sum(bool(m.outputs) for m in router.messages if isinstance(m, StepDone)) == len(tokens(router, 2))
 
 
-def test_what_is_forced_is_not_drawn(folder):
+def test_what_is_forced_is_not_sampled(folder):
     """The worker counts such tokens, and an abort leaves nothing of them."""
     sampling = Sampling(max_tokens=90, temperature=0.0, grammar=ZONES)
     with worker(folder) as (router, serving):

@@ -50,7 +50,7 @@ def test_what_was_evicted_is_not_computed_again(page_size: int) -> None:
         assert bench.cached[id] == len(prompt) - len(prompt) % page_size
     extra = len(prompts[0]) % page_size + 1 + 3
     assert bench.runner.computed_tokens - computed == len(prompts) * extra
-    host, none = bench.cache.host, {"compiling": 0, "flight": None, "newest_run": 0}
+    host, none = bench.cache.host, {"compiling": 0, "inflight": None, "newest_run": 0}
     load = status.load(bench.scheduler, bench.cache, bench.runner, status.Rates(), **none)
     assert load.evicted_tokens == 0 and load.fetched_tokens == host.fetched_pages * page_size > 0
     assert load.host_tokens == host.used_slots * page_size > 0
@@ -203,12 +203,12 @@ def test_copies_take_a_part_of_a_step(tokens: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("host", [0, 20, 1000])
 def test_contexts_are_kept_where_little_fits_in_host_memory(host: int) -> None:
     bench = Bench(pages=100, chunk=64, rows=1, host=host)
-    bench.cache.kept.returning = 1.0
+    bench.cache.retained.continuation_rate = 1.0
     for id in range(3):
         bench.add(id, [id + 100, *range(3, 30)], 2)
     while 0 not in bench.finish:
         bench.step()
-    assert bool(bench.cache.kept.tokens()) == (host < 25)
+    assert bool(bench.cache.retained.tokens()) == (host < 25)
     bench.drain()
 
 
@@ -357,7 +357,7 @@ def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:
     bench.add(5, [7, 8, 9], 4)
     plan = bench.plan()
     request = bench.add(10, [*prompt, 99], 4)
-    bench.scheduler.running.behind.append(request)  # as if it was planned for, and then there was no step
+    bench.scheduler.running.prefilling.append(request)  # as if it was planned for, and then there was no step
     bench.scheduler._waiting.take(request, [])
     bench.cache.admit(request)
     assert bench.cache.fetch(request) > 0 and bench.cache.host.is_fetching
@@ -376,9 +376,9 @@ def test_who_decodes_after_a_copy_that_failed_starts_again(monkeypatch: pytest.M
     request = bench.add(10, prompt, 10)
     while len(bench.tokens[10]) < 4:
         bench.step()
-    while bench.flight:
-        bench.land(*bench.flight)
-        bench.flight = None
+    while bench.inflight:
+        bench.finish_step(*bench.inflight)
+        bench.inflight = None
     bench.scheduler._preempt()
     bench.scheduler._waiting.remove(request)
     for id in range(2):
@@ -393,7 +393,7 @@ def test_who_decodes_after_a_copy_that_failed_starts_again(monkeypatch: pytest.M
     assert plan.moves.back.size and request not in plan.requests and request in bench.scheduler.running.decoding
     bench.scheduler.fail(plan, "broken")
     assert request.row < 0
-    bench.flight = None
+    bench.inflight = None
     bench.drain()
     assert bench.tokens[10] == alone(prompt, 10)
 

@@ -27,21 +27,21 @@ class Rough(Bench):
     def step(self) -> int:
         plan = self.plan()
         self.cache.check()
-        landing, self.flight = self.flight, None
+        finishing, self.inflight = self.inflight, None
         if plan is not None:
             if self.rng.random() < self.faults:
                 self._fail(plan)
             else:
-                self.flight = plan, self.runner.launch(plan)
+                self.inflight = plan, self.runner.launch(plan)
         if not self.runner.overlaps:
-            landing, self.flight = self.flight, None
-        if landing:
-            self._land(*landing)
+            finishing, self.inflight = self.inflight, None
+        if finishing:
+            self._finish_step(*finishing)
         return 0 if plan is None else len(plan.tokens)
 
-    def _land(self, plan, wait) -> None:
+    def _finish_step(self, plan, wait) -> None:
         if self.rng.random() < self.faults:  # as `Worker._fail`
-            behind, self.flight = self.flight, None
+            behind, self.inflight = self.inflight, None
             if behind is not None:
                 self._fail(behind[0])
             self._fail(plan)
@@ -53,7 +53,7 @@ class Rough(Bench):
                 result.failed[self.rng.randrange(len(plan.requests))] = "not finite"
             return result
 
-        self.land(plan, read)
+        self.finish_step(plan, read)
 
     def _fail(self, plan) -> None:
         for output in self.scheduler.fail(plan, "broken"):
@@ -72,7 +72,7 @@ def load(
         drafts=rng.random() < 0.5, **states,
     )  # fmt: skip
     trunks = [[rng.randint(3, 9) for _ in range(30)] for _ in range(3)]
-    bench.cache.kept.returning = 1.0
+    bench.cache.retained.continuation_rate = 1.0
     expected: dict[int, list[int]] = {}
     room = bench.cache.total_pages * page_size
     now = 0.0

@@ -135,7 +135,7 @@ def test_marks_are_set_by_what_both_have() -> None:
     request = bench.add(50, TRUNK[:300] + [2] * 100, 1)
     assert bench.cache.tree.match("", np.array(TRUNK, np.int32)).length not in (0, 300, 400)
     bench.plan()
-    assert request.marks == [300, 400 - branching.TAIL]
+    assert request.checkpoints == [300, 400 - branching.TAIL]
 
 
 def test_marks_begin_after_the_state_that_comes_back() -> None:
@@ -145,7 +145,7 @@ def test_marks_begin_after_the_state_that_comes_back() -> None:
     run(bench, text(3))
     request = bench.add(50, [*text(1), *range(branching.LEAST // 2)], 1, pin=[(200, 60.0), (310, 60.0)])
     plan = bench.plan()
-    assert plan.starts.tolist() == [300] and request.marks == []
+    assert plan.starts.tolist() == [300] and request.checkpoints == []
 
 
 # ---------------------------------------------------------------- copies
@@ -519,7 +519,7 @@ def test_nobody_finds_a_state_that_a_failed_step_was_to_copy_back(end: str) -> N
     assert len(bench.cache.host.states) == len(bench.cache.states) == 0, "the pages are there, and no state of them"
     assert holder.length == 300
     holder.release()
-    bench.flight = None
+    bench.inflight = None
     bench.drain()
     assert (10 in bench.finish) == (end in ("run", "preempt")), "it waited again"
 
@@ -541,13 +541,13 @@ def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:
     bench.add(5, [7, 8, 9], 4)
     plan = bench.plan()
     request = bench.add(50, [*text(1), 99], 4)
-    bench.scheduler.running.behind.append(request)  # as if it was planned for, and then there was no step
+    bench.scheduler.running.prefilling.append(request)  # as if it was planned for, and then there was no step
     bench.scheduler._waiting.take(request, [])
     bench.cache.admit(request)
     assert bench.cache.fetch(request) and bench.cache.host.is_fetching
     bench.scheduler.fail(plan, "broken")
     assert not bench.cache.host.is_fetching and not bench.cache.host.states._stored and not len(bench.cache.states)
-    bench.flight = None
+    bench.inflight = None
     bench.drain()
     assert bench.tokens[50] == alone([*text(1), 99], 4) and bench.cached[50] == 0
 

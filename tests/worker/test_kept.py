@@ -11,7 +11,7 @@ import pytest
 from radixrt.messages import Run, Sampling
 from radixrt.worker import kept
 from radixrt.worker.admission import Admission
-from radixrt.worker.kept import LEAST, MOST, OVERLAP, SECONDS, Kept
+from radixrt.worker.kept import MAX_CONTEXTS, MIN_CONTINUATION_RATE, OVERLAP, SECONDS, RetainedContexts
 from radixrt.worker.request import Request
 from radixrt.worker.running import Running
 from radixrt.worker.waiting import ANSWER, OVERTAKING_WITHOUT_ROOM
@@ -32,7 +32,7 @@ def crowded(stranger: str = "a", needs: int = 50) -> tuple[Bench, list[int]]:
     """An agent's turn has ended; one that goes on for long and what the agent left are all that the pool has, and a
     stranger waits who could have that. Also the agent's next prompt."""
     bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
-    bench.cache.kept.returning = 0.5
+    bench.cache.retained.continuation_rate = 0.5
     bench.add(0, [8] * 45, 40, namespace="a")
     bench.add(1, AGENT, 2, namespace="a")
     bench.step()
@@ -55,17 +55,17 @@ def test_the_next_turn_finds_what_the_turn_before_left(clock):
 
 def test_a_cleared_cache_keeps_none(clock):
     bench, history = crowded()
-    assert bench.cache.kept.leases()
+    assert bench.cache.retained.leases()
     bench.cache.clear()
     bench.cache.check()
-    assert not bench.cache.kept.leases() and bench.cache.evictable_pages == 0
+    assert not bench.cache.retained.leases() and bench.cache.evictable_pages == 0
     bench.add(3, history, 2, namespace="a")
     bench.drain()
     assert bench.cached[3] == 0
 
 
 def test_without_it_the_stranger_takes_it(clock, monkeypatch):
-    monkeypatch.setattr(kept, "LEAST", 2.0)
+    monkeypatch.setattr(kept, "MIN_CONTINUATION_RATE", 2.0)
     bench, history = crowded()
     for _ in range(3):
         bench.step()
@@ -75,7 +75,7 @@ def test_without_it_the_stranger_takes_it(clock, monkeypatch):
     assert bench.cached[3] < len(AGENT) // 2
 
 
-def test_it_is_kept_for_a_time(clock):
+def test_it_is_retained_for_a_time(clock):
     bench, _ = crowded()
     clock.now += SHORT - 0.1
     bench.step()
@@ -83,7 +83,7 @@ def test_it_is_kept_for_a_time(clock):
     clock.now += 0.2
     bench.step()
     assert bench.scheduler.num_waiting == 0
-    assert bench.cache.kept.returning < 0.5
+    assert bench.cache.retained.continuation_rate < 0.5
     bench.drain()
 
 
@@ -92,7 +92,7 @@ def test_who_comes_back_is_waited_for_longer(clock):
     bench, history = crowded()
     clock.now += SHORT - 0.1
     request = bench.add(3, history, 2, namespace="a")
-    assert bench.cache.kept.returning > 0.5
+    assert bench.cache.retained.continuation_rate > 0.5
     bench.scheduler._waiting.remove(request)  # as if there were no row for it
     clock.now += SHORT - 0.1
     bench.step()
@@ -136,7 +136,7 @@ def test_it_goes_before_a_running_request_must(clock):
 def test_little_that_runs_is_joined(clock):
     """Others than an agent's next turn are admitted while the pool is mostly kept."""
     bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
-    bench.cache.kept.returning = 0.5
+    bench.cache.retained.continuation_rate = 0.5
     bench.add(0, [8] * 20, 60, namespace="a")
     bench.add(1, AGENT, 2, namespace="a")
     bench.step()
@@ -166,37 +166,37 @@ def test_it_is_not_given_up_for_what_has_no_room_all_the_same(clock):
     bench.scheduler._waiting._queues["a"]._overtaking_tokens = 10_000
     for _ in range(3):
         bench.step()
-    assert bench.scheduler.num_waiting == 1 and bench.cache.kept.tokens() >= len(AGENT)
+    assert bench.scheduler.num_waiting == 1 and bench.cache.retained.tokens() >= len(AGENT)
     bench.drain()
 
 
-def test_nothing_is_kept_where_nobody_waits(clock):
+def test_nothing_is_retained_where_nobody_waits(clock):
     bench = Bench()
     bench.add(0, [7] * 20, 2)
     bench.drain()
-    assert not bench.cache.kept and bench.cache.leased_pages == 0
+    assert not bench.cache.retained and bench.cache.leased_pages == 0
 
 
-def test_nothing_is_kept_when_all_have_gone(clock):
+def test_nothing_is_retained_when_all_have_gone(clock):
     bench, _ = crowded()
-    assert bench.cache.kept
+    assert bench.cache.retained
     for id in (0, 2):
         bench.scheduler.abort(id)
-    assert not bench.cache.kept
+    assert not bench.cache.retained
     bench.drain()
     assert bench.cache.leased_pages == 0
 
 
-def test_scored_texts_are_not_kept(clock):
+def test_scored_texts_are_not_retained(clock):
     """The text of one choice is not gone on from."""
     bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
     bench.add(0, [8] * 45, 40, namespace="a")
-    bench.cache.kept.returning = 0.5
+    bench.cache.retained.continuation_rate = 0.5
     bench.add(1, AGENT, 0, namespace="a", score_from=30)
     bench.add(2, [9] * 50, 2, namespace="a")
     while 1 not in bench.finish:
         bench.step()
-    assert bench.scheduler.num_waiting and not bench.cache.kept
+    assert bench.scheduler.num_waiting and not bench.cache.retained
     bench.drain()
 
 
@@ -217,10 +217,10 @@ def ended(prompt: list[int], namespace: str = "a") -> Request:
     return Request(run, len(prompt) + 10, frozenset())
 
 
-def keeping(room: int = 1 << 20) -> Kept:
+def keeping(room: int = 1 << 20) -> RetainedContexts:
     """For requests that come back."""
-    found = Kept(room)
-    found.returning = 0.5
+    found = RetainedContexts(room)
+    found.continuation_rate = 0.5
     return found
 
 
@@ -232,10 +232,10 @@ def test_who_goes_on_from_what(clock):
     assert found.tokens() == 61 and found.by_tenant == {"a": 31, "b": 30}, "the first 29 once"
     for prompt in ([1] * 4, [2] * 28, [3] * 40):  # too short; something else
         found.arrived(ended(prompt))
-    assert found.returning == 0.5
+    assert found.continuation_rate == 0.5
     turn = ended([1] * 29 + [2, 3])
     found.arrived(turn)
-    assert found.returning == pytest.approx(0.5 + 0.5 / 32)
+    assert found.continuation_rate == pytest.approx(0.5 + 0.5 / 32)
     found.admitted(ended([1] * 29 + [2, 3]))
     assert not any(lease.released for lease in leases)
     found.admitted(turn)
@@ -266,7 +266,7 @@ class Held:
 
     def __init__(self, **kept: int) -> None:
         self.spared: list[frozenset[str]] = []
-        self.kept = self
+        self.retained = self
         self.by_tenant = kept
 
     def tokens(self) -> int:
@@ -318,7 +318,7 @@ def test_of_whom_nothing_goes(kept, runs, spared):
     """For a request of tenant a that needs 15 pages."""
     cache, running = Held(**kept), Running()
     requests = [SimpleNamespace(tenant=tenant, total=100) for tenant, n in runs.items() for _ in range(n)]
-    running.behind, running.decoding, running.drafting, running.ending = (requests[i::4] for i in range(4))
+    running.prefilling, running.decoding, running.drafting, running.ending = (requests[i::4] for i in range(4))
     cache.leased_pages = 90 if runs else 60 + 24
     waiting = SimpleNamespace(has_waited=lambda request: False)
     assert not Admission(cache, running, waiting, None)._has_room(SimpleNamespace(id=1, tenant="a"), 15)
@@ -329,14 +329,14 @@ def test_nothing_is_let_go_in_vain(clock):
     """What is kept is what those that run lease, too: the stranger would not have room without it, and finds that out
     once for each that leaves."""
     bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
-    bench.cache.kept.returning = 0.9
+    bench.cache.retained.continuation_rate = 0.9
     bench.add(0, [8] * 60, 40, namespace="a")
     bench.add(1, [*[8] * 60, 7], 2, namespace="a")
     bench.step()
     bench.add(2, [9] * 50, 2, namespace="b")
     while 1 not in bench.finish:
         bench.step()
-    kept, tried = bench.cache.kept, []
+    kept, tried = bench.cache.retained, []
     leased, held = kept.tokens(), bench.cache.held_only_by
     bench.cache.held_only_by = lambda leases: tried.append(held(leases)) or tried[-1]
     assert leased > 60
@@ -352,7 +352,7 @@ def test_nothing_is_let_go_in_vain(clock):
 def test_what_is_evicted_first_is_the_same_after_a_look_in_vain(clock):
     """A context that is kept was used before another one that nobody keeps, and goes before it."""
     bench = Bench(pages=100, chunk=200, rows=8, max_len=128)
-    bench.cache.kept.returning = 0.9
+    bench.cache.retained.continuation_rate = 0.9
     bench.add(0, [8] * 60, 40, namespace="a")
     bench.add(1, [*[8] * 60, 7, 6, 5], 2, namespace="a")
     bench.step()
@@ -362,7 +362,7 @@ def test_what_is_evicted_first_is_the_same_after_a_look_in_vain(clock):
     bench.add(3, [4] * 5, 0, namespace="b", score_from=2)
     while 3 not in bench.finish:
         bench.step()
-    tree, kept = bench.cache.tree, bench.cache.kept
+    tree, kept = bench.cache.tree, bench.cache.retained
     assert bench.scheduler.num_waiting == 1 and kept.tokens() > 60
     bench.scheduler._admission._in_vain.clear()
     bench.step()
@@ -378,13 +378,13 @@ def test_who_came_back_and_waits_is_no_loss(clock):
     found = keeping()
     found.keep(ended([1] * 5), lease := Lease())
     found.arrived(ended([1] * 6))
-    before = found.returning
+    before = found.continuation_rate
     clock.now += SHORT
     found.expire()
-    assert lease.released and found.returning == before
+    assert lease.released and found.continuation_rate == before
 
 
-def choices(found: Kept, *answers: list[int]) -> list[Lease]:
+def choices(found: RetainedContexts, *answers: list[int]) -> list[Lease]:
     """Several answers to one prompt have ended."""
     leases = []
     for answer in answers:
@@ -411,17 +411,17 @@ def test_of_several_answers_to_one_prompt_it_is_enough_that_one_is_gone_on_from(
     """What is kept of them is the prompt, most of all; where none is, that is one loss."""
     found = keeping()
     choices(found, *([n, n] for n in range(20, 28)))
-    before = found.returning
+    before = found.continuation_rate
     found.arrived(turn := ended([1] * 5 + [23, 23, 9]))
-    assert found.returning == pytest.approx(up := before + (1 - before) / 32)
+    assert found.continuation_rate == pytest.approx(up := before + (1 - before) / 32)
     found.admitted(turn)
     clock.now += SHORT
     found.expire()
-    assert not found.leases() and found.returning == up
+    assert not found.leases() and found.continuation_rate == up
     choices(found, *([n, n] for n in range(20, 28)))
     clock.now += SHORT
     found.expire()
-    assert not found.leases() and found.returning == pytest.approx(up * 31 / 32)
+    assert not found.leases() and found.continuation_rate == pytest.approx(up * 31 / 32)
 
 
 @pytest.mark.parametrize(("prompt", "namespace"), [([1] * 5, "b"), ([2] * 5, "a")])
@@ -430,13 +430,13 @@ def test_answers_to_other_prompts_count_for_themselves(clock, prompt, namespace)
     found = keeping()
     choices(found, [7])
     found.keep(ended(prompt, namespace), Lease())
-    before = found.returning
+    before = found.continuation_rate
     found.arrived(ended([1] * 6))
     came = before + (1 - before) / 32
-    assert found.returning == pytest.approx(came)
+    assert found.continuation_rate == pytest.approx(came)
     clock.now += SHORT
     found.expire()
-    assert found.returning == pytest.approx(came * 31 / 32), "nobody went on from the other"
+    assert found.continuation_rate == pytest.approx(came * 31 / 32), "nobody went on from the other"
 
 
 def test_branches_that_go_on_from_one_context_all_find_it(clock):
@@ -444,11 +444,11 @@ def test_branches_that_go_on_from_one_context_all_find_it(clock):
     found = keeping()
     found.keep(ended([1] * 5), system := Lease())
     found.keep(ended([1] * 9), lease := Lease(9))
-    before = found.returning
+    before = found.continuation_rate
     turns = [ended([*[1] * 9, n]) for n in range(2, 5)]
     for turn in turns:
         found.arrived(turn)
-    assert found.returning == pytest.approx(before + (1 - before) / 32), "one has come back"
+    assert found.continuation_rate == pytest.approx(before + (1 - before) / 32), "one has come back"
     found.admitted(turns[0])
     found.left(turns[2])
     assert not lease.released
@@ -462,30 +462,32 @@ def test_another_may_come_in_place_of_one_that_left(clock):
     for _ in range(2):
         found.arrived(turn := ended([1] * 6))
         found.left(turn)
-    assert found.returning == 0.5 + 0.5 / 32, "once"
+    assert found.continuation_rate == 0.5 + 0.5 / 32, "once"
     found.arrived(turn := ended([1] * 6))
     found.admitted(turn)
     assert lease.released and not found
 
 
-def test_where_few_come_back_nothing_is_kept(clock):
+def test_where_few_come_back_nothing_is_retained(clock):
     found = keeping()
     for number in range(100):
         found.keep(ended([number] * 5), lease := Lease())
-        assert lease.released == (found.returning < LEAST)
+        assert lease.released == (found.continuation_rate < MIN_CONTINUATION_RATE)
         clock.now += SHORT + 1
         found.expire()
         assert lease.released and not found.leases()
-    assert found.returning < LEAST
+    assert found.continuation_rate < MIN_CONTINUATION_RATE
     for number in range(100):
         found.keep(ended([number] * 5), lease := Lease())
         found.arrived(ended([number] * 6))
-    assert found.returning > LEAST and not lease.released, "but what would have been is remembered"
+    assert found.continuation_rate > MIN_CONTINUATION_RATE and not lease.released, (
+        "but what would have been is remembered"
+    )
     found.clear()
     assert lease.released
 
 
-def turns(found: Kept, clock: Clock, delays: list[float]) -> None:
+def turns(found: RetainedContexts, clock: Clock, delays: list[float]) -> None:
     """Contexts that are continued after so many seconds, one after the other."""
     for number, delay in enumerate(delays):
         found.keep(ended([number] * 5), Lease())
@@ -509,11 +511,11 @@ def turns(found: Kept, clock: Clock, delays: list[float]) -> None:
         ([200.0] * 50, 5),  # nobody remembers that
     ],
 )
-def test_they_are_kept_until_most_next_turns_come(clock, delays, seconds):
+def test_they_are_retained_until_most_next_turns_come(clock, delays, seconds):
     found = keeping()
     turns(found, clock, delays)
     assert found.seconds == seconds
-    found.returning = 0.5
+    found.continuation_rate = 0.5
     found.keep(ended([1] * 9), lease := Lease())
     clock.now += seconds - 0.1
     found.expire()
@@ -523,14 +525,14 @@ def test_they_are_kept_until_most_next_turns_come(clock, delays, seconds):
     assert lease.released
 
 
-def test_where_next_turns_come_late_they_are_kept_all_the_same(clock):
+def test_where_next_turns_come_late_they_are_retained_all_the_same(clock):
     """At first none comes in time, so that nothing seems to come back."""
-    found = Kept(1000)
+    found = RetainedContexts(1000)
     turns(found, clock, [15.0] * 100)
-    assert found.returning > LEAST
+    assert found.continuation_rate > MIN_CONTINUATION_RATE
 
 
-def test_what_is_not_kept_is_remembered_for_a_while(clock):
+def test_what_is_not_retained_is_remembered_for_a_while(clock):
     found = keeping()
     found.keep(ended([1] * 5), Lease())
     clock.now += LONG - 0.1
@@ -541,8 +543,8 @@ def test_what_is_not_kept_is_remembered_for_a_while(clock):
     assert not found
 
 
-def remembered(found: Kept, clock: Clock, *prompts: list[int]) -> None:
-    """Contexts that are not kept any more."""
+def remembered(found: RetainedContexts, clock: Clock, *prompts: list[int]) -> None:
+    """Contexts that are not retained any more."""
     for prompt in prompts:
         found.keep(ended(prompt), Lease())
     clock.now += found.seconds + 0.1
@@ -579,11 +581,11 @@ def test_of_several_next_turns_the_first_says_how_long_it_took(clock):
     assert found.seconds == SHORT
 
 
-def test_those_that_are_not_kept_are_forgotten_first(clock):
+def test_those_that_are_not_retained_are_forgotten_first(clock):
     """All together are no more than so many."""
     found = keeping()
     remembered(found, clock, [1] * 5, [2] * 5)
-    leases = [Lease() for _ in range(MOST - 1)]
+    leases = [Lease() for _ in range(MAX_CONTEXTS - 1)]
     for number, lease in enumerate(leases):
         found.keep(ended([10 + number] * 5), lease)
     assert not any(lease.released for lease in leases)
@@ -593,7 +595,7 @@ def test_those_that_are_not_kept_are_forgotten_first(clock):
 
 
 def test_the_first_that_comes_back_is_enough(clock):
-    found = Kept(100)
+    found = RetainedContexts(100)
     found.keep(ended([1] * 5), lease := Lease())
     assert lease.released
     found.arrived(ended([1] * 6))
@@ -603,43 +605,43 @@ def test_the_first_that_comes_back_is_enough(clock):
 
 def test_no_more_than_so_many_are_remembered(clock):
     """Nor so many tokens; that says nothing of who comes back."""
-    for found, most in ((keeping(), MOST), (keeping(50), 10 * OVERLAP)):
+    for found, most in ((keeping(), MAX_CONTEXTS), (keeping(50), 10 * OVERLAP)):
         leases = [Lease() for _ in range(most + 2)]
         for number, lease in enumerate(leases):
             found.keep(ended([number] * 5), lease)
         assert [lease.released for lease in leases] == [True, True, *[False] * most]
-        assert found.returning == 0.5 and found.tokens() == 5 * most
+        assert found.continuation_rate == 0.5 and found.tokens() == 5 * most
 
 
-def test_nothing_is_kept_that_is_forgotten(clock):
+def test_nothing_is_retained_that_is_forgotten(clock):
     """Of another prompt, or of what comes before, it is."""
     bench, _ = crowded()
-    leased = bench.cache.kept.tokens()
+    leased = bench.cache.retained.tokens()
     assert leased >= len(AGENT)
     bench.scheduler._ending.fail_for_good(bench.scheduler._requests[0], "NaN")
     for path, namespace, keep in ((AGENT, "b", 0), (AGENT[:5], "a", 5), ([*AGENT, 99], "a", len(AGENT))):
         bench.cache.forget(SimpleNamespace(namespace=namespace, tokens=np.array(path, np.int32)), len(path), keep)
-        assert bench.cache.kept.tokens() == leased
+        assert bench.cache.retained.tokens() == leased
     bench.cache.forget(SimpleNamespace(namespace="a", tokens=np.array(AGENT, np.int32)), len(AGENT), 39)
-    assert not bench.cache.kept.tokens() and bench.cache.kept, "it is remembered"
+    assert not bench.cache.retained.tokens() and bench.cache.retained, "it is remembered"
     bench.cache.check()
     bench.drain()
 
 
-def test_who_is_dropped_leaves_nothing_that_is_kept(clock):
+def test_who_is_dropped_leaves_nothing_that_is_retained(clock):
     bench, history = crowded()
     bench.add(3, history, 6, namespace="a")
     bench.plan()
-    assert bench.scheduler.num_waiting == 1 and not bench.cache.kept
+    assert bench.scheduler.num_waiting == 1 and not bench.cache.retained
     bench.scheduler.abort(3)
-    assert not bench.cache.kept
+    assert not bench.cache.retained
 
 
 def test_when_nobody_waits_any_more_all_is_let_go(clock):
     bench, _ = crowded()
     bench.scheduler.abort(2)
     bench.step()
-    assert not bench.cache.kept and bench.scheduler.num_running == 1
+    assert not bench.cache.retained and bench.scheduler.num_running == 1
     bench.drain()
 
 
@@ -647,7 +649,7 @@ def test_a_next_turn_that_is_dropped_may_come_again(clock):
     bench, history = crowded()
     for id in (3, 4):
         turn = bench.add(id, history, 2, namespace="a")
-        assert bench.cache.kept._ended[-1].next == {turn.number}
+        assert bench.cache.retained._ended[-1].next == {turn.number}
         bench.scheduler.abort(id)
 
 
@@ -659,13 +661,13 @@ def check_held(bench: Bench) -> None:
     def prefixes(namespace: str, ids: bytes, length: int) -> set[tuple[str, bytes]]:
         return {(namespace, ids[: 4 * n]) for n in range(page, length + 1, page)}
 
-    kept = [e for e in bench.cache.kept._ended if e.lease is not None]
+    kept = [e for e in bench.cache.retained._ended if e.lease is not None]
     others = [prefixes(r.namespace, r.tokens.tobytes(), r.lease.length) for r in bench.cache._running.values()]
     for spared in ("", "a", "b"):
         ends = [e for e in kept if e.tenant != spared]
         mine = set().union(*(prefixes(e.namespace, e.ids, e.lease.length) for e in ends))
         held = [prefixes(e.namespace, e.ids, e.lease.length) for e in kept if e.tenant == spared]
-        leases = bench.cache.kept.leases(frozenset(spared))
+        leases = bench.cache.retained.leases(frozenset(spared))
         assert [e.lease for e in ends] == leases
         assert bench.cache.held_only_by(leases) == len(mine.difference(*others, *held))
 
@@ -694,4 +696,4 @@ def test_any_load_of_agents_ends(seed, monkeypatch):
         if step % 10 == 0:
             check_held(bench)
     bench.drain()
-    assert bench.cache.leased_pages == 0 and not bench.cache.kept
+    assert bench.cache.leased_pages == 0 and not bench.cache.retained

@@ -164,7 +164,7 @@ def test_what_steps_of_decodes_take_is_learned(monkeypatch):
         for id in (1, 2):
             router.tell(run(id, range(3, 20)))  # the second is cached, and a decode from the first step on
             router.finished(id)
-            eventually(lambda: not serving._flight and not serving.scheduler.has_work)
+            eventually(lambda: not serving._inflight and not serving.scheduler.has_work)
             clock.now += 0.3
     assert 12 <= len(steps) <= 16 and {rows for rows, _ in steps} == {1}
     assert [seconds for _, seconds in steps] == pytest.approx([0.01] * len(steps))
@@ -213,7 +213,7 @@ def test_its_load_has_what_the_step_under_way_computes(overlaps):
 def test_its_load_has_what_is_kept():
     """Of requests that end while others wait."""
     with worker(FakeRunner(num_pages=100, check=True)) as (router, serving):
-        serving.scheduler.cache.kept.returning = 1.0
+        serving.scheduler.cache.retained.continuation_rate = 1.0
         for id in range(1, 4):
             router.tell(run(id, [id] * 60))
         router.finished(1, 2, 3)
@@ -355,7 +355,7 @@ def test_a_worker_whose_device_is_lost_ends(when, overlaps):
             wait = super().launch(plan)
             return lambda: self.fail("wait") or wait()
 
-        def draw(self):
+        def sample_deferred(self):
             self.fail("draw")
 
         def works(self):
@@ -418,9 +418,9 @@ def test_what_a_step_reads_of_one_that_fails_before_it_is_not_cached(overlaps):
     failed = {(o.id, o.error) for o in outputs if o.finish == "error"}
     assert failed == {(id, "the step failed: out of memory, say") for id in ((1, 2) if overlaps else (1,))}
     if overlaps:
-        assert serving.cache.tree.tokens == 0 and serving._flight is None and not serving.scheduler.has_work
+        assert serving.cache.tree.tokens == 0 and serving._inflight is None and not serving.scheduler.has_work
     serving._add(run(3, [*prompt, 4]))
-    while serving.scheduler.has_work or serving._flight:
+    while serving.scheduler.has_work or serving._inflight:
         outputs = serving._step()
     assert outputs[-1].finish == "length" and outputs[-1].cached_tokens == (0 if overlaps else 50)
 
@@ -547,19 +547,19 @@ def test_a_long_step_does_not_stop_the_heart(monkeypatch):
         goes_on.set()
 
 
-def test_what_depends_on_the_tokens_before_is_drawn_when_they_are_known(overlaps):
+def test_what_depends_on_the_tokens_before_is_sampled_when_they_are_known(overlaps):
     """A request with penalties is launched on a token that the host may not know, and drawn when it does."""
     seen, late = [], []
 
     class Watching(FakeRunner):
         def launch(self, plan):
-            seen.extend(int(t) for r, t in zip(plan.requests, plan.tokens, strict=False) if r.serial)
+            seen.extend(int(t) for r, t in zip(plan.requests, plan.tokens, strict=False) if r.needs_host_tokens)
             self.plan = plan
             return super().launch(plan)
 
-        def draw(self):
+        def sample_deferred(self):
             for b, request in enumerate(self.plan.requests):
-                if self.plan.samples[b] and not request.over:
+                if self.plan.samples[b] and not request.finished:
                     late.append(int(self.plan.starts[b] + self.plan.counts[b]) - len(request.tokens))
 
     with worker(Watching(num_pages=400, check=True)) as (router, _):
@@ -664,7 +664,7 @@ def test_a_worker_that_is_told_to_stop_says_so_and_finishes():
         serving._shutdown_timeout = 60.0
         runner.go.clear()
         router.tell(run(1, [5, 6, 7]))
-        eventually(lambda: serving.scheduler.has_work or serving._flight)
+        eventually(lambda: serving.scheduler.has_work or serving._inflight)
         serving.drain()
         runner.go.set()
         router.finished(1)

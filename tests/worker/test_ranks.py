@@ -95,7 +95,7 @@ def test_requests_are_known_again():
     """By what tells them apart on rank 0, which an id does not."""
     book, first, other = StandIns(), request(1), request(1)
     a, b = book.plan(told(plan_of((first, other)), {0: ((1, 5),)})).requests
-    assert a is not b and a.greedy and not (a.serial or a.penalized)
+    assert a is not b and a.greedy and not (a.needs_host_tokens or a.penalized)
     c, d = book.plan(told(plan_of((other, first)), {})).requests
     assert c is b and d is a
     with pytest.raises(GroupLost):
@@ -129,7 +129,7 @@ def test_what_was_used_last_is_kept(monkeypatch):
 @pytest.mark.parametrize("wants", [False, True])
 def test_whether_logits_are_wanted_is_told(wants):
     one = request(1)
-    one.greedy, one.serial = not wants, False
+    one.greedy, one.needs_host_tokens = not wants, False
     assert StandIns().plan(told(plan_of((one,)), {})).wants_logits is wants
 
 
@@ -153,7 +153,7 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
 
             return wait
 
-        def draw(self):
+        def sample_deferred(self):
             raise KeyError
 
         def close(self):
@@ -166,7 +166,7 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
         wait = leader.launch(plan_of((request(1),)))
         if when == "wait":
             wait()
-        leader.draw()
+        leader.sample_deferred()
     leader.close()
     together = ["graphs", "the group"] if when in ("before", "draw") else []
     assert left == [*together, "ranks"], "who is alone does not wait for others"

@@ -13,7 +13,7 @@ from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
 from radixrt.worker.drafting import Drafter
 from radixrt.worker.loading import load_runner
-from radixrt.worker.picking import NOT_FINITE, Picking
+from radixrt.worker.picking import NOT_FINITE, SampleStep
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import NONE_ALLOWED, BadSampling, Request, from_run
 from radixrt.worker.sample import TorchSampler, adjust, choose
@@ -46,7 +46,7 @@ def test_which_ids_are_banned(allowed, bad, tokens, ahead, data):
     expected = raw.clone()
     expected[sorted(banned(sampling, tokens[prompt_len:] + ahead, len(raw)))] = -torch.inf
     asked = request(sampling, tuple(tokens), prompt_len)
-    assert asked.adjusted == asked.serial == bool(allowed or bad)
+    assert asked.adjusted == asked.needs_host_tokens == bool(allowed or bad)
     assert asked.jumps != asked.adjusted, "tokens that a grammar forces are not sampled"
     adjust(raw, asked, ahead)
     assert torch.equal(raw, expected)
@@ -129,16 +129,16 @@ def test_a_request_that_leaves_no_token_ends_with_its_field(runner, fields, said
 def picked(asked: Request, raw: torch.Tensor) -> Result:
     ones = np.ones(1, dtype=np.int32)
     plan = Plan(1, (asked,), ones, 2 * ones, ones, ones, ones, ones, ones > 0, np.zeros((3, 0)))
-    picking = Picking(plan, raw, TorchSampler())
-    return picking.read(picking.packed.numpy())
+    sample_step = SampleStep(plan, raw, TorchSampler())
+    return sample_step.read(sample_step.packed.numpy())
 
 
 def test_what_a_draft_leaves_no_token_after_is_no_bad_logits():
     asked, ones = request(Sampling(allowed_token_ids=(5,), bad_token_ids=((5, 5),))), np.ones(2, dtype=np.int32)
     plan = Plan(1, (asked, asked), ones, 2 * ones + [0, 1], ones, ones, ones, ones, ones > 0, np.zeros((3, 0)),
                 drafts=(Draft(asked, [5], 0),))  # fmt: skip
-    picking = Picking(plan, torch.zeros(2, 8), TorchSampler())
-    result = picking.read(picking.packed.numpy())
+    sample_step = SampleStep(plan, torch.zeros(2, 8), TorchSampler())
+    result = sample_step.read(sample_step.packed.numpy())
     assert result.tokens[0] == 5 and not result.failed and result.stuck == {1: NONE_ALLOWED}
 
 

@@ -18,24 +18,36 @@ from transformers import (
 )
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.picking import Picking
+from radixrt.worker.picking import SampleStep
 from radixrt.worker.plan import Plan
 from radixrt.worker.request import Request
-from radixrt.worker.sample import Draws, TorchSampler, adjust, choose, draw, gumbel, keep_min_p, keep_top, penalize
+from radixrt.worker.sample import (
+    SamplingMetadata,
+    TorchSampler,
+    adjust,
+    choose,
+    gumbel,
+    keep_min_p,
+    keep_top,
+    penalize,
+    sample_tokens,
+)
 
 VOCAB = 200
 
 
-def draws(samplings, positions) -> Draws:
-    return Draws.of({name: torch.from_numpy(x) for name, x in Draws.arrays(samplings, positions).items()})
+def metadata(samplings, positions) -> SamplingMetadata:
+    return SamplingMetadata.of(
+        {name: torch.from_numpy(x) for name, x in SamplingMetadata.arrays(samplings, positions).items()}
+    )
 
 
-def drawn_by(logits: torch.Tensor, samplings, positions) -> torch.Tensor:
-    return draw(logits, draws(samplings, positions))
+def sampled_by(logits: torch.Tensor, samplings, positions) -> torch.Tensor:
+    return sample_tokens(logits, metadata(samplings, positions))
 
 
 def noise_of(seeds, positions, vocab_size: int) -> torch.Tensor:
-    return gumbel(draws([Sampling(temperature=1.0, seed=seed) for seed in seeds], positions).keys, vocab_size)
+    return gumbel(metadata([Sampling(temperature=1.0, seed=seed) for seed in seeds], positions).keys, vocab_size)
 
 
 def request(sampling: Sampling, tokens=(5, 6, 7), prompt_len: int | None = None, eos=frozenset({2})) -> Request:
@@ -129,7 +141,7 @@ def test_a_top_p_of_zero_leaves_the_likeliest_token():
     assert found.tolist() == raw.argmax(-1).tolist()
 
 
-def test_drawn_beside_greedy_each_has_its_own_position_and_noise():
+def test_sampled_beside_greedy_each_has_its_own_position_and_noise():
     raw = logits(4, seed=2)
     samplings = [
         Sampling(temperature=t, seed=n, top_k=k) for n, (t, k) in enumerate([(0.0, 0), (2.0, 0), (0.0, 5), (1.5, 90)])
@@ -137,7 +149,7 @@ def test_drawn_beside_greedy_each_has_its_own_position_and_noise():
     positions = [3, 9, 4, 11]
     found, _ = choose(raw.clone(), [request(s) for s in samplings], np.arange(4), positions, TorchSampler())
     best = raw.argmax(-1).tolist()
-    drawn = [int(drawn_by(raw[n : n + 1], [samplings[n]], [positions[n]])) for n in (1, 3)]
+    drawn = [int(sampled_by(raw[n : n + 1], [samplings[n]], [positions[n]])) for n in (1, 3)]
     assert found.tolist() == [best[0], drawn[0], best[2], drawn[1]]
 
 
@@ -159,13 +171,13 @@ def test_noise_is_gumbel():
     assert abs(correlation) < 0.005
 
 
-def test_draws_follow_the_distribution():
+def test_samples_follow_the_distribution():
     """Chi-square over 20,000 draws with temperature and top_k against the exact probabilities."""
     raw, sampling, count = logits(seed=4), Sampling(temperature=1.3, top_k=12), 20_000
     kept = TopKLogitsWarper(12)(None, TemperatureLogitsWarper(1.3)(None, raw))
     expected = kept.softmax(-1)[0].double().numpy() * count
     many = raw.expand(count, VOCAB)
-    drawn = drawn_by(many, [Sampling(temperature=1.3, top_k=12, seed=i) for i in range(count)], [3] * count)
+    drawn = sampled_by(many, [Sampling(temperature=1.3, top_k=12, seed=i) for i in range(count)], [3] * count)
     observed = np.bincount(drawn.numpy(), minlength=VOCAB)
     assert observed[expected == 0].sum() == 0
     at = expected > 0
@@ -177,10 +189,10 @@ def test_draws_follow_the_distribution():
 def test_noise_depends_on_seed_and_position_alone():
     raw = logits(4, seed=1)
     samplings = [Sampling(seed=i, temperature=2.0) for i in range(4)]
-    together = drawn_by(raw, samplings, [10, 11, 12, 13]).tolist()
-    assert together == [int(drawn_by(raw[i : i + 1], [samplings[i]], [10 + i])) for i in range(4)]
-    by_seed = {int(drawn_by(raw[:1], [Sampling(seed=s, temperature=2.0)], [3])) for s in range(40)}
-    by_position = {int(drawn_by(raw[:1], [Sampling(seed=1, temperature=2.0)], [n])) for n in range(40)}
+    together = sampled_by(raw, samplings, [10, 11, 12, 13]).tolist()
+    assert together == [int(sampled_by(raw[i : i + 1], [samplings[i]], [10 + i])) for i in range(4)]
+    by_seed = {int(sampled_by(raw[:1], [Sampling(seed=s, temperature=2.0)], [3])) for s in range(40)}
+    by_position = {int(sampled_by(raw[:1], [Sampling(seed=1, temperature=2.0)], [n])) for n in range(40)}
     assert len(by_seed) > 5 and len(by_position) > 5
 
 
@@ -201,10 +213,10 @@ def test_reported_logprobs_are_the_models_own():
     ones = np.ones(3, dtype=np.int32)
     requests = tuple(request(s) for s in asked)
     plan = Plan(1, requests, ones, 2 * ones, ones, ones, ones, ones, ones.astype(bool), np.zeros((3, 0)))
-    picking = Picking(plan, raw.clone(), TorchSampler())
-    result = picking.read(picking.packed.numpy())
+    sample_step = SampleStep(plan, raw.clone(), TorchSampler())
+    result = sample_step.read(sample_step.packed.numpy())
     found = result.logprobs
-    assert result.tokens[:2] == drawn_by(raw[:2], asked[:2], [3, 3]).tolist()  # after the token at position 2
+    assert result.tokens[:2] == sampled_by(raw[:2], asked[:2], [3, 3]).tolist()  # after the token at position 2
     assert result.tokens[2] == 0
     assert found[1] is None and not result.failed
     assert [one.token for one in found if one] == [result.tokens[0], result.tokens[2]]
@@ -225,12 +237,12 @@ def test_whether_logits_are_finite_does_not_depend_on_the_batch(others):
     plan = Plan(1, requests, ones - 1, ones, wants, ones, ones, wants, samples, np.zeros((3, 0)))
     raw = logits(int(wants.sum()))
     raw[wants[0] - 1, 2] = torch.nan
-    picking = Picking(plan, raw.clone(), TorchSampler())
-    assert picking.read(picking.packed.numpy()).failed == {}
+    sample_step = SampleStep(plan, raw.clone(), TorchSampler())
+    assert sample_step.read(sample_step.packed.numpy()).failed == {}
     for bad in (torch.nan, torch.inf, -torch.inf):
         raw[-1] = bad
-        picking = Picking(plan, raw.clone(), TorchSampler())
-        assert list(picking.read(picking.packed.numpy()).failed) == [1]
+        sample_step = SampleStep(plan, raw.clone(), TorchSampler())
+        assert list(sample_step.read(sample_step.packed.numpy()).failed) == [1]
 
 
 EXTREMES = {
@@ -262,7 +274,7 @@ def test_at_the_highest_temperature_all_that_is_allowed_is_as_likely():
     asked = [request(sampling)] * 400
     tokens, _ = choose(logits(400), asked, np.arange(400), [*range(400)], TorchSampler())
     assert set(tokens.tolist()) == {3, 5, 8, 9} and tokens.bincount().max() < 150
-    array = Draws.arrays([sampling], [0])["temperature"]
+    array = SamplingMetadata.arrays([sampling], [0])["temperature"]
     assert 1 / array > np.finfo(np.float32).tiny, "a normal number: GPUs take others for 0"
 
 

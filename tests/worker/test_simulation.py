@@ -49,7 +49,7 @@ class Bench:
         self.finish: dict[int, str] = {}
         self.cached: dict[int, int] = {}
         self.scores: dict[int, list[float]] = {}
-        self.flight = None
+        self.inflight = None
 
     def add(self, id: int, prompt: list[int], max_tokens: int = 8, namespace: str = "", **extra: object) -> Request:
         ids = np.array(prompt, dtype=np.int32).tobytes()
@@ -64,11 +64,11 @@ class Bench:
         """One step; how many tokens it computed. With a runner that overlaps, the result taken in is the one before."""
         plan = self.plan()
         self.cache.check()
-        landing, self.flight = self.flight, (plan, self.runner.launch(plan)) if plan else None
+        finishing, self.inflight = self.inflight, (plan, self.runner.launch(plan)) if plan else None
         if not self.runner.overlaps:
-            landing, self.flight = self.flight, None
-        if landing:
-            self.land(*landing)
+            finishing, self.inflight = self.inflight, None
+        if finishing:
+            self.finish_step(*finishing)
         if plan is None:
             return 0
         assert len(plan.tokens) <= self.scheduler.limits.max_num_batched_tokens
@@ -85,7 +85,7 @@ class Bench:
                 assert np.array_equal(self.mirror[row, :held], self.cache.table[row, :held]), "what changes is told"
         return plan
 
-    def land(self, plan, wait) -> None:
+    def finish_step(self, plan, wait) -> None:
         for output in self.scheduler.apply(plan, wait()):
             self.tokens[output.id] += output.tokens
             self.scores.setdefault(output.id, []).extend(output.scores or [])
@@ -94,14 +94,14 @@ class Bench:
                 self.cached[output.id] = output.cached_tokens
         self.cache.check()
         for request in self.scheduler._waiting:
-            if request.hit_version == self.cache.version and not request.over:
+            if request.hit_version == self.cache.version and not request.finished:
                 assert request.hit == self.cache.hit(request), "a hit that is not looked up again is right"
 
     def drain(self, steps: int = 10_000) -> None:
         while self.scheduler.has_work:
             assert steps > 0, "no progress"
-            landing = self.flight
-            assert self.step() > 0 or landing, "a step that computes nothing"
+            finishing = self.inflight
+            assert self.step() > 0 or finishing, "a step that computes nothing"
             steps -= 1
 
 

@@ -319,9 +319,9 @@ def test_a_failed_step_leaves_no_snapshots_where_others_have_pages_either() -> N
     bench.cache.states.drop(np.arange(4001))
     bench.add(2, TRUNK + [8] * 100, 4)
     plan = bench.plan()
-    if bench.flight:
-        bench.land(*bench.flight)
-        bench.flight = None
+    if bench.inflight:
+        bench.finish_step(*bench.inflight)
+        bench.inflight = None
     assert plan.starts.tolist()[1:] == [0] and plan.states.within.size, "its KV is there, its state is not"
     bench.scheduler.fail(plan, "out of memory")
     bench.cache.check()
@@ -335,9 +335,9 @@ def test_logits_that_are_not_finite_leave_no_snapshots() -> None:
     bench.step()
     bench.add(2, TRUNK + [8], 9)
     plan = bench.plan()
-    if bench.flight:
-        bench.land(*bench.flight)
-        bench.flight = None
+    if bench.inflight:
+        bench.finish_step(*bench.inflight)
+        bench.inflight = None
     result = bench.runner.launch(plan)()
     result.failed[plan.requests.index(next(r for r in plan.requests if r.id == 2))] = "logits are not finite"
     bench.scheduler.apply(plan, result)

@@ -107,7 +107,7 @@ def test_who_was_here_first_is_not_made_to_pay_for_it():
     bench.add(1, prompt(1, 20), 800, namespace="a")  # it is always here
     for id in range(10, 60):
         bench.add(id, prompt(id, 40), 1, namespace="a")
-    while bench.scheduler.num_waiting or bench.scheduler.running.behind:
+    while bench.scheduler.num_waiting or bench.scheduler.running.prefilling:
         bench.step()
     for id in range(1000, 1100):
         bench.add(id, prompt(id, 40), 1, namespace="b")
@@ -197,7 +197,7 @@ def test_what_was_forced_is_not_made_to_wait():
         bench.step()
     forced.tokens.extend([5, 6, 7])
     bench.scheduler.running.remove(forced)
-    bench.scheduler.running.behind.insert(0, forced)
+    bench.scheduler.running.prefilling.insert(0, forced)
     bench.scheduler._counter.raise_to("a", 10_000)
     bench.add(3, prompt(3, 40), 1, namespace="c")
     plan = bench.scheduler.plan()

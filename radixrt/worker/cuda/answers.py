@@ -14,7 +14,7 @@ from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.picking import NOT_FINITE
 from radixrt.worker.plan import Plan, Result
-from radixrt.worker.sample import Draws
+from radixrt.worker.sample import SamplingMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Launched:
 
     logits: torch.Tensor
     answer: torch.Tensor
-    """See `LastTokens.pick_greedy`."""
+    """See `LastTokens.sample_greedy`."""
     logit_rows: int
     """How many of the answer's first integers are flags for finite logits; tokens follow them."""
     tokens: torch.Tensor
@@ -36,9 +36,9 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedDraws:
+class PackedSamplingMetadata:
     """The requests of a step that are not greedy, as packed for the device: their rows of the logits (`at`) and of the
-    page table (`rows`), their places among the step's new tokens (`to`), and the arrays of `Draws`."""
+    page table (`rows`), their places among the step's new tokens (`to`), and the arrays of `SamplingMetadata`."""
 
     at: PackedArray
     rows: PackedArray
@@ -46,22 +46,24 @@ class PackedDraws:
     pieces: dict[str, PackedArray]
 
     @classmethod
-    def pack(cls, packer: Packer, plan: Plan, logit_rows: np.ndarray, rows: np.ndarray) -> PackedDraws | None:
+    def pack(
+        cls, packer: Packer, plan: Plan, logit_rows: np.ndarray, rows: np.ndarray
+    ) -> PackedSamplingMetadata | None:
         """Pack the requests of a plan; None if all are greedy. `logit_rows`[n] are the rows of the logits of the n
         requests for which `plan.samples`; `rows`, by request, those of the page table."""
         chosen = np.flatnonzero(plan.samples)
-        drawn = [i for i, b in enumerate(chosen.tolist()) if not plan.requests[b].greedy]
-        if not drawn:
+        random_rows = [i for i, b in enumerate(chosen.tolist()) if not plan.requests[b].greedy]
+        if not random_rows:
             return None
-        who = chosen[drawn]
+        who = chosen[random_rows]
         samplings = [plan.requests[b].sampling for b in who]
-        arrays = Draws.arrays(samplings, (plan.starts + plan.counts)[who].tolist())
+        arrays = SamplingMetadata.arrays(samplings, (plan.starts + plan.counts)[who].tolist())
         pieces = {name: packer.add(array) for name, array in arrays.items()}
-        to = np.array(drawn, dtype=np.int32)
-        return cls(packer.add(logit_rows[drawn].astype(np.int32)), packer.add(rows[who]), packer.add(to), pieces)
+        to = np.array(random_rows, dtype=np.int32)
+        return cls(packer.add(logit_rows[random_rows].astype(np.int32)), packer.add(rows[who]), packer.add(to), pieces)
 
-    def draws(self, sent: torch.Tensor) -> Draws:
-        return Draws.of({name: piece.of(sent) for name, piece in self.pieces.items()})
+    def metadata(self, sent: torch.Tensor) -> SamplingMetadata:
+        return SamplingMetadata.of({name: piece.of(sent) for name, piece in self.pieces.items()})
 
 
 class LastTokens:
@@ -76,7 +78,7 @@ class LastTokens:
         """Store int32 tokens[n] for int rows[n]."""
         self._tokens[rows.long()] = tokens
 
-    def pick_greedy(
+    def sample_greedy(
         self, logits: torch.Tensor, ids: range, rows: torch.Tensor, at: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Find the most likely token of each of the rows `at` int64[n] of logits (None: of all), and store it for

@@ -60,7 +60,7 @@ class Inputs:
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A captured step of decodes. It reads `integers`, and writes logits [size, own_width] and `answer`, which is what
-    `LastTokens.pick_greedy` returns for `size` rows."""
+    `LastTokens.sample_greedy` returns for `size` rows."""
 
     inputs: Inputs
     integers: torch.Tensor
@@ -190,7 +190,7 @@ class DecodeGraphs:
     def _decode(
         self, inputs: Inputs, integers: torch.Tensor, logits: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Launch the kernels of a graph; returns what `LastTokens.pick_greedy` does, and `Graph.hidden`."""
+        """Launch the kernels of a graph; returns what `LastTokens.sample_greedy` does, and `Graph.hidden`."""
         rows = inputs.rows.of(integers)
         kernels.scatter(inputs.writes.of(integers), self._table)
         tokens = self._last_tokens.resolve(inputs.tokens.of(integers), rows)
@@ -204,9 +204,9 @@ class DecodeGraphs:
         hidden = self._model.hidden(x, residual, tokens=tokens)
         self._model.logits(hidden, logits)
         if self._predicting is None or inputs.before is None:
-            return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows), None
+            return self._last_tokens.sample_greedy(logits, self._model.own_ids, rows), None
         self._predicting.store(tokens, positions, inputs.slots.of(integers), hidden, inputs.before.of(integers))
-        return self._last_tokens.pick_greedy(logits, self._model.own_ids, rows), hidden
+        return self._last_tokens.sample_greedy(logits, self._model.own_ids, rows), hidden
 
     def _attention(self, inputs: Inputs, integers: torch.Tensor) -> StepAttention | MixedAttention:
         slots, steps = inputs.slots.of(integers), []

@@ -1,4 +1,4 @@
-"""Sampling kernels: grammar masks, argmax, and draws with Gumbel noise."""
+"""Sampling kernels: grammar masks, argmax, and samples with Gumbel noise."""
 
 from __future__ import annotations
 
@@ -112,16 +112,16 @@ def _perturbed_kernel(
     tl.store(at_ptr + b * blocks + tl.program_id(1), tl.program_id(1) * BLOCK + tl.argmax(found, 0))
 
 
-def draw(
+def sample_tokens(
     logits: torch.Tensor,
     rows: torch.Tensor,
     temperature: torch.Tensor,
     keys: torch.Tensor,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sample as `sample.draw`: the argmax of logits / temperature + Gumbel noise, int64[B], of the float32 logits in
-    rows[B]. temperature is float32[B, 1], keys int64[B, 1]. If float32 kept[B, vocab] is given, only tokens above 0
-    there count."""
+    """Sample as `sample.sample_tokens`: the argmax of logits / temperature + Gumbel noise, int64[B], of the float32
+    logits in rows[B]. temperature is float32[B, 1], keys int64[B, 1]. If float32 kept[B, vocab] is given, only tokens
+    above 0 there count."""
     count, vocab = len(rows), logits.shape[1]
     block = 4096
     blocks = triton.cdiv(vocab, block)

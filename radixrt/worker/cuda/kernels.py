@@ -350,21 +350,21 @@ def scatter(writes: torch.Tensor, table: torch.Tensor) -> None:
 
 
 @triton.jit(do_not_specialize=["count"])
-def _resolve_kernel(tokens_ptr, rows_ptr, drawn_ptr, out_ptr, count, BLOCK: tl.constexpr):
+def _resolve_kernel(tokens_ptr, rows_ptr, sampled_ptr, out_ptr, count, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count
     token = tl.load(tokens_ptr + i, mask=inside, other=0)
     row = tl.load(rows_ptr + i, mask=inside & (token < 0), other=0)
-    drawn = tl.load(drawn_ptr + row, mask=inside & (token < 0), other=0)
-    tl.store(out_ptr + i, tl.where(token < 0, drawn, token), mask=inside)
+    sampled = tl.load(sampled_ptr + row, mask=inside & (token < 0), other=0)
+    tl.store(out_ptr + i, tl.where(token < 0, sampled, token), mask=inside)
 
 
-def resolve(tokens: torch.Tensor, rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+def resolve(tokens: torch.Tensor, rows: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
     """int32 tokens[T], in which each negative id (FROM_DEVICE) is replaced by drawn[rows[i]]. Negative ids must be
     among the first len(rows)."""
     out = tokens.clone() if len(rows) < len(tokens) else torch.empty_like(tokens)
     if len(rows):
-        _resolve_kernel[(triton.cdiv(len(rows), 256),)](tokens, rows, drawn, out, len(rows), 256, num_warps=2)
+        _resolve_kernel[(triton.cdiv(len(rows), 256),)](tokens, rows, sampled, out, len(rows), 256, num_warps=2)
     return out
 
 

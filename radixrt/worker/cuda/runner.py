@@ -18,7 +18,7 @@ import torch
 
 from radixrt import garbage
 from radixrt.worker.cuda import attend, kernels, variants
-from radixrt.worker.cuda.answers import Answer, LastTokens, Launched, PackedDraws, make_result
+from radixrt.worker.cuda.answers import Answer, LastTokens, Launched, PackedSamplingMetadata, make_result
 from radixrt.worker.cuda.chunk_plan import few_wanted
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decode_graphs import DecodeGraphs, graph_sizes
@@ -35,7 +35,7 @@ from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.kv import KVPool, StatePool
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.parallel import Group
-from radixrt.worker.picking import Picking
+from radixrt.worker.picking import SampleStep
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.runner import ModelRunner, ranges, wanted
 from radixrt.worker.sample import to_device
@@ -46,12 +46,13 @@ log = logging.getLogger("radixrt.cuda")
 
 @dataclass(slots=True)
 class DeferredStep:
-    """A launched step whose tokens are sampled only when the host knows the tokens before them (`Request.serial`)."""
+    """A launched step whose tokens are sampled only when the host knows the tokens before them
+    (`Request.needs_host_tokens`)."""
 
     plan: Plan
     step: Launched
     answer: Answer
-    picking: Picking | None = None
+    sample_step: SampleStep | None = None
 
 
 class CudaRunner(ModelRunner):
@@ -194,15 +195,15 @@ class CudaRunner(ModelRunner):
             self.host.move(plan.moves, wait=plan.needs_back)
         packer = self._packers[self._steps % 2]
         packer.clear()
-        serial = self._leads and any(request.serial for request in plan.requests)
+        needs_host_tokens = self._leads and any(request.needs_host_tokens for request in plan.requests)
         size = self._graphs.size_for(plan) if self._graphs else 0
         works = self._plan_decodes(plan, len(plan.requests), size) if size else None
         answer = self._answers[self._steps % 2]
         if works is not None and not any(len(work.trunks) for each in works for work in each.values()):
-            step = self._replay(plan, packer, answer, size, works, serial)
+            step = self._replay(plan, packer, answer, size, works, needs_host_tokens)
         else:
-            step = self._run(plan, packer, answer, serial, works)
-        if serial:
+            step = self._run(plan, packer, answer, needs_host_tokens, works)
+        if needs_host_tokens:
             self._deferred = deferred = DeferredStep(plan, step, answer)
             return lambda: self._read(deferred)
         answer.fetch(self._propose(step, answer, step.answer[step.logit_rows :], step.answer))
@@ -231,36 +232,40 @@ class CudaRunner(ModelRunner):
     def logits(self, plan: Plan) -> torch.Tensor:
         """Compute a step. Returns float32[plan.wants.sum(), vocab], the logits of the wanted positions in order. Not
         for several ranks."""
-        return self._run(plan, Packer(self._device), Answer(self._device), serial=True).logits
+        return self._run(plan, Packer(self._device), Answer(self._device), needs_host_tokens=True).logits
 
     @torch.inference_mode()
-    def draw(self) -> None:
+    def sample_deferred(self) -> None:
         deferred, self._deferred = self._deferred, None
         if deferred is None:
             return
         step = deferred.step
-        deferred.picking = picking = Picking(deferred.plan, step.logits, self._sampler)
-        self._last_tokens.store(to_device(picking.rows, self._device), picking.tokens)
-        deferred.answer.fetch(self._propose(step, deferred.answer, picking.tokens, picking.packed))
+        deferred.sample_step = sample_step = SampleStep(deferred.plan, step.logits, self._sampler)
+        self._last_tokens.store(to_device(sample_step.rows, self._device), sample_step.tokens)
+        deferred.answer.fetch(self._propose(step, deferred.answer, sample_step.tokens, sample_step.packed))
 
     def _read(self, deferred: DeferredStep) -> Result:
-        if deferred.picking is None:
-            self.draw()
-        assert deferred.picking is not None
-        picking, answer = deferred.picking, self._wait(deferred.answer)
-        return self._proposed(deferred.step, deferred.answer, picking.read(answer[: len(picking.packed)]))
+        if deferred.sample_step is None:
+            self.sample_deferred()
+        assert deferred.sample_step is not None
+        sample_step, answer = deferred.sample_step, self._wait(deferred.answer)
+        return self._proposed(deferred.step, deferred.answer, sample_step.read(answer[: len(sample_step.packed)]))
 
     def _plan_decodes(self, plan: Plan, count: int, size: int) -> list[Works]:
         """The work of the first `count` requests, by kind of layers, which fits the graph of a `size`, if not 0."""
         return [kind.plan_decodes(plan, count, Room.of(size, kind.cuts) if size else None) for kind in self._kinds.all]
 
     def _replay(
-        self, plan: Plan, packer: Packer, answer: Answer, size: int, works: list[Works], serial: bool
+        self, plan: Plan, packer: Packer, answer: Answer, size: int, works: list[Works], needs_host_tokens: bool
     ) -> Launched:
         count = len(plan.requests)
         graph = self._graphs.packed(packer, plan, size, works)
         copies = PackedCopies.pack(packer, plan.states) if plan.states else None
-        drawing = PackedDraws.pack(packer, plan, np.arange(count), plan.rows) if self._leads and not serial else None
+        packed_metadata = (
+            PackedSamplingMetadata.pack(packer, plan, np.arange(count), plan.rows)
+            if self._leads and not needs_host_tokens
+            else None
+        )
         asked = self._predicting.pack(packer, plan) if self._predicting else None
         if self.on_planned:
             self.on_planned(plan, self._looked_up(True, False))
@@ -272,12 +277,12 @@ class CudaRunner(ModelRunner):
         if copies:
             copies.save(self.states, sent)
         logits = self._gathered(plan, graph.logits[:count])
-        if drawing:
-            self._draw(logits, drawing, sent, graph.answer[size:])
+        if packed_metadata:
+            self._sample(logits, packed_metadata, sent, graph.answer[size:])
         return Launched(logits, graph.answer, size, graph.tokens, sent, graph.hidden, asked)
 
     def _run(
-        self, plan: Plan, packer: Packer, answer: Answer, serial: bool,
+        self, plan: Plan, packer: Packer, answer: Answer, needs_host_tokens: bool,
         works: list[Works] | None = None,
     ) -> Launched:  # fmt: skip
         parity = self._steps % 2
@@ -311,7 +316,11 @@ class CudaRunner(ModelRunner):
         sampled_at = np.cumsum(plan.wants)[chosen] - 1
         sampled = packer.add(sampled_at.astype(np.int32))
         sampled_rows = packer.add(plan.rows[chosen])
-        drawing = PackedDraws.pack(packer, plan, sampled_at, plan.rows) if self._leads and not serial else None
+        packed_metadata = (
+            PackedSamplingMetadata.pack(packer, plan, sampled_at, plan.rows)
+            if self._leads and not needs_host_tokens
+            else None
+        )
         asked = before = hidden = None
         if self._predicting:
             asked = self._predicting.pack(packer, plan)
@@ -353,12 +362,12 @@ class CudaRunner(ModelRunner):
             logits = self._model.finish(x, residual, tokens=resolved[at])
         else:
             logits = self._model.finish(x, residual, at, tokens=resolved)
-        picked = self._last_tokens.pick_greedy(
+        picked = self._last_tokens.sample_greedy(
             logits, self._model.own_ids, sampled_rows.of(sent), sampled.of(sent).long()
         )
         logits = self._gathered(plan, logits)
-        if drawing:
-            self._draw(logits, drawing, sent, picked[len(logits) :])
+        if packed_metadata:
+            self._sample(logits, packed_metadata, sent, picked[len(logits) :])
         return Launched(logits, picked, len(logits), tokens, sent, hidden, asked)
 
     def _narrows(self, plan: Plan, decodes: int) -> bool:
@@ -373,12 +382,14 @@ class CudaRunner(ModelRunner):
         """The logits of all ranks, float32[S, vocab], if the plan needs them; otherwise this rank's. A collective."""
         return self._model.gather(logits) if self._group is not None and plan.wants_logits else logits
 
-    def _draw(self, logits: torch.Tensor, drawing: PackedDraws, sent: torch.Tensor, tokens: torch.Tensor) -> None:
+    def _sample(
+        self, logits: torch.Tensor, packed_metadata: PackedSamplingMetadata, sent: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
         """Sample the tokens that are not greedy; write them to `tokens` and store them as their rows' last tokens."""
-        draws, rows = drawing.draws(sent), drawing.at.of(sent)
-        drawn = self._sampler.draw(logits, rows, draws).int()
-        tokens[drawing.to.of(sent).long()] = drawn
-        self._last_tokens.store(drawing.rows.of(sent), drawn)
+        metadata, rows = packed_metadata.metadata(sent), packed_metadata.at.of(sent)
+        sampled = self._sampler.sample(logits, rows, metadata).int()
+        tokens[packed_metadata.to.of(sent).long()] = sampled
+        self._last_tokens.store(packed_metadata.rows.of(sent), sampled)
 
     # ------------------------------------------------------------ graphs
 

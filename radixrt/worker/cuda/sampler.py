@@ -17,7 +17,7 @@ from radixrt.worker import sample
 from radixrt.worker.cuda import drawing
 from radixrt.worker.cuda.ragged import load_flashinfer
 from radixrt.worker.request import Request
-from radixrt.worker.sample import Ahead, Draws, Masks, to_device
+from radixrt.worker.sample import Ahead, Masks, SamplingMetadata, to_device
 
 
 class Thresholds(Protocol):
@@ -38,25 +38,25 @@ def find_thresholds(vocab: int, device: torch.device) -> Thresholds:
     found = load_flashinfer().sampling
     logits = torch.zeros((2, vocab), dtype=torch.float32, device=device)
     ones = torch.ones((2, 1), dtype=torch.float32, device=device)
-    draws = Draws(ones, ones.long(), 0.1 * ones, 5 * ones.int(), 0.5 * ones)
-    _kept(found, logits, draws)
+    metadata = SamplingMetadata(ones, ones.long(), 0.1 * ones, 5 * ones.int(), 0.5 * ones)
+    _kept(found, logits, metadata)
     torch.cuda.synchronize(device)
     return found
 
 
-def _kept(thresholds: Thresholds, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+def _kept(thresholds: Thresholds, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
     """float32[B, vocab], above 0 for the tokens that min_p, top_k and top_p keep. Tokens of equal probability are
     either all kept or all excluded."""
-    shares = thresholds.softmax(logits, draws.temperature[:, 0])
-    if draws.min_p is not None:
-        shares = shares.masked_fill_(shares < draws.min_p * shares.amax(-1, keepdim=True), 0.0)
-    if draws.top_k is not None:
-        shares = thresholds.top_k_renorm_probs(shares, draws.top_k[:, 0])
-    elif draws.min_p is not None and draws.top_p is not None:
+    shares = thresholds.softmax(logits, metadata.temperature[:, 0])
+    if metadata.min_p is not None:
+        shares = shares.masked_fill_(shares < metadata.min_p * shares.amax(-1, keepdim=True), 0.0)
+    if metadata.top_k is not None:
+        shares = thresholds.top_k_renorm_probs(shares, metadata.top_k[:, 0])
+    elif metadata.min_p is not None and metadata.top_p is not None:
         shares /= shares.sum(-1, keepdim=True)
-    if draws.top_p is not None:
-        some = thresholds.top_p_renorm_probs(shares, draws.top_p[:, 0], is_deterministic=True)
-        shares = torch.where(draws.top_p < 1, some, shares)  # rounded sums may reach 1 before the last token
+    if metadata.top_p is not None:
+        some = thresholds.top_p_renorm_probs(shares, metadata.top_p[:, 0], is_deterministic=True)
+        shares = torch.where(metadata.top_p < 1, some, shares)  # rounded sums may reach 1 before the last token
     return shares
 
 
@@ -78,14 +78,14 @@ class CudaSampler:
         finite, tokens = drawing.largest(logits).view(2, -1)
         return tokens.long(), finite != 0
 
-    def draw(self, logits: torch.Tensor, rows: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, rows: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         kept = None
-        if draws.cuts:
+        if metadata.cuts:
             mine = logits[rows.long()]
             if self._thresholds is None:
-                return sample.draw(mine, draws)
-            kept = _kept(self._thresholds, mine, draws)
-        return drawing.draw(logits, rows, draws.temperature, draws.keys, kept)
+                return sample.sample_tokens(mine, metadata)
+            kept = _kept(self._thresholds, mine, metadata)
+        return drawing.sample_tokens(logits, rows, metadata.temperature, metadata.keys, kept)
 
 
 # ---------------------------------------------------------------- penalties

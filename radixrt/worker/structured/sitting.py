@@ -99,8 +99,8 @@ class Sitting:
             self._submit(seat)
 
     def _discard(self, request: Request, step: int) -> None:
-        if request.pending:
-            request.pending, request.discard_until = 0, step
+        if request.in_flight_tokens:
+            request.in_flight_tokens, request.discard_until = 0, step
 
     def _submit(self, seat: _Seat) -> None:
         request, matcher = seat.request, seat.request.matcher
@@ -123,12 +123,12 @@ class Sitting:
         found = []
         for number, seat in list(self._seats.items()):
             request = seat.request
-            problem = "" if request.over else self._problem(seat)
-            if request.over or problem or self._is_masked(seat):
+            problem = "" if request.finished else self._problem(seat)
+            if request.finished or problem or self._is_masked(seat):
                 del self._seats[number]
                 if seat.job is not None and self._threads.cancel(seat.job):
                     request.matcher.busy = False
-                if not request.over:
+                if not request.finished:
                     found.append((request, problem))
         return found
 

@@ -24,7 +24,7 @@ from radixrt.worker.model.layers import Heads, NoNorm, Norm
 from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.scaled import Rounded, Rounding
 from radixrt.worker.model.spec import LayerSpec
-from radixrt.worker.sample import Draws
+from radixrt.worker.sample import SamplingMetadata
 from tests.worker.pages import make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
@@ -228,24 +228,24 @@ def test_product(rows, columns, depth, device):
     assert invariant.product(x[:0], weight).shape == (0, columns)
 
 
-def test_draw_is_that_of_the_reference(device):
+def test_samples_is_that_of_the_reference(device):
     samplings = [Sampling(temperature=0.3 + 0.4 * i, seed=i * 12345 - 3) for i in range(6)]
-    arrays = Draws.arrays(samplings, list(range(7, 13)))
-    draws = Draws.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+    arrays = SamplingMetadata.arrays(samplings, list(range(7, 13)))
+    metadata = SamplingMetadata.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
     logits = 4 * torch.randn(9, 5000, device=device)
     rows = torch.tensor([8, 0, 3, 3, 1, 5], dtype=torch.int32, device=device)
-    expected = sample.draw(logits[rows.long()], draws)
-    assert drawing.draw(logits, rows, draws.temperature, draws.keys).tolist() == expected.tolist()
+    expected = sample.sample_tokens(logits[rows.long()], metadata)
+    assert drawing.sample_tokens(logits, rows, metadata.temperature, metadata.keys).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("vocab", [31, 5000])
-def test_a_draw_of_nan_is_a_token_that_there_is(vocab, device):
+def test_a_samples_of_nan_is_a_token_that_there_is(vocab, device):
     logits = torch.randn(3, vocab, device=device)
     ones, keys = torch.ones(3, 1, device=device), torch.arange(3, device=device)[:, None]
     rows = torch.arange(3, dtype=torch.int32, device=device)
-    fine = drawing.draw(logits, rows, ones, keys)
+    fine = drawing.sample_tokens(logits, rows, ones, keys)
     logits[0], logits[1] = torch.nan, -torch.inf
-    found = drawing.draw(logits, rows, ones, keys)
+    found = drawing.sample_tokens(logits, rows, ones, keys)
     assert found[2] == fine[2]
     assert ((found >= 0) & (found < vocab)).all()
 

@@ -81,7 +81,7 @@ def test_proposals_are_the_reference_s(made, page_size):
         pytest.param({"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 1}, marks=pytest.mark.slow),
     ],
 )
-def test_drawn_and_penalized(made, how):
+def test_sampled_and_penalized(made, how):
     """Tokens that are sampled at launch, and those that wait for the tokens before them."""
     folder, reference = made
     plain, fast = runners(folder)

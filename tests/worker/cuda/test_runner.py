@@ -297,7 +297,7 @@ def test_it_generates_what_the_plain_one_does(folder):
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
-def test_what_tokens_decide_on_is_drawn_when_they_are_known(folder):
+def test_what_tokens_decide_on_is_sampled_when_they_are_known(folder):
     """Grammars, penalties and log-probabilities in one batch with what needs none of it; steps overlap all the same,
     also that in which a text ends."""
     pytest.importorskip("xgrammar")
@@ -438,14 +438,14 @@ def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     for together, chunk in ((False, 512), (True, 9)):
         plain, runner = runners(folder, exact=True)
         seen: dict[int, list[torch.Tensor]] = {}
-        inner = runner._last_tokens.pick_greedy
+        inner = runner._last_tokens.sample_greedy
 
         def pick(found, ids, rows, at=None, inner=inner, seen=seen):
             for row, one in zip(rows.tolist(), found if at is None else found[at], strict=True):
                 seen.setdefault(row, []).append(one.clone())
             return inner(found, ids, rows, at)
 
-        runner._last_tokens.pick_greedy = pick
+        runner._last_tokens.sample_greedy = pick
         sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)  # over the end of a part
         if together:
             tokens.append(Engine(runner, chunk=chunk, rows=8, max_model_len=128).generate(asked, sampling))

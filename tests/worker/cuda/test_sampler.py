@@ -12,7 +12,7 @@ import torch
 from radixrt.messages import Run, Sampling
 from radixrt.worker.cuda.sampler import CudaSampler, _kept, find_thresholds
 from radixrt.worker.request import Request
-from radixrt.worker.sample import Ahead, Draws, TorchSampler
+from radixrt.worker.sample import Ahead, SamplingMetadata, TorchSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
 
@@ -133,7 +133,7 @@ SAMPLINGS = [
 
 @pytest.mark.parametrize("spread", [0.1, 4.0])
 @pytest.mark.parametrize("plain", [True, False])
-def test_draws_are_those_of_the_reference(plain, spread, device):
+def test_samples_are_those_of_the_reference(plain, spread, device):
     """By seed; with thresholds, FlashInfer's where there is a GPU, and by a sort."""
     if plain:
         sampler = CudaSampler(4, VOCAB, device)
@@ -144,11 +144,11 @@ def test_draws_are_those_of_the_reference(plain, spread, device):
     same = total = 0
     for chosen in [[one] for one in SAMPLINGS] + [SAMPLINGS, SAMPLINGS[:3]]:
         samplings = [Sampling(temperature=0.4 + 0.2 * n, seed=n, **one) for n, one in enumerate(2 * chosen)]
-        arrays = Draws.arrays(samplings, list(range(len(samplings))))
-        draws = Draws.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+        arrays = SamplingMetadata.arrays(samplings, list(range(len(samplings))))
+        metadata = SamplingMetadata.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
         rows = torch.from_numpy(np.random.default_rng(1).integers(0, 9, len(samplings)).astype(np.int32)).to(device)
-        expected = TorchSampler().draw(logits, rows, draws)
-        found = sampler.draw(logits, rows, draws)
+        expected = TorchSampler().sample(logits, rows, metadata)
+        found = sampler.sample(logits, rows, metadata)
         same += int((found == expected).sum())
         total += len(samplings)
     assert same >= total - (0 if plain else 2), "sums that round otherwise may keep one token more or less"
@@ -160,7 +160,9 @@ def test_top_p_1_keeps_what_is_next_to_impossible(device):
     logits = torch.full((2, VOCAB), -30.0, device=device)
     logits[:, 7] = 0.0
     ones = torch.ones((2, 1), device=device)
-    kept = _kept(thresholds, logits, Draws(ones, ones.long(), top_p=torch.tensor([[1.0], [0.5]], device=device)))
+    kept = _kept(
+        thresholds, logits, SamplingMetadata(ones, ones.long(), top_p=torch.tensor([[1.0], [0.5]], device=device))
+    )
     assert (kept > 0).sum(1).tolist() == [VOCAB, 1]
 
 
@@ -170,7 +172,7 @@ def test_top_p_is_of_what_min_p_leaves(device):
     shares = torch.full((1, VOCAB), 0.5 / (VOCAB - 2), device=device)
     shares[0, 7], shares[0, 4500] = 0.3, 0.2
     one = torch.ones((1, 1), device=device)
-    kept = _kept(thresholds, shares.log(), Draws(one, one.long(), min_p=0.4 * one, top_p=0.5 * one))
+    kept = _kept(thresholds, shares.log(), SamplingMetadata(one, one.long(), min_p=0.4 * one, top_p=0.5 * one))
     assert (kept > 0).nonzero().tolist() == [[0, 7]]
 
 
@@ -180,12 +182,12 @@ def test_a_vocabulary_without_numbers(device):
         4, VOCAB, device, find_thresholds(VOCAB, device) if device.type == "cuda" else PlainThresholds()
     )
     logits = torch.randn(3, VOCAB, device=device)
-    arrays = Draws.arrays([Sampling(temperature=1.0, seed=5, top_k=5, top_p=0.9)] * 3, [1, 2, 3])
-    draws = Draws.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+    arrays = SamplingMetadata.arrays([Sampling(temperature=1.0, seed=5, top_k=5, top_p=0.9)] * 3, [1, 2, 3])
+    metadata = SamplingMetadata.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
     rows = torch.arange(3, dtype=torch.int32, device=device)
-    fine = sampler.draw(logits, rows, draws)
+    fine = sampler.sample(logits, rows, metadata)
     logits[0], logits[1] = torch.nan, -torch.inf
-    found = sampler.draw(logits, rows, draws)
+    found = sampler.sample(logits, rows, metadata)
     assert found[2] == fine[2]
     assert ((found >= 0) & (found < VOCAB)).all()
 
@@ -201,13 +203,13 @@ def test_extreme_values_draw_tokens_that_are_allowed(device):
     ]
     raw = torch.full((len(samplings), VOCAB), -torch.inf, device=device)
     raw[:, allowed] = 1e4 * torch.randn(len(samplings), 3, device=device)
-    arrays = Draws.arrays(samplings, list(range(len(samplings))))
-    draws = Draws.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+    arrays = SamplingMetadata.arrays(samplings, list(range(len(samplings))))
+    metadata = SamplingMetadata.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
     rows = torch.arange(len(samplings), dtype=torch.int32, device=device)
     for sampler in (CudaSampler(4, VOCAB, device), CudaSampler(4, VOCAB, device, thresholds)):
-        assert torch.isin(sampler.draw(raw, rows, draws), allowed).all()
-    hot = Draws(draws.temperature[-4:], draws.keys[-4:])
-    assert torch.isin(CudaSampler(4, VOCAB, device).draw(raw, rows[-4:], hot), allowed).all()
+        assert torch.isin(sampler.sample(raw, rows, metadata), allowed).all()
+    hot = SamplingMetadata(metadata.temperature[-4:], metadata.keys[-4:])
+    assert torch.isin(CudaSampler(4, VOCAB, device).sample(raw, rows[-4:], hot), allowed).all()
 
 
 def test_extreme_penalties_leave_logits_finite(device):

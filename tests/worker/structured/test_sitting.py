@@ -129,7 +129,7 @@ def test_who_sits_out_gives_way_when_pages_run_out(grammars):
     while not engine.tokens(second):
         engine.step()
     request = engine.scheduler._requests[second]
-    assert not request.pending
+    assert not request.in_flight_tokens
     request.matcher.busy = True
     engine.scheduler._sitting.sit(request, engine.scheduler.steps, jump=False)
     engine.scheduler._slow.add(request)
