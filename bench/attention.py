@@ -31,7 +31,7 @@ from bench.worker import ceilings, median_ms
 from radixrt.worker.cuda import attend, variants
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Lists, Trunks, sharing_cost
+from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Lists, SharedPrefixes, sharing_cost
 from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
 from radixrt.worker.cuda.segments import Chip, SegmentStep, SharedKeys, cut_alone, cut_shared
 from radixrt.worker.cuda.staging import Packer
@@ -151,18 +151,18 @@ class Forest:
             attend.best_tiling(few, *kinds, causal=False),
             attend.best_tiling(wide, *kinds, causal=False),
             sharing_cost(self.shape, itemsize, wide) if many else None,
-            Trunks(Chip(self.shape.heads, 132), flashinfer.tokens) if flashinfer else None,
+            SharedPrefixes(Chip(self.shape.heads, 132), flashinfer.tokens) if flashinfer else None,
         )
         work = DecodePlanner({None}, cuts).plan(self.requests, self.rows, self.positions, None)[None]
         packer = Packer(DEVICE)
         lists = Lists.pack(packer, work)
-        trunks = None
-        if len(work.trunks):
+        shared_prefixes = None
+        if len(work.shared_prefixes):
             decodes = Sequences(self.rows, self.positions, np.ones_like(self.rows), self.rows)
-            trunks = SharedKeys(work.trunks, work.order, decodes, packer, flashinfer, 0, self.shape)
+            shared_prefixes = SharedKeys(work.shared_prefixes, work.order, decodes, packer, flashinfer, 0, self.shape)
         elif flashinfer:
             raise ValueError("FlashInfer gets nothing")
-        there = DecodeLists.of(lists, packer.send(), trunks)
+        there = DecodeLists.of(lists, packer.send(), shared_prefixes)
         scratch = Scratch.make(work.few.partials + work.many.partials, self.shape, DEVICE)
         pages = Pages(self.keys, self.values, self.table, (1.0, 1.0), None)
         step = StepAttention(lambda _: pages, self.q, Kernels(self.shape, few, wide), {None: there}, scratch, [])

@@ -37,7 +37,7 @@ from radixrt.messages import Deltas, Generate, Register, Sampling, TokenPrompt
 from radixrt.router import placement
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order
-from radixrt.router.index import Snapshots
+from radixrt.router.index import StateCheckpoints
 from radixrt.router.placement import Candidate
 from radixrt.tree import RadixTree
 from radixrt.worker import cache, fake, kept, loop, waiting
@@ -407,7 +407,7 @@ def simulated(choice: str) -> Iterator[Clock]:
         if choice == CONTEXTS_KEPT:
             patches.enter_context(patch.object(cache, "KEPT", 1e9))
         if choice == BY_CACHED:
-            patches.enter_context(patch.object(Snapshots, "deepest", lambda self, digests, most: most))
+            patches.enter_context(patch.object(StateCheckpoints, "deepest", lambda self, digests, most: most))
         yield clock
 
 

@@ -73,7 +73,7 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
 
 def most_running(config: WorkerConfig, runner: Runner) -> int:
     """The most requests that run at once: `max_num_seqs`, and with recurrent states at most two thirds of these. A
-    context without a snapshot has to be computed again, which costs more than a longer wait."""
+    context without a checkpoint has to be computed again, which costs more than a longer wait."""
     if not runner.num_states:
         return config.max_num_seqs
     states = runner.num_states - 1

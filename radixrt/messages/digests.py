@@ -1,5 +1,5 @@
-"""Digests of prefixes, by which a worker tells the router after which of them it has a snapshot of the recurrent state
-(see Saved). Not imported by the package itself: clients do not need numpy."""
+"""Digests of prefixes, by which a worker tells the router after which of them it has a checkpoint of the recurrent
+state (see Saved). Not imported by the package itself: clients do not need numpy."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Abort(msgspec.Struct, tag="abort"):
     ids: list[int]
 
 
-class Snapshot(msgspec.Struct, tag="snapshot"):
+class Resync(msgspec.Struct, tag="resync"):
     """Send the whole tree as events (a Cleared, then Stored and Saved), as the index has missed some."""
 
 
@@ -97,7 +97,7 @@ class Stop(msgspec.Struct, tag="stop"):
     restart: bool = False
 
 
-ToWorker = Run | Abort | Snapshot | Clear | Unknown | Stop | Pin | Unpin | LoadAdapter | UnloadAdapter
+ToWorker = Run | Abort | Resync | Clear | Unknown | Stop | Pin | Unpin | LoadAdapter | UnloadAdapter
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -133,9 +133,9 @@ class Cleared(msgspec.Struct, tag="cleared", frozen=True, array_like=True):
 
 
 class Saved(msgspec.Struct, tag="saved", frozen=True, array_like=True):
-    """A snapshot of the recurrent state after the first `tokens` tokens of a prefix is in `slot`: from there the prefix
-    can be continued, as far as it is cached. `digest`: of these tokens (see `digests`). A prefix may have a snapshot on
-    the device and one in host memory, in slots of their own."""
+    """A checkpoint of the recurrent state after the first `tokens` tokens of a prefix is in `slot`: from there the
+    prefix can be continued, as far as it is cached. `digest`: of these tokens (see `digests`). A prefix may have a
+    checkpoint on the device and one in host memory, in slots of their own."""
 
     slot: int
     tokens: int
@@ -143,7 +143,7 @@ class Saved(msgspec.Struct, tag="saved", frozen=True, array_like=True):
 
 
 class Dropped(msgspec.Struct, tag="dropped", frozen=True, array_like=True):
-    """The snapshot in `slot` is gone."""
+    """The checkpoint in `slot` is gone."""
 
     slot: int
 
@@ -215,8 +215,8 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     vocab_size: Count = 0
     """Number of token ids that the model accepts; 0 if unknown."""
     num_states: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STATES)] = 0
-    """Slots of recurrent states, a trash slot 0 included, of the device and then of host memory; 0: the model has none.
-    If it has, a cached prefix can be continued only where there is a snapshot (see Saved)."""
+    """Slots of recurrent states, a null slot 0 included, of the device and then of host memory; 0: the model has none.
+    If it has, a cached prefix can be continued only where there is a checkpoint (see Saved)."""
     adapters: list[Adapter] = []
     """LoRA adapters of the model that it serves, each as a model of that name."""
     max_loras: Number = 0
@@ -245,19 +245,19 @@ class Output(msgspec.Struct, array_like=True):
 class StepDone(msgspec.Struct, tag="step"):
     """Results of a worker's step.
 
-    seq       sequence number of `events[0]` since the worker's start: the next message must have seq + len(events),
-              otherwise the router requests a Snapshot
-    snapshot  whether this is the reply to a Snapshot: `events` then describe the whole tree, and later events are
-              numbered from `seq` on
-    number    counts these messages from 1 since the Register, so that the router notices if one was lost with a
-              connection (0: not counted)
+    seq     sequence number of `events[0]` since the worker's start: the next message must have seq + len(events),
+            otherwise the router requests a Resync
+    resync  whether this is the reply to a Resync: `events` then describe the whole tree, and later events are
+            numbered from `seq` on
+    number  counts these messages from 1 since the Register, so that the router notices if one was lost with a
+            connection (0: not counted)
     """
 
     outputs: list[Output]
     load: Load
     seq: int = 0
     events: list[CacheEvent] = []
-    snapshot: bool = False
+    resync: bool = False
     number: int = 0
 
 

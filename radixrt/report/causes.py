@@ -14,7 +14,7 @@ class Misses(NamedTuple):
     """Cached by another worker, but not by the one that served the request."""
     evicted: int = 0
     """Seen before, but cached by no worker at dispatch (evicted, or not computed yet), or evicted by the request's
-    worker before it admitted the request. With linear attention also: cached, but after the last snapshot of the
+    worker before it admitted the request. With linear attention also: cached, but after the last checkpoint of the
     prefix's state."""
     page_rounding: int = 0
     """At the end of the shared prefix, in a page that is shared only in part; only whole pages are reused."""

@@ -6,10 +6,10 @@ A worker describes its tree as runs. A run is a stretch of tokens that hangs bel
     run 2        [ x y ]              parent 1, parent_at 3: its path is a b c x y
 
 One tree mirrors the runs of all workers; common prefixes are stored once. It never guesses: after an event that does
-not fit its content, a snapshot is requested, and until that arrives the worker counts as empty.
+not fit its content, a resync is requested, and until that arrives the worker counts as empty.
 
-If a worker's model has recurrent states, a prefix counts up to the last token after which the worker has a snapshot of
-its state: tokens after that are computed again although they are cached.
+If a worker's model has recurrent states, a prefix counts up to the last token after which the worker has a checkpoint
+of its state: tokens after that are computed again although they are cached.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from radixrt.messages.digests import prefix_digests
 from radixrt.tree import OwnerTree
 
 
-class Snapshots:
-    """The snapshots of recurrent states of one worker, by slot."""
+class StateCheckpoints:
+    """The checkpoints of recurrent states of one worker, by slot."""
 
     def __init__(self, slots: int) -> None:
         self._tokens = np.zeros(slots, dtype=np.int64)
-        """Length of the prefix; 0: there is no snapshot in the slot."""
+        """Length of the prefix; 0: there is no checkpoint in the slot."""
         self._digests = np.zeros(slots, dtype=np.uint64)
 
     def save(self, event: Saved) -> None:
@@ -42,7 +42,7 @@ class Snapshots:
         self._tokens[:] = 0
 
     def deepest(self, digests: np.ndarray, most: int) -> int:
-        """The longest prefix with a snapshot, of at most `most` tokens, in tokens; `digests` of all prefixes, by
+        """The longest prefix with a checkpoint, of at most `most` tokens, in tokens; `digests` of all prefixes, by
         length."""
         lengths = np.where(self._tokens <= most, self._tokens, 0)
         return int((lengths * (digests[lengths] == self._digests)).max(initial=0))
@@ -52,7 +52,7 @@ class Snapshots:
             raise ValueError(f"there is no slot {slot}")
 
 
-_NONE = Snapshots(0)
+_NONE = StateCheckpoints(0)
 
 
 class Index:
@@ -62,8 +62,8 @@ class Index:
         self._cached = OwnerTree()
         self._computing = OwnerTree()
         self._next_seqs: dict[int, int | None] = {}
-        """The sequence number of each worker's next event; None while a snapshot is awaited."""
-        self._snapshots: dict[int, Snapshots] = {}
+        """The sequence number of each worker's next event; None while a resync is awaited."""
+        self._checkpoints: dict[int, StateCheckpoints] = {}
         """Of the workers whose models have recurrent states."""
 
     @property
@@ -72,33 +72,33 @@ class Index:
         return self._cached.tokens
 
     def add_worker(self, worker: int, *, fresh: bool, num_states: int = 0) -> None:
-        """Add a worker whose events begin at 0 (`fresh`), or one whose snapshot must come first. `num_states` is that
+        """Add a worker whose events begin at 0 (`fresh`), or one whose resync must come first. `num_states` is that
         of its Register."""
         self._next_seqs[worker] = 0 if fresh else None
         if num_states:
-            self._snapshots[worker] = Snapshots(num_states)
+            self._checkpoints[worker] = StateCheckpoints(num_states)
 
     def drop_worker(self, worker: int) -> None:
         self._next_seqs.pop(worker, None)
-        self._snapshots.pop(worker, None)
+        self._checkpoints.pop(worker, None)
         self._cached.remove_owner(worker)
         self._computing.remove_owner(worker)
 
-    def awaits_snapshot(self, worker: int) -> bool:
-        """Whether a worker's snapshot has not arrived yet; until then it counts as empty."""
+    def awaits_resync(self, worker: int) -> bool:
+        """Whether a worker's resync has not arrived yet; until then it counts as empty."""
         return self._next_seqs[worker] is None
 
     def apply(self, worker: int, step: StepDone) -> bool:
-        """Apply the events of one message. False if some are missing: the caller must request a Snapshot."""
+        """Apply the events of one message. False if some are missing: the caller must request a Resync."""
         next_seq = self._next_seqs[worker]
-        if step.snapshot:
+        if step.resync:
             self._clear(worker)
         elif next_seq is None:
             return True
         elif step.seq != next_seq:
             self._empty(worker)
             return False
-        self._next_seqs[worker] = step.seq if step.snapshot else step.seq + len(step.events)
+        self._next_seqs[worker] = step.seq if step.resync else step.seq + len(step.events)
         try:
             self._apply_events(worker, step.events)
         except (ValueError, OverflowError):  # an event refers to a run or a slot that is not known
@@ -112,7 +112,7 @@ class Index:
 
     def _clear(self, worker: int) -> None:
         self._cached.remove_owner(worker)
-        self._snapshots.get(worker, _NONE).clear()
+        self._checkpoints.get(worker, _NONE).clear()
 
     def _apply_events(self, worker: int, events: list[CacheEvent]) -> None:
         for event in events:
@@ -124,9 +124,9 @@ class Index:
                 case Removed():
                     self._cached.cut(worker, event.run, event.keep)
                 case Saved():
-                    self._snapshots.get(worker, _NONE).save(event)
+                    self._checkpoints.get(worker, _NONE).save(event)
                 case Dropped():
-                    self._snapshots.get(worker, _NONE).drop(event.slot)
+                    self._checkpoints.get(worker, _NONE).drop(event.slot)
                 case Cleared():
                     self._clear(worker)
 
@@ -140,9 +140,9 @@ class Index:
 
     def match(self, namespace: str, ids: bytes, most: int | None = None) -> dict[int, int]:
         """Worker -> leading tokens of `ids` that it holds or is computing; workers with none are absent. Of a prefix
-        that can be continued only after a snapshot, those up to the last snapshot within `most` tokens count."""
+        that can be continued only after a checkpoint, those up to the last checkpoint within `most` tokens count."""
         hits = dict(self._cached.match(namespace, ids))
-        if not self._snapshots.keys().isdisjoint(hits):
+        if not self._checkpoints.keys().isdisjoint(hits):
             hits = self._continuable(hits, namespace, ids, most)
         for worker, length in self._computing.match(namespace, ids):
             if length > hits.get(worker, 0):
@@ -150,13 +150,13 @@ class Index:
         return hits
 
     def _continuable(self, hits: dict[int, int], namespace: str, ids: bytes, most: int | None) -> dict[int, int]:
-        """`hits`, of workers with recurrent states only as far as snapshots reach."""
+        """`hits`, of workers with recurrent states only as far as checkpoints reach."""
         limit = max(hits.values()) if most is None else min(max(hits.values()), most)
         digests = prefix_digests(namespace, ids[: limit * TOKEN_BYTES])
         found = {}
         for worker, hit in hits.items():
-            snapshots = self._snapshots.get(worker)
-            hit = hit if snapshots is None else snapshots.deepest(digests, min(hit, limit))
+            checkpoints = self._checkpoints.get(worker)
+            hit = hit if checkpoints is None else checkpoints.deepest(digests, min(hit, limit))
             if hit:
                 found[worker] = hit
         return found

@@ -48,7 +48,7 @@ class Member:
         self.load_at = now
         """When `load` arrived."""
         self.asked = now
-        """When a snapshot was last requested."""
+        """When a resync was last requested."""
         self.next_step: int | None = 1
         """The number of its next StepDone if no message is lost; None: any."""
         self.blameless = False

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from radixrt.messages import Abort, Adapter, Register, Snapshot, StepDone
+from radixrt.messages import Abort, Adapter, Register, Resync, StepDone
 from radixrt.router.effects import Effect, Order
 from radixrt.router.index import Index
 from radixrt.router.member import Member, process
@@ -21,8 +21,8 @@ from radixrt.router.record import Counters
 
 FORGET_SECONDS = 600.0
 """For how long a lost worker may come back."""
-SNAPSHOT_SECONDS = 10.0
-"""After this time a snapshot that has not arrived is requested again: it may have been lost with a connection."""
+RESYNC_SECONDS = 10.0
+"""After this time a resync that has not arrived is requested again: it may have been lost with a connection."""
 
 
 class Serving(NamedTuple):
@@ -144,7 +144,7 @@ class Members:
 
     def register(self, info: Register, now: float) -> tuple[list[int], list[Effect]]:
         """A worker joins. If its name is known, it may be another process, whose cache is empty, or the same one, whose
-        cache is kept: then its snapshot is requested. Returns the ids of the former Member's runs, and orders for the
+        cache is kept: then its resync is requested. Returns the ids of the former Member's runs, and orders for the
         worker."""
         before = self._serving.get(info.name)
         again = before is not None and before.process == process(info)
@@ -160,7 +160,7 @@ class Members:
         if not again:
             return orphans, []
         # The worker has dropped its runs, but some may have reached it after that.
-        return orphans, [*_abort(info.name, orphans), *self._ask_snapshot(member, now)]
+        return orphans, [*_abort(info.name, orphans), *self._ask_resync(member, now)]
 
     def revive(self, name: str, now: float) -> list[Effect]:
         """A lost worker was heard again: it serves again, as a new Member. Returns orders for it, which abort what it
@@ -171,7 +171,7 @@ class Members:
         lost.blameless = True
         member = self._join(lost.info, now, fresh=False)
         member.next_step, member.record = None, lost.record
-        return [*_abort(name, list(lost.runs)), *self._ask_snapshot(member, now)]
+        return [*_abort(name, list(lost.runs)), *self._ask_resync(member, now)]
 
     def remove(self, name: str, *, may_return: bool, planned: bool = False) -> list[int]:
         """Remove a worker, which is lost if it `may_return`. `planned`: it was told to leave. Returns the ids of its
@@ -222,8 +222,8 @@ class Members:
         return member
 
     def mirror(self, member: Member, message: StepDone, now: float) -> list[Effect]:
-        """Apply a worker's cache events to the index; a gap requests a snapshot."""
-        return [] if self._index.apply(member.number, message) else self._ask_snapshot(member, now)
+        """Apply a worker's cache events to the index; a gap requests a resync."""
+        return [] if self._index.apply(member.number, message) else self._ask_resync(member, now)
 
     def silent(self, now: float) -> list[str]:
         """Names of the workers that were not heard for the timeout; forgets those that were lost long ago. To be called
@@ -237,17 +237,17 @@ class Members:
         return [m.name for m in self if now - m.heard > self._timeout]
 
     def ask_again(self, now: float) -> list[Effect]:
-        """Request snapshots again that have not arrived in time."""
+        """Request resyncs again that have not arrived in time."""
         orders: list[Effect] = []
         for member in self:
-            if now - member.asked > SNAPSHOT_SECONDS and self._index.awaits_snapshot(member.number):
-                orders += self._ask_snapshot(member, now)
+            if now - member.asked > RESYNC_SECONDS and self._index.awaits_resync(member.number):
+                orders += self._ask_resync(member, now)
         return orders
 
-    def _ask_snapshot(self, member: Member, now: float) -> list[Effect]:
+    def _ask_resync(self, member: Member, now: float) -> list[Effect]:
         self._counters.snapshots += 1
         member.asked = now
-        return [Order(member.name, Snapshot())]
+        return [Order(member.name, Resync())]
 
 
 def _abort(name: str, runs: list[int]) -> list[Effect]:

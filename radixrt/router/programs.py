@@ -14,7 +14,7 @@ from radixrt.messages import Fork, Generate, GeneratedSegment, Sampling, Score, 
 from radixrt.router.conversations import namespace_of
 from radixrt.router.errors import Room
 from radixrt.router.said import FIELD, PromptBuilder, State
-from radixrt.router.states import Key, States
+from radixrt.router.states import Key, ProgramStateStore
 from radixrt.router.tokens import TextService
 from radixrt.router.tokens.text import INLINE_CHARS, INLINE_MESSAGES
 from radixrt.router.tokens.turns import Steps, finished
@@ -35,7 +35,7 @@ class Saving:
 
     __slots__ = ("__weakref__", "_before", "_sampling", "_states", "builder", "key", "namespace", "wanted")
 
-    def __init__(self, states: States, key: Key, before: Key | None, sampling: Sampling | None) -> None:
+    def __init__(self, states: ProgramStateStore, key: Key, before: Key | None, sampling: Sampling | None) -> None:
         self._states = states
         self.key = key
         self._before = before
@@ -62,7 +62,7 @@ class Programs:
     """The states of all programs; builds prompts from them."""
 
     def __init__(self, text: TextService, config: RouterConfig) -> None:
-        self.states = States(config.state_bytes)
+        self.states = ProgramStateStore(config.state_bytes)
         self._text = text
         self._coming: dict[Key, asyncio.Future[None]] = {}
         """States that forks are still building. Clients do not wait for them, but requests that begin with them do."""

@@ -27,7 +27,7 @@ class Key(NamedTuple):
     number: int
 
 
-class States:
+class ProgramStateStore:
     """Keeps states within `limit` bytes; pieces that several states share count once. States of different tenants share
     nothing.
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from radixrt.router.core import RouterCore
 from radixrt.router.member import Member
-from radixrt.router.states import States
+from radixrt.router.states import ProgramStateStore
 
 
-def health(core: RouterCore, states: States) -> dict[str, Any]:
+def health(core: RouterCore, states: ProgramStateStore) -> dict[str, Any]:
     """For those who may see all figures."""
     return public_health(core) | {
         "runs_in_flight": core.runs_in_flight,
@@ -37,7 +37,7 @@ def health(core: RouterCore, states: States) -> dict[str, Any]:
     }
 
 
-def tenant_health(core: RouterCore, states: States, tenant: str) -> dict[str, Any]:
+def tenant_health(core: RouterCore, states: ProgramStateStore, tenant: str) -> dict[str, Any]:
     """For a tenant: figures of its own, and of workers only what does not depend on others' requests."""
     return public_health(core) | {
         "runs_in_flight": core.runs_of(tenant),

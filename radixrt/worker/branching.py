@@ -1,13 +1,13 @@
-"""After which tokens of prompts snapshots of recurrent states are taken (see `states`), and who waits for them. A
-snapshot is worth what it saves the next request, a copy and a slot; so there are few:
+"""After which tokens of prompts checkpoints of recurrent states are taken (see `states`), and who waits for them. A
+checkpoint is worth what it saves the next request, a copy and a slot; so there are few:
 
     prompt          [ ................................ |  TAIL ]    for forks, n > 1, and next turns without thoughts
     second request  [ ...... cached KV ..... | its own ......  ]    a branching point that nobody knew of
     in the queue    [ ...... common ...... | ...... ]               the others wait for it, and begin there
     pins            [ ..... | ......... | ............ ]
 
-When a request leaves, its live state becomes a snapshot without a copy. Those closer than LEAST tokens after another
-are left out: tokens up to there are computed again instead.
+When a request leaves, its live state becomes a checkpoint without a copy. Those closer than MIN_CHECKPOINT_TOKENS
+tokens after another are left out: tokens up to there are computed again instead.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from radixrt.worker.running import Running
 from radixrt.worker.waiting import Waiting
 
 TAIL = 16
-"""Tokens of a prompt that come after its snapshot: chat templates end prompts with the head of an answer, often one
+"""Tokens of a prompt that come after its checkpoint: chat templates end prompts with the head of an answer, often one
 that asks for thoughts, and have another head in the next turn's history."""
-LEAST = 64
-"""The fewest tokens that a snapshot has to save."""
+MIN_CHECKPOINT_TOKENS = 64
+"""The fewest tokens that a checkpoint has to save."""
 NEAR = 8
 """The fewest tokens of a chunk before a checkpoint that it passes: then the last inputs of a short convolution are
 tokens of the chunk."""
-MOST = 64
+MAX_COMPARED_REQUESTS = 64
 """The most waiting requests that a request is compared with when it is admitted, the oldest of each tenant."""
 COMPARED = 1 << 20
 """The tokens after which a request is compared with no others at a time: half a millisecond."""
@@ -71,7 +71,7 @@ class Branching:
         last = request.reusable if request.score_from is not None else request.prompt_len - TAIL
         for at in sorted((last, known, *request.pinned)):
             self._add_checkpoint(request, min(at, last), start)
-        for other in _compared(request, islice(self._waiting, MOST)):
+        for other in _compared(request, islice(self._waiting, MAX_COMPARED_REQUESTS)):
             self._add_common_checkpoint(request, other)
 
     def arrived(self, request: Request) -> None:
@@ -80,9 +80,10 @@ class Branching:
             self._add_common_checkpoint(other, request)
 
     def must_wait(self, request: Request) -> bool:
-        """Whether a snapshot that a running request is about to take saves a waiting one LEAST tokens. The running one
-        has a chunk in every step that has room, so that is soon; if it leaves before, nobody waits any more."""
-        least = request.hit + LEAST
+        """Whether a checkpoint that a running request is about to take saves a waiting one MIN_CHECKPOINT_TOKENS
+        tokens. The running one has a chunk in every step that has room, so that is soon; if it leaves before, nobody
+        waits any more."""
+        least = request.hit + MIN_CHECKPOINT_TOKENS
         coming = {}  # the next checkpoint of each that has one
         for other in self._running.prefilling:
             if coming_at := [at for at in other.checkpoints if at > other.computed and at >= least]:
@@ -91,7 +92,7 @@ class Branching:
 
     def _add_common_checkpoint(self, running: Request, waiting: Request) -> None:
         common = self._common(running, waiting)
-        if common >= waiting.hit + LEAST:
+        if common >= waiting.hit + MIN_CHECKPOINT_TOKENS:
             self._add_checkpoint(running, common)
 
     def _common(self, one: Request, other: Request) -> int:
@@ -105,5 +106,5 @@ class Branching:
         at -= at % self._page_size
         place = bisect_right(request.checkpoints, at)
         before = request.checkpoints[place - 1] if place else 0
-        if at >= max(before, start, request.computed) + LEAST:
+        if at >= max(before, start, request.computed) + MIN_CHECKPOINT_TOKENS:
             insort(request.checkpoints, at)

@@ -110,7 +110,7 @@ class StepBuilder:
         start, stop = request.computed, request.computed + count
         slots = self.cache.row_slots(request.row, start, stop)
         if request.lease.length > start:
-            slots[: request.lease.length - start] = 0  # cached already: their KV goes to the trash page
+            slots[: request.lease.length - start] = 0  # cached already: their KV goes to the null page
         self.cache.publish(request, stop)
         for checkpoint in request.checkpoints:
             if start < checkpoint <= stop:

@@ -12,9 +12,9 @@ shares them in that very step. Pages of generated tokens enter it when their req
 
 With host memory, pages that are evicted go there, and come back when a request needs them (see `host`).
 
-With linear attention a request also has a recurrent state, and goes on from a snapshot of it (see `states`): then
-`computed` is the token up to which its state is, and may be less than what its lease holds. Snapshots go to host memory
-as well (see `host_states`).
+With linear attention a request also has a recurrent state, and goes on from a checkpoint of it (see `states`): then
+`computed` is the token up to which its state is, and may be less than what its lease holds. Checkpoints go to host
+memory as well (see `host_states`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from radixrt.tree import Lease, RadixTree
-from radixrt.worker.host import HostMemory
-from radixrt.worker.host_states import HostStates
+from radixrt.worker.host import HostTier
+from radixrt.worker.host_states import HostRecurrentStatePool
 from radixrt.worker.kept import RetainedContexts
 from radixrt.worker.pins import Pins
 from radixrt.worker.plan import STATE_TOKENS, StateWork
 from radixrt.worker.request import Request
-from radixrt.worker.states import NO_PATH, States
+from radixrt.worker.states import NO_PATH, RecurrentStatePool
 
 EVICTED = 1 / 256
 """With host memory, at least this share of all pages is evicted at a time: a few large copies are faster than many
@@ -54,11 +54,11 @@ def _int32(raw: bytes) -> np.ndarray:
 class PageCache:
     """`num_pages` pages of `page_size` token slots for at most `rows` running requests of `max_model_len` tokens.
 
-    `table` is the page table, int32[rows, max pages of a request]. Page 0 is the trash page: it is never allocated, and
+    `table` is the page table, int32[rows, max pages of a request]. Page 0 is the null page: it is never allocated, and
     what is written there is never read. With `events` tree and states record their changes for the router's index.
     `num_states` slots, of which slot 0 is never allocated, hold recurrent states; 0: the model has none.
     `num_host_pages` slots of host memory, of which slot 0 is not used, hold evicted pages; 0: there are none.
-    `num_host_states` likewise for snapshots of recurrent states: there are both if the model has such states.
+    `num_host_states` likewise for checkpoints of recurrent states: there are both if the model has such states.
     """
 
     def __init__(
@@ -78,9 +78,11 @@ class PageCache:
         self.page_size = page_size
         self.total_pages = num_pages - 1
         self.tree = RadixTree(page_size, events=events)
-        host_states = HostStates(num_host_states, page_size, events, num_states - 1) if num_host_states else None
-        self.states = States(num_states, num_pages, events, host_states) if num_states else None
-        self.host = HostMemory(num_host_pages, page_size, events, host_states) if num_host_pages else None
+        host_states = (
+            HostRecurrentStatePool(num_host_states, page_size, events, num_states - 1) if num_host_states else None
+        )
+        self.states = RecurrentStatePool(num_states, num_pages, events, host_states) if num_states else None
+        self.host = HostTier(num_host_pages, page_size, events, host_states) if num_host_pages else None
         self._parts = [part for part in (self.states, self.host) if part is not None]
         self.pins = Pins(self.tree, self.total_pages, max_pinned_share, self.states)
         self.retained = RetainedContexts(self.total_pages * page_size)
@@ -145,7 +147,7 @@ class PageCache:
 
     def found(self, namespace: str, tokens: array | np.ndarray, reusable: int) -> tuple[int, int]:
         """How many leading `tokens` have their KV in the tree or in host memory; and how many, at most `reusable`, need
-        not be computed: with recurrent states, those up to the deepest snapshot."""
+        not be computed: with recurrent states, those up to the deepest checkpoint."""
         match = self.tree.match(namespace, tokens)
         known = match.length if self.host is None else self.host.reach(namespace, tokens, match.length)
         most = min(known, reusable)
@@ -157,7 +159,7 @@ class PageCache:
         return known, covered
 
     def _covered(self, pages: np.ndarray, most: int) -> int:
-        """How many tokens, at most `most`, of a path of pages the device's deepest snapshot of its state covers."""
+        """How many tokens, at most `most`, of a path of pages the device's deepest checkpoint of its state covers."""
         return self.states.deepest(pages[: most // self.page_size]) * self.page_size
 
     # ------------------------------------------------------------ a request's life
@@ -178,7 +180,8 @@ class PageCache:
             request.state = self.states.begin(self._page_of(request, request.computed))
 
     def _hold_state(self, request: Request) -> None:
-        """Keep the snapshot in host memory that a request may go on from: what its live state displaces goes there."""
+        """Keep the checkpoint in host memory that a request may go on from: what its live state displaces goes
+        there."""
         start, most = request.lease.length, request.reusable
         _, state = self.host.deepest_state(request.namespace, request.tokens, start, most)
         if state:
@@ -208,8 +211,8 @@ class PageCache:
 
     def fetch(self, request: Request) -> int:
         """Copy back, before the step being planned, what host memory holds of a running request's path beyond its
-        lease: with recurrent states, the deepest snapshot there, if it saves some tokens, and pages up to that. Returns
-        the pages of how many tokens take as long. Raises OutOfPages if there are not enough pages."""
+        lease: with recurrent states, the deepest checkpoint there, if it saves some tokens, and pages up to that.
+        Returns the pages of how many tokens take as long. Raises OutOfPages if there are not enough pages."""
         start, size = request.lease.length, self.page_size
         if self.host is None or request.computed > start:
             return 0
@@ -234,22 +237,22 @@ class PageCache:
         return stop - start + (STATE_TOKENS if state else 0)
 
     def _restore(self, request: Request, most: int) -> None:
-        """Let a running request go on from the deepest snapshot of its first `most` tokens, if that saves some."""
+        """Let a running request go on from the deepest checkpoint of its first `most` tokens, if that saves some."""
         covered = self._covered(self.table[request.row, : most // self.page_size], most)
         if covered > request.computed:
             request.computed = covered
             self.states.restore(request.state, self._page_of(request, covered))
 
     def save(self, request: Request, tokens: int, within: int = 0) -> None:
-        """Take a snapshot of the state of a request after its first `tokens` tokens, which the step being planned
+        """Take a checkpoint of the state of a request after its first `tokens` tokens, which the step being planned
         computes and which are in the tree: the last ones of the step, or the first `within`. Nothing happens if there
         is no slot for it."""
         with request.path(0, tokens) as ids:
             self.states.save(request.state, self._page_of(request, tokens), within, (request.namespace, ids))
 
     def _page_of(self, request: Request, tokens: int) -> int:
-        """The page whose snapshot is that of a request's first `tokens` tokens; 0 if there can be none: they end within
-        a page, or are not in the tree."""
+        """The page whose checkpoint is that of a request's first `tokens` tokens; 0 if there can be none: they end
+        within a page, or are not in the tree."""
         if tokens % self.page_size or not 0 < tokens <= request.lease.length:
             return 0
         return int(self.table[request.row, tokens // self.page_size - 1])
@@ -320,7 +323,7 @@ class PageCache:
 
     def retire(self, request: Request, keep: bool = False) -> None:
         """Take a request off its row. The KV of its known tokens stays in the tree, and `kept` takes over its lease if
-        `keep`. Its state becomes a snapshot, except that of a text that was only scored."""
+        `keep`. Its state becomes a checkpoint, except that of a text that was only scored."""
         self.publish(request, min(request.computed, len(request.tokens)))
         scored = request.score_from is not None and request.computed == request.total
         self._leave(request, keep, state_kept=not scored)
@@ -333,8 +336,8 @@ class PageCache:
             self.forget(request, length, keep)
 
     def forget(self, request: Request, length: int, keep: int = 0) -> None:
-        """Remove a request's tokens [keep, length) from the tree, except what running requests lease, and all snapshots
-        there. Pins and retained contexts there are released."""
+        """Remove a request's tokens [keep, length) from the tree, except what running requests lease, and all
+        checkpoints there. Pins and retained contexts there are released."""
         path = request.tokens[:length]
         self.pins.release_along(request.namespace, path.tobytes(), keep)
         self.retained.release_along(request.namespace, path.tobytes(), keep)
@@ -371,7 +374,7 @@ class PageCache:
         self._give_back(_int32(self.tree.evict(self.tree.evictable_tokens)))
 
     def drop_states(self) -> None:
-        """Drop all snapshots on the device."""
+        """Drop all checkpoints on the device."""
         if self.states is not None:
             self.states.drop_all()
 
@@ -381,9 +384,9 @@ class PageCache:
         """What has changed since the last call, as events for the router's index: their tags and fields."""
         return self.tree.drain_events() + [event for part in self._parts for event in part.drain_events()]
 
-    def snapshot_events(self) -> list[tuple]:
+    def resync_events(self) -> list[tuple]:
         """All that is cached, as events; those that were not drained are dropped."""
-        return self.tree.snapshot() + [event for part in self._parts for event in part.snapshot_events()]
+        return self.tree.snapshot() + [event for part in self._parts for event in part.resync_events()]
 
     # ------------------------------------------------------------ pages
 

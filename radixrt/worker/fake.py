@@ -139,7 +139,7 @@ class FakeRunner:
     def _seconds(self, plan: Plan) -> float:
         fetched = 0.0
         if plan.moves is not None and self.fetch_rate:
-            tokens = plan.moves.back.shape[1] * self.page_size + plan.moves.states_back.shape[1] * STATE_TOKENS
+            tokens = plan.moves.onload.shape[1] * self.page_size + plan.moves.states_onload.shape[1] * STATE_TOKENS
             fetched = tokens / self.fetch_rate
         if not self.prefill_rate and not self.decode_each:
             return fetched + self.decode_step
@@ -249,10 +249,10 @@ class FakeRunner:
         """Write the hashes of a step, then compare those it reads with the expected ones."""
         if plan.moves is not None:
             pages = self._hashes.reshape(-1, self.page_size)
-            (page, slot), (held, to) = plan.moves.out, plan.moves.back
+            (page, slot), (held, to) = plan.moves.offload, plan.moves.onload
             assert len(set(slot.tolist())) == len(slot) and slot.all() and held.all() and to.all()
             assert len(set(to.tolist())) == len(to), "a page is filled once: copies may be done in any order"
-            if not plan.needs_back:
+            if not plan.needs_onload:
                 used = np.concatenate([plan.slots, *read]) // self.page_size
                 assert not np.isin(used, to).any(), "pages that are not waited for are not used"
             self._host[slot] = pages[page]
@@ -278,13 +278,13 @@ class FakeRunner:
 
     def _move_states(self, plan: Plan, moves: Moves) -> None:
         """Copy states between the device and host memory."""
-        (source, slot), (held, to) = moves.states_out, moves.states_back
+        (source, slot), (held, to) = moves.states_offload, moves.states_onload
         assert len(set(slot.tolist())) == len(slot) and slot.all() and source.all() and held.all() and to.all()
         if to.size:
             work = plan.states
             assert len(set(to.tolist())) == len(to), "a live state comes back once"
             assert not np.isin(to, work.restores).any(), "and not from anywhere else"
-            if not plan.needs_back:
+            if not plan.needs_onload:
                 used = np.concatenate([work.slots, *work.saves, work.within[0], work.within[2]])
                 assert not np.isin(used, to).any(), "states that are not waited for are not used"
         self._host_states[slot] = self._states[source]

@@ -1,4 +1,4 @@
-"""Host memory: pages and, if the model has recurrent states, snapshots of these (see `host_states`). What is evicted
+"""Host memory: pages and, if the model has recurrent states, checkpoints of these (see `host_states`). What is evicted
 from the device is copied there, and copied back when a request needs it, which takes a small part of the time of
 computing it again. Integers only.
 
@@ -21,18 +21,20 @@ import numpy as np
 
 from radixrt.messages import TOKEN_BYTES
 from radixrt.tree import Lease, RadixTree
-from radixrt.worker.host_states import HostStates
+from radixrt.worker.host_states import HostRecurrentStatePool
 from radixrt.worker.plan import Moves
 
 _Tokens = array | memoryview | bytes
 
 
-class HostMemory:
+class HostTier:
     """`num_slots` slots of a page each, of which slot 0 is never used, and those of `states`, if the model has any.
     With `events` the tree records its changes for the router's index, as runs with negative numbers: to the router the
     device and the host are one cache."""
 
-    def __init__(self, num_slots: int, page_size: int, events: bool = True, states: HostStates | None = None) -> None:
+    def __init__(
+        self, num_slots: int, page_size: int, events: bool = True, states: HostRecurrentStatePool | None = None
+    ) -> None:
         self.total_slots = num_slots - 1
         self.states = states
         self.tree = RadixTree(page_size, events=events)
@@ -125,8 +127,8 @@ class HostMemory:
         return slots
 
     def deepest_state(self, namespace: str, tokens: _Tokens, start: int, most: int) -> tuple[int, int]:
-        """(tokens, slot) of the deepest snapshot here that the pages lead to, of which the device has those of `start`
-        tokens, after at most `most` tokens; (0, 0) if there is none."""
+        """(tokens, slot) of the deepest checkpoint here that the pages lead to, of which the device has those of
+        `start` tokens, after at most `most` tokens; (0, 0) if there is none."""
         return self.states.deepest(namespace, tokens, min(most, self.reach(namespace, tokens, start)))
 
     def _slots(self, namespace: str, tokens: _Tokens, start: int) -> np.ndarray:
@@ -170,7 +172,7 @@ class HostMemory:
         self._held = []
 
     def forget(self, namespace: str, path: _Tokens, keep: int) -> None:
-        """Remove a path after its first `keep` tokens, except where others go on, and all snapshots there."""
+        """Remove a path after its first `keep` tokens, except where others go on, and all checkpoints there."""
         self._give_back(self.tree.forget(namespace, path, keep))
         if self.states is not None:
             self.states.forget(namespace, path, keep)
@@ -188,9 +190,9 @@ class HostMemory:
         states = [] if self.states is None else self.states.drain_events()
         return [*_renumbered(self.tree.drain_events()), *states]
 
-    def snapshot_events(self) -> list[tuple]:
+    def resync_events(self) -> list[tuple]:
         """As those of `PageCache`, to follow those of the device's tree."""
-        states = [] if self.states is None else self.states.snapshot_events()
+        states = [] if self.states is None else self.states.resync_events()
         return [*_renumbered(self.tree.snapshot()[1:]), *states]  # the tree's first one empties the index
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Host memory for evicted pages, and for snapshots of recurrent states: see `host` and `host_states`."""
+"""Host memory for evicted pages, and for checkpoints of recurrent states: see `host` and `host_states`."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ class HostPool:
     def move(self, moves: Moves, wait: bool = True) -> None:
         """Do the copies of a step, in order with the work of the device. With `wait` the step waits for what comes
         back; otherwise the next one does (`arrive`)."""
-        (page, slot), (held, to) = (torch.from_numpy(x.astype(np.int64)) for x in (moves.out, moves.back))
+        (page, slot), (held, to) = (torch.from_numpy(x.astype(np.int64)) for x in (moves.offload, moves.onload))
         self._host[slot] = torch.cat([x[:, page].transpose(0, 1).flatten(1) for x in self._planes], 1)
         rows, begin = self._host[held], 0
         for x in self._planes:
             end = begin + len(x) * x.shape[2]
             x[:, to] = rows[:, begin:end].unflatten(1, (len(x), x.shape[2])).transpose(0, 1)
             begin = end
-        for source, slot in moves.states_out.T.tolist():
+        for source, slot in moves.states_offload.T.tolist():
             for x, there in self._state_parts(slot):
                 there.copy_(x[source])
-        for slot, target in moves.states_back.T.tolist():
+        for slot, target in moves.states_onload.T.tolist():
             for x, there in self._state_parts(slot):
                 x[target] = there
 

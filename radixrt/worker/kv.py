@@ -1,4 +1,4 @@
-"""The KV pool: one slot per token, in the dtype of the pages. The state pool: one slot per sequence or snapshot."""
+"""The KV pool: one slot per token, in the dtype of the pages. The state pool: one slot per sequence or checkpoint."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class IndexPool:
 class StatePool:
     """The recurrent states of `slots` sequences in all linear layers: the last inputs of their short convolutions, in
     the model's dtype, and what the delta rule or the state-space model has stored, in float32. A slot's states are
-    contiguous, so that copying it is fast. Slot 0 is the trash slot."""
+    contiguous, so that copying it is fast. Slot 0 is the null slot."""
 
     def __init__(
         self, spec: DeltaSpec | ShortConvSpec | MambaSpec, slots: int, dtype: torch.dtype, device: torch.device

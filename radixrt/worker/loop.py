@@ -115,7 +115,7 @@ class Worker:
         self._refused: list[m.Output] = []
         self._adapters = AdapterSlots(runner, identity.adapters, num_slots(identity.max_loras))
         self._compiling = Compiling(grammars or Grammars("", runner.vocab_size, runner.eos_ids))
-        self._snapshot_wanted = False
+        self._resync_wanted = False
         self._joined = False
         """A Register was sent, and no send has timed out since."""
         self.dismissed = ""
@@ -292,7 +292,7 @@ class Worker:
             self.watchdog.moved()
         if self._drain_until is not None:
             self._look_whether_drained(bool(self.scheduler.has_work or self._refused or self._compiling))
-        idle = not busy and not self._refused and not self._snapshot_wanted
+        idle = not busy and not self._refused and not self._resync_wanted
         soon = self._compiling or self._adapters or self.scheduler.has_work
         timeout = POLL_SECONDS if soon else HEARTBEAT_SECONDS / 4
         payload = self._link.recv(timeout if idle else 0)
@@ -327,8 +327,8 @@ class Worker:
             case m.UnloadAdapter(name=name, version=version):
                 self._adapters.unload(name, version)
                 self._registration.adapters = self._adapters.loaded
-            case m.Snapshot():
-                self._snapshot_wanted = True
+            case m.Resync():
+                self._resync_wanted = True
             case m.Unknown():
                 self._join_again("the router does not know this worker")
             case m.Stop(reason=reason, restart=restart):
@@ -337,7 +337,7 @@ class Worker:
 
     def _join_again(self, why: str) -> None:
         """Register again: the router does not know all requests here, or nothing of them, and dispatches them anew. All
-        are dropped here; what is cached stays, and the router asks for a snapshot of it."""
+        are dropped here; what is cached stays, and the router asks for a resync of it."""
         log.warning("%s: this worker joins again", why)
         self._joined = False
         self._newest_run = 0
@@ -405,19 +405,19 @@ class Worker:
             self._refused = []
         events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.drain_events()]
         now = time.monotonic()
-        if not outputs and not events and not self._snapshot_wanted and now - self._last_report < HEARTBEAT_SECONDS:
+        if not outputs and not events and not self._resync_wanted and now - self._last_report < HEARTBEAT_SECONDS:
             return
         self._last_report = now
         done = m.StepDone(outputs, self._load(), self._seq, events)
         self._seq += len(events)
         self._send(done)
-        if self._snapshot_wanted:
-            self._send_snapshot()
+        if self._resync_wanted:
+            self._send_resync()
 
-    def _send_snapshot(self) -> None:
-        self._snapshot_wanted = False
-        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.snapshot_events()]
-        self._send(m.StepDone([], self._load(), self._seq, events, snapshot=True))
+    def _send_resync(self) -> None:
+        self._resync_wanted = False
+        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.resync_events()]
+        self._send(m.StepDone([], self._load(), self._seq, events, resync=True))
 
     def _load(self) -> m.Load:
         return status.load(

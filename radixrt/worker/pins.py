@@ -16,7 +16,7 @@ import numpy as np
 
 from radixrt.messages import TOKEN_BYTES, Run, tenant_of
 from radixrt.tree import Lease, OwnerTree, RadixTree
-from radixrt.worker.states import States
+from radixrt.worker.states import RecurrentStatePool
 
 TENANTS = 2
 """The pins of all tenants together may hold this many times the share of one."""
@@ -47,14 +47,16 @@ class Pin:
     until: float
     lease: Lease
     page: int = 0
-    """Page whose snapshot of the recurrent state is protected (see `States.pin`)."""
+    """Page whose checkpoint of the recurrent state is protected (see `RecurrentStatePool.pin`)."""
 
 
 class Pins:
     """The pins of one tree. `share` is the part of `total_pages` that a tenant's pins may hold. Times are in seconds of
     any monotonic clock."""
 
-    def __init__(self, tree: RadixTree, total_pages: int, share: float, states: States | None = None) -> None:
+    def __init__(
+        self, tree: RadixTree, total_pages: int, share: float, states: RecurrentStatePool | None = None
+    ) -> None:
         if not 0 <= share <= 1:
             raise ValueError(f"max_pinned_share: must be in [0, 1], not {share}")
         self.tenant_tokens = int(total_pages * share) * tree.page_size

@@ -46,7 +46,7 @@ class Draft:
 @dataclass(frozen=True, slots=True)
 class StateWork:
     """What a step does with recurrent states. Copies can be done in any order, or at once: no slot is written twice,
-    and none that is read is written. Slot 0 is the trash slot.
+    and none that is read is written. Slot 0 is the null slot.
 
     tokens of a request in a step:   [ .............. | ...... | ......... ]
                                             within ---^--------^           ^--- saves"""
@@ -101,23 +101,23 @@ class Moves:
     """Copies between the device and host memory before a step, of pages (see `host`) and of recurrent states (see
     `host_states`): first those to host memory, and only then whatever writes pages or states of the device."""
 
-    out: np.ndarray
+    offload: np.ndarray
     """int32[2, N]: (page, slot), copied to host memory."""
-    back: np.ndarray
+    onload: np.ndarray
     """int32[2, M]: (slot, page), copied from host memory."""
-    states_out: np.ndarray = field(default_factory=_no_copies)
+    states_offload: np.ndarray = field(default_factory=_no_copies)
     """int32[2, S]: (slot of the device, slot), copied to host memory."""
-    states_back: np.ndarray = field(default_factory=_no_copies)
+    states_onload: np.ndarray = field(default_factory=_no_copies)
     """int32[2, R]: (slot, slot of the device), copied from host memory. `StateWork` has no copies to these slots."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.out.size or self.states_out.size or self.fills)
+        return not (self.offload.size or self.states_offload.size or self.fills)
 
     @property
     def fills(self) -> bool:
         """Whether anything of the device is written."""
-        return bool(self.back.size or self.states_back.size)
+        return bool(self.onload.size or self.states_onload.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Plan:
     tokens: np.ndarray
     """int32[T]: token ids, or FROM_DEVICE for a decode of a runner that `overlaps`."""
     slots: np.ndarray
-    """int32[T]: where K and V are written, page * page_size + offset. Page 0 is the trash page, for tokens whose KV is
+    """int32[T]: where K and V are written, page * page_size + offset. Page 0 is the null page, for tokens whose KV is
     cached already and that are computed for their logits or for the recurrent state only."""
     wants: np.ndarray
     """int32[B]: number of last positions whose logits are needed."""
@@ -184,13 +184,13 @@ class Plan:
         return None if self.adapters is None else np.repeat(self.adapters, self.counts)
 
     @property
-    def needs_back(self) -> bool:
+    def needs_onload(self) -> bool:
         """Whether its requests have pages or states that come back from host memory before this step. Otherwise there
         is time until the next step."""
         rows, _, pages = self.table_writes
-        if self.states is not None and np.isin(self.states.slots, self.moves.states_back[1]).any():
+        if self.states is not None and np.isin(self.states.slots, self.moves.states_onload[1]).any():
             return True
-        return bool(np.isin(pages[np.isin(rows, self.rows)], self.moves.back[1]).any())
+        return bool(np.isin(pages[np.isin(rows, self.rows)], self.moves.onload[1]).any())
 
     @property
     def wants_logits(self) -> bool:
@@ -248,12 +248,12 @@ class DeviceLost(BaseException):
 
 
 class Runner(Protocol):
-    """Computes plans. `num_pages` counts the trash page 0; `max_model_len` is the model's own limit in tokens."""
+    """Computes plans. `num_pages` counts the null page 0; `max_model_len` is the model's own limit in tokens."""
 
     page_size: int
     num_pages: int
     num_states: int
-    """Slots of recurrent states, the trash slot 0 included; 0 if the model has none."""
+    """Slots of recurrent states, the null slot 0 included; 0 if the model has none."""
     num_host_pages: int
     """Slots of pages in host memory, slot 0, which is not used, included; 0: there are none."""
     num_host_states: int

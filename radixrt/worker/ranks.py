@@ -115,7 +115,7 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             and tuple(x.tobytes() for x in (work.slots, work.restores, work.saves, work.within, work.runs)),
             None if plan.adapters is None else plan.adapters.tobytes(),
             (moves := plan.moves)
-            and tuple(x.tobytes() for x in (moves.out, moves.back, moves.states_out, moves.states_back)),
+            and tuple(x.tobytes() for x in (moves.offload, moves.onload, moves.states_offload, moves.states_onload)),
         )
 
     def plan(self, requests: tuple[Request, ...]) -> Plan:

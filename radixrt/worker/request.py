@@ -71,7 +71,7 @@ class Request:
     row                page-table row while it runs, -1 while it waits
     state              slot of its recurrent state while it runs, if the model has any
     pinned             tokens of the prefixes that it pins
-    checkpoints        tokens, ascending, after which a snapshot of its state is taken (see `branching`)
+    checkpoints        tokens, ascending, after which a checkpoint of its state is taken (see `branching`)
     computed           tokens whose KV is in pages, or will be when the planned steps have run
     in_flight_tokens   tokens that planned steps sample and whose ids the host does not know yet
     finished           whether it has ended

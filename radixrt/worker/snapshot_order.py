@@ -1,7 +1,7 @@
-"""The order in which snapshots of recurrent states go when slots are short: least recently used first.
+"""The order in which checkpoints of recurrent states go when slots are short: least recently used first.
 
-A conversation needs only its last snapshot. So one that a request left counts as used longest ago once another request
-has gone on from it. If it is used again, it is a branching point, and counts as any other:
+A conversation needs only its last checkpoint. So one that a request left counts as used longest ago once another
+request has gone on from it. If it is used again, it is a branching point, and counts as any other:
 
     left by a request: last  --one goes on-->  spent, the first to go  --used again-->  as any other
 """
@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 
-class SnapshotOrder:
-    """Slots of snapshots, the first to go first."""
+class CheckpointOrder:
+    """Slots of checkpoints, the first to go first."""
 
     def __init__(self) -> None:
         self._slots: OrderedDict[int, None] = OrderedDict()
@@ -27,7 +27,7 @@ class SnapshotOrder:
         return slot in self._slots
 
     def is_last(self, slot: int) -> bool:
-        """Whether a request left this snapshot, and none has gone on from it yet."""
+        """Whether a request left this checkpoint, and none has gone on from it yet."""
         return slot in self._last
 
     def is_spent(self, slot: int) -> bool:
@@ -35,7 +35,7 @@ class SnapshotOrder:
         return slot in self._spent
 
     def add(self, slot: int, last: bool = False, spent: bool = False) -> None:
-        """A slot has a snapshot now, which is used now unless it is `spent`. If it had one, that is replaced."""
+        """A slot has a checkpoint now, which is used now unless it is `spent`. If it had one, that is replaced."""
         self.remove(slot)
         self._slots[slot] = None
         if last:
@@ -45,19 +45,19 @@ class SnapshotOrder:
             self._slots.move_to_end(slot, last=False)
 
     def remove(self, slot: int) -> None:
-        """A slot has no snapshot any more, if it had one."""
+        """A slot has no checkpoint any more, if it had one."""
         self._slots.pop(slot, None)
         self._last.discard(slot)
         self._spent.discard(slot)
 
     def touch(self, slot: int) -> None:
-        """A snapshot is used, if there is one in the slot."""
+        """A checkpoint is used, if there is one in the slot."""
         if slot in self._slots:
             self._slots.move_to_end(slot)
             self._spent.discard(slot)
 
     def go_on(self, slot: int) -> bool:
-        """A request goes on from a snapshot, if there is one in the slot. Whether that makes it spent."""
+        """A request goes on from a checkpoint, if there is one in the slot. Whether that makes it spent."""
         self.touch(slot)
         if slot not in self._last:
             return False

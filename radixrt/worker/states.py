@@ -1,10 +1,10 @@
 """The slots of the state pool, for models with recurrent layers (linear attention, Mamba-2): there, what a request
 reads of its prefix is one state of fixed size, not pages.
 
-    slots:   0 trash | free | live, of a running request | a snapshot: the state after the last token of a page
+    slots:   0 null | free | live, of a running request | a checkpoint: the state after the last token of a page
 
                   restore: copied before the step        save: copied after the step, or
-    snapshot  ------------------------------->  live  ---stored within the step--->  snapshot
+    checkpoint  ------------------------------->  live  ---stored within the step--->  checkpoint
                                                   |------ the request leaves: no copy ------>
 
 Where tokens are drafted (see `drafting`), the state after each of them is stored in a slot of its own, and the one
@@ -13,11 +13,11 @@ after the accepted ones becomes the live one, without a copy:
     slots of a draft:   live  ->  d1  ->  d2  ->  d3        d1 is accepted: its slot is the live one now,
     tokens                  t       d1      d2     d3       and the others are free
 
-A page of the tree is in exactly one prefix, so a page names the snapshot of the prefix that ends with it. Whoever
-matches a path in the tree can go on from the deepest of its pages that has a snapshot, and has to compute the tokens
-after that again, although their KV is in pages. When a page leaves the tree, so does its snapshot. When slots are
-short, one snapshot goes after the other (see `snapshot_order`). With host memory for snapshots, those that go although
-they are valid are copied there, and back into the live state of a request that needs them (see `host_states`).
+A page of the tree is in exactly one prefix, so a page names the checkpoint of the prefix that ends with it. Whoever
+matches a path in the tree can go on from the deepest of its pages that has a checkpoint, and has to compute the tokens
+after that again, although their KV is in pages. When a page leaves the tree, so does its checkpoint. When slots are
+short, one checkpoint goes after the other (see `snapshot_order`). With host memory for checkpoints, those that go
+although they are valid are copied there, and back into the live state of a request that needs them (see `host_states`).
 
 The copies of a plan can be done in any order, or at once: no slot is written twice, and none that is read is written.
 Integers only.
@@ -31,8 +31,8 @@ import numpy as np
 
 from radixrt.messages.digests import prefix_digest
 from radixrt.tree import Lease
-from radixrt.worker.host_states import UNKNOWN, Event, HostStates, Prefix
-from radixrt.worker.snapshot_order import SnapshotOrder
+from radixrt.worker.host_states import UNKNOWN, Event, HostRecurrentStatePool, Prefix
+from radixrt.worker.snapshot_order import CheckpointOrder
 
 BLOCK = 4096
 """Pages that are searched at once, from the end of a path: most hits end near there."""
@@ -41,37 +41,40 @@ Path = tuple[str, memoryview]
 """(namespace, int32 ids) of the prefix that ends with a page."""
 NO_PATH: Path = ("", memoryview(b""))
 DRAFT_SHARE = 4
-"""Drafts may have one of so many slots at a time: those of the least recently used snapshots if none is free."""
+"""Drafts may have one of so many slots at a time: those of the least recently used checkpoints if none is free."""
 
 
-class States:
-    """`num_states` slots, the trash slot 0 included, for the prefixes that end with one of `num_pages` pages. With
-    `events`, changes are recorded for the router's index. Snapshots that have to go are copied to `host`, if given."""
+class RecurrentStatePool:
+    """`num_states` slots, the null slot 0 included, for the prefixes that end with one of `num_pages` pages. With
+    `events`, changes are recorded for the router's index. Checkpoints that have to go are copied to `host`, if
+    given."""
 
-    def __init__(self, num_states: int, num_pages: int, events: bool = False, host: HostStates | None = None) -> None:
+    def __init__(
+        self, num_states: int, num_pages: int, events: bool = False, host: HostRecurrentStatePool | None = None
+    ) -> None:
         if num_states < 2:
             raise ValueError(f"max_mamba_cache_size: {num_states - 1} states, at least 1")
         self.total = num_states - 1
         self.version = 0
-        """Changes whenever another prefix has a snapshot that can be read, or one has none any more."""
+        """Changes whenever another prefix has a checkpoint that can be read, or one has none any more."""
         self.evicted = 0
         self._of_page = np.zeros(num_pages, dtype=np.int32)
-        """Slot of each page's snapshot; 0: it has none."""
+        """Slot of each page's checkpoint; 0: it has none."""
         self._pages: dict[int, int] = {}
-        """The page of each snapshot's slot."""
-        self._order = SnapshotOrder()
+        """The page of each checkpoint's slot."""
+        self._order = CheckpointOrder()
         """The same slots."""
         self._spent: dict[int, int] = {}
         """For the plan that is made: the slot that is spent because this live slot goes on from it."""
         self._host = host
         self._names: dict[int, Lease] = {}
-        """With `host`: by which each snapshot's slot is known there."""
+        """With `host`: by which each checkpoint's slot is known there."""
         self._free = list(range(num_states - 1, 0, -1))
         self._live: set[int] = set()
         self._drafted: dict[int, list[int]] = {}
         """The slots of the states after the drafted tokens that follow each live state, in order."""
         self._pinned: Counter[int] = Counter()
-        """Pages whose snapshots go only if a request needs a slot and there are no others: by how many pins."""
+        """Pages whose checkpoints go only if a request needs a slot and there are no others: by how many pins."""
         self._restores: dict[int, int] = {}
         """For the plan that is made: source of each slot that is written before the step; 0: zeros."""
         self._saves: dict[int, int] = {}
@@ -79,11 +82,11 @@ class States:
         self._within: dict[int, int] = {}
         """Of these, the slots that are written by the step: after how many of the request's tokens of the step."""
         self._prefixes: dict[int, Prefix] = {}
-        """With `events`: the prefix of each snapshot's slot."""
+        """With `events`: the prefix of each checkpoint's slot."""
         self._events: list[Event] | None = [] if events else None
 
     def __len__(self) -> int:
-        """Number of snapshots."""
+        """Number of checkpoints."""
         return len(self._pages)
 
     @property
@@ -113,8 +116,8 @@ class States:
     # ------------------------------------------------------------ look-ups
 
     def deepest(self, pages: np.ndarray) -> int:
-        """How many of the pages of a path, from the root, the deepest snapshot covers; 0 if there is none. Snapshots
-        that the plan being made saves do not count: no request of the same step can read them."""
+        """How many of the pages of a path, from the root, the deepest checkpoint covers; 0 if there is none.
+        Checkpoints that the plan being made saves do not count: no request of the same step can read them."""
         for stop in range(len(pages), 0, -BLOCK):
             start = max(0, stop - BLOCK)
             for place in np.flatnonzero(self._of_page[pages[start:stop]])[::-1].tolist():
@@ -125,7 +128,7 @@ class States:
     # ------------------------------------------------------------ pins
 
     def pin(self, pages: np.ndarray) -> int:
-        """Protect the deepest snapshot of a path. Returns its page, for `unpin`; 0 if there is none, or if half
+        """Protect the deepest checkpoint of a path. Returns its page, for `unpin`; 0 if there is none, or if half
         of all slots are protected already."""
         depth = self.deepest(pages)
         page = int(pages[depth - 1]) if depth else 0
@@ -144,10 +147,10 @@ class States:
     # ------------------------------------------------------------ a request's state
 
     def begin(self, page: int) -> int:
-        """A live slot, with the state of a page's snapshot, or with zeros if `page` is 0. `has_room` must be true."""
+        """A live slot, with the state of a page's checkpoint, or with zeros if `page` is 0. `has_room` must be true."""
         source = int(self._of_page[page]) if page else 0
         slot = self._allocate(source, pinned_too=True)
-        if not slot:  # the only snapshot that could be evicted is the one to begin with
+        if not slot:  # the only checkpoint that could be evicted is the one to begin with
             self._lose(source)
             self._free.remove(source)
             slot = source
@@ -158,18 +161,18 @@ class States:
         return slot
 
     def restore(self, slot: int, page: int) -> None:
-        """Let a live state go on from a page's snapshot."""
+        """Let a live state go on from a page's checkpoint."""
         self._forgo(slot)
         self._restores[slot] = source = int(self._of_page[page])
         self._use(source, slot)
 
     def fetch(self, slot: int, held: int) -> None:
-        """Let a live state go on from a snapshot in host memory, which is held there."""
+        """Let a live state go on from a checkpoint in host memory, which is held there."""
         self._forgo(slot)
         self._host.fetch(held, slot)
 
     def save(self, slot: int, page: int, within: int = 0, path: Path = NO_PATH) -> bool:
-        """Take a snapshot of a live state for a page, with which `path` ends, as it is after the step, or after
+        """Take a checkpoint of a live state for a page, with which `path` ends, as it is after the step, or after
         `within` of the request's tokens of the step. False if there is no slot for it."""
         if self._of_page[page]:
             self._order.touch(int(self._of_page[page]))
@@ -205,7 +208,7 @@ class States:
         return now
 
     def end(self, slot: int, page: int = 0, path: Path = NO_PATH) -> None:
-        """A live state is not written any more. It becomes the snapshot of `page`, with which `path` ends, unless
+        """A live state is not written any more. It becomes the checkpoint of `page`, with which `path` ends, unless
         that has one or is 0, or the state has not come back from host memory yet. Drafted tokens that follow it are
         forgotten."""
         self._live.remove(slot)
@@ -219,7 +222,7 @@ class States:
             self._register(slot, page, path, last=True)
 
     def evict(self, pages: np.ndarray) -> None:
-        """These pages leave the tree although they, and their snapshots, are valid. Those that the plan being made
+        """These pages leave the tree although they, and their checkpoints, are valid. Those that the plan being made
         takes are not taken."""
         for slot in self._slots_of(pages):
             if slot not in self._saves:
@@ -227,14 +230,14 @@ class States:
         self.drop(pages)
 
     def drop(self, pages: np.ndarray) -> None:
-        """Drop the snapshots of pages that have left the tree, or whose snapshots are not valid."""
+        """Drop the checkpoints of pages that have left the tree, or whose checkpoints are not valid."""
         for slot in self._slots_of(pages):
             self._saves.pop(slot, None)
             self._within.pop(slot, None)
             self._unregister(slot)
 
     def drop_all(self) -> None:
-        """Drop all snapshots: some of them may be of states that did not come back from host memory."""
+        """Drop all checkpoints: some of them may be of states that did not come back from host memory."""
         self.drop(np.array(list(self._pages.values()), dtype=np.int64))
 
     def _slots_of(self, pages: np.ndarray) -> list[int]:
@@ -254,8 +257,8 @@ class States:
         events, self._events = self._events or [], [] if self._events is not None else None
         return events
 
-    def snapshot_events(self) -> list[Event]:
-        """All snapshots on the device, as events; those that were not drained are dropped."""
+    def resync_events(self) -> list[Event]:
+        """All checkpoints on the device, as events; those that were not drained are dropped."""
         self.drain_events()
         return [("saved", slot, *prefix) for slot, prefix in self._prefixes.items()]
 
@@ -277,8 +280,8 @@ class States:
         return restores, saves, within
 
     def _oldest(self, spared: int = 0, pinned_too: bool = False) -> int:
-        """The least recently used snapshot that the plan being made neither reads nor writes, if possible none that is
-        pinned; 0 if there is none."""
+        """The least recently used checkpoint that the plan being made neither reads nor writes, if possible none that
+        is pinned; 0 if there is none."""
         busy = {spared, *self._restores.values(), *self._saves}
         first = 0
         for slot in self._order:
@@ -289,7 +292,7 @@ class States:
         return first if pinned_too else 0
 
     def _allocate(self, spared: int = 0, pinned_too: bool = False) -> int:
-        """A free slot, or that of the oldest snapshot but `spared`; 0 if there is none."""
+        """A free slot, or that of the oldest checkpoint but `spared`; 0 if there is none."""
         if not self._free:
             oldest = self._oldest(spared, pinned_too)
             if not oldest:
@@ -299,12 +302,12 @@ class States:
         return self._free.pop()
 
     def _use(self, source: int, slot: int) -> None:
-        """A live slot goes on from a snapshot, or from nothing (0)."""
+        """A live slot goes on from a checkpoint, or from nothing (0)."""
         if self._order.go_on(source):
             self._spent[slot] = source
 
     def _lose(self, slot: int) -> None:
-        """A snapshot that is valid goes, to host memory if there is any."""
+        """A checkpoint that is valid goes, to host memory if there is any."""
         if self._host is not None:
             order, prefix = self._order, self._prefixes.get(slot, UNKNOWN)
             self._host.store(self._names.pop(slot), slot, prefix, order.is_last(slot), order.is_spent(slot))
@@ -334,18 +337,18 @@ class States:
 
     def check(self, running: list[int], tree_pages: np.ndarray) -> None:
         """Assert that every slot is in exactly one place, `running` being those of running requests, and that every
-        snapshot is of one of `tree_pages`."""
+        checkpoint is of one of `tree_pages`."""
         assert sorted(running) == sorted(self._live), "each running request has a live state"
         drafted = [slot for slots in self._drafted.values() for slot in slots]
         places = sorted([*self._free, *self._live, *self._pages, *drafted])
-        assert places == list(range(1, self.total + 1)), "live + drafted + snapshots + free = total"
+        assert places == list(range(1, self.total + 1)), "live + drafted + checkpoints + free = total"
         assert set(self._drafted) <= self._live and self.drafted <= self.total // DRAFT_SHARE
         pages = list(self._pages.values())
-        assert np.isin(pages, tree_pages).all(), "each snapshot is of a page of the tree"
-        assert self._of_page[pages].tolist() == list(self._pages), "each snapshot is found by its page"
+        assert np.isin(pages, tree_pages).all(), "each checkpoint is of a page of the tree"
+        assert self._of_page[pages].tolist() == list(self._pages), "each checkpoint is found by its page"
         assert np.count_nonzero(self._of_page) == len(pages), "and by no other"
         assert not set(self._restores) & set(self._restores.values()), "no slot is both read and written before a step"
-        assert set(self._order) == set(self._pages), "each snapshot has its place in the order"
+        assert set(self._order) == set(self._pages), "each checkpoint has its place in the order"
         assert set(self._names) == (set() if self._host is None else set(self._pages)), "host memory knows each of them"
         assert set(self._restores) <= self._live and set(self._saves.values()) <= self._live
         assert set(self._within) <= set(self._saves)

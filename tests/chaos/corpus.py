@@ -152,7 +152,7 @@ def worker_messages(name: str, model: str, rng: random.Random, runs: list[int] |
         ),
         m.StepDone(outputs, load, seq=0, events=events[:2], number=1),
         m.StepDone(ends, load, seq=2, events=events[2:], number=2),
-        m.StepDone([], load, seq=0, events=[m.Cleared(), events[0]], snapshot=True, number=3),
+        m.StepDone([], load, seq=0, events=[m.Cleared(), events[0]], resync=True, number=3),
         m.StepDone([m.Output(runs[-1], error="it failed", finish="error")], load, seq=8, number=4),
         m.AdapterLoaded(m.Adapter("sql", 1, "/x"), "no such file"),
         m.Heartbeat(name, 77, 99),

@@ -26,7 +26,7 @@ KERNELS |= {"nemotron_h": {"ssm_state_size": 16}, "falcon_h1": {"mamba_d_state":
 
 @pytest.mark.parametrize(("family", "by_torch"), [*((x, True) for x in BY_TORCH), *((x, False) for x in KERNELS)])
 def test_tokens_are_those_of_transformers(tmp_path, family, by_torch, caplog):
-    """In float32: one by one, then in one batch, in chunks and from snapshots; graphs and all."""
+    """In float32: one by one, then in one batch, in chunks and from checkpoints; graphs and all."""
     reference = make_model(tmp_path, family, **({} if by_torch else KERNELS[family]))
     asked = prompts(6, 5, 150)
     answers = [greedy(reference, prompt, 24) for prompt in asked]

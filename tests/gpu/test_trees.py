@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from radixrt.worker.cuda import decodes, variants  # noqa: E402
 from radixrt.worker.cuda.decodes import (  # noqa: E402
     Cuts,
-    Trunks,
+    SharedPrefixes,
     sharing_cost,  # noqa: E402
 )
 from radixrt.worker.cuda.ragged import FlashInfer  # noqa: E402
@@ -61,10 +61,10 @@ def test_decodes(page_size, kv_dtype, specialised, flashinfer, monkeypatch):
         cuts = Cuts(
             variants.tiling(few, batch.shape, 8 * 132),
             variants.tiling(many, batch.shape, (1 if specialised else 2) * 132),
-            sharing_cost(batch.shape, size, many), Trunks(Chip(8, 132), 1 << 16),
+            sharing_cost(batch.shape, size, many), SharedPrefixes(Chip(8, 132), 1 << 16),
         )  # fmt: skip
-        out, _, trunks = batch.decode(cuts, Kernels(batch.shape, few, many), flashinfer[page_size])
-        worst, used = max(worst, error(out, batch.expected())), used + trunks
+        out, _, shared_prefixes = batch.decode(cuts, Kernels(batch.shape, few, many), flashinfer[page_size])
+        worst, used = max(worst, error(out, batch.expected())), used + shared_prefixes
     what = f"{kv_dtype}, page size {page_size}, specialised {specialised}"
     print(f"decodes on trees, {what}: {used} with trunks, worst relative error {worst:.2e}")
     assert worst < 1e-2 and used > 10

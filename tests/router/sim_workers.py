@@ -13,8 +13,8 @@ from radixrt.messages import (
     Output,
     Register,
     Removed,
+    Resync,
     Run,
-    Snapshot,
     StepDone,
     Stored,
     ToWorker,
@@ -61,7 +61,7 @@ class SimWorker:
     tree: object = None
     pool: int = 2000
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    asked_snapshot: bool = False
+    asked_resync: bool = False
     seq: int = 0
     newest_run: int = 0
 
@@ -74,8 +74,8 @@ class SimWorker:
             case Abort():
                 for run_id in order.ids:
                     self.sequences.pop(run_id, None)
-            case Snapshot():
-                self.asked_snapshot = True
+            case Resync():
+                self.asked_resync = True
 
     def _hit(self, run: Run) -> int:
         limit = min(len(run.ids) // 4 - 1, run.prompt_len)
@@ -123,8 +123,8 @@ class SimWorker:
     def _message(self, outputs: list[Output], load: Load) -> StepDone:
         events = [EVENTS[kind](*rest) for kind, *rest in self.tree.drain_events()] if self.tree is not None else []
         seq, self.seq = self.seq, self.seq + len(events)
-        if self.asked_snapshot and self.tree is not None:
-            self.asked_snapshot = False
+        if self.asked_resync and self.tree is not None:
+            self.asked_resync = False
             events = [EVENTS[kind](*rest) for kind, *rest in self.tree.snapshot()]
-            return StepDone(outputs, load, self.seq, events, snapshot=True)
+            return StepDone(outputs, load, self.seq, events, resync=True)
         return StepDone(outputs, load, seq, events)

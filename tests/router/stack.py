@@ -73,7 +73,7 @@ class Worker:
                         return
                     self.sim.obey(order)
                 message: StepDone = self.sim.step(rng)
-                if message.outputs or message.events or message.snapshot:
+                if message.outputs or message.events or message.resync:
                     link.send(wire.encode(message))
                 if time.monotonic() - beat > 0.1:
                     beat = time.monotonic()

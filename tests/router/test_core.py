@@ -18,12 +18,12 @@ from radixrt.messages import (
     Generate,
     Load,
     Output,
+    Resync,
     Run,
     Sampling,
     Saved,
     Score,
     Scored,
-    Snapshot,
     StepDone,
     Stored,
     TextPrompt,
@@ -398,7 +398,7 @@ def test_silence_loses_a_worker_and_a_late_answer_of_it_is_nobodys():
     name, again = only_run(orders)
     assert name == "w1"
     revived = core.step("w0", step(Output(run.id, [9])), 7.0)
-    assert revived == [Order("w0", Abort([run.id])), Order("w0", Snapshot())]
+    assert revived == [Order("w0", Abort([run.id])), Order("w0", Resync())]
     assert core.step("w0", step(Output(run.id, [9])), 7.1) == []
     assert core.step("w1", step(Output(again.id, [9])), 7.2)[0].message.items[0].ids == ids(9)
 
@@ -421,7 +421,7 @@ def test_what_waited_goes_to_a_worker_that_was_lost_by_silence_and_speaks_again(
     assert core.lose(["w0"], 1.5) == []
     assert core.heartbeat("nobody", 1.6) == []
     aborted, asked, dispatched = core.heartbeat("w0", 2.0)
-    assert (aborted, asked) == (Order("w0", Abort([run.id])), Order("w0", Snapshot()))
+    assert (aborted, asked) == (Order("w0", Abort([run.id])), Order("w0", Resync()))
     assert dispatched.message.ids == run.ids and dispatched.message.id != run.id
 
 
@@ -448,7 +448,7 @@ def test_a_worker_that_registers_again_has_dropped_its_runs_and_kept_its_cache()
     core.step("w0", step(Output(run.id, [9])), 1.5)
     aborted, asked, dispatched = core.register(register("w0", pid=1), 2.0)
     assert aborted == Order("w0", Abort([run.id])), "it may have taken the run after it had let go of all"
-    assert asked == Order("w0", Snapshot())
+    assert asked == Order("w0", Resync())
     assert dispatched.name == "w0" and dispatched.message.id != run.id
     assert dispatched.message.ids == run.ids + ids(9)
 
@@ -458,7 +458,7 @@ def test_what_a_worker_said_and_was_lost_is_computed_again():
     _, run = only_run(core.submit(b"c", generate(), 1.0))
     core.step("w0", step(Output(run.id, [9]), number=1), 1.5)
     aborted, asked, dispatched = core.step("w0", step(Output(run.id, [11]), number=3), 2.0)
-    assert (aborted, asked) == (Order("w0", Abort([run.id])), Order("w0", Snapshot()))
+    assert (aborted, asked) == (Order("w0", Abort([run.id])), Order("w0", Resync()))
     assert dispatched.message.ids == run.ids + ids(9)
     again = dispatched.message.id
     assert core.step("w0", step(Output(run.id, [12]), number=4), 2.1) == []
@@ -717,22 +717,22 @@ def test_what_a_worker_refused_was_not_computed():
     assert core.index.match(run.namespace, PROMPT) == {}
 
 
-def test_a_snapshot_that_does_not_come_is_asked_for_again():
+def test_a_resync_that_does_not_come_is_asked_for_again():
     core = core_with(register("w0"), worker_timeout=60.0)
     core.tick(30.0)
-    assert core.step("w0", step(seq=5), 40.0) == [Order("w0", Snapshot())]
+    assert core.step("w0", step(seq=5), 40.0) == [Order("w0", Resync())]
     asked = [(now, [e for e in core.tick(now) if isinstance(e, Order)]) for now in (41.0, 49.0, 51.0, 60.0, 62.0)]
-    assert [now for now, orders in asked if orders == [Order("w0", Snapshot())]] == [51.0, 62.0]
-    core.step("w0", step(seq=9, snapshot=True), 63.0)
+    assert [now for now, orders in asked if orders == [Order("w0", Resync())]] == [51.0, 62.0]
+    core.step("w0", step(seq=9, resync=True), 63.0)
     assert not [e for now in (70.0, 80.0, 90.0) for e in core.tick(now) if isinstance(e, Order)]
 
 
-def test_a_gap_in_the_events_asks_for_a_snapshot():
+def test_a_gap_in_the_events_asks_for_a_resync():
     core = core_with(register("w0"))
     event = Stored("default\nm\n", 1, 0, 0, 0, PROMPT)
-    assert core.step("w0", step(seq=3, events=[event]), 1.0) == [Order("w0", Snapshot())]
+    assert core.step("w0", step(seq=3, events=[event]), 1.0) == [Order("w0", Resync())]
     assert core.step("w0", step(seq=4, events=[event]), 1.1) == []
-    assert core.step("w0", step(seq=9, events=[event], snapshot=True), 1.2) == []
+    assert core.step("w0", step(seq=9, events=[event], resync=True), 1.2) == []
     assert core.index.tokens == 4
 
 

@@ -29,7 +29,7 @@ from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order
 from radixrt.router.failures import Record
 from radixrt.router.request import PROGRESS_TOKENS
-from radixrt.router.states import States
+from radixrt.router.states import ProgramStateStore
 from radixrt.tree import RadixTree
 
 
@@ -293,7 +293,7 @@ def test_a_single_worker_that_fails_everything_is_shown_and_goes_on():
         cluster.ask(id, prompt(id))
         cluster.finish()
     assert len(cluster.errors) == 9 and {error.code for error in cluster.errors.values()} == {500}
-    (worker,) = status.health(cluster.core, States(1))["workers"]
+    (worker,) = status.health(cluster.core, ProgramStateStore(1))["workers"]
     assert worker["set_aside"] and cluster.set_aside() == {"w0"}
     cluster.fails = lambda name, run: False
     cluster.ask(9, prompt(9))

@@ -53,13 +53,13 @@ def test_the_index_equals_the_trees(seed, page):
         if events and rng.random() < 0.1:
             continue
         if not index.apply(worker, step(events, seq)):
-            assert index.apply(worker, step(tree.snapshot(), seqs[worker], snapshot=True))
+            assert index.apply(worker, step(tree.snapshot(), seqs[worker], resync=True))
         probe = random_tokens(rng, page)
         hit = index.match("a", probe.tobytes()).get(worker, 0)
         assert hit // page * page == tree.match("a", probe).length
         index._cached.check()
     for worker, tree in enumerate(trees):
-        assert index.apply(worker, step(tree.snapshot(), seqs[worker], snapshot=True))
+        assert index.apply(worker, step(tree.snapshot(), seqs[worker], resync=True))
         for _ in range(30):
             probe = random_tokens(rng, page)
             hit = index.match("b", probe.tobytes()).get(worker, 0)
@@ -69,13 +69,13 @@ def test_the_index_equals_the_trees(seed, page):
     assert index.tokens == 0
 
 
-def test_until_the_snapshot_comes_a_worker_counts_as_empty():
+def test_until_the_resync_comes_a_worker_counts_as_empty():
     index = Index()
     index.add_worker(0, fresh=False)
     stored = [("stored", "a", 1, 0, 0, 0, ids(1, 2))]
     assert index.apply(0, step(stored, 7))
     assert index.match("a", ids(1, 2)) == {}
-    assert index.apply(0, step([("cleared",), *stored], 9, snapshot=True))
+    assert index.apply(0, step([("cleared",), *stored], 9, resync=True))
     assert index.match("a", ids(1, 2)) == {0: 2}
     assert index.apply(0, step([("removed", 1, 1)], 9))
     assert index.match("a", ids(1, 2)) == {0: 1}
@@ -101,7 +101,7 @@ def test_until_the_snapshot_comes_a_worker_counts_as_empty():
         Dropped(1),
     ],
 )
-def test_an_event_that_fits_nothing_asks_for_a_snapshot(event):
+def test_an_event_that_fits_nothing_asks_for_a_resync(event):
     index = Index()
     index.add_worker(0, fresh=True)
     assert index.apply(0, StepDone([], Load(), 0, [Stored("a", 1, 0, 0, 0, ids(1, 2))]))
@@ -129,7 +129,7 @@ def saved(slot: int, namespace: str, *tokens: int) -> Saved:
     return Saved(slot, len(tokens), prefix_digest(namespace, ids(*tokens)))
 
 
-def test_a_prefix_of_recurrent_states_counts_up_to_its_last_snapshot():
+def test_a_prefix_of_recurrent_states_counts_up_to_its_last_checkpoint():
     index = Index()
     index.add_worker(0, fresh=True, num_states=4)
     index.add_worker(1, fresh=True)
@@ -148,7 +148,7 @@ def test_a_prefix_of_recurrent_states_counts_up_to_its_last_snapshot():
     assert index.match("a", ids(1, 2, 3, 4, 5)) == {0: 2, 1: 5}
     assert not index.apply(0, StepDone([], Load(), 6, [saved(4, "a", 1)])), "it has no such slot"
     everything = [Cleared(), *stored, states[1]]
-    assert index.apply(0, StepDone([], Load(), 9, everything, snapshot=True))
+    assert index.apply(0, StepDone([], Load(), 9, everything, resync=True))
     assert index.match("a", ids(1, 2, 3, 4, 5)) == {0: 4, 1: 5}
     index.drop_worker(0)
     index.add_worker(0, fresh=True, num_states=4)

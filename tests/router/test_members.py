@@ -7,11 +7,11 @@ import random
 import pytest
 from sim_workers import ids, register
 
-from radixrt.messages import Abort, Load, Snapshot, StepDone, Stored
+from radixrt.messages import Abort, Load, Resync, StepDone, Stored
 from radixrt.router.effects import Order
 from radixrt.router.index import Index
 from radixrt.router.member import Member, Sent
-from radixrt.router.members import FORGET_SECONDS, SNAPSHOT_SECONDS, Members
+from radixrt.router.members import FORGET_SECONDS, RESYNC_SECONDS, Members
 from radixrt.router.record import Counters
 
 HELD = StepDone([], Load(), 0, [Stored("default\nm\n", 1, 0, 0, 0, ids(5, 6, 7))])
@@ -94,17 +94,17 @@ def test_with_another_pid_nothing_is_left_of_the_life_before(members, index, cou
     assert len(members) == 1 and counters.workers_lost == 1
 
 
-def test_with_the_same_pid_what_it_holds_comes_as_a_snapshot(members, index, counters):
+def test_with_the_same_pid_what_it_holds_comes_as_a_resync(members, index, counters):
     members.register(register("w0", pid=1), 0.0)
     member(members).dispatched(7, Sent(10, 10))
     orphans, orders = members.register(register("w0", pid=1), 1.0)
-    assert orphans == [7] and orders == [Order("w0", Abort([7])), Order("w0", Snapshot())]
+    assert orphans == [7] and orders == [Order("w0", Abort([7])), Order("w0", Resync())]
     number = member(members).number
-    assert index.awaits_snapshot(number)
+    assert index.awaits_resync(number)
     assert members.mirror(member(members), HELD, 1.0) == [] and index.tokens == 0, "not before it comes"
-    assert members.ask_again(1.0 + SNAPSHOT_SECONDS) == []
-    assert members.ask_again(1.1 + SNAPSHOT_SECONDS) == [Order("w0", Snapshot())] == members.ask_again(99.0)
-    snapshot = StepDone([], Load(), 9, HELD.events, snapshot=True)
+    assert members.ask_again(1.0 + RESYNC_SECONDS) == []
+    assert members.ask_again(1.1 + RESYNC_SECONDS) == [Order("w0", Resync())] == members.ask_again(99.0)
+    snapshot = StepDone([], Load(), 9, HELD.events, resync=True)
     assert members.mirror(member(members), snapshot, 99.0) == [] and index.tokens == 3
     assert members.ask_again(199.0) == [] and counters.snapshots == 3
     assert counters.workers_lost == 0
@@ -153,7 +153,7 @@ def test_one_that_is_lost_may_come_back_for_a_time(members):
     assert members.silent(4.4) == [] and members.silent(6.0) == ["w0"]
     assert members.remove("w0", may_return=True) == [7] and members.remove("w0", may_return=True) == []
     assert members.hear("w0", 6.1) is None and members.known("w0") and members.models() == {"m", "other"}
-    assert members.revive("w0", 6.2) == [Order("w0", Abort([7])), Order("w0", Snapshot())]
+    assert members.revive("w0", 6.2) == [Order("w0", Abort([7])), Order("w0", Resync())]
     assert members.revive("w0", 6.3) == [], "it serves"
     assert not member(members).runs and members.hear("w0", 7.0)
     members.remove("w0", may_return=True)

@@ -17,10 +17,10 @@ from radixrt.messages import (
     Generate,
     Info,
     Output,
+    Resync,
     Run,
     Sampling,
     Score,
-    Snapshot,
     Stop,
     TokenPrompt,
 )
@@ -30,7 +30,7 @@ from radixrt.router import status
 from radixrt.router.core import RouterCore
 from radixrt.router.effects import Order, Reply
 from radixrt.router.recovery import MAX_LOSSES
-from radixrt.router.states import States
+from radixrt.router.states import ProgramStateStore
 from radixrt.router.suspects import MIN_HANGS
 from radixrt.router.validate import Refused
 from tests.waiting import eventually
@@ -45,7 +45,7 @@ def stops(effects) -> list[tuple[str, bool]]:
 
 
 def health(core: RouterCore) -> dict:
-    return status.health(core, States(1 << 20))
+    return status.health(core, ProgramStateStore(1 << 20))
 
 
 # ---------------------------------------------------------------- workers that do not get on
@@ -69,7 +69,7 @@ def test_a_step_that_ends_at_last_brings_the_worker_back():
     name, run = only_run(core.submit(b"c", generate(), 1.0))
     core.heartbeat(name, 13.0, 11.0, True)
     effects = core.step(name, step(Output(run.id, tokens=[11])), 20.0)
-    assert [e.message for e in effects if e.name == name] == [Abort([run.id]), Snapshot()]
+    assert [e.message for e in effects if e.name == name] == [Abort([run.id]), Resync()]
     assert core.heartbeat(name, 21.0, 0.0, False) == [] and health(core)["stuck"] == []
     assert {w["name"] for w in health(core)["workers"]} == {"w0", "w1"}
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radixrt.messages import GONE, GeneratedSegment, Sampling
 from radixrt.router.said import NOTHING, Generated, Message, Part, Piece, State
-from radixrt.router.states import Key, States
+from radixrt.router.states import Key, ProgramStateStore
 from radixrt.router.validate import Refused
 
 
@@ -17,7 +17,7 @@ def state(parts=(), turns=(), answer=None, open=None) -> State:
     return State(list(parts), list(turns), len(parts), open, True, "n", answer)
 
 
-def known(states: States, key: Key) -> State | None:
+def known(states: ProgramStateStore, key: Key) -> State | None:
     try:
         return states.get(key)
     except Refused as refused:
@@ -37,7 +37,7 @@ class Kept(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.states = States(self.LIMIT)
+        self.states = ProgramStateStore(self.LIMIT)
         self.model: list[tuple[Key, State]] = []
 
     keys = st.builds(Key, st.sampled_from("abc"), st.sampled_from(["s" * 16, "t" * 16]), st.integers(1, 6))
@@ -88,7 +88,7 @@ TestKept.settings = settings(max_examples=60, stateful_step_count=30, deadline=N
 
 
 def test_what_states_share_is_counted_once():
-    states, trunk = States(1 << 20), Part("x" * 10_000, bytes(40_000))
+    states, trunk = ProgramStateStore(1 << 20), Part("x" * 10_000, bytes(40_000))
     key = Key("t", "s" * 16, 1)
     states.put(key, state([trunk]))
     alone = states.bytes
@@ -98,7 +98,7 @@ def test_what_states_share_is_counted_once():
 
 
 def test_a_burst_of_one_tenant_costs_another_nothing():
-    states, large = States(100_000), bytes(4000)
+    states, large = ProgramStateStore(100_000), bytes(4000)
     quiet = [Key("quiet", "s" * 16, number) for number in range(1, 6)]
     for key in quiet:
         states.put(key, state([Part("", large)]))
@@ -136,7 +136,7 @@ def test_keeping_a_state_costs_what_is_new_in_it():
             looked += 1
             return Piece.before.__get__(self)
 
-    states, key, parts, counts = States(1 << 30), Key("t", "s" * 16, 1), [], []
+    states, key, parts, counts = ProgramStateStore(1 << 30), Key("t", "s" * 16, 1), [], []
     for number in range(1000):
         parts = [*parts, Counting("said"), Counting("answered", bytes(8))]
         before = looked
@@ -148,7 +148,7 @@ def test_keeping_a_state_costs_what_is_new_in_it():
 
 
 def test_text_that_grows_when_it_is_encoded_counts_as_it_did():
-    states, key, said = States(1 << 20), Key("t", "s" * 16, 1), "é" * 100
+    states, key, said = ProgramStateStore(1 << 20), Key("t", "s" * 16, 1), "é" * 100
     states.put(key, state([Part(said)], open=said))
     msgspec.json.encode(said)
     states.drop(key)
@@ -157,7 +157,7 @@ def test_text_that_grows_when_it_is_encoded_counts_as_it_did():
 
 def test_what_was_asked_for_lately_stays():
     key, large = Key("t", "s" * 16, 1), bytes(4000)
-    states = States(10_000)
+    states = ProgramStateStore(10_000)
     for number in (1, 2):
         states.put(key._replace(number=number), state([Part("", large)]))
     states.get(key)
@@ -166,7 +166,7 @@ def test_what_was_asked_for_lately_stays():
 
 
 def test_nothing_is_kept_without_memory_and_the_first_state_is_always_known():
-    states, key = States(0), Key("t", "s" * 16, 1)
+    states, key = ProgramStateStore(0), Key("t", "s" * 16, 1)
     states.put(key, state([Part("x", bytes(4))]))
     assert known(states, key) is None and states.bytes == 0
     assert states.get(key._replace(number=0)) is NOTHING

@@ -114,7 +114,7 @@ def test_bfloat16_is_computed_in_float32():
     assert out.dtype == torch.bfloat16 and torch.equal(out, wide.bfloat16())
 
 
-def test_parts_of_drafts_and_of_a_prompt_with_a_snapshot():
+def test_parts_of_drafts_and_of_a_prompt_with_a_checkpoint():
     """A draft of two tokens, a decode, and a prompt of 20 tokens whose state after 10 is stored."""
     none, integers = np.zeros((2, 0), np.int32), lambda *x: np.array(x, np.int32)
     work = StateWork(integers(3, 7, 8, 4, 5), none, none, integers([5], [10], [2]), integers(3, 0, 0, 1, 1))

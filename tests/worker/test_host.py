@@ -10,7 +10,7 @@ import pytest
 
 from radixrt.messages import TOKEN_BYTES
 from radixrt.worker import status
-from radixrt.worker.host import HostMemory
+from radixrt.worker.host import HostTier
 from radixrt.worker.plan import Plan
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
 from tests.worker.test_states import Mirror
@@ -20,7 +20,7 @@ def ids(*tokens: int) -> bytes:
     return np.array(tokens, np.int32).tobytes()
 
 
-def store(host: HostMemory, namespace: str, path: bytes, keep: int, pages: np.ndarray) -> None:
+def store(host: HostTier, namespace: str, path: bytes, keep: int, pages: np.ndarray) -> None:
     """Store `pages`, of one token each, of all but the first `keep` tokens of a path."""
     with host.tree.lease(host.tree.match(namespace, path[: keep * TOKEN_BYTES])) as place:
         gap = path[place.length * TOKEN_BYTES : keep * TOKEN_BYTES]
@@ -90,7 +90,7 @@ def test_what_is_not_evicted_twice_is_not_copied_twice() -> None:
 
 
 def test_a_gap_ends_what_can_be_fetched() -> None:
-    host = HostMemory(100, 1)
+    host = HostTier(100, 1)
     store(host, "", ids(1, 2, 3, 4, 5), 3, np.array([14, 15], np.int32))
     assert host.reach("", ids(1, 2, 3, 4, 5, 6), 3) == 5
     assert host.reach("", ids(1, 2, 3, 4, 5, 6), 2) == 2
@@ -99,29 +99,29 @@ def test_a_gap_ends_what_can_be_fetched() -> None:
     assert host.reach("", ids(1, 2, 3, 4, 5, 6), 0) == 0
     assert host.reach("other", ids(1, 2, 3, 4, 5), 1) == 1
     moves = host.drain()
-    assert moves.out[0].tolist() == [14, 15, 12, 13] and host.drain() is None
+    assert moves.offload[0].tolist() == [14, 15, 12, 13] and host.drain() is None
     host.check()
 
 
 def test_slots_that_are_held_are_not_reused_before_the_step() -> None:
-    host = HostMemory(4, 1)
+    host = HostTier(4, 1)
     store(host, "", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
     held = host.hold("", ids(1, 2, 3), 0)
     store(host, "", ids(7, 8), 0, np.array([17, 18], np.int32))
     assert host.lost_pages == 2 and host.reach("", ids(7, 8), 0) == 0
     host.fetch(held, np.array([21, 22, 23], np.int32))
     moves = host.drain()
-    assert sorted(moves.out[0].tolist()) == [11, 12, 13] and moves.back.tolist() == [held.tolist(), [21, 22, 23]]
+    assert sorted(moves.offload[0].tolist()) == [11, 12, 13] and moves.onload.tolist() == [held.tolist(), [21, 22, 23]]
     store(host, "", ids(7, 8), 0, np.array([17, 18], np.int32))
     assert host.reach("", ids(7, 8), 0) == 2
     host.check()
 
 
 def test_a_slot_that_is_reused_in_a_step_gets_what_it_holds_last() -> None:
-    host = HostMemory(2, 1)
+    host = HostTier(2, 1)
     store(host, "", ids(1), 0, np.array([11], np.int32))
     store(host, "", ids(2), 0, np.array([12], np.int32))
-    assert host.drain().out.tolist() == [[12], [1]]
+    assert host.drain().offload.tolist() == [[12], [1]]
 
 
 def test_a_failed_step_leaves_nothing_in_host_memory() -> None:
@@ -130,7 +130,7 @@ def test_a_failed_step_leaves_nothing_in_host_memory() -> None:
     fill(bench, 1)
     bench.add(10, [*prompt, 99], 4)
     plan = bench.plan()
-    assert plan.moves is not None and plan.moves.back.size
+    assert plan.moves is not None and plan.moves.onload.size
     bench.scheduler.fail(plan, "broken")
     bench.cache.check()
     assert bench.cache.host.used_slots == 0
@@ -166,8 +166,8 @@ def test_the_copy_of_a_long_context_is_not_waited_for(monkeypatch: pytest.Monkey
         bench.add(id, [*prompt, 99], 2)
         bench.drain()
         assert bench.tokens[id] == alone([*prompt, 99], 2) and bench.cached[id] == len(prompt)
-        at = next(n for n, plan in enumerate(plans) if plan.moves is not None and plan.moves.back.size)
-        return [{request.id for request in plan.requests} for plan in plans[at : at + 2]], plans[at].needs_back
+        at = next(n for n, plan in enumerate(plans) if plan.moves is not None and plan.moves.onload.size)
+        return [{request.id for request in plan.requests} for plan in plans[at : at + 2]], plans[at].needs_onload
 
     bench.add(9, [7, 8, 9], 30)
     bench.step()
@@ -185,7 +185,7 @@ def test_the_copy_is_waited_for_beside_many_prompt_tokens(monkeypatch: pytest.Mo
     bench.add(10, [*prompts[0], 99], 1)
     plan = bench.plan()
     assert [request.id for request in plan.requests] == [9, 10]
-    assert plan.moves.back.size and plan.needs_back
+    assert plan.moves.onload.size and plan.needs_onload
 
 
 @pytest.mark.parametrize("tokens", [5, 45])
@@ -196,7 +196,7 @@ def test_copies_take_a_part_of_a_step(tokens: int, monkeypatch: pytest.MonkeyPat
     bench.add(10, [*prompts[0], *range(200, 200 + tokens)], 1)
     bench.add(11, [*range(300, 350)], 1)
     plan = bench.plan()
-    fetched, own = plan.moves.back.shape[1], min(tokens, 40 - plan.moves.back.shape[1] // 2)
+    fetched, own = plan.moves.onload.shape[1], min(tokens, 40 - plan.moves.onload.shape[1] // 2)
     assert fetched > 20 and plan.counts.tolist() == [own, 40 - fetched // 2 - own][: 1 + (tokens == 5)]
 
 
@@ -214,7 +214,7 @@ def test_contexts_are_kept_where_little_fits_in_host_memory(host: int) -> None:
 
 def test_what_was_held_in_vain_is_not_held_any_longer() -> None:
     """There were no pages to copy it to, and nothing else is copied before the step."""
-    host = HostMemory(10, 1)
+    host = HostTier(10, 1)
     store(host, "", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
     host.drain()
     assert len(host.hold("", ids(1, 2, 3), 0)) == 3 and host.tree.leased_tokens == 3
@@ -224,39 +224,39 @@ def test_what_was_held_in_vain_is_not_held_any_longer() -> None:
 
 def test_a_page_that_is_taken_twice_in_a_step_gets_what_the_last_one_needs() -> None:
     """Who it was copied back for was sent back to wait, and lost it to another one."""
-    host = HostMemory(10, 1)
+    host = HostTier(10, 1)
     for first in (1, 5):
         store(host, "", ids(first, 2), 0, np.array([first, 2], np.int32))
     host.drain()
     host.fetch(host.hold("", ids(5, 2), 0), np.array([21, 22], np.int32))
     host.fetch(slots := host.hold("", ids(1, 2), 0), np.array([22, 23], np.int32))
-    held, to = host.drain().back.tolist()
+    held, to = host.drain().onload.tolist()
     assert to == [21, 22, 23] and held[1:] == slots.tolist()
 
 
 def test_of_what_does_not_fit_the_beginning_is_stored() -> None:
-    host = HostMemory(3, 1)
+    host = HostTier(3, 1)
     store(host, "", ids(1, 2, 3, 4, 5), 1, np.array([12, 13, 14, 15], np.int32))
     assert host.reach("", ids(1, 2, 3, 4, 5), 1) == 3 and host.lost_pages == 2
-    assert host.drain().out[0].tolist() == [12, 13]
+    assert host.drain().offload[0].tolist() == [12, 13]
 
 
 def test_slots_are_taken_in_order_again() -> None:
     """Slots that follow each other are one copy."""
-    host = HostMemory(9, 1)
+    host = HostTier(9, 1)
     for n in range(4):
         store(host, "", ids(10 * n, 1, 2, 3), 0, np.arange(11, 15, dtype=np.int32))
-        slots = host.drain().out[1]
+        slots = host.drain().offload[1]
         assert (np.diff(slots) == 1).all()
 
 
 def test_what_is_copied_back_does_not_change_with_the_table() -> None:
-    host = HostMemory(9, 1)
+    host = HostTier(9, 1)
     store(host, "", ids(1), 0, np.array([11], np.int32))
     table = np.array([21], np.int32)
     host.fetch(host.hold("", ids(1), 0), table)
     table[:] = 99  # the row is another request's
-    assert host.drain().back[1].tolist() == [21]
+    assert host.drain().onload[1].tolist() == [21]
 
 
 def test_what_a_request_has_computed_itself_is_not_copied_back() -> None:
@@ -299,7 +299,7 @@ def test_many_pages_are_evicted_at_a_time(share: float, monkeypatch: pytest.Monk
 
 def test_what_can_be_had_changes_with_the_version() -> None:
     """Also where a gap is filled, which the tree takes no notice of; and where a path is forgotten."""
-    host = HostMemory(10, 1)
+    host = HostTier(10, 1)
     seen, path = [], ids(1, 2, 3)
     for change in (
         lambda: store(host, "", path, 2, np.array([13], np.int32)),
@@ -314,7 +314,7 @@ def test_what_can_be_had_changes_with_the_version() -> None:
 
 
 def test_only_evictions_lose_pages() -> None:
-    host = HostMemory(4, 1)
+    host = HostTier(4, 1)
     store(host, "", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
     host.forget("", ids(1, 2, 3), 2)
     host.clear()
@@ -335,7 +335,7 @@ def test_nobody_finds_what_a_failed_step_was_to_copy_back(end: str, monkeypatch:
     bench.step()
     bench.add(10, [*prompts[0], 99], 2)
     plan = bench.plan()
-    assert plan.moves.back.size and [request.id for request in plan.requests] == [9]
+    assert plan.moves.onload.size and [request.id for request in plan.requests] == [9]
     if end == "fail behind":
         bench.scheduler.fail(bench.plan(), "broken")
     elif end == "preempt":
@@ -390,7 +390,7 @@ def test_who_decodes_after_a_copy_that_failed_starts_again(monkeypatch: pytest.M
     bench.scheduler._waiting.add(request)
     bench.add(11, [6, 5, 4], 1)
     plan = bench.plan()
-    assert plan.moves.back.size and request not in plan.requests and request in bench.scheduler.running.decoding
+    assert plan.moves.onload.size and request not in plan.requests and request in bench.scheduler.running.decoding
     bench.scheduler.fail(plan, "broken")
     assert request.row < 0
     bench.inflight = None
@@ -423,7 +423,7 @@ def test_to_the_index_device_and_host_are_one_cache(seed: int, page_size: int) -
 
 
 def test_a_slot_below_many_pages_that_have_none_is_evicted_at_once() -> None:
-    host = HostMemory(3, 1)
+    host = HostTier(3, 1)
     path = np.arange(50_000, dtype=np.int32).tobytes()
     store(host, "", path, 49_998, np.array([1, 2], np.int32))
     host.drain_events()

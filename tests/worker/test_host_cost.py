@@ -11,7 +11,7 @@ import pytest
 from radixrt.messages import TOKEN_BYTES, Sampling
 from radixrt.tree import RadixTree
 from radixrt.worker.fake import FakeRunner
-from radixrt.worker.host import HostMemory
+from radixrt.worker.host import HostTier
 from tests.worker.engine import Engine
 
 SCORED = Sampling(max_tokens=0)
@@ -82,7 +82,7 @@ def long_leaf(length: int) -> RadixTree:
 def store_seconds(tree: RadixTree) -> float:
     """To evict LEAF tokens LEAVES times, but the first: with that the path above is inserted in host memory, without
     pages."""
-    host, prefix = HostMemory(LEAVES * LEAF + 1, 1), tree.tokens - LEAVES * LEAF
+    host, prefix = HostTier(LEAVES * LEAF + 1, 1), tree.tokens - LEAVES * LEAF
 
     def evict() -> None:
         place, ids, pages = tree.evict_into(host.tree, LEAF)

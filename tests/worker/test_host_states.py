@@ -1,5 +1,5 @@
-"""Snapshots of recurrent states in host memory, beside pages. The fake runner checks that each request goes on from the
-state of its own prefix, and reads its own KV."""
+"""Checkpoints of recurrent states in host memory, beside pages. The fake runner checks that each request goes on from
+the state of its own prefix, and reads its own KV."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from radixrt.worker import branching, status
 from radixrt.worker.cache import PageCache
-from radixrt.worker.host import HostMemory
-from radixrt.worker.host_states import HostStates
+from radixrt.worker.host import HostTier
+from radixrt.worker.host_states import HostRecurrentStatePool
 from radixrt.worker.plan import STATE_TOKENS, Plan
-from radixrt.worker.snapshot_order import SnapshotOrder
-from radixrt.worker.states import States
+from radixrt.worker.snapshot_order import CheckpointOrder
+from radixrt.worker.states import RecurrentStatePool
 from tests.worker.test_host_faults import load
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
 from tests.worker.test_states import TRUNK, Mirror, often, run  # noqa: F401
@@ -55,8 +55,9 @@ def test_a_conversation_goes_on_from_host_memory(page_size: int) -> None:
         computed[host > 0] = bench.runner.computed_tokens
     prompts = sum(len(text(1000)) + 28 * turn for turn in range(4)) * 6
     assert computed[False] >= prompts
-    # An answer that does not fill its last page leaves no snapshot, and the prompt's own may be LEAST tokens earlier.
-    again = 0 if page_size == 1 else branching.TAIL + branching.LEAST
+    # An answer that does not fill its last page leaves no checkpoint, and the prompt's own may be MIN_CHECKPOINT_TOKENS
+    # tokens earlier.
+    again = 0 if page_size == 1 else branching.TAIL + branching.MIN_CHECKPOINT_TOKENS
     assert computed[True] <= 6 * (len(text(1000)) + 8 + 3 * (28 + again))
 
 
@@ -99,7 +100,7 @@ def test_namespaces_do_not_share_states() -> None:
     assert run(bench, [*text(1), 7], namespace="b") == [0]
 
 
-def test_the_deeper_of_two_snapshots_counts() -> None:
+def test_the_deeper_of_two_checkpoints_counts() -> None:
     """On the device or on the host."""
     for rounds, found in ((1, 300), (2, 300)):
         bench = bench_of(states=2)
@@ -143,7 +144,7 @@ def test_marks_begin_after_the_state_that_comes_back() -> None:
     run(bench, text(1))
     run(bench, text(2))
     run(bench, text(3))
-    request = bench.add(50, [*text(1), *range(branching.LEAST // 2)], 1, pin=[(200, 60.0), (310, 60.0)])
+    request = bench.add(50, [*text(1), *range(branching.MIN_CHECKPOINT_TOKENS // 2)], 1, pin=[(200, 60.0), (310, 60.0)])
     plan = bench.plan()
     assert plan.starts.tolist() == [300] and request.checkpoints == []
 
@@ -165,12 +166,12 @@ def test_what_is_there_already_is_not_copied_again(monkeypatch: pytest.MonkeyPat
     for n in range(2, 4):
         run(bench, text(n))
     run(bench, [*text(1), 7])
-    assert sum(plan.moves.states_back.shape[1] for plan in plans if plan.moves) == 1
-    copied = [plan.moves.states_out.shape[1] for plan in plans if plan.moves]
+    assert sum(plan.moves.states_onload.shape[1] for plan in plans if plan.moves) == 1
+    copied = [plan.moves.states_offload.shape[1] for plan in plans if plan.moves]
     bench.cache.states.evict(np.arange(1, 4001))
     bench.cache.states.evict(np.arange(1, 4001))
     moves = bench.cache.host.drain()
-    assert moves.states_out.shape[1] <= 2 and sum(copied) >= 4
+    assert moves.states_offload.shape[1] <= 2 and sum(copied) >= 4
     assert bench.cache.host.drain() is None
 
 
@@ -189,8 +190,8 @@ def test_a_state_is_not_waited_for_beside_decodes(monkeypatch: pytest.MonkeyPatc
         while id not in bench.finish:
             bench.step()
         assert bench.tokens[id] == alone(prompt, 2) and bench.cached[id] == 300
-        at = next(n for n, plan in enumerate(plans) if plan.moves and plan.moves.states_back.size)
-        return [{request.id for request in plan.requests} for plan in plans[at : at + 2]], plans[at].needs_back
+        at = next(n for n, plan in enumerate(plans) if plan.moves and plan.moves.states_onload.size)
+        return [{request.id for request in plan.requests} for plan in plans[at : at + 2]], plans[at].needs_onload
 
     assert asked(50, [*text(1), 7]) == ([{9}, {9, 50}], False)
     bench.drain()
@@ -245,9 +246,9 @@ def test_who_is_not_admitted_copies_nothing_back() -> None:
 
 
 def test_what_is_not_taken_yet_is_not_copied() -> None:
-    """The page of a snapshot goes before the step that takes it."""
-    host = HostStates(5, 1)
-    states = States(5, 10, host=host)
+    """The page of a checkpoint goes before the step that takes it."""
+    host = HostRecurrentStatePool(5, 1)
+    states = RecurrentStatePool(5, 10, host=host)
     slot = states.begin(0)
     for page, within in ((1, 0), (2, 3)):
         states.save(slot, page, within, ("", path(page)))
@@ -270,8 +271,8 @@ def test_a_state_that_has_to_go_while_another_comes_back() -> None:
 
 
 def test_who_is_admitted_does_not_lose_the_state_that_its_hit_counts_on() -> None:
-    """Its live state takes the slot of a snapshot, which goes to host memory: not in place of the one that comes back,
-    although that was used longest ago."""
+    """Its live state takes the slot of a checkpoint, which goes to host memory: not in place of the one that comes
+    back, although that was used longest ago."""
     bench = bench_of(states=1, host_states=1)
     run(bench, text(1))
     run(bench, text(2))
@@ -284,12 +285,12 @@ def test_who_is_admitted_does_not_lose_the_state_that_its_hit_counts_on() -> Non
 # ---------------------------------------------------------------- which go
 
 
-def store(host: HostStates, *tokens: int, source: int = 1, **order: bool) -> None:
+def store(host: HostRecurrentStatePool, *tokens: int, source: int = 1, **order: bool) -> None:
     host.store(host.name("", path(*tokens)), source, (len(tokens), 0), **order)
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    host = HostStates(4, 1)
+    host = HostRecurrentStatePool(4, 1)
     for n in range(1, 4):
         store(host, n, n, source=10 + n)
     assert host.drain()[0].tolist() == [[11, 12, 13], [1, 2, 3]]
@@ -303,7 +304,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_one_that_goes_from_the_device_again_is_used_by_that() -> None:
-    host = HostStates(4, 1)
+    host = HostRecurrentStatePool(4, 1)
     for n in (1, 2, 3, 1, 4):
         store(host, n)
     assert [host.deepest("", path(n), 1)[0] for n in (1, 2, 3, 4)] == [1, 0, 1, 1]
@@ -312,7 +313,7 @@ def test_one_that_goes_from_the_device_again_is_used_by_that() -> None:
 
 def test_the_last_of_a_conversation_goes_first_once_another_has_gone_on_from_it() -> None:
     for last in (False, True):
-        host = HostStates(4, 1)
+        host = HostRecurrentStatePool(4, 1)
         for n in range(1, 4):
             store(host, n, last=last)
         host.hold(2)
@@ -324,7 +325,7 @@ def test_the_last_of_a_conversation_goes_first_once_another_has_gone_on_from_it(
 
 
 def test_one_that_nobody_went_on_from_after_all_stays() -> None:
-    host = HostStates(4, 1)
+    host = HostRecurrentStatePool(4, 1)
     for n in range(1, 4):
         store(host, n, last=True)
     host.hold(2)
@@ -336,7 +337,7 @@ def test_one_that_nobody_went_on_from_after_all_stays() -> None:
 
 
 def test_what_one_step_went_on_from_is_not_taken_back_in_another() -> None:
-    host = HostStates(4, 1)
+    host = HostRecurrentStatePool(4, 1)
     for n, last in ((1, True), (2, False), (3, False)):
         store(host, n, last=last)
     for slot in (1, 2):
@@ -350,7 +351,7 @@ def test_what_one_step_went_on_from_is_not_taken_back_in_another() -> None:
 
 
 def test_what_is_used_again_is_a_branching_point() -> None:
-    order = SnapshotOrder()
+    order = CheckpointOrder()
     for slot in (1, 2, 3):
         order.add(slot, last=True)
     assert order.go_on(2) and list(order) == [2, 1, 3] and order.is_spent(2) and not order.is_last(2)
@@ -367,7 +368,7 @@ def test_what_is_used_again_is_a_branching_point() -> None:
 
 
 def test_a_spent_one_takes_a_free_slot_only() -> None:
-    host = HostStates(3, 1)
+    host = HostRecurrentStatePool(3, 1)
     store(host, 1, spent=True)
     store(host, 2)
     store(host, 3, spent=True)
@@ -378,7 +379,7 @@ def test_a_spent_one_takes_a_free_slot_only() -> None:
 
 
 def test_slots_that_are_held_are_not_reused_before_the_step() -> None:
-    host = HostStates(2, 1)
+    host = HostRecurrentStatePool(2, 1)
     store(host, 1, source=11)
     host.hold(1)
     host.fetch(1, 20)
@@ -395,7 +396,7 @@ def test_slots_that_are_held_are_not_reused_before_the_step() -> None:
 def test_what_is_removed_before_it_was_copied_back_is_not_overwritten(remove: str) -> None:
     """Nothing else was to be computed, so that there was no step, and then the cache was emptied, or it was of a
     request that failed."""
-    host = HostStates(2, 1)
+    host = HostRecurrentStatePool(2, 1)
     store(host, 1, source=11)
     host.hold(1)
     host.fetch(1, 20)
@@ -410,14 +411,14 @@ def test_what_is_removed_before_it_was_copied_back_is_not_overwritten(remove: st
 
 
 def test_a_slot_that_is_reused_in_a_step_gets_what_it_holds_last() -> None:
-    host = HostStates(2, 1)
+    host = HostRecurrentStatePool(2, 1)
     store(host, 1, source=11)
     store(host, 2, source=12)
     assert host.drain()[0].tolist() == [[12], [1]]
 
 
-def test_paths_are_remembered_while_there_is_a_snapshot() -> None:
-    host = HostStates(3, 4)
+def test_paths_are_remembered_while_there_is_a_checkpoint() -> None:
+    host = HostRecurrentStatePool(3, 4)
     name = host.name("", path(*range(8)))
     store(host, *range(4))
     host.check()
@@ -432,7 +433,7 @@ def test_paths_are_remembered_while_there_is_a_snapshot() -> None:
 
 
 def test_the_version_changes_with_what_can_be_had() -> None:
-    host, seen = HostStates(3, 1), []
+    host, seen = HostRecurrentStatePool(3, 1), []
     for change in (
         lambda: store(host, 1),
         lambda: store(host, 1, 2),
@@ -446,13 +447,13 @@ def test_the_version_changes_with_what_can_be_had() -> None:
 
 def test_what_the_index_hears_of() -> None:
     """Slots are numbered after the device's. A list of all there is has what was not told yet."""
-    host = HostStates(3, 1, events=True, first=10)
+    host = HostRecurrentStatePool(3, 1, events=True, first=10)
     store(host, 7, 8)
     store(host, 9)
     host.forget("", path(9), 0)
     assert host.drain_events() == [("saved", 11, 2, 0), ("saved", 12, 1, 0), ("dropped", 12)]
     store(host, 9)
-    assert host.snapshot_events() == [("saved", 11, 2, 0), ("saved", 12, 1, 0)] and host.drain_events() == []
+    assert host.resync_events() == [("saved", 11, 2, 0), ("saved", 12, 1, 0)] and host.drain_events() == []
 
 
 def test_both_or_none() -> None:
@@ -507,7 +508,7 @@ def test_nobody_finds_a_state_that_a_failed_step_was_to_copy_back(end: str) -> N
     bench.step()
     bench.add(10, [*text(1), 99], 2)
     plan = bench.plan()
-    assert plan.moves.states_back.size and [request.id for request in plan.requests] == [9]
+    assert plan.moves.states_onload.size and [request.id for request in plan.requests] == [9]
     if end == "fail behind":
         bench.scheduler.fail(bench.plan(), "broken")
     elif end == "preempt":
@@ -525,7 +526,7 @@ def test_nobody_finds_a_state_that_a_failed_step_was_to_copy_back(end: str) -> N
 
 
 def test_nothing_is_copied_after_a_reset() -> None:
-    host = HostMemory(5, 1, states=HostStates(3, 1))
+    host = HostTier(5, 1, states=HostRecurrentStatePool(3, 1))
     store(host.states, 1)
     host.states.hold(1)
     host.states.fetch(1, 20)
@@ -557,7 +558,7 @@ def test_a_state_that_goes_with_a_failed_step_is_not_kept() -> None:
     run(bench, text(1))
     bench.add(50, text(2), 1)
     plan = bench.plan()
-    assert plan.moves.states_out.size and not plan.moves.fills
+    assert plan.moves.states_offload.size and not plan.moves.fills
     bench.scheduler.fail(plan, "broken")
     bench.cache.check()
     assert len(bench.cache.host.states) == 0 and run(bench, [*text(2), 7]) == [0]

@@ -1,4 +1,4 @@
-"""Models with linear attention: that a request goes on from a snapshot changes nothing, and how the model is read."""
+"""Models with linear attention: that a request goes on from a checkpoint changes nothing, and how the model is read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_next_turn(model, page_size):
     turn = [*prompt, *said[0], *range(20, 60)]
     found, hits = cached(engine, turn)
     assert found == [answer(turn)]
-    # In pages of 16, the last one is not full, and the prompt's snapshot is within its tail.
+    # In pages of 16, the last one is not full, and the prompt's checkpoint is within its tail.
     assert hits == [len(prompt) + 11 if page_size == 1 else 144]
 
 
@@ -79,7 +79,7 @@ def test_few_states_and_pages(model, states):
 
 
 def test_requests_are_resumed(model, monkeypatch):
-    monkeypatch.setattr(branching, "LEAST", 8)
+    monkeypatch.setattr(branching, "MIN_CHECKPOINT_TOKENS", 8)
     folder, answer = model
     engine = Engine(load(folder, max_total_tokens=130))
     asked = prompts(4, 40, 50, seed=2)
@@ -92,7 +92,7 @@ def test_requests_are_resumed(model, monkeypatch):
         assert engine.tokens(id)[:12] == answer(prompt)
 
 
-def test_scores_after_a_snapshot(model, checkpoint):
+def test_scores_after_a_checkpoint(model, checkpoint):
     folder, _ = model
     prompt, option = prompts(2, 150, 150)
     expected = None
@@ -125,7 +125,7 @@ def test_scores_after_a_snapshot(model, checkpoint):
     ],
 )
 def test_deterministic_to_the_last_bit(checkpoint, family, dtype, kv_dtype):
-    """Logits of a long prompt in one chunk, in many, in company, and after a snapshot."""
+    """Logits of a long prompt in one chunk, in many, in company, and after a checkpoint."""
     folder, _ = checkpoint(family)
     settings = {"dtype": dtype, "kv_cache_dtype": kv_dtype, "deterministic": True}
     prompt, *others = prompts(4, 150, 150)
@@ -136,7 +136,7 @@ def test_deterministic_to_the_last_bit(checkpoint, family, dtype, kv_dtype):
     engine.generate([prompt[:137], prompt[:20] + [3], *others])
     engine.add(prompt, GREEDY)
     plan = engine.scheduler.plan()
-    assert plan.starts[0] == 121 and plan.counts[0] == 29, "after the snapshot of the first prompt"
+    assert plan.starts[0] == 121 and plan.counts[0] == 29, "after the checkpoint of the first prompt"
     assert torch.equal(computed(engine.runner, plan)[0][0], whole[-1])
 
 
@@ -166,7 +166,7 @@ def test_by_default_states_take_no_more_than_half_of_the_memory(checkpoint):
 
 
 @pytest.mark.parametrize(("states", "most"), [(1, 1), (2, 2), (3, 2), (30, 20), (300, 64)])
-def test_a_third_of_the_states_is_left_to_snapshots(checkpoint, states, most):
+def test_a_third_of_the_states_is_left_to_checkpoints(checkpoint, states, most):
     config = WorkerConfig("-", max_num_seqs=64)
     assert most_running(config, load(checkpoint("lfm2")[0], max_mamba_cache_size=states)) == most
     assert most_running(config, load(checkpoint("llama")[0])) == 64
@@ -243,7 +243,7 @@ def test_what_is_not_served_is_named(checkpoint, tmp_path, family, changes, word
 
 
 def check_states_are_followed(runner, reference) -> None:
-    """All ranks do with states what the first one does: chunks, snapshots, branches and drafts; cold and warm."""
+    """All ranks do with states what the first one does: chunks, checkpoints, branches and drafts; cold and warm."""
     engine = Engine(runner, chunk=64)
     trunk, *others = prompts(3, 150, 150)
     asked = [trunk, trunk, *(trunk[:100] + other[:60] for other in others)]

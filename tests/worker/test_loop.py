@@ -20,10 +20,10 @@ from radixrt.messages import (
     Draining,
     Heartbeat,
     Register,
+    Resync,
     Run,
     Sampling,
     Saved,
-    Snapshot,
     StepDone,
     Stop,
     Stored,
@@ -245,8 +245,8 @@ def test_events_are_numbered_without_gaps():
             assert step.seq == expected
             expected += len(step.events)
         assert any(not isinstance(e, Stored) for s in steps for e in s.events), "something was evicted"
-        router.tell(Snapshot())
-        answer = router.hear(lambda messages: isinstance(messages[-1], StepDone) and messages[-1].snapshot)[-1]
+        router.tell(Resync())
+        answer = router.hear(lambda messages: isinstance(messages[-1], StepDone) and messages[-1].resync)[-1]
         stored = sum(len(e.ids) // 4 for e in answer.events if isinstance(e, Stored))
         assert stored == serving.cache.tree.tokens and answer.seq == serving._seq
 
@@ -256,8 +256,8 @@ def test_the_router_is_told_where_prefixes_can_be_continued():
     with worker(FakeRunner(num_pages=900, check=True, num_states=9)) as (router, serving):
         router.tell(run(1, prompt))
         router.finished(1)
-        router.tell(Snapshot())
-        *steps, answer = router.hear(lambda messages: isinstance(messages[-1], StepDone) and messages[-1].snapshot)
+        router.tell(Resync())
+        *steps, answer = router.hear(lambda messages: isinstance(messages[-1], StepDone) and messages[-1].resync)
     assert steps[0].num_states == 9
     saved = [e for step in steps[1:] for e in step.events if isinstance(e, Saved)]
     assert saved == [e for e in answer.events if isinstance(e, Saved)]
@@ -441,8 +441,8 @@ def test_a_router_that_has_started_anew():
         assert sum(len(o.tokens) for o in router.outputs(1)) == GREEDY.max_tokens
         assert router.outputs(1)[-1].cached_tokens == len(prompt) - 1
         assert not router.outputs(2) and not serving.scheduler.ids
-        router.tell(Snapshot())
-        router.hear(lambda messages: any(isinstance(m, StepDone) and m.snapshot for m in messages))
+        router.tell(Resync())
+        router.hear(lambda messages: any(isinstance(m, StepDone) and m.resync for m in messages))
 
 
 def test_a_connection_that_breaks():

@@ -86,8 +86,8 @@ def test_moves_arrive():
     pair = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
     plan = replace(plan_of((request(1),)), moves=Moves(pair, pair[:, :0], pair[:, :2], pair[:, 1:]))
     found = StandIns().plan(told(plan, {})).moves
-    assert np.array_equal(found.out, pair) and found.back.shape == (2, 0)
-    assert found.states_out.tolist() == [[1, 2], [4, 5]] and found.states_back.tolist() == [[2, 3], [5, 6]]
+    assert np.array_equal(found.offload, pair) and found.onload.shape == (2, 0)
+    assert found.states_offload.tolist() == [[1, 2], [4, 5]] and found.states_onload.tolist() == [[2, 3], [5, 6]]
     assert StandIns().plan(told(plan_of((request(1),)), {})).moves is None
 
 

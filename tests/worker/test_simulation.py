@@ -381,7 +381,7 @@ def test_two_that_generate_the_same_share_it_in_the_end() -> None:
 
 
 def test_what_is_cached_is_not_written_again() -> None:
-    """A whole prompt that is cached: its last token is computed for its logits, and its KV goes to the trash page."""
+    """A whole prompt that is cached: its last token is computed for its logits, and its KV goes to the null page."""
     bench = Bench()
     bench.add(1, [5, 6, 7, 8], max_tokens=1)
     bench.drain()

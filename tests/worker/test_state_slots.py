@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radixrt.worker.host_states import HostStates
-from radixrt.worker.states import Path, States
+from radixrt.worker.host_states import HostRecurrentStatePool
+from radixrt.worker.states import Path, RecurrentStatePool
 
 
 def pages(*numbers: int) -> np.ndarray:
@@ -23,14 +23,14 @@ def path(page: int) -> Path:
     return "", memoryview(np.array([page], dtype=np.int32))
 
 
-def saved(states: States, page: int) -> None:
-    """Let a request begin from nothing and leave a snapshot for a page."""
+def saved(states: RecurrentStatePool, page: int) -> None:
+    """Let a request begin from nothing and leave a checkpoint for a page."""
     states.end(states.begin(0), page)
     states.drain()
 
 
-def test_a_snapshot_that_a_plan_reads_is_not_evicted_by_it() -> None:
-    states = States(4, 10)
+def test_a_checkpoint_that_a_plan_reads_is_not_evicted_by_it() -> None:
+    states = RecurrentStatePool(4, 10)
     for page in (1, 2, 3):
         saved(states, page)
     first = states.begin(1)  # takes the slot of 2
@@ -41,8 +41,8 @@ def test_a_snapshot_that_a_plan_reads_is_not_evicted_by_it() -> None:
     assert saves.shape == (2, 0) and states.deepest(pages(1)) == 1 and states.has_room
 
 
-def test_drafts_take_the_slots_of_snapshots_that_are_not_pinned() -> None:
-    states = States(13, 20)
+def test_drafts_take_the_slots_of_checkpoints_that_are_not_pinned() -> None:
+    states = RecurrentStatePool(13, 20)
     live = states.begin(0)
     for page in range(1, 12):
         saved(states, page)
@@ -57,8 +57,8 @@ def test_drafts_take_the_slots_of_snapshots_that_are_not_pinned() -> None:
     assert all(states.deepest(pages(page)) for page in range(1, 7))
 
 
-def test_a_snapshot_whose_page_leaves_before_it_is_taken_is_not_taken() -> None:
-    states = States(4, 10)
+def test_a_checkpoint_whose_page_leaves_before_it_is_taken_is_not_taken() -> None:
+    states = RecurrentStatePool(4, 10)
     slot = states.begin(0)
     assert states.save(slot, 5) and states.deepest(pages(5)) == 0
     states.drop(pages(4, 5))
@@ -66,19 +66,19 @@ def test_a_snapshot_whose_page_leaves_before_it_is_taken_is_not_taken() -> None:
 
 
 def test_the_only_state_is_copied_before_a_request_goes_on_in_its_slot() -> None:
-    host = HostStates(5, 1)
-    states = States(2, 10, host=host)
+    host = HostRecurrentStatePool(5, 1)
+    states = RecurrentStatePool(2, 10, host=host)
     states.end(states.begin(0), 1, path(1))
     states.drain()
     assert states.begin(1) == 1 and states.drain()[0].size == 0
     assert host.drain()[0].tolist() == [[1], [1]] and host.deepest(*path(1), 1) == (1, 1)
 
 
-def test_of_two_snapshots_to_go_on_from_the_later_one_counts() -> None:
+def test_of_two_checkpoints_to_go_on_from_the_later_one_counts() -> None:
     """Others may have computed more by then, here or there. Nobody has gone on from the first one."""
     for fetched_last in (False, True):
-        host = HostStates(5, 1)
-        states = States(5, 10, host=host)
+        host = HostRecurrentStatePool(5, 1)
+        states = RecurrentStatePool(5, 10, host=host)
         for page in (1, 2):
             states.end(states.begin(0), page, path(page))
             states.drain()
@@ -98,7 +98,7 @@ def test_of_two_snapshots_to_go_on_from_the_later_one_counts() -> None:
 
 
 def test_what_one_plan_went_on_from_is_not_taken_back_in_another() -> None:
-    states = States(6, 10)
+    states = RecurrentStatePool(6, 10)
     slot = states.begin(0)
     states.save(slot, 2)
     states.end(slot, 1)
@@ -112,8 +112,8 @@ def test_what_one_plan_went_on_from_is_not_taken_back_in_another() -> None:
 
 def test_what_a_conversation_has_gone_on_from_replaces_nothing_in_host_memory() -> None:
     for goes_on in (False, True):
-        host = HostStates(2, 1)
-        states = States(4, 10, host=host)
+        host = HostRecurrentStatePool(2, 1)
+        states = RecurrentStatePool(4, 10, host=host)
         for page in (1, 2):
             states.end(states.begin(0), page, path(page))
             states.drain()
@@ -125,14 +125,14 @@ def test_what_a_conversation_has_gone_on_from_replaces_nothing_in_host_memory() 
         assert host.deepest(*path(1 if goes_on else 2), 1) == (1, 1) and len(host) == 1
 
 
-def test_snapshots_are_used_by_restoring_taking_and_leaving() -> None:
+def test_checkpoints_are_used_by_restoring_taking_and_leaving() -> None:
     for use in (
         lambda states, _: states.end(states.begin(1)),
         lambda states, slot: (states.restore(slot, 1), states.drain(), states.restore(slot, 1)),
         lambda states, slot: states.save(slot, 1),
         lambda states, slot: states.end(slot, 1),
     ):
-        states = States(5, 10)
+        states = RecurrentStatePool(5, 10)
         slot = states.begin(0)
         for page in (1, 2):
             saved(states, page)
@@ -149,16 +149,16 @@ class Slots(RuleBasedStateMachine):
 
     @initialize(total=st.sampled_from([1, 2, 3, 4, 6, 9, 12]), memory=st.sampled_from([0, 1, 2, 4]))
     def make(self, total: int, memory: int) -> None:
-        self.host = HostStates(memory + 1, 1) if memory else None
-        self.states = States(total + 1, 8, host=self.host)
+        self.host = HostRecurrentStatePool(memory + 1, 1) if memory else None
+        self.states = RecurrentStatePool(total + 1, 8, host=self.host)
         self.device = [0] * (total + 1)
         self.memory = [0] * (memory + 1)
         self.there: dict[int, int] = {}
-        """What the snapshot in host memory for each page should be, if there is one."""
+        """What the checkpoint in host memory for each page should be, if there is one."""
         self.live: dict[int, int] = {}
         """What the state of each live slot is; slots that begin in this plan included."""
         self.known: dict[int, int] = {}
-        """What the snapshot of each page should be, if there is one."""
+        """What the checkpoint of each page should be, if there is one."""
         self.coming: dict[int, tuple[int, int]] = {}
         """The pages that are saved in this plan, the slots they are saved from, and after how many tokens; 0: after the
         step."""
@@ -280,7 +280,7 @@ class Slots(RuleBasedStateMachine):
         return {slot for slot, _ in self.coming.values()}
 
     def slot_there(self, page: int) -> int:
-        """Of a page's snapshot in host memory; 0: it has none."""
+        """Of a page's checkpoint in host memory; 0: it has none."""
         return 0 if self.host is None else self.host.deepest(*path(page), 1)[1]
 
     def _after(self, slot: int, tokens: int) -> int:

@@ -1,5 +1,5 @@
-"""Snapshots of recurrent states: the accounting under random loads, and who goes on from where. The fake runner checks
-that each request goes on from the state of its own prefix."""
+"""Checkpoints of recurrent states: the accounting under random loads, and who goes on from where. The fake runner
+checks that each request goes on from the state of its own prefix."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.worker.test_simulation import Bench, alone, overlaps  # noqa: F401
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots at nearly every branching point."""
-    monkeypatch.setattr(branching, "LEAST", 2)
+    """Checkpoints at nearly every branching point."""
+    monkeypatch.setattr(branching, "MIN_CHECKPOINT_TOKENS", 2)
     monkeypatch.setattr(branching, "TAIL", 2)
 
 
@@ -34,14 +34,14 @@ class Mirror:
         self._seq = 0
 
     def tell(self, lost: bool = False, snapshot: bool = False) -> None:
-        """Tell the index what has changed; if that is `lost`, or a `snapshot` is wanted, all there is."""
+        """Tell the index what has changed; if that is `lost`, or a `checkpoint` is wanted, all there is."""
         cache = self._bench.cache
         events = [_EVENTS[kind](*rest) for kind, *rest in cache.drain_events()]
         step, self._seq = StepDone([], Load(), self._seq, events), self._seq + len(events)
         assert lost or self.index.apply(0, step)
         if lost or snapshot:
-            events = [_EVENTS[kind](*rest) for kind, *rest in cache.snapshot_events()]
-            assert self.index.apply(0, StepDone([], Load(), self._seq, events, snapshot=True))
+            events = [_EVENTS[kind](*rest) for kind, *rest in cache.resync_events()]
+            assert self.index.apply(0, StepDone([], Load(), self._seq, events, resync=True))
 
     def check(self, prompt: list[int], namespace: str, most: int) -> int:
         """Assert that the index predicts the hit of a prompt, at most `most` tokens, and return it."""
@@ -170,7 +170,7 @@ def test_what_a_prompt_shares_with_one_that_is_being_computed_is_computed_once()
     assert run(bench, TRUNK[:350] + [1] * 50) == [350]
 
 
-def test_a_prompt_takes_one_step_whatever_snapshots_are_taken_of_it() -> None:
+def test_a_prompt_takes_one_step_whatever_checkpoints_are_taken_of_it() -> None:
     bench = bench_of()
     bench.add(0, TRUNK, 1, pin=[(100, 60.0), (200, 60.0)])
     plan = bench.plan()
@@ -196,28 +196,28 @@ def test_the_third_prompt_begins_where_the_second_left_the_first() -> None:
     assert [run(bench, TRUNK[:300] + end) for end in ends] == [[0], [0], [300]]
 
 
-def test_no_snapshot_is_taken_for_few_tokens() -> None:
+def test_no_checkpoint_is_taken_for_few_tokens() -> None:
     bench = bench_of()
     run(bench, TRUNK)
     saved = len(bench.cache.states)
-    run(bench, TRUNK + [1] * (branching.LEAST - 1))
+    run(bench, TRUNK + [1] * (branching.MIN_CHECKPOINT_TOKENS - 1))
     assert len(bench.cache.states) == saved + 1, "that of the whole"
 
 
-def test_a_scored_text_leaves_no_snapshot_at_its_end() -> None:
+def test_a_scored_text_leaves_no_checkpoint_at_its_end() -> None:
     bench = bench_of()
     options = [TRUNK + [n] * 5 for n in (1, 2, 3)]
     assert run(bench, *options, want=0, score_from=len(TRUNK)) == [0] + [len(TRUNK) - 1] * 2
     assert len(bench.cache.states) == 1
 
 
-def test_pinned_prefixes_have_snapshots() -> None:
+def test_pinned_prefixes_have_checkpoints() -> None:
     bench = bench_of()
     run(bench, TRUNK, pin=[(200, 60.0)])
     assert run(bench, TRUNK[:200] + [1] * 10) == [200]
 
 
-def test_snapshots_that_are_pinned_go_last() -> None:
+def test_checkpoints_that_are_pinned_go_last() -> None:
     bench = bench_of(states=6)
     run(bench, TRUNK)
     bench.cache.pins.add("", np.array(TRUNK, np.int32).tobytes(), 60.0, 0.0)
@@ -230,7 +230,7 @@ def test_snapshots_that_are_pinned_go_last() -> None:
     assert run(bench, TRUNK + [2]) == [0]
 
 
-def test_requests_run_if_all_snapshots_are_pinned() -> None:
+def test_requests_run_if_all_checkpoints_are_pinned() -> None:
     bench = bench_of(states=2)
     run(bench, TRUNK)
     bench.cache.pins.add("", np.array(TRUNK, np.int32).tobytes(), 60.0, 0.0)
@@ -238,10 +238,10 @@ def test_requests_run_if_all_snapshots_are_pinned() -> None:
     bench.cache.check()
 
 
-def test_the_least_recently_used_snapshot_goes_first() -> None:
+def test_the_least_recently_used_checkpoint_goes_first() -> None:
     bench = bench_of(states=6)
     texts = [[n] * 200 for n in range(3, 6)]
-    assert [run(bench, text) for text in texts] == [[0]] * 3, "each leaves two snapshots"
+    assert [run(bench, text) for text in texts] == [[0]] * 3, "each leaves two checkpoints"
     assert run(bench, texts[0] + [9]) == [200] and bench.cache.states.evicted == 1, "its own, within its prompt"
     assert run(bench, texts[0] + [9, 9]) == [201] and bench.cache.states.evicted == 2
     assert run(bench, texts[2]) == [184] and run(bench, texts[1]) == [184], "of the first, another one went"
@@ -249,7 +249,7 @@ def test_the_least_recently_used_snapshot_goes_first() -> None:
     assert run(bench, texts[2]) == [0] and run(bench, texts[1]) == [0]
 
 
-def test_a_conversation_needs_only_its_last_snapshot() -> None:
+def test_a_conversation_needs_only_its_last_checkpoint() -> None:
     bench = bench_of(states=6)
     run(bench, TRUNK[:300])
     history = [7] * 200
@@ -260,7 +260,7 @@ def test_a_conversation_needs_only_its_last_snapshot() -> None:
     assert run(bench, TRUNK[:300] + [8]) == [300], "not one of theirs has gone"
 
 
-def test_a_snapshot_from_which_two_have_gone_on_is_a_branching_point() -> None:
+def test_a_checkpoint_from_which_two_have_gone_on_is_a_branching_point() -> None:
     bench = bench_of(states=6)
     run(bench, TRUNK[:300])
     for end in (1, 2):
@@ -269,7 +269,7 @@ def test_a_snapshot_from_which_two_have_gone_on_is_a_branching_point() -> None:
     assert run(bench, TRUNK[:300] + [3]) == [300]
 
 
-def test_a_request_that_found_no_room_has_not_gone_on_from_a_snapshot() -> None:
+def test_a_request_that_found_no_room_has_not_gone_on_from_a_checkpoint() -> None:
     bench = bench_of(states=6)
     run(bench, TRUNK[:300])
     run(bench, [7] * 200)
@@ -291,7 +291,7 @@ def test_one_state_is_enough() -> None:
     assert run(bench, [*TRUNK, *bench.tokens[0], 7]) == [len(TRUNK) + 3], "its only state is the one it goes on from"
 
 
-def test_evicted_pages_take_their_snapshots_along() -> None:
+def test_evicted_pages_take_their_checkpoints_along() -> None:
     bench = bench_of(pages=600)
     run(bench, TRUNK)
     run(bench, [3] * 300)
@@ -299,7 +299,7 @@ def test_evicted_pages_take_their_snapshots_along() -> None:
     assert run(bench, TRUNK) == [0]
 
 
-def test_a_failed_step_leaves_no_snapshots() -> None:
+def test_a_failed_step_leaves_no_checkpoints() -> None:
     bench = bench_of()
     bench.add(0, TRUNK, 4)
     plan = bench.plan()
@@ -309,7 +309,7 @@ def test_a_failed_step_leaves_no_snapshots() -> None:
     assert not len(bench.cache.states) and not bench.cache.states.live
 
 
-def test_a_failed_step_leaves_no_snapshots_where_others_have_pages_either() -> None:
+def test_a_failed_step_leaves_no_checkpoints_where_others_have_pages_either() -> None:
     bench = bench_of()
     run(bench, TRUNK)
     bench.cache.states.drop(np.arange(4001))
@@ -328,7 +328,7 @@ def test_a_failed_step_leaves_no_snapshots_where_others_have_pages_either() -> N
     assert bench.cache.tree.tokens >= 500 and not len(bench.cache.states)
 
 
-def test_logits_that_are_not_finite_leave_no_snapshots() -> None:
+def test_logits_that_are_not_finite_leave_no_checkpoints() -> None:
     bench = bench_of()
     run(bench, TRUNK)
     bench.add(1, TRUNK + [7], 9)
@@ -365,10 +365,10 @@ def test_a_request_that_is_behind_goes_on_from_what_another_leaves() -> None:
     bench.cache.save(slow, 400)
     bench.cache.state_work([])
     bench.cache.catch_up(again)
-    assert again.computed == 400, "a snapshot of pages that it has"
+    assert again.computed == 400, "a checkpoint of pages that it has"
 
 
-def test_a_preempted_request_goes_on_from_the_snapshot_of_its_prompt() -> None:
+def test_a_preempted_request_goes_on_from_the_checkpoint_of_its_prompt() -> None:
     """Its last state has left the cache with the first of its pages that others needed."""
     bench = bench_of(pages=700, rows=2)
     a, b = TRUNK[:300], [5] * 250

@@ -195,14 +195,14 @@ class ChunkPlanner:
             place, lambda p: [self._over_pages(ends, windows, p)] if len(ends) else [], last_packer
         )
 
-    def trunks(self, work: DecodeWork, plan: Plan, packer: Packer, parity: int) -> SharedKeys | None:
-        """The parts of trunks that FlashInfer computes for decodes, which come first in the plan; None if there are
-        none."""
-        if not len(work.trunks) or self._flashinfer is None:
+    def shared_prefixes(self, work: DecodeWork, plan: Plan, packer: Packer, parity: int) -> SharedKeys | None:
+        """The parts of shared prefixes that FlashInfer computes for decodes, which come first in the plan; None if
+        there are none."""
+        if not len(work.shared_prefixes) or self._flashinfer is None:
             return None
         count = len(work.order)
         decodes = Sequences(plan.rows[:count], plan.starts[:count], plan.counts[:count], np.arange(count))
-        return SharedKeys(work.trunks, work.order, decodes, packer, self._flashinfer, parity, self._shape)
+        return SharedKeys(work.shared_prefixes, work.order, decodes, packer, self._flashinfer, parity, self._shape)
 
     def _over_pages(self, chunks: Sequences, windows: set[int | None], packer: Packer) -> PagedStep:
         return PagedStep(chunks, windows, packer, self._shape, self._variant, self._cut, self._plain)

@@ -48,7 +48,7 @@ def sharing_cost(shape: variants.Shape, itemsize: int, many: variants.Variant) -
 
 
 @dataclass(frozen=True, slots=True)
-class Trunks:
+class SharedPrefixes:
     """Decides whether large segments go to FA3, which takes up to `keys` keys in all."""
 
     chip: Chip
@@ -72,7 +72,7 @@ class Cuts:
     few: Tiling
     many: Tiling
     cost: Cost | None
-    trunks: Trunks | None = None
+    shared_prefixes: SharedPrefixes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +110,9 @@ class DecodeWork:
     """By request, in the order of the batch: the item of `few` that ends at its position."""
     shared: bool
     """Whether there are tiles of several sequences."""
-    trunks: np.ndarray
+    shared_prefixes: np.ndarray
     """Parts of segments for FA3 (see `segments.cut_segments`); entries of merges refer to their partial results from
-    `attend.MORE` on. Work that has trunks cannot run as a graph."""
+    `attend.MORE` on. Work that has shared prefixes cannot run as a graph."""
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ class DecodePlanner:
         self, requests: Sequence[Request], rows: np.ndarray, positions: np.ndarray, room: Room | None
     ) -> dict[int | None, DecodeWork]:
         """The work of requests whose tokens are at int32 `positions`, by window. Sharing is limited so that the lists
-        fit `room` (None: that of as many decodes), except for work with trunks."""
+        fit `room` (None: that of as many decodes), except for work with shared prefixes."""
         found = {}
         self.looked_up = {}
         for window in self._windows:
@@ -157,7 +157,7 @@ class DecodePlanner:
     ) -> DecodeWork:
         kept = self._kept
         same = kept is not None and kept.requests == requests and np.array_equal(kept.rows, rows)
-        if same and (room is None or len(kept.work.trunks) or room.holds(kept.work)):
+        if same and (room is None or len(kept.work.shared_prefixes) or room.holds(kept.work)):
             grown = int(positions[0] - kept.positions[0]) if len(positions) else 0
             fixed = self._cuts.few.fixed or 1 << 30
             if (
@@ -173,7 +173,7 @@ class DecodePlanner:
         room = room or Room.of(len(rows), self._cuts)
         for sharing in self._sharings(requests, positions):
             work = self._cut(rows, positions, None, sharing)
-            if sharing is None or len(work.trunks) or room.holds(work):
+            if sharing is None or len(work.shared_prefixes) or room.holds(work):
                 break
         self._kept = _Kept(requests, rows.copy(), positions.copy(), sharing, work)
         self._count(positions, sharing)
@@ -204,26 +204,30 @@ class DecodePlanner:
         own = Tiles(places, own.size, own.row[order], sharing.own[order], own.end[order], own.position[order])
         begin, end, _, count = sharing.segments.T
         big = count > self._cuts.few.queries
-        trunk, trunks = self._trunks(sharing, rows, end - begin, count)
-        big &= ~trunk
-        small = segment_tiles(sharing, rows, self._cuts.few.queries, np.flatnonzero(~big & ~trunk))
+        in_prefix, shared_prefixes = self._shared_prefixes(sharing, rows, end - begin, count)
+        big &= ~in_prefix
+        small = segment_tiles(sharing, rows, self._cuts.few.queries, np.flatnonzero(~big & ~in_prefix))
         few, ends = make_items(_joined(own, small), self._cuts.few)
         large = segment_tiles(sharing, rows, self._cuts.many.queries, np.flatnonzero(big))
         many, _ = make_items(large, self._cuts.many, few.partials)
-        lists = [few.items, many.items, _trunk_items(trunks)] if len(trunks) else [few.items, many.items]
+        lists = (
+            [few.items, many.items, _prefix_items(shared_prefixes)] if len(shared_prefixes) else [few.items, many.items]
+        )
         merges = make_merges(lists, order)
         growing = np.empty(len(rows), dtype=np.int64)
         growing[order] = ends[: len(rows)]
-        return DecodeWork(few, many, merges.queries, merges.entries, order.astype(np.int32), growing, True, trunks)
+        return DecodeWork(
+            few, many, merges.queries, merges.entries, order.astype(np.int32), growing, True, shared_prefixes
+        )
 
-    def _trunks(
+    def _shared_prefixes(
         self, sharing: Sharing, rows: np.ndarray, keys: np.ndarray, count: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """(bool[N]: which segments go to FA3; their parts.)"""
         chosen = np.zeros(len(count), dtype=bool)
-        if self._cuts.trunks is not None:
+        if self._cuts.shared_prefixes is not None:
             large = count * keys >= LARGE
-            if large.any() and (goal := self._cuts.trunks.goal(count[large], keys[large])):
+            if large.any() and (goal := self._cuts.shared_prefixes.goal(count[large], keys[large])):
                 return large, cut_segments(sharing, rows, goal, np.flatnonzero(large))
         return chosen, _NONE
 
@@ -236,8 +240,8 @@ class DecodePlanner:
 _NONE = np.zeros((0, 5), dtype=np.int64)
 
 
-def _trunk_items(parts: np.ndarray) -> np.ndarray:
-    """Items for `make_merges` that represent the parts of trunks."""
+def _prefix_items(parts: np.ndarray) -> np.ndarray:
+    """Items for `make_merges` that represent the parts of shared prefixes."""
     items = np.zeros((len(parts), FIELDS), dtype=np.int32)
     items[:, 0], items[:, 1] = parts[:, 3], parts[:, 4]
     items[:, 6] = attend.MORE + np.cumsum(parts[:, 4]) - parts[:, 4]

@@ -103,7 +103,7 @@ class CudaHostPool(HostPool):
     @torch.inference_mode()
     def move(self, moves: Moves, wait: bool = True) -> None:
         steps, copies, host = torch.cuda.current_stream(self._device), self._stream, self._host
-        for pages, slots in _parts(moves.out, by=1, most=self._most):
+        for pages, slots in _parts(moves.offload, by=1, most=self._most):
             staging, free, full = self._part()
             steps.wait_event(free)
             copy_rows(self._planes, staging, to_device(pages, self._device), out=True)
@@ -113,12 +113,12 @@ class CudaHostPool(HostPool):
                 for first, start, count in _runs(slots):
                     host[first : first + count].copy_(staging[start : start + count], non_blocking=True)
                 free.record(copies)
-        for source, slot in moves.states_out.T.tolist():
+        for source, slot in moves.states_offload.T.tolist():
             for states, there in self._state_parts(slot):
                 self._leave(states[source], there)
         # Pages and states are written when the step before has ended, and what was in them has been copied.
         self._begun.record(steps)
-        for slots, pages in _parts(moves.back, by=0, most=self._most):
+        for slots, pages in _parts(moves.onload, by=0, most=self._most):
             staging, free, full = self._part()
             with torch.cuda.stream(copies):
                 to = to_device(pages, self._device)
@@ -130,7 +130,7 @@ class CudaHostPool(HostPool):
                 free.record(copies)
         with torch.cuda.stream(copies):
             copies.wait_event(self._begun)
-            for slot, target in moves.states_back.T.tolist():
+            for slot, target in moves.states_onload.T.tolist():
                 for states, there in self._state_parts(slot):
                     states[target].copy_(there, non_blocking=True)
         if moves.fills:

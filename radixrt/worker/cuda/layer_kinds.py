@@ -12,7 +12,7 @@ from radixrt.worker.cuda import attend, variants
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.chunks import Pages
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, Trunks, sharing_cost
+from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, DecodeWork, Lists, Room, SharedPrefixes, sharing_cost
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.invariant import same_bits
 from radixrt.worker.cuda.ragged import FlashInfer
@@ -67,7 +67,7 @@ class LayerKind:
             chunk_cut if exact else attend.best_tiling(few, shape, *dtypes, causal=False),
             attend.best_tiling(many, shape, *dtypes, causal=False),
             sharing_cost(shape, itemsize, many) if shares else None,
-            Trunks(chip, flashinfer.tokens) if shares and flashinfer and special is None else None,
+            SharedPrefixes(chip, flashinfer.tokens) if shares and flashinfer and special is None else None,
         )
         self.decodes = DecodePlanner(self.windows, self.cuts)
         self.chunks = ChunkPlanner(
@@ -109,7 +109,9 @@ class PlannedStep:
         self._kind = kind
         self._partials = max((work.few.partials + work.many.partials for work in works.values()), default=0)
         self._lists = {window: Lists.pack(packer, work) for window, work in works.items()}
-        self._trunks = {window: chunks.trunks(work, plan, packer, parity) for window, work in works.items()}
+        self._shared_prefixes = {
+            window: chunks.shared_prefixes(work, plan, packer, parity) for window, work in works.items()
+        }
         long = chunks.by_full_heads(plan, decodes)
         self._chunks, self._last = chunks.plan(plan, decodes, packer, kind.last_packers[parity], parity, long, narrow)
         self._full, self._absorbed = chunks.plan_full(plan, decodes, long, packer) if long.any() else (None, 0)
@@ -120,7 +122,10 @@ class PlannedStep:
             chunk.sent(integers)
         if self._full:
             self._full.sent(integers)
-        lists = {window: DecodeLists.of(found, integers, self._trunks[window]) for window, found in self._lists.items()}
+        lists = {
+            window: DecodeLists.of(found, integers, self._shared_prefixes[window])
+            for window, found in self._lists.items()
+        }
         scratch = Scratch.make(self._partials, self._kind.shape, integers.device) if lists else None
         return StepAttention(
             pages, slots, self._kind.compiled, lists, scratch, self._chunks, self._last, self._full, self._absorbed

@@ -65,7 +65,7 @@ def _place_kernel(
     PARTS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, ITEM: tl.constexpr,
 ):  # fmt: skip
     """For each request with a `count` above 0: the slot of its token at `position`, and work items for attention to all
-    tokens up to it. Others get the trash slot and no keys."""
+    tokens up to it. Others get the null slot and no keys."""
     r = tl.program_id(0)
     active = tl.load(count_ptr + r) > 0
     row = tl.load(row_ptr + r)

@@ -192,14 +192,14 @@ class CudaRunner(ModelRunner):
         if self.host is not None:
             self.host.arrive()
         if plan.moves is not None:
-            self.host.move(plan.moves, wait=plan.needs_back)
+            self.host.move(plan.moves, wait=plan.needs_onload)
         packer = self._packers[self._steps % 2]
         packer.clear()
         needs_host_tokens = self._leads and any(request.needs_host_tokens for request in plan.requests)
         size = self._graphs.size_for(plan) if self._graphs else 0
         works = self._plan_decodes(plan, len(plan.requests), size) if size else None
         answer = self._answers[self._steps % 2]
-        if works is not None and not any(len(work.trunks) for each in works for work in each.values()):
+        if works is not None and not any(len(work.shared_prefixes) for each in works for work in each.values()):
             step = self._replay(plan, packer, answer, size, works, needs_host_tokens)
         else:
             step = self._run(plan, packer, answer, needs_host_tokens, works)

@@ -3,7 +3,8 @@
 FA3 computes 128 queries of a head on one multiprocessor and does not split keys. So a prefix that requests share is
 computed as one sequence that has the queries of all of them, and is cut into parts if that fills the chip:
 
-    trunk of 16k, 32 tails of 128:   [   part: 4,096 queries   |   part: 4,096 queries   ]   and each tail, causal
+    shared prefix of 16k, 32 tails of 128:   [   part: 4,096 queries   |   part: 4,096 queries   ]   and each tail,
+    causal
     one prefix of 16k, 128 queries:  [ part | part | part | part | part | part ]             and its tail, causal
 
 A query has a copy and a partial result in each part that it is in. Partial results are merged by their log-sum-exp.
@@ -34,7 +35,7 @@ PART_COST = 300
 
 MOST_COPIES = 3
 """The most copies of a query, on average."""
-PREFIXES, TAILS, TRUNKS = 1 << 16, 1 << 17, 1 << 18
+PREFIXES, TAILS, SHARED_PREFIXES = 1 << 16, 1 << 17, 1 << 18
 """Numbers of FlashInfer's wrappers (see `FlashInfer.wrapper`), beyond those that `RaggedStep` uses."""
 
 
@@ -145,7 +146,7 @@ class SharedKeys:
         keys, members = end - begin, order[ranges(first, count)]
         of = np.repeat(np.arange(len(parts)), count)
         queries = [ranges(sequences.queries[members], counts[members])]
-        numbers = TRUNKS if own is None else PREFIXES
+        numbers = SHARED_PREFIXES if own is None else PREFIXES
         self._runs = [_Run(flashinfer.wrapper(parity, numbers), len(queries[0]), int(keys.sum()))]
         each = np.bincount(of, counts[members], len(parts)).astype(np.int64)
         flashinfer.plan(self._runs[0].wrapper, each, keys, None, causal=False)

@@ -39,15 +39,15 @@ class DecodeLists:
     merges: torch.Tensor
     entries: torch.Tensor
     order: torch.Tensor | None
-    trunks: SharedKeys | None = None
+    shared_prefixes: SharedKeys | None = None
 
     @classmethod
-    def of(cls, lists: Lists, sent: torch.Tensor, trunks: SharedKeys | None = None) -> DecodeLists:
+    def of(cls, lists: Lists, sent: torch.Tensor, shared_prefixes: SharedKeys | None = None) -> DecodeLists:
         few, many = ((items.of(sent), starts and starts.of(sent)) for items, starts in (lists.few, lists.many))
         merges, entries = lists.merges.of(sent), lists.entries.of(sent)
-        if trunks is not None:
-            trunks.sent(sent)
-        return cls(few, many, merges, entries, lists.order.of(sent) if lists.shared else None, trunks)
+        if shared_prefixes is not None:
+            shared_prefixes.sent(sent)
+        return cls(few, many, merges, entries, lists.order.of(sent) if lists.shared else None, shared_prefixes)
 
 
 class StepAttention:
@@ -144,7 +144,7 @@ class StepAttention:
                 order=lists.order, window=window, causal=compiled.exact, scales=pages.scales, sinks=pages.sinks,
                 cache=self._cache[pages.window, number],
             )  # fmt: skip
-        more = lists.trunks.run(q, pages) if lists.trunks else None
+        more = lists.shared_prefixes.run(q, pages) if lists.shared_prefixes else None
         cache = self._cache[pages.window, 0]
         attend.merge(
             scratch.partials, lists.merges, lists.entries, out, compiled.shape, more=more, sinks=pages.sinks,

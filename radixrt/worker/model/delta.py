@@ -4,7 +4,7 @@ torch of what has kernels on a GPU.
 Sequences are concatenated, and `bounds` are their cumulative counts: tokens bounds[b] to bounds[b + 1] are of sequence
 b, whose state is at slots[b]. States are updated in place or, if given, written to the slots `to` instead, sequence
 after sequence, so that one may go on from the state of another before it. Each sequence is computed on its own,
-whatever else is in the step. Slot 0 is the trash slot: several sequences may have it, and what is there has no meaning.
+whatever else is in the step. Slot 0 is the null slot: several sequences may have it, and what is there has no meaning.
 """
 
 from __future__ import annotations

@@ -104,11 +104,13 @@ class Forest:
         work = planner.plan(self.paths, self.rows, self.starts, None)[None]
         packer = Packer(self.q.device)
         lists = Lists.pack(packer, work)
-        trunks = None
-        if len(work.trunks):
-            trunks = SharedKeys(work.trunks, work.order, self.sequences, packer, flashinfer, 0, self.shape)
-        there = {None: DecodeLists.of(lists, packer.send(), trunks)}
+        shared_prefixes = None
+        if len(work.shared_prefixes):
+            shared_prefixes = SharedKeys(
+                work.shared_prefixes, work.order, self.sequences, packer, flashinfer, 0, self.shape
+            )
+        there = {None: DecodeLists.of(lists, packer.send(), shared_prefixes)}
         scratch = Scratch.make(work.few.partials + work.many.partials, self.shape, self.q.device)
         out = torch.full_like(self.q, torch.nan)
         StepAttention(lambda _: self.pages, self.q, kernels, there, scratch, []).over_pages(0, self.q, out)
-        return out, planner, trunks is not None
+        return out, planner, shared_prefixes is not None

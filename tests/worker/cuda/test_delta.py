@@ -244,7 +244,7 @@ def test_drafted_tokens(by_tokens, device, monkeypatch):
 
 
 def test_copies_of_states(device):
-    """Snapshots and live states, several at once; from slot 0: zeros."""
+    """Checkpoints and live states, several at once; from slot 0: zeros."""
     spec = replace(SMALL, layers=frozenset({0, 2}))
     pool = StatePool(spec, SLOTS, torch.float32, device)
     for states in (pool.convs, pool.rules):

@@ -163,7 +163,7 @@ def runners(
 
 @pytest.mark.parametrize(("family", "window"), [("llama", None), ("mistral", 16), ("gpt_oss", 16)])
 def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch):
-    """Trunks of decodes, which no window hides, and chunks in layers that have none; nothing where results are
+    """SharedPrefixes of decodes, which no window hides, and chunks in layers that have none; nothing where results are
     exact."""
     make_model(tmp_path, family, **SIZES, **({"sliding_window": window} if window else {}))
     special = Variant(128, 128, 4, 2, specialised=True)
@@ -217,8 +217,8 @@ class Late(HostPool):
 
     def move(self, moves: Moves, wait: bool = True) -> None:
         none = np.zeros((2, 0), np.int32)
-        super().move(Moves(moves.out, none, moves.states_out, none))
-        self.late = (Moves(none, moves.back, none, moves.states_back),)
+        super().move(Moves(moves.offload, none, moves.states_offload, none))
+        self.late = (Moves(none, moves.onload, none, moves.states_onload),)
         if wait:
             self.arrive()
 
@@ -226,7 +226,7 @@ class Late(HostPool):
 @slow_without_gpu
 def test_states_come_back_before_they_are_read(tmp_path, monkeypatch):
     """A step in which other requests decode does not wait for them; the device has room for two of three requests."""
-    for name, value in (("branching.LEAST", 2), ("branching.TAIL", 2), ("scheduler.MANY", 1)):
+    for name, value in (("branching.MIN_CHECKPOINT_TOKENS", 2), ("branching.TAIL", 2), ("scheduler.MANY", 1)):
         monkeypatch.setattr(f"radixrt.worker.{name}", value)
     layers = {"num_hidden_layers": 3, "layer_types": [*["linear_attention"] * 2, "full_attention"]}
     make_model(tmp_path, "qwen3_next", **SIZES | LINEAR | layers)
@@ -258,7 +258,7 @@ PENALIZED = {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty":
 )
 @pytest.mark.parametrize("how", [PENALIZED, pytest.param({"temperature": 1.0}, marks=pytest.mark.slow)], ids=str)
 def test_drafts_are_verified(folder, how):
-    """Rows of one request side by side, the trunk of all read once, steps that overlap."""
+    """Rows of one request side by side, the shared prefix of all read once, steps that overlap."""
     plain, fast = runners(folder)
     shared = prompts(1, 30, 30, vocab_size=128)[0]
     asked = [shared + p for p in prompts(3, 1, 9, vocab_size=128, seed=1)]
@@ -336,7 +336,7 @@ def test_what_tokens_decide_on_is_sampled_when_they_are_known(folder):
     indirect=True,
 )
 def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
-    """Tails and decodes under one trunk, long chunks alone: the same tokens as plainly computed."""
+    """Tails and decodes under one shared prefix, long chunks alone: the same tokens as plainly computed."""
     for name, value in (
         ("segments.SHORTEST_PART", 8), ("segments.PART_COST", 2), ("decodes.LARGE", 40), ("decodes.SLOWER", 1 << 20),
         ("chunk_plan.FlashInferOrTriton", partial(FlashInferOrTriton, queries=12, shared=1)),
@@ -352,7 +352,7 @@ def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
         found.append([engine.generate(asked[:1], greedy), engine.generate(asked, greedy)])
     assert found[1] == found[0]
     used = set(runner._kinds.all[0].chunks._flashinfer.used)
-    assert segments.TRUNKS in used
+    assert segments.SHARED_PREFIXES in used
     if set(runner._model.spec.windows) == {None}:  # chunks share nothing where a layer has a window
         assert {segments.PREFIXES, segments.TAILS} <= used
     assert 0 in used, "the first prompt is a long chunk without a prefix"

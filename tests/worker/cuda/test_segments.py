@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from radixrt.worker.cuda.chunk_plan import ChunkPlanner
 from radixrt.worker.cuda.chunks import LastLayers, PagedStep
-from radixrt.worker.cuda.decodes import Cuts, Trunks
+from radixrt.worker.cuda.decodes import Cuts, SharedPrefixes
 from radixrt.worker.cuda.segments import Chip, SegmentStep, cut_alone, cut_segments, cut_shared
 from radixrt.worker.cuda.staging import Packer
 from radixrt.worker.cuda.step import Kernels, StepAttention
@@ -70,15 +70,15 @@ def test_a_long_prefix_is_cut(page_size, monkeypatch):
     assert cut_alone(batch.sequences, Chip(4, 1), 3000) is None, "one processor gains nothing"
 
 
-def decodes_with_trunks(seed: int, large: int, sinks: bool) -> bool:
+def decodes_with_shared_prefixes(seed: int, large: int, sinks: bool) -> bool:
     """Large segments by FlashInfer, the others and what is their own by the kernel over pages, merged; also when the
     plan is kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("radixrt.worker.cuda.decodes.LARGE", large)
         patch.setattr("radixrt.worker.cuda.decodes.SLOWER", 1 << 20)
         batch = Forest(seed, (1,), least=1, sinks=sinks)
-        trunks = Trunks(Chip(4, 12), 3000)
-        cuts = Cuts(Tiling(1, 16, 16, 4), Tiling(2, 16, 16, 4), Cost(10, 1, 2), trunks)
+        shared_prefixes = SharedPrefixes(Chip(4, 12), 3000)
+        cuts = Cuts(Tiling(1, 16, 16, 4), Tiling(2, 16, 16, 4), Cost(10, 1, 2), shared_prefixes)
         kernels = Kernels(batch.shape, Variant(16, 16, 1, 1), Variant(16, 16, 1, 1))
         out, planner, used = batch.decode(cuts, kernels, PlainFlashInfer(batch.shape, torch.float32, 3000))
     assert torch.allclose(out, batch.expected(), atol=1e-2)
@@ -87,26 +87,26 @@ def decodes_with_trunks(seed: int, large: int, sinks: bool) -> bool:
 
 
 @pytest.mark.parametrize("large", [1, 60])
-def test_decodes_with_trunks(large):
-    assert sum(decodes_with_trunks(seed, large, seed % 2 == 1) for seed in range(8)) >= 2
+def test_decodes_with_shared_prefixes(large):
+    assert sum(decodes_with_shared_prefixes(seed, large, seed % 2 == 1) for seed in range(8)) >= 2
 
 
 def test_cuts_fill_the_chip():
-    """Rounds of 132 tiles: the measured best for one trunk (bench/attention.py)."""
+    """Rounds of 132 tiles: the measured best for one shared prefix (bench/attention.py)."""
     chip = Chip(32, 132)
     for queries, keys, parts in ((256, 16384, 2), (64, 8192, 4), (128, 4096, 4), (8192, 16384, 1)):
         goal, _ = chip.cut(np.array([queries]), np.array([keys]))
         assert -(-keys // goal) == parts, (queries, keys, goal)
     goal, _ = Chip(1, 1000).cut(np.array([1]), np.array([2000]))
     assert goal == 667, "three parts: a fourth would be too short"
-    trunks = Trunks(chip, 1 << 17)
-    assert trunks.goal(np.array([256]), np.array([16384])) == 8192
-    assert trunks.goal(np.array([64]), np.array([8192])) == 0, "gathering costs more"
-    assert Trunks(chip, 1 << 13).goal(np.array([256]), np.array([16384])) == 0, "the workspace does not hold it"
+    shared_prefixes = SharedPrefixes(chip, 1 << 17)
+    assert shared_prefixes.goal(np.array([256]), np.array([16384])) == 8192
+    assert shared_prefixes.goal(np.array([64]), np.array([8192])) == 0, "gathering costs more"
+    assert SharedPrefixes(chip, 1 << 13).goal(np.array([256]), np.array([16384])) == 0, "the workspace does not hold it"
 
 
 def test_each_chunk_is_computed_in_one_way(monkeypatch):
-    """Two that share a trunk together, the third over its pages."""
+    """Two that share a shared prefix together, the third over its pages."""
     taken = []
     for name, note in (("SegmentStep", lambda _, cut, *rest: cut.chosen), ("PagedStep", lambda part, *rest: part.rows)):
         monkeypatch.setattr(
