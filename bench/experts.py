@@ -29,7 +29,7 @@ from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, ScaledStack
 from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import BLOCK, Rounding, Scaled
+from radixrt.worker.model.scaled import BLOCK, Fp8Scaling, Fp8Weight
 
 SHAPES = {"Qwen3 30B A3B": (128, 8, 2048, 768), "Mixtral 8x7B": (8, 2, 4096, 14336)}
 """(experts, experts per token, hidden size, intermediate size)."""
@@ -45,9 +45,9 @@ def make(shape: tuple[int, int, int, int]) -> Experts:
     return Experts(Linear(router), gate_up, down, chosen, True, "silu", False)
 
 
-def in_fp8(experts: Experts, rounding: Rounding) -> Experts:
+def in_fp8(experts: Experts, fp8_scaling: Fp8Scaling) -> Experts:
     def stacked(weights: torch.Tensor) -> ScaledStack:
-        made = Scaled.of if rounding is Rounding.ROWS else blocks_of
+        made = Fp8Weight.of if fp8_scaling is Fp8Scaling.ROWS else blocks_of
         stack = ScaledStack.like(made(weights[0]), len(weights))
         for number, weight in enumerate(weights):
             stack.put(number, made(weight))
@@ -72,7 +72,7 @@ def by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
 def rows_by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> None:
     """The reference in FP8 with scales per row: this project's sort, torch's grouped product."""
     weights, chosen = routing.route(experts.router(x), experts.top_k, experts.normalized)
-    order, known = routing.sort(chosen, len(experts.down), 0), quantize(x, Rounding.ROWS)
+    order, known = routing.sort(chosen, len(experts.down), 0), quantize(x, Fp8Scaling.ROWS)
 
     def grouped(values: torch.Tensor, scales: torch.Tensor, weight: ScaledStack) -> torch.Tensor:
         return torch._scaled_grouped_mm(
@@ -82,7 +82,7 @@ def rows_by_torch(experts: Experts, x: torch.Tensor, residual: torch.Tensor) -> 
 
     values = ours.spread(known.values.view(torch.int8), order).view(known.values.dtype)
     inner = grouped(values, known.scales.squeeze(1)[order.tokens], experts.gate_up)
-    inner = kernels.gate(inner, experts.activation, Rounding.ROWS)
+    inner = kernels.gate(inner, experts.activation, Fp8Scaling.ROWS)
     ours.combine(grouped(inner.values, inner.scales.squeeze(1), experts.down), weights, order, residual)
 
 
@@ -144,13 +144,13 @@ def tiles() -> list[Tile]:
     return few + more + large
 
 
-def scaled_tiles(rounding: Rounding, rows: float) -> list[Tile]:
+def scaled_tiles(fp8_scaling: Fp8Scaling, rows: float) -> list[Tile]:
     """Candidate tiles if an expert has `rows` tokens on average."""
     few = [Tile(r, c, d, 4, s) for r, c, d, s in product((16, 32), (64, 128), (128, 256), (3, 4, 6))]
     widths = (64, 4), (128, 4), (128, 8), (256, 8)
     many = [Tile(r, c, 128, w, s) for r, (c, w), s in product((64, 128), widths, (3, 4))]
     tried = few if rows <= 8 else few[12:] + many[:8] if rows <= 32 else many
-    return [t for t in tried if rounding is Rounding.ROWS or (t.depth == BLOCK and t.columns <= BLOCK)]
+    return [t for t in tried if fp8_scaling is Fp8Scaling.ROWS or (t.depth == BLOCK and t.columns <= BLOCK)]
 
 
 def swept(layers: list[Experts], x: torch.Tensor) -> list[str]:
@@ -162,8 +162,8 @@ def swept(layers: list[Experts], x: torch.Tensor) -> list[str]:
     found: dict[str, list[tuple[float, Tile]]] = {"gate and up": [], "down": []}
     inner = torch.randn((chosen.numel(), down[0].shape[1] if not scaled else down.values.shape[2]), device=x.device)
     inner = inner.to(x.dtype)
-    known = (quantize(x, gate_up.rounding), quantize(inner, down.rounding)) if scaled else None
-    for tile in scaled_tiles(down.rounding, chosen.numel() / len(down)) if scaled else tiles():
+    known = (quantize(x, gate_up.fp8_scaling), quantize(inner, down.fp8_scaling)) if scaled else None
+    for tile in scaled_tiles(down.fp8_scaling, chosen.numel() / len(down)) if scaled else tiles():
         order = routing.sort(chosen, len(down), tile.rows)
         if known is not None:
             ways: dict[str, Way] = {
@@ -194,8 +194,8 @@ def measure(layers: dict[str, list[Experts]], x: torch.Tensor, limits: dict[str,
     wide = layers["bf16"]
     row: dict[str, Any] = {"limit_ms": limit_ms(wide[0], x, limits)}
     ways: dict[str, tuple[Way, str]] = {"torch": (by_torch, "bf16"), "radixrt": (ours.add, "bf16")}
-    ways |= {rounding.value: (ours.add, rounding.value) for rounding in Rounding}
-    ways["rows_torch"] = rows_by_torch, Rounding.ROWS.value
+    ways |= {fp8_scaling.value: (ours.add, fp8_scaling.value) for fp8_scaling in Fp8Scaling}
+    ways["rows_torch"] = rows_by_torch, Fp8Scaling.ROWS.value
     for name, (way, kind) in ways.items():
         wrong = error(way, layers[kind][0], x)
         assert wrong < (2e-2 if kind == "bf16" else 4e-2), f"{len(x)} {name}: {wrong}"
@@ -218,8 +218,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, shape in SHAPES.items():
         layers = {"bf16": [make(shape) for _ in range(LAYERS)]}
-        for rounding in Rounding:
-            layers[rounding.value] = [in_fp8(experts, rounding) for experts in layers["bf16"]]
+        for fp8_scaling in Fp8Scaling:
+            layers[fp8_scaling.value] = [in_fp8(experts, fp8_scaling) for experts in layers["bf16"]]
         for tokens in args.tokens:
             x = torch.randn((tokens, shape[2]), dtype=torch.bfloat16, device="cuda")
             rows.append({"experts": name, "tokens": tokens} | measure(layers, x, limits))

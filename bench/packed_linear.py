@@ -23,7 +23,7 @@ from bench.common import save, table
 from bench.products import SHAPES, drawn, graph_us
 from bench.worker import ceilings
 from radixrt.worker.cuda import dequantizing, int4, ops
-from radixrt.worker.cuda.products import Tile, processors
+from radixrt.worker.cuda.products import Tile, num_sms
 from radixrt.worker.model.int4 import WIDTH, Int4, Int4Linear
 from radixrt.worker.model.linear import Linear
 
@@ -90,7 +90,7 @@ def swept(x: torch.Tensor, weights: list[Int4]) -> list[tuple[float, Tile, int]]
         tile = Tile(rows, across, WIDTH, *more)
         tiles = triton.cdiv(columns, across) * triton.cdiv(tokens, rows)
         for splits in SPLITS:
-            if splits > 1 and (tiles * splits > 8 * processors(x.device) or splits * WIDTH > depth):
+            if splits > 1 and (tiles * splits > 8 * num_sms(x.device) or splits * WIDTH > depth):
                 continue
             run = by_tile(tile, splits)
             try:
@@ -168,7 +168,7 @@ def measure(x: torch.Tensor, wide: list[torch.Tensor], packed: list[Int4], limit
         "int4_us": us(x, packed, served, 25),
     }
     if (kernel := int4.hopper_kernel(64, x.device, x.dtype)) and len(x) >= FEWEST:
-        plan = kernel.plan(len(x), *packed[0].shape, processors(x.device))
+        plan = kernel.plan(len(x), *packed[0].shape, num_sms(x.device))
         check(x, packed[0], lambda *a: kernel.multiply(*a, *plan))
         row |= {"hopper_us": us(x, packed, lambda *a: kernel.multiply(*a, *plan), 15)}
     if (found := int4.plan_for(len(x), *packed[0].shape, x.device)) is not None:

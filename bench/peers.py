@@ -1,13 +1,14 @@
-"""All-reduce over the GPUs of a tensor-parallel group, added to the residual stream: `Peers`, NCCL and torch's own.
+"""All-reduce over the GPUs of a tensor-parallel group, added to the residual stream: `CustomAllReduce`, NCCL and
+torch's own.
 
     python -m bench.peers [--sweep] [--hidden 4096,8192] [--rows 1,8,64,256,1024,8192]
 
 Starts one process per GPU, for 2, 4 and 8 GPUs as far as this host has them, checks sums before timing them, and prints
 microseconds per sum in a CUDA graph of 20 sums: of the slowest rank, the best of some replays. `nccl` is an all-reduce
 and the addition to the residual stream; `one shot` and `two shot` are torch's all-reduces over symmetric memory, with
-that addition; `at once` and `by shares` are the two ways of `Peers.add`. With the norm that follows: `nccl, norm`,
-`add, norm` and `add_norm`. `limit` is the bytes that a rank must read from others over the bandwidth of NVLink, 450
-GB/s.
+that addition; `at once` and `by shares` are the two ways of `CustomAllReduce.add`. With the norm that follows: `nccl,
+norm`, `add, norm` and `add_norm`. `limit` is the bytes that a rank must read from others over the bandwidth of NVLink,
+450 GB/s.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from torch import multiprocessing
 
 from bench.common import save, table
 from radixrt.worker.cuda import kernels
-from radixrt.worker.cuda.peers import FEW_TILE, MANY_TILE, MOST_BYTES, PROGRAMS, TILE, Peers
-from radixrt.worker.model.scaled import Rounding
+from radixrt.worker.cuda.peers import FEW_TILE, MANY_TILE, MOST_BYTES, PROGRAMS, TILE, CustomAllReduce
+from radixrt.worker.model.scaled import Fp8Scaling
 
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """Turns off multicast over NVLink, which can make GPUs unusable, also for others on the same host."""
@@ -101,7 +102,7 @@ def check(group: Any, hidden: int = 4096, most_rows: int = 1030) -> str:
     """Assert that sums equal those in float32, rounded once, with the same bits on all ranks, even if a rank is
     late."""
     rank, device = group.rank(), torch.device("cuda", torch.cuda.current_device())
-    peers = Peers.meet(group, hidden, most_rows, torch.bfloat16, device)
+    peers = CustomAllReduce.meet(group, hidden, most_rows, torch.bfloat16, device)
     torch.manual_seed(rank)
     same = random.Random(0)
     weight = gathered(torch.rand(hidden, device=device).bfloat16(), group)[0]
@@ -112,7 +113,7 @@ def check(group: Any, hidden: int = 4096, most_rows: int = 1030) -> str:
         return part, residual, added(residual, gathered(part, group))
 
     for rows in (1, 2, 3, 7, 8, 33, 64, 100, 257, 1024, most_rows):
-        for way in ("add", "at once", "by shares", "few programs", None, *Rounding):
+        for way in ("add", "at once", "by shares", "few programs", None, *Fp8Scaling):
             part, residual, expected = inputs(rows)
             late, cycles = same.randrange(2 * group.size()), same.randrange(1, 2_000_000)
             if late == rank:
@@ -158,7 +159,7 @@ def vars_of(x: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x.values, x.scales
 
 
-def check_graph(group: Any, peers: Peers, rows: int, ways: str, replays: int) -> None:
+def check_graph(group: Any, peers: CustomAllReduce, rows: int, ways: str, replays: int) -> None:
     """Assert the same for a CUDA graph of CALLS sums in a row, with new inputs for each replay."""
     device, hidden = torch.device("cuda", torch.cuda.current_device()), peers.hidden
     parts = torch.zeros(CALLS, rows, hidden, device=device).bfloat16()
@@ -224,7 +225,7 @@ def measure(group: Any, hiddens: list[int], rows: list[int], sweep: bool) -> lis
 
     found, device = [], torch.device("cuda", torch.cuda.current_device())
     for hidden in hiddens:
-        peers = Peers.meet(group, hidden, max(rows), torch.bfloat16, device)
+        peers = CustomAllReduce.meet(group, hidden, max(rows), torch.bfloat16, device)
         torchs = symmetric.empty(max(rows), hidden, dtype=torch.bfloat16, device=device).zero_()
         symmetric.rendezvous(torchs, group)
         for turn in range(2):
@@ -238,7 +239,7 @@ def measure(group: Any, hiddens: list[int], rows: list[int], sweep: bool) -> lis
     return found
 
 
-def times(group: Any, peers: Peers, torchs: torch.Tensor, rows: int, sweep: bool) -> dict[str, Any]:
+def times(group: Any, peers: CustomAllReduce, torchs: torch.Tensor, rows: int, sweep: bool) -> dict[str, Any]:
     ranks, hidden, device = group.size(), peers.hidden, torchs.device
     residual = torch.zeros(rows, hidden, device=device, dtype=torch.bfloat16)
     weight = torch.ones(hidden, device=device, dtype=torch.bfloat16)

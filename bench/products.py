@@ -26,18 +26,18 @@ from radixrt.worker.cuda import products, scaled
 from radixrt.worker.cuda.kernels import gate, norm
 from radixrt.worker.cuda.products import Tile
 from radixrt.worker.cuda.rounding import quantize
-from radixrt.worker.model.scaled import BLOCK, FP8, Rounded, Rounding, Scaled
+from radixrt.worker.model.scaled import BLOCK, FP8, Fp8Activations, Fp8Scaling, Fp8Weight
 
 SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
 TOKENS = (1, 16, 32, 64, 128, 256, 1024, 8192)
-KINDS: dict[str, Rounding | None] = {"bfloat16": None, "fp8_rows": Rounding.ROWS, "fp8_blocks": Rounding.BLOCKS}
+KINDS: dict[str, Fp8Scaling | None] = {"bfloat16": None, "fp8_rows": Fp8Scaling.ROWS, "fp8_blocks": Fp8Scaling.BLOCKS}
 LAYERS = 4
 CACHE = 400_000_000
 """Bytes of the copies of a weight that take turns in `shape_row`, so that they do not stay in the L2 cache."""
 COLUMNS, DEPTHS = (512, 1024, 2048, 3072, 5120, 8192, 14336, 28672, 128256), (2048, 4096, 8192, 14336)
 
-Weight = torch.Tensor | Scaled
-Inputs = torch.Tensor | Rounded
+Weight = torch.Tensor | Fp8Weight
+Inputs = torch.Tensor | Fp8Activations
 
 
 def drawn(*size: int) -> torch.Tensor:
@@ -63,28 +63,28 @@ def graph_us(run: Callable[[], object], parts: int, times: int = 25) -> float:
     return sorted(found)[times // 2]
 
 
-def blocks_of(weight: torch.Tensor) -> Scaled:
+def blocks_of(weight: torch.Tensor) -> Fp8Weight:
     rows, columns = weight.shape
     grid = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     scales = grid.abs().amax((1, 3)) / 448
-    return Scaled.by_blocks((grid / scales[:, None, :, None]).view(rows, columns).to(FP8), scales)
+    return Fp8Weight.by_blocks((grid / scales[:, None, :, None]).view(rows, columns).to(FP8), scales)
 
 
-def weight_of(rounding: Rounding | None, columns: int, depth: int) -> Weight:
+def weight_of(fp8_scaling: Fp8Scaling | None, columns: int, depth: int) -> Weight:
     wide = 0.02 * drawn(columns, depth)
-    return wide if rounding is None else Scaled.of(wide) if rounding is Rounding.ROWS else blocks_of(wide)
+    return wide if fp8_scaling is None else Fp8Weight.of(wide) if fp8_scaling is Fp8Scaling.ROWS else blocks_of(wide)
 
 
 def chosen(x: Inputs, weight: Weight) -> Tile | None:
     """The tile that radixrt uses; None for torch's product."""
-    if isinstance(weight, Scaled):
+    if isinstance(weight, Fp8Weight):
         return scaled.tile_for(len(x), weight)
     return products.tile_for(len(x), *weight.shape, weight.device)
 
 
 def multiply(x: Inputs, weight: Weight, out: torch.Tensor, tile: Tile | None, add: bool = False) -> None:
     """Write x @ weight.T to `out`, or with `add` add it; by torch if `tile` is None."""
-    if isinstance(weight, Scaled):
+    if isinstance(weight, Fp8Weight):
         if tile is not None:
             scaled.product(x, weight, None, out, tile, add)
         elif add:
@@ -101,8 +101,10 @@ def multiply(x: Inputs, weight: Weight, out: torch.Tensor, tile: Tile | None, ad
 
 
 def check(x: Inputs, weight: Weight, tile: Tile | None) -> None:
-    columns = len(weight.values) if isinstance(weight, Scaled) else len(weight)
-    exact = x.dequantized() @ weight.dequantized().t() if isinstance(weight, Scaled) else x.float() @ weight.float().t()
+    columns = len(weight.values) if isinstance(weight, Fp8Weight) else len(weight)
+    exact = (
+        x.dequantized() @ weight.dequantized().t() if isinstance(weight, Fp8Weight) else x.float() @ weight.float().t()
+    )
     out = torch.zeros(len(x), columns, device="cuda", dtype=torch.bfloat16)
     multiply(x, weight, out, tile, add=True)
     error = float((out.float() - exact).norm() / exact.norm())
@@ -112,14 +114,14 @@ def check(x: Inputs, weight: Weight, tile: Tile | None) -> None:
 class Layers:
     """Several layers with weights of one kind."""
 
-    def __init__(self, rounding: Rounding | None) -> None:
-        self.rounding = rounding
-        self.weights = [{name: weight_of(rounding, *size) for name, size in SHAPES.items()} for _ in range(LAYERS)]
+    def __init__(self, fp8_scaling: Fp8Scaling | None) -> None:
+        self.fp8_scaling = fp8_scaling
+        self.weights = [{name: weight_of(fp8_scaling, *size) for name, size in SHAPES.items()} for _ in range(LAYERS)]
         self.norm = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
 
     def inputs(self, tokens: int, name: str) -> Inputs:
         x = drawn(tokens, SHAPES[name][1])
-        return x if self.rounding is None else quantize(x, self.rounding)
+        return x if self.fp8_scaling is None else quantize(x, self.fp8_scaling)
 
     def chosen(self, tokens: int) -> dict[str, Tile | None]:
         return {name: chosen(self.inputs(tokens, name), self.weights[0][name]) for name in SHAPES}
@@ -127,7 +129,7 @@ class Layers:
     def us(self, tokens: int, tiles: dict[str, Tile | None]) -> float:
         x, attended = drawn(tokens, 4096), drawn(tokens, 4096)
         qkv, both = drawn(tokens, 6144), drawn(tokens, 28672)
-        to = self.rounding
+        to = self.fp8_scaling
         for name, tile in tiles.items():
             check(self.inputs(min(tokens, 256), name), self.weights[0][name], tile)
 
@@ -147,9 +149,9 @@ def limit_us(tokens: int, columns: int, depth: int, narrow: bool, limits: dict[s
     return max(moved / limits["copy_gbs"] / 1e3, flops / limits["tflops"] / 1e6)
 
 
-def tiles_to_try(tokens: int, rounding: Rounding | None) -> list[Tile]:
+def tiles_to_try(tokens: int, fp8_scaling: Fp8Scaling | None) -> list[Tile]:
     rows = next(n for n in (16, 32, 64, 128) if tokens <= n or n == 128)
-    depths = (128,) if rounding is Rounding.BLOCKS else (128, 256)
+    depths = (128,) if fp8_scaling is Fp8Scaling.BLOCKS else (128, 256)
     found = [Tile(rows, columns, depth, 4, stages) for columns, depth, stages in every((64, 128), depths, (3, 4, 6, 8))]
     return found + [Tile(64, 32, depth, 4, stages) for depth, stages in every(depths, (3, 4, 6))]
 
@@ -157,7 +159,7 @@ def tiles_to_try(tokens: int, rounding: Rounding | None) -> list[Tile]:
 def sweep(name: str, layers: Layers, tokens: int) -> None:
     for product in SHAPES:
         taken, found = layers.chosen(tokens), []
-        for tile in (taken[product], None, *tiles_to_try(tokens, layers.rounding)):
+        for tile in (taken[product], None, *tiles_to_try(tokens, layers.fp8_scaling)):
             try:
                 found.append((layers.us(tokens, {**taken, product: tile}), tile))
             except triton.runtime.errors.OutOfResources:
@@ -168,19 +170,19 @@ def sweep(name: str, layers: Layers, tokens: int) -> None:
 
 def shape_row(name: str, tokens: int, columns: int, depth: int, limits: dict[str, float]) -> dict[str, Any]:
     """A row of the table for a norm and a product."""
-    rounding = KINDS[name]
-    copies = max(2, min(24, CACHE // (columns * depth * (2 if rounding is None else 1))))
-    weights = [weight_of(rounding, columns, depth) for _ in range(copies)]
+    fp8_scaling = KINDS[name]
+    copies = max(2, min(24, CACHE // (columns * depth * (2 if fp8_scaling is None else 1))))
+    weights = [weight_of(fp8_scaling, columns, depth) for _ in range(copies)]
     x, ones, out = drawn(tokens, depth), torch.ones(depth, device="cuda").bfloat16(), drawn(tokens, columns)
-    given = norm(x, ones, 1e-5, rounding)
+    given = norm(x, ones, 1e-5, fp8_scaling)
     row: dict[str, Any] = {"kind": name, "tokens": tokens, "columns": columns, "depth": depth}
-    row["limit_us"] = limit_us(tokens, columns, depth, rounding is not None, limits)
+    row["limit_us"] = limit_us(tokens, columns, depth, fp8_scaling is not None, limits)
     for way, tile in (("radixrt", chosen(given, weights[0])), ("torch", None)):
         check(given, weights[0], tile)
 
         def run(tile: Tile | None = tile) -> None:
             for weight in weights:
-                multiply(norm(x, ones, 1e-5, rounding), weight, out, tile)
+                multiply(norm(x, ones, 1e-5, fp8_scaling), weight, out, tile)
 
         row[f"{way}_us"] = graph_us(run, copies, 12)
     return row | {"ratio": row["radixrt_us"] / row["torch_us"]}
@@ -194,10 +196,10 @@ def main() -> None:
     limits = ceilings()
     torch.manual_seed(0)
     rows: dict[int, dict[str, Any]] = {tokens: {"tokens": tokens} for tokens in TOKENS}
-    for name, rounding in KINDS.items():
-        layers = Layers(rounding)
+    for name, fp8_scaling in KINDS.items():
+        layers = Layers(fp8_scaling)
         for tokens, row in rows.items():
-            of = [limit_us(tokens, *size, rounding is not None, limits) for size in SHAPES.values()]
+            of = [limit_us(tokens, *size, fp8_scaling is not None, limits) for size in SHAPES.values()]
             row[f"{name}_limit_us"] = sum(of)
             row[f"{name}_us"] = layers.us(tokens, layers.chosen(tokens))
             row[f"{name}_torch_us"] = layers.us(tokens, dict.fromkeys(SHAPES))

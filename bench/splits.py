@@ -65,7 +65,7 @@ def product_row(name: str, rows: int) -> dict[str, Any]:
     high = next(most for most in products.STREAMED if rows <= most)
     for splits in SPLITS:
         programs = splits * triton.cdiv(columns, products.COLUMNS)
-        if programs <= 3 * products.processors(x.device) and depth >= splits * 128:
+        if programs <= 3 * products.num_sms(x.device) and depth >= splits * 128:
             for stages in (8, 4):
                 row[f"{splits}/{stages}"] = us(Tile(high, products.COLUMNS, 128, 4, stages), splits)
     return row

@@ -41,20 +41,20 @@ from radixrt.worker.loading import load_runner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.model.blocks import NoMlp, NoOutput
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.experts_beside import ExpertsBeside
+from radixrt.worker.model.experts_beside import MlpWithExperts
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.latent import Latent
 from radixrt.worker.model.layers import Layer, Product
 from radixrt.worker.model.linear import HeadLinear, Linear
 from radixrt.worker.model.mlp import Mixture, UngatedMlp, UngatedShared
-from radixrt.worker.model.scaled import ScaledLinear
+from radixrt.worker.model.scaled import Fp8Linear
 from radixrt.worker.plan import Runner
 from radixrt.worker.request import Request
 from radixrt.worker.sample import TorchSampler
 from radixrt.worker.scheduler import Limits
 
 STEPS = 48
-SPARSE = Mixture, ExpertsBeside
+SPARSE = Mixture, MlpWithExperts
 
 
 class NullLink:
@@ -98,13 +98,13 @@ def ceilings() -> dict[str, float]:
 def dense(layer: Layer) -> list[Product]:
     """The products of a layer that are computed for every token."""
     mlp, products = layer.mlp, [*layer.heads.products]
-    if layer.beside is not None:
-        products += layer.beside.products
+    if layer.parallel is not None:
+        products += layer.parallel.products
     if not isinstance(layer.output, NoOutput):
         products.append(layer.output.product)
     if layer.end is not None and layer.end.gate is not None:
         products += [layer.end.gate, layer.end.back]
-    if isinstance(mlp, ExpertsBeside):
+    if isinstance(mlp, MlpWithExperts):
         products += [mlp.experts.router, mlp.mlp.gate_up, mlp.mlp.down]
     elif isinstance(mlp, Mixture):
         products.append(mlp.experts.router)
@@ -142,7 +142,7 @@ def weight_bytes(model: Decoder, batch: int) -> float:
 
 def values(linear: Product) -> torch.Tensor | Int4:
     """The values of a product's weight, in their stored dtype."""
-    return linear.weight.values if isinstance(linear, ScaledLinear) else linear.weight
+    return linear.weight.values if isinstance(linear, Fp8Linear) else linear.weight
 
 
 def gemm_ms(runner: Runner, batch: int) -> float:
@@ -184,7 +184,7 @@ def scaled_ms(model: Decoder, batch: int, limits: dict[str, float]) -> float:
     FLOPs over the rate of bfloat16, in FP8 over twice that."""
     found = 0.0
     for linear in (x for layer in model._layers for x in dense(layer) if not isinstance(x, Linear)):
-        flops = (1 if isinstance(linear, ScaledLinear) else 2) * batch * values(linear).numel()
+        flops = (1 if isinstance(linear, Fp8Linear) else 2) * batch * values(linear).numel()
         found += max(values(linear).nbytes / limits["copy_gbs"] / 1e6, flops / limits["tflops"] / 1e9)
     return found
 
@@ -345,7 +345,7 @@ def product_flops(model: Decoder, tokens: int) -> float:
     K and V of others are needed for one token."""
     total = 0.0
     for number, layer in enumerate(model._layers):
-        each = sum((1 if isinstance(x, ScaledLinear) else 2) * values(x).numel() for x in dense(layer))
+        each = sum((1 if isinstance(x, Fp8Linear) else 2) * values(x).numel() for x in dense(layer))
         each += sum(2 * x.weight.numel() for x in of_heads(layer))
         if isinstance(layer.mlp, SPARSE):
             experts = layer.mlp.experts

@@ -13,7 +13,7 @@ from torch import distributed
 
 from radixrt.worker.model.layers import NoNorm, Norm
 from radixrt.worker.model.ops import Ops
-from radixrt.worker.model.scaled import Rounded
+from radixrt.worker.model.scaled import Fp8Activations
 from radixrt.worker.model.sharding import Shard
 
 log = logging.getLogger("radixrt.ranks")
@@ -43,7 +43,7 @@ class TorchGroup:
 
     def add(
         self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Rounded:
+    ) -> torch.Tensor | Fp8Activations:
         self._sum(part, residual)
         return norm(residual, ops)
 

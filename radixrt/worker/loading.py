@@ -97,9 +97,9 @@ def _join(config: WorkerConfig, loaded: Loaded, folder: Path, shard: Shard) -> T
     join(folder, shard, loaded.device)
     if not uses_kernels(config, loaded):
         return TorchGroup(shard, loaded.device, exact)
-    from radixrt.worker.cuda.group import PeerGroup
+    from radixrt.worker.cuda.group import CustomAllReduceGroup
 
-    group = PeerGroup(shard, loaded.device, exact)
+    group = CustomAllReduceGroup(shard, loaded.device, exact)
     group.meet(loaded.spec.hidden_size, config.max_num_batched_tokens, loaded.dtype)
     return group
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from radixrt.worker.cuda.pieces import Pieces
+from radixrt.worker.cuda.pieces import PiecewiseGraphs
 from tests.checkpoints import make_model
 from tests.gpu.test_models import SIZES, load
 from tests.worker.engine import Engine, prompts
@@ -23,7 +23,7 @@ def test_a_collection_breaks_no_capture(tmp_path, monkeypatch):
     old = torch.cuda.CUDAGraph()
     with torch.cuda.graph(old):
         torch.zeros(1, device="cuda")
-    graphs, young, begin = [old], [], Pieces._begin
+    graphs, young, begin = [old], [], PiecewiseGraphs._begin
 
     def collected(self, mine):
         begin(self, mine)
@@ -31,7 +31,7 @@ def test_a_collection_breaks_no_capture(tmp_path, monkeypatch):
             Cycle(graphs.pop())
             young.extend([] for _ in range(100_000))
 
-    monkeypatch.setattr(Pieces, "_begin", collected)
+    monkeypatch.setattr(PiecewiseGraphs, "_begin", collected)
     del old
     engine = Engine(load(tmp_path, enforce_eager=False), chunk=512, max_model_len=2048)
     assert young and len(engine.generate(prompts(2, 50, 300, vocab_size=4096))) == 2

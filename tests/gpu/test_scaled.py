@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixrt.worker.model.mlp import Mlp
-from radixrt.worker.model.scaled import ScaledLinear
+from radixrt.worker.model.scaled import Fp8Linear
 from tests.checkpoints import make_model
 from tests.gpu.test_models import SIZES, last_logits, load, median_errors
 from tests.worker.engine import Engine, prompts
@@ -26,7 +26,7 @@ def test_products_in_fp8(tmp_path, family, kind):
     narrow, wide = (load(folder, kv_cache_dtype="bfloat16", quantization=name) for name in ("auto", "none"))
     layers = narrow._model._layers
     products = [x for layer in layers for x in (*layer.heads.products, layer.output.product, *products_of(layer.mlp))]
-    assert sum(isinstance(x, ScaledLinear) for x in products) == KEPT.get(family, 16)
+    assert sum(isinstance(x, Fp8Linear) for x in products) == KEPT.get(family, 16)
     wrong, apart = median_errors(narrow, wide, prompts(5, 20, 900, vocab_size=4096))
     print(f"{family}, {kind}: {wrong:.2e} from the dequantized weights, {apart:.2e} by chunks")
     assert 1e-3 < wrong < 0.2 and apart < 1.5 * wrong

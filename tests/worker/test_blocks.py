@@ -50,7 +50,7 @@ def test_pages_and_states_are_those_of_the_layers_that_have_them(checkpoint):
     folder, _ = checkpoint("nemotron_h")
     runner, spec = load(folder, max_mamba_cache_size=7), read_spec(read_json(folder / "config.json"))
     assert spec.attention_layers == (2,) and spec.recurrent.layers == {0, 1, 3}
-    assert spec.blocks == ((0, 1), (2, None), (3, 4), (5, 6), (None, 7)) and spec.experts.layers == {2, 3}
+    assert spec.hybrid_layers == ((0, 1), (2, None), (3, 4), (5, 6), (None, 7)) and spec.experts.layers == {2, 3}
     assert runner.pool.nbytes == 4097 * spec.kv_elements * 4
     assert runner.num_states == 8 and runner.states.nbytes == 8 * spec.recurrent.state_bytes(4)
 
@@ -126,11 +126,11 @@ def test_shapes_without_kernels_on_a_gpu(checkpoint, tmp_path, monkeypatch):
 def test_an_mlp_alone_at_the_end_in_fp8(checkpoint):
     """Of some tokens it gives what it gives of all; its input is quantized."""
     spec = read_spec(read_json(checkpoint("nemotron_h")[0] / "config.json"))
-    assert spec.blocks[-1][0] is None
+    assert spec.hybrid_layers[-1][0] is None
     model = Decoder(spec, RandomWeights(0, torch.float32, torch.device("cpu"), Products.ALL))
     x, residual = torch.randn(2, 7, spec.hidden_size)
     last = model._layers[-1]
-    assert last.mlp.rounding is not None
+    assert last.mlp.fp8_scaling is not None
     x, at = last.attention_norm(residual, TorchOps()), torch.tensor([1, 6])
     assert torch.allclose(model.finish(x, residual.clone(), at), model.finish(x, residual.clone())[at], atol=1e-5)
 
@@ -152,6 +152,6 @@ def test_multipliers_are_rounded_once(checkpoint):
     stored = weights["model.layers.1.mamba.in_proj.weight"].bfloat16().float()
     sizes, factors = (96, 96, 24, 24, 4), (0.5, 1.5, 0.7, 1.3, 0.9)
     rows = torch.cat([torch.full((n,), 1.25 * factor) for n, factor in zip(sizes, factors, strict=True)])
-    assert torch.equal(layer.beside.projection.weight, (stored * rows[:, None]).bfloat16())
+    assert torch.equal(layer.parallel.projection.weight, (stored * rows[:, None]).bfloat16())
     stored = weights["model.layers.1.self_attn.k_proj.weight"].bfloat16().float()
     assert torch.equal(layer.heads.qkv.weight[64:96], (stored * torch.tensor(0.9 * 0.6)).bfloat16())

@@ -19,7 +19,7 @@ from radixrt.worker.model import read_spec, sparse
 from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.quantized import Products
-from radixrt.worker.model.scaled import ScaledLinear
+from radixrt.worker.model.scaled import Fp8Linear
 from radixrt.worker.pools import pool_tokens
 from radixrt.worker.scales import _Observer
 from tests.worker.engine import GREEDY, Engine, prompts
@@ -241,9 +241,9 @@ def test_blocks_of_fp8(tmp_path, wide):
     tokens = torch.arange(1, 20)
     kept, dequantized = decoder(Products.STORED), decoder(Products.NONE)
     for layer in kept._layers:
-        in_fp8 = [isinstance(x, ScaledLinear) for x in layer.heads.products]
+        in_fp8 = [isinstance(x, Fp8Linear) for x in layer.heads.products]
         assert in_fp8 == [True, True, wide != "wq_b", wide != "wk"]
-        assert layer.heads.rounding is None and layer.attention_norm.rounding is None
+        assert layer.heads.fp8_scaling is None and layer.attention_norm.fp8_scaling is None
     found, expected = (m.forward(tokens, tokens - 1, _Observer(m)) for m in (kept, dequantized))
     assert 1e-4 < float((found - expected).norm() / expected.norm()) < 0.4  # another expert, now and then
     x, (cos, sin) = torch.randn(30, 256), kept._positions.rotations(torch.arange(30), torch.float32)[0]

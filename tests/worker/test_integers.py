@@ -295,7 +295,7 @@ def test_multiplied_weights_are_dequantized(checkpoint, tmp_path):
     folder, _ = store(checkpoint("falcon_h1")[0], tmp_path, "w4a16", ("proj.weight",))
     (kept, _), (wide, _) = decoders(folder)
     for ours, theirs in zip(kept._layers, wide._layers, strict=True):
-        assert torch.equal(ours.beside.projection.weight, theirs.beside.projection.weight)
+        assert torch.equal(ours.parallel.projection.weight, theirs.parallel.projection.weight)
         assert torch.equal(ours.heads.qkv.weight, theirs.heads.qkv.weight)
 
 

@@ -25,7 +25,7 @@ from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.quantized import Products
 from radixrt.worker.model.random_weights import RandomWeights
 from radixrt.worker.model.rope import rotate
-from radixrt.worker.model.scaled import ScaledLinear
+from radixrt.worker.model.scaled import Fp8Linear
 from radixrt.worker.runner import TorchRunner
 from radixrt.worker.scales import choose_scales
 from tests.worker.engine import GREEDY, Engine, prompts
@@ -283,8 +283,8 @@ def test_blocks_of_fp8(tmp_path, q_rank):
     tokens = torch.arange(1, 20)
     kept, wide = decoder(Products.STORED), decoder(Products.NONE)
     for layer in kept._layers:
-        assert all(isinstance(x, ScaledLinear) for x in (*layer.heads.products, layer.output.product))
-    assert not kept.has_unquantized_experts and isinstance(kept._layers[1].mlp.shared.down, ScaledLinear)
+        assert all(isinstance(x, Fp8Linear) for x in (*layer.heads.products, layer.output.product))
+    assert not kept.has_unquantized_experts and isinstance(kept._layers[1].mlp.shared.down, Fp8Linear)
     for model in (kept, wide):
         assert torch.equal(model._layers[0].heads.ups.v.weight, wide._layers[0].heads.ups.v.weight)
     found, expected = (m.forward(tokens, tokens - 1, attend_plainly(spec.scale)) for m in (kept, wide))

@@ -23,7 +23,7 @@ from radixrt.worker.model.layers import Product
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.lora import LoraLinear, Rows, Stack, add_by_adapter
 from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import Scaled, ScaledLinear
+from radixrt.worker.model.scaled import Fp8Linear, Fp8Weight
 from radixrt.worker.plan import Runner
 from tests.adapters import DENSE, make_adapter, merged
 from tests.worker.engine import GREEDY, Engine, prompts
@@ -226,7 +226,7 @@ def bases(n: int, k: int) -> list[Product]:
     packed = Int4.of(torch.randint(0, 16, (n, k)), torch.rand(n, k // 32), None, torch.float16)
     return [
         Linear(weight, torch.randn(n)),
-        ScaledLinear(Scaled.of(weight), None, torch.float32, ops),
+        Fp8Linear(Fp8Weight.of(weight), None, torch.float32, ops),
         Int4Linear(packed, None, False, ops),
     ]
 
@@ -238,7 +238,7 @@ def test_what_adapters_add_is_beside_the_base(number):
     base, x, rows = bases(48, 64)[number], torch.randn(5, 64), Rows()
     stack = Stack(torch.randn(2, 32, 64), torch.randn(2, 48, 16), (32, 16))
     product = LoraLinear(base, stack, rows, TorchOps(), batch_invariant=False)
-    assert product.rounding is None and torch.equal(product(x), base(x)), "no row has an adapter"
+    assert product.fp8_scaling is None and torch.equal(product(x), base(x)), "no row has an adapter"
     rows.use(torch.tensor([0, -1, 1, 1, -1], dtype=torch.int32))
     delta = torch.zeros(5, 48)
     add_by_adapter(x, stack, rows, delta, 1.0, batch_invariant=False)

@@ -16,7 +16,7 @@ from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.int4 import Int4Linear
 from radixrt.worker.model.quantized import Products
-from radixrt.worker.model.scaled import ScaledLinear
+from radixrt.worker.model.scaled import Fp8Linear
 from radixrt.worker.scales import _states_of_one
 from tests.adapters import make_adapter, merged
 from tests.worker import test_integers as integers
@@ -124,7 +124,7 @@ def first_mixers(folder, read) -> list:
 
 @pytest.mark.parametrize("kind", scaled.KINDS)
 def test_parts_in_fp8(checkpoint, tmp_path, kind):
-    """Blocks that ranks would cut are dequantized."""
+    """HybridLayers that ranks would cut are dequantized."""
     scales, config = scaled.KINDS[kind]
     folder = scaled.store(checkpoint("bamba", **SIZES)[0], tmp_path / "fp8", scales, ("in_proj", "out_proj"), **config)
 
@@ -134,8 +134,8 @@ def test_parts_in_fp8(checkpoint, tmp_path, kind):
 
     (whole, back), *ranks = first_mixers(folder, read)
     for rank, (own, own_back) in enumerate(ranks):
-        assert isinstance(own_back, ScaledLinear) and isinstance(own, ScaledLinear) == (kind != "blocks")
-        weight = own.weight.dequantized() if isinstance(own, ScaledLinear) else own.weight
+        assert isinstance(own_back, Fp8Linear) and isinstance(own, Fp8Linear) == (kind != "blocks")
+        weight = own.weight.dequantized() if isinstance(own, Fp8Linear) else own.weight
         assert torch.equal(weight, parts(whole.weight.dequantized(), rank))
         assert torch.equal(own_back.weight.dequantized(), back.weight.dequantized().chunk(2, 1)[rank])
 

@@ -9,7 +9,7 @@ from radixrt.worker.model.layers import NoNorm, Output
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.mlp import Mlp, SharedMlp
 from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import Scaled, ScaledLinear
+from radixrt.worker.model.scaled import Fp8Linear, Fp8Weight
 
 
 class Fused(TorchOps):
@@ -64,7 +64,7 @@ def test_what_one_kernel_does_not_do(gate_up):
 
 def test_what_is_rounded_next_is_gated_by_the_kernel_that_rounds():
     ops = Fused()
-    down = ScaledLinear(Scaled.of(torch.randn(8, 16)), None, torch.float32, ops)
+    down = Fp8Linear(Fp8Weight.of(torch.randn(8, 16)), None, torch.float32, ops)
     x, residual = torch.randn(2, 5, 8)
     Mlp(linear(32, 8, ops), Output(down, None, 0), "silu").add(x, residual, NoNorm(), ops)
     assert ops.asked == 0

@@ -25,11 +25,11 @@ from radixrt.worker.model.scaled import (
     FP8,
     LIMIT,
     MAX_COLUMNS,
-    Rounding,
-    Scaled,
-    ScaledLinear,
-    concatenate_scaled,
-    rounded,
+    Fp8Linear,
+    Fp8Scaling,
+    Fp8Weight,
+    concatenate_fp8,
+    quantize_activations,
 )
 from tests.checkpoints import make_model
 
@@ -50,58 +50,58 @@ def spread(size: tuple[int, int]) -> torch.Tensor:
 # ---------------------------------------------------------------- rounding
 
 
-@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
 @pytest.mark.parametrize("columns", [64, 128, 300])
-def test_each_value_is_within_half_a_step(rounding, columns):
+def test_each_value_is_within_half_a_step(fp8_scaling, columns):
     x = spread((7, columns))
-    found = rounded(x, rounding)
-    groups = -(-columns // BLOCK) if rounding is Rounding.BLOCKS else 1
+    found = quantize_activations(x, fp8_scaling)
+    groups = -(-columns // BLOCK) if fp8_scaling is Fp8Scaling.BLOCKS else 1
     assert found.values.shape == x.shape and found.scales.shape == (7, groups)
     each = found.scales.repeat_interleave(BLOCK if groups > 1 else columns, 1)[:, :columns]
     assert ((found.dequantized() - x).abs() <= STEP * x.abs() + each * 2**-10).all()
     for group in range(groups):
-        part = slice(group * BLOCK, (group + 1) * BLOCK) if rounding is Rounding.BLOCKS else slice(None)
+        part = slice(group * BLOCK, (group + 1) * BLOCK) if fp8_scaling is Fp8Scaling.BLOCKS else slice(None)
         assert (found.values[:, part].float().abs().amax(1) == LIMIT).all()
 
 
 def test_zeros_stay_zeros_and_nan_stays_nan():
     x = torch.zeros(3, 256)
     x[1, 7], x[2, 9] = torch.nan, torch.inf
-    for rounding in Rounding:
-        found = rounded(x, rounding).dequantized()
+    for fp8_scaling in Fp8Scaling:
+        found = quantize_activations(x, fp8_scaling).dequantized()
         assert (found[0] == 0).all()
         assert found[1].isnan().any() and found[2].isnan().any()
 
 
 def test_weights_side_by_side():
-    rows = [Scaled.of(spread((n, 64))) for n in (16, 48)]
-    assert torch.equal(concatenate_scaled(rows).dequantized(), torch.cat([part.dequantized() for part in rows]))
+    rows = [Fp8Weight.of(spread((n, 64))) for n in (16, 48)]
+    assert torch.equal(concatenate_fp8(rows).dequantized(), torch.cat([part.dequantized() for part in rows]))
     blocks = [
-        Scaled.by_blocks(spread((n, 256)).clamp(-LIMIT, LIMIT).to(FP8), torch.rand(-(-n // BLOCK), 2))
+        Fp8Weight.by_blocks(spread((n, 256)).clamp(-LIMIT, LIMIT).to(FP8), torch.rand(-(-n // BLOCK), 2))
         for n in (128, 256, 144)
     ]
-    whole = concatenate_scaled(blocks)
+    whole = concatenate_fp8(blocks)
     assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in blocks]))
     assert whole.scales.shape == (5, 4), "cuBLASLt wants a multiple of four"
-    assert concatenate_scaled(blocks[::-1]) is None, "144 rows end within a block"
-    assert concatenate_scaled([Scaled.of(spread((16, 256))), blocks[0]]) is None
-    assert concatenate_scaled([Scaled.of(spread((24, 64)))]) is None, "24 rows"
-    assert concatenate_scaled([Scaled.of(spread((16, 72)))]) is None, "72 columns"
-    assert concatenate_scaled([Scaled.of(torch.ones(16, MAX_COLUMNS + 16))]) is None
+    assert concatenate_fp8(blocks[::-1]) is None, "144 rows end within a block"
+    assert concatenate_fp8([Fp8Weight.of(spread((16, 256))), blocks[0]]) is None
+    assert concatenate_fp8([Fp8Weight.of(spread((24, 64)))]) is None, "24 rows"
+    assert concatenate_fp8([Fp8Weight.of(spread((16, 72)))]) is None, "72 columns"
+    assert concatenate_fp8([Fp8Weight.of(torch.ones(16, MAX_COLUMNS + 16))]) is None
 
 
 def test_the_reference_of_a_product():
     x, weight, bias, residual = torch.randn(5, 256), 0.02 * torch.randn(48, 256), torch.randn(48), torch.randn(5, 48)
     expected = x @ weight.t() + bias
-    known = Scaled.of(weight)
+    known = Fp8Weight.of(weight)
     found = TorchOps.scaled(x, known, bias, torch.float32)
     assert 1e-3 < error(found, expected) < 0.05
-    again = TorchOps.scaled(rounded(x, Rounding.ROWS), known, bias, torch.float32)
+    again = TorchOps.scaled(quantize_activations(x, Fp8Scaling.ROWS), known, bias, torch.float32)
     assert torch.equal(found, again)
     before = residual.clone()
     assert TorchOps.scaled(x, known, bias, torch.float32, residual) is residual
     assert torch.allclose(residual, before + found)
-    ScaledLinear(known, bias, torch.float32, TorchOps()).add(x, before, 0.3)
+    Fp8Linear(known, bias, torch.float32, TorchOps()).add(x, before, 0.3)
     assert torch.allclose(before, residual - 0.7 * found, atol=1e-5)
 
 
@@ -186,8 +186,8 @@ def test_what_is_stored_in_fp8_is_multiplied_so(plain, tmp_path, kind):
     folder = store(plain, tmp_path / "fp8", scales, **config)
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
     for kept, dequantized in zip(products_of(stored), products_of(wide), strict=True):
-        assert isinstance(kept, ScaledLinear) and isinstance(dequantized, Linear)
-        assert kept.weight.rounding is (Rounding.BLOCKS if kind == "blocks" else Rounding.ROWS)
+        assert isinstance(kept, Fp8Linear) and isinstance(dequantized, Linear)
+        assert kept.weight.fp8_scaling is (Fp8Scaling.BLOCKS if kind == "blocks" else Fp8Scaling.ROWS)
         assert torch.equal(kept.weight.dequantized(), dequantized.weight)
         assert (kept.bias is None) == (dequantized.bias is None)
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
@@ -197,7 +197,7 @@ def test_what_is_stored_in_fp8_is_multiplied_so(plain, tmp_path, kind):
 def test_families_whose_matrices_are_stored_together_or_have_other_norms_or_factors(checkpoint, tmp_path, family):
     folder = store(checkpoint(family, **SIZES)[0], tmp_path / "fp8", of_blocks, weight_block_size=[BLOCK, BLOCK])
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
-    assert all(isinstance(kept, ScaledLinear) for kept in products_of(stored))
+    assert all(isinstance(kept, Fp8Linear) for kept in products_of(stored))
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
 
 
@@ -209,18 +209,18 @@ def test_an_mlp_without_a_gate(checkpoint, tmp_path, kind):
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
     assert stored.is_fp8 and not wide.is_fp8
     for layer in stored._layers:
-        assert isinstance(layer.mlp.up, ScaledLinear) and isinstance(layer.mlp.down.product, ScaledLinear)
+        assert isinstance(layer.mlp.up, Fp8Linear) and isinstance(layer.mlp.down.product, Fp8Linear)
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_heads_that_are_turned_otherwise_take_their_scales_along(checkpoint, tmp_path, kind):
-    """Blocks would come apart."""
+    """HybridLayers would come apart."""
     scales, config = KINDS[kind]
     folder = store(checkpoint("glm4", **SIZES)[0], tmp_path / "fp8", scales, **config)
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
     for kept, dequantized in zip(products_of(stored)[::4], products_of(wide)[::4], strict=True):
-        assert isinstance(kept, Linear if kind == "blocks" else ScaledLinear)
+        assert isinstance(kept, Linear if kind == "blocks" else Fp8Linear)
         weight = kept.weight if kind == "blocks" else kept.weight.dequantized()
         assert torch.equal(weight, dequantized.weight) and torch.equal(kept.bias, dequantized.bias)
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
@@ -245,15 +245,15 @@ def test_rows_of_queries_and_gates_that_are_stored_head_by_head_take_their_scale
         pairs = [(kept.output.product, dequantized.output.product)]
         if dequantized.gate is None:
             pairs.append((kept.heads.qkvz, dequantized.heads.qkvz))
-            assert isinstance(kept.heads.ba, Linear) and kept.heads.rounding is None
+            assert isinstance(kept.heads.ba, Linear) and kept.heads.fp8_scaling is None
         else:
             pairs += [(kept.heads.qkv, dequantized.heads.qkv), (kept.gate.product, dequantized.gate.product)]
         for one, other in pairs:
-            assert isinstance(one, ScaledLinear) and torch.equal(one.weight.dequantized(), other.weight)
+            assert isinstance(one, Fp8Linear) and torch.equal(one.weight.dequantized(), other.weight)
 
 
 def test_rows_that_are_no_whole_blocks_are_not_picked():
-    weight = Scaled.by_blocks(torch.randn(512, 128).to(FP8), torch.rand(4, 1))
+    weight = Fp8Weight.by_blocks(torch.randn(512, 128).to(FP8), torch.rand(4, 1))
     whole = torch.arange(256, 384)
     assert torch.equal(weight.picked(whole).dequantized(), weight.dequantized()[whole])
     for order in (whole.flip(0), whole + 64, whole[:64], torch.arange(0, 256, 2)):
@@ -274,7 +274,7 @@ def test_as_many_blocks_as_rows_are_blocks():
     """As every weight of 16,384 columns has."""
     weight, scale = torch.ones(256, 128 * BLOCK).to(FP8), torch.rand(2, 128)
     found = read_scaled("down_proj", weight, scale, (BLOCK, BLOCK))
-    assert found is not None and found.rounding is Rounding.BLOCKS
+    assert found is not None and found.fp8_scaling is Fp8Scaling.BLOCKS
     wide = dequantize("down_proj", weight, scale, (BLOCK, BLOCK), torch.float32)
     assert torch.equal(wide[::BLOCK, ::BLOCK], scale) and torch.equal(found.dequantized(), wide)
 
@@ -283,9 +283,9 @@ def test_only_what_is_stored_in_fp8_unless_all_is_asked_for(plain, tmp_path):
     folder = store(plain, tmp_path / "fp8", of_rows, names=("gate_proj", "up_proj", "o_proj", "q_proj"))
     stored, everything = decoder(folder, Products.STORED), decoder(folder, Products.ALL)
     kept = [False, True, True, False] * 2  # of q, k and v only q is in FP8
-    assert [isinstance(x, ScaledLinear) for x in products_of(stored)] == kept
-    assert all(isinstance(x, ScaledLinear) for x in products_of(everything))
-    assert not isinstance(stored._head, ScaledLinear) and not isinstance(everything._head, ScaledLinear)
+    assert [isinstance(x, Fp8Linear) for x in products_of(stored)] == kept
+    assert all(isinstance(x, Fp8Linear) for x in products_of(everything))
+    assert not isinstance(stored._head, Fp8Linear) and not isinstance(everything._head, Fp8Linear)
     assert error(logits(everything), logits(stored)) < 0.2
     assert all(isinstance(x, Linear) for x in products_of(decoder(plain, Products.STORED)))
 

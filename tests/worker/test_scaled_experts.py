@@ -15,56 +15,56 @@ from radixrt.worker.model.moe import Experts, ScaledStack
 from radixrt.worker.model.ops import TorchOps
 from radixrt.worker.model.quantized import Products
 from radixrt.worker.model.random_weights import RandomWeights
-from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounding, Scaled, rounded
+from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Fp8Scaling, Fp8Weight, quantize_activations
 from tests.checkpoints import make_model
 from tests.worker.test_scaled import CPU, KINDS, decoder, error, logits, of_blocks, of_rows, of_tensor, store
 
 COUNT, CHOSEN, HIDDEN, INNER = 5, 2, 192, 128
 
 
-def weight_of(rounding: Rounding, rows: int, columns: int) -> Scaled:
+def weight_of(fp8_scaling: Fp8Scaling, rows: int, columns: int) -> Fp8Weight:
     """Of rows that are very different, and blocks that are."""
     wide = 0.1 * torch.randn(rows, columns) * torch.logspace(-1, 1, rows)[:, None]
-    if rounding is Rounding.ROWS:
-        return Scaled.of(wide)
+    if fp8_scaling is Fp8Scaling.ROWS:
+        return Fp8Weight.of(wide)
     scales = 0.001 + torch.rand(-(-rows // BLOCK), -(-columns // BLOCK))
-    return Scaled.by_blocks((100 * wide).clamp(-LIMIT, LIMIT).to(FP8), scales)
+    return Fp8Weight.by_blocks((100 * wide).clamp(-LIMIT, LIMIT).to(FP8), scales)
 
 
-def stack_of(rounding: Rounding, rows: int, columns: int) -> ScaledStack:
-    weights = [weight_of(rounding, rows, columns) for _ in range(COUNT)]
+def stack_of(fp8_scaling: Fp8Scaling, rows: int, columns: int) -> ScaledStack:
+    weights = [weight_of(fp8_scaling, rows, columns) for _ in range(COUNT)]
     stack = ScaledStack.like(weights[0], COUNT)
     assert all([stack.put(number, weight) for number, weight in enumerate(weights)])
     return stack
 
 
-def experts_of(rounding: Rounding) -> Experts:
-    gate_up, down = stack_of(rounding, 2 * INNER, HIDDEN), stack_of(rounding, HIDDEN, INNER)
+def experts_of(fp8_scaling: Fp8Scaling) -> Experts:
+    gate_up, down = stack_of(fp8_scaling, 2 * INNER, HIDDEN), stack_of(fp8_scaling, HIDDEN, INNER)
     return Experts(Linear(torch.randn(COUNT, HIDDEN)), gate_up, down, CHOSEN, True, "silu", False)
 
 
 # ---------------------------------------------------------------- the reference
 
 
-@pytest.mark.parametrize("rounding", Rounding)
-def test_a_stack_holds_what_is_put_into_it(rounding):
-    weights = [weight_of(rounding, 256, HIDDEN) for _ in range(2)]
+@pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
+def test_a_stack_holds_what_is_put_into_it(fp8_scaling):
+    weights = [weight_of(fp8_scaling, 256, HIDDEN) for _ in range(2)]
     stack = ScaledStack.like(weights[0], 2)
     assert stack.put(1, weights[1]) and stack.put(0, weights[0])
     assert len(stack) == 2 and stack.numel() == 2 * 256 * HIDDEN
     assert stack.nbytes == sum(weight.values.nbytes + weight.scales.nbytes for weight in weights)
     for number, weight in enumerate(weights):
         assert torch.equal(stack[number].dequantized(), weight.dequantized())
-    other = Rounding.BLOCKS if rounding is Rounding.ROWS else Rounding.ROWS
+    other = Fp8Scaling.BLOCKS if fp8_scaling is Fp8Scaling.ROWS else Fp8Scaling.ROWS
     assert not stack.put(0, weight_of(other, 256, HIDDEN))
     assert torch.equal(stack[0].dequantized(), weights[0].dequantized())
 
 
-@pytest.mark.parametrize("rounding", Rounding)
-def test_the_reference_rounds_what_goes_into_each_product(rounding):
+@pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
+def test_the_reference_rounds_what_goes_into_each_product(fp8_scaling):
     """Before the first and before the second, and not what goes to the router."""
     torch.manual_seed(0)
-    experts = experts_of(rounding)
+    experts = experts_of(fp8_scaling)
     x, residual = torch.randn(7, HIDDEN) * torch.logspace(-1, 1, 7)[:, None], torch.randn(7, HIDDEN)
     found = residual.clone()
     experts.one_by_one(x, found, TorchOps())
@@ -76,8 +76,10 @@ def test_the_reference_rounds_what_goes_into_each_product(rounding):
             gate_up, down = experts.gate_up[number].dequantized(), experts.down[number].dequantized()
             gate, up = (gate_up @ x[token]).chunk(2)
             exact[token] += share * (down @ (F.silu(gate) * up))
-            gate, up = (gate_up @ rounded(x[token : token + 1], rounding).dequantized()[0]).chunk(2)
-            expected[token] += share * (down @ rounded((F.silu(gate) * up)[None], rounding).dequantized()[0])
+            gate, up = (gate_up @ quantize_activations(x[token : token + 1], fp8_scaling).dequantized()[0]).chunk(2)
+            expected[token] += share * (
+                down @ quantize_activations((F.silu(gate) * up)[None], fp8_scaling).dequantized()[0]
+            )
     assert error(found - residual, expected - residual) < 1e-4
     assert 1e-2 < error(found - residual, exact - residual) < 0.06
 
@@ -122,7 +124,7 @@ def test_what_is_stored_in_fp8_stays_so(plain, tmp_path, kind):
         assert isinstance(kept.router, Linear) and torch.equal(kept.router.weight, dequantized.router.weight)
         for name in ("gate_up", "down"):
             weights, exact = getattr(kept, name), getattr(dequantized, name)
-            assert weights.rounding is (Rounding.BLOCKS if kind == "blocks" else Rounding.ROWS)
+            assert weights.fp8_scaling is (Fp8Scaling.BLOCKS if kind == "blocks" else Fp8Scaling.ROWS)
             assert len(weights) == len(exact) and weights.numel() == exact.numel()
             for number, weight in enumerate(exact):
                 assert torch.equal(weights[number].dequantized(), weight)
@@ -137,7 +139,7 @@ def test_all_of_them_are_rounded_where_that_is_asked_for(plain):
         for name in ("gate_up", "down"):
             weights = getattr(rounded_, name)
             for number, weight in enumerate(getattr(exact, name)):
-                assert torch.equal(weights[number].dequantized(), Scaled.of(weight).dequantized())
+                assert torch.equal(weights[number].dequantized(), Fp8Weight.of(weight).dequantized())
     assert 1e-4 < error(logits(narrow), logits(stored)) < 0.2
 
 
@@ -158,8 +160,8 @@ def test_gate_and_up_may_have_other_scales_than_down(plain, tmp_path):
     folder = store(plain, tmp_path / "fp8", some_by_rows, ("experts",), weight_block_size=[BLOCK, BLOCK])
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)
     assert are_narrow(stored)
-    kinds = {(mlp.gate_up.rounding, mlp.down.rounding) for mlp in mixtures(stored)}
-    assert kinds == {(Rounding.BLOCKS, Rounding.ROWS)}
+    kinds = {(mlp.gate_up.fp8_scaling, mlp.down.fp8_scaling) for mlp in mixtures(stored)}
+    assert kinds == {(Fp8Scaling.BLOCKS, Fp8Scaling.ROWS)}
     assert 1e-4 < error(logits(stored), logits(wide)) < 0.1
 
 

@@ -21,7 +21,7 @@ from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.chunks import Pages
 from radixrt.worker.cuda.decodes import Cuts, DecodeWork, Lists, Room
 from radixrt.worker.cuda.delta_step import DeltaStep, PackedRuns
-from radixrt.worker.cuda.layer_kinds import LayerKinds, MixedAttention, Works
+from radixrt.worker.cuda.layer_kinds import AttentionGroups, MixedAttention, Works
 from radixrt.worker.cuda.predicting import INTEGERS as REQUEST_INTEGERS
 from radixrt.worker.cuda.predicting import MOST_REQUESTS, Predicting
 from radixrt.worker.cuda.staging import PackedArray, Packer
@@ -81,7 +81,7 @@ class DecodeGraphs:
     All use the same buffers for partial results and for logits."""
 
     def __init__(
-        self, model: Decoder, pages: Callable[[int], Pages], kinds: LayerKinds, last_tokens: LastTokens,
+        self, model: Decoder, pages: Callable[[int], Pages], kinds: AttentionGroups, last_tokens: LastTokens,
         table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool, states: StatePool | None, by_tokens: bool,
         predicting: Predicting | None = None,
     ) -> None:  # fmt: skip

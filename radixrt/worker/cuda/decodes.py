@@ -60,7 +60,7 @@ class SharedPrefixes:
         if not 0 < total <= self.keys:
             return 0
         goal, time = self.chip.cut(queries, keys)
-        plain = SLOWER * int((queries * keys).sum()) * self.chip.heads / (FA3_QUERIES * self.chip.processors)
+        plain = SLOWER * int((queries * keys).sum()) * self.chip.heads / (FA3_QUERIES * self.chip.num_sms)
         return goal if time + GATHER * total + LAUNCHES < plain else 0
 
 

@@ -24,7 +24,7 @@ from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.layers import Product
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.scaled import Rounded
+from radixrt.worker.model.scaled import Fp8Activations
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.plan import Plan, StateWork
 
@@ -174,7 +174,7 @@ class DeltaStep:
         aligned = pool.convs[0, 0].nbytes % 16 == 0
         self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
 
-    def __call__(self, number: int, net: Net, x: torch.Tensor | Rounded) -> torch.Tensor:
+    def __call__(self, number: int, net: Net, x: torch.Tensor | Fp8Activations) -> torch.Tensor:
         projected = tuple(product(x) for product in products(net))
         shape = net.conv.shape[:1] if isinstance(net, ShortConv) else result_shape(net.spec)
         out = projected[0].new_empty((len(projected[0]), *shape))

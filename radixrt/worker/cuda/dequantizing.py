@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.expanding import by_instructions, expanded, load_facts
+from radixrt.worker.cuda.expanding import by_instructions, load_facts, unpack_int4
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.products import ALIGNED
 from radixrt.worker.model.int4 import MIDDLE, WORDS, Int4
@@ -35,7 +35,7 @@ def _dequantize_kernel(
     w = tl.load(values_ptr + (block * columns + at)[:, None] * WORDS + i[None, :])
     facts = load_facts(facts_ptr + block * columns * FACTS + at, columns, GROUPS, ZEROS)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
+    w0, w1, w2, w3, w4, w5, w6, w7 = unpack_int4(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
     k = block * WORDS * 8 + i
     to = out_ptr + row.to(tl.int64)[:, None] * depth + k[None, :]
     tl.store(to, w0, mask=real[:, None] & (k < depth)[None, :])

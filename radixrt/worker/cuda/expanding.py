@@ -97,7 +97,7 @@ def _value(
 
 
 @triton.jit
-def expanded(
+def unpack_int4(
     w, facts, dtype: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr, BITS: tl.constexpr, MIDDLE: tl.constexpr
 ):  # fmt: skip
     """The weights of words w[N, WORDS], with `load_facts` [N]: 8 slices [N, WORDS], of the block's first WORDS columns,

@@ -37,7 +37,7 @@ from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.expert_spec import ExpertsSpec
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.mxfp4 import PackedStack
-from radixrt.worker.model.scaled import Rounded, Rounding
+from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling
 from radixrt.worker.model.spec import SQUARED_RELU
 
 # ---------------------------------------------------------------- products
@@ -336,12 +336,12 @@ def _hopper(device: torch.device) -> ModuleType | None:
 
 
 def _begin(
-    experts: Experts, logits: Logits, rows: int, x: torch.Tensor, rounding: Rounding | None
-) -> tuple[torch.Tensor, Order, Rounded | None]:
+    experts: Experts, logits: Logits, rows: int, x: torch.Tensor, fp8_scaling: Fp8Scaling | None
+) -> tuple[torch.Tensor, Order, Fp8Activations | None]:
     if isinstance(logits, tuple):
         return *logits, None
     kind = experts.routing
-    return routing.begin(logits, experts.top_k, _normalized(experts), rows, x, rounding, kind, experts.bias)
+    return routing.begin(logits, experts.top_k, _normalized(experts), rows, x, fp8_scaling, kind, experts.bias)
 
 
 def _combine(
@@ -378,12 +378,12 @@ def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
 def _add_scaled(experts: Experts, logits: Logits, x: torch.Tensor, residual: torch.Tensor, tile: Tile) -> None:
     """As `add`, for experts in FP8, which have no biases."""
     gate_up, down = experts.gate_up, experts.down
-    weights, order, known = _begin(experts, logits, tile.rows, x, gate_up.rounding)
+    weights, order, known = _begin(experts, logits, tile.rows, x, gate_up.fp8_scaling)
     inner = scaled_experts.product(known, order, gate_up, tile, x.dtype, of_tokens=True)
     if experts.activation == SQUARED_RELU:
-        inner = kernels.squared_relu(inner, down.rounding)
+        inner = kernels.squared_relu(inner, down.fp8_scaling)
     else:
-        inner = kernels.gate(inner, experts.activation, down.rounding)
+        inner = kernels.gate(inner, experts.activation, down.fp8_scaling)
     _combine(experts, scaled_experts.product(inner, order, down, tile, x.dtype), weights, order, residual)
 
 

@@ -30,7 +30,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from radixrt.worker.cuda import kernels, launching
 from radixrt.worker.cuda.hopper_experts import place
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
-from radixrt.worker.cuda.products import TILE, processors
+from radixrt.worker.cuda.products import TILE, num_sms
 from radixrt.worker.cuda.warpgroups import agrees, copy, copy_back
 
 ROWS, PART = TILE
@@ -143,7 +143,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Ten
         for tensor, box in ((x, [ROWS, DEPTH]), (weight, [PART, DEPTH]), (out, [ROWS // 2, PART]))
     )
     launching.launch(
-        _gated_specialised, (min(processors(x.device), tiles * blocks),), None,
+        _gated_specialised, (min(num_sms(x.device), tiles * blocks),), None,
         x_there, w_there, out_there, tiles, blocks, columns, depth, ACTIVATIONS[activation], ROWS, PART, DEPTH, STAGES,
         GROUP, MULTIPLY_REGISTERS, FEED_REGISTERS, num_warps=4,
     )  # fmt: skip

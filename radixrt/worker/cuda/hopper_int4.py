@@ -37,7 +37,7 @@ from radixrt.worker.cuda.expanding import LESS, LESS16, expansion, load_facts, o
 from radixrt.worker.cuda.hopper_experts import place
 from radixrt.worker.cuda.int4 import drawn
 from radixrt.worker.cuda.launching import KernelCache
-from radixrt.worker.cuda.products import processors
+from radixrt.worker.cuda.products import num_sms
 from radixrt.worker.cuda.warpgroups import agrees, copy, copy_back
 from radixrt.worker.model.int4 import MIDDLE, WIDTH, WORDS, Int4
 
@@ -358,7 +358,7 @@ def multiply(
         given = x.device, x.dtype, more.dtype, columns, blocks
         cache = _kernel_caches.setdefault((*given, *kinds), {})
     launching.launch(
-        _product_specialised, (min(programs or processors(x.device), tiles * across * splits), 1, 1), cache,
+        _product_specialised, (min(programs or num_sms(x.device), tiles * across * splits), 1, 1), cache,
         *described, weight.facts, more, sums, counts, tiles, splits, across, columns, blocks, *kinds, num_warps=4,
     )  # fmt: skip
 

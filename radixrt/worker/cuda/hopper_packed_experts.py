@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from radixrt.worker.cuda import kernels, launching, packed_experts, routing
 from radixrt.worker.cuda.hopper_experts import place
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
-from radixrt.worker.cuda.products import processors
+from radixrt.worker.cuda.products import num_sms
 from radixrt.worker.cuda.routing import TILE_FIELDS
 from radixrt.worker.cuda.warpgroups import agrees, copy
 from radixrt.worker.model.mxfp4 import WIDTH, WORDS, PackedStack
@@ -334,7 +334,7 @@ def product(
     there = (TensorDescriptor(t, [*t.shape], [*t.stride()], box, layout) for t, box, layout in boxes)
     act = ACTIVATIONS.get(activation or "", 0)
     launching.launch(
-        _product_specialised, (min(processors(x.device), tiles * across),), None,
+        _product_specialised, (min(num_sms(x.device), tiles * across),), None,
         *there, order.tiles, x if bias is None else bias, out, tiles, across, columns, blocks,
         weight.before, gate, bias is not None, act, _stored(32 if gate else 64, kind.rows),
         kind.rows, kind.stages, WIDTH, HALF_ROWS, GROUP, TILE_FIELDS, MULTIPLY_REGISTERS, FEED_REGISTERS, num_warps=4,

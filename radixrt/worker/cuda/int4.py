@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.dequantizing import by_torch
-from radixrt.worker.cuda.expanding import by_instructions, expanded, load_facts
+from radixrt.worker.cuda.expanding import by_instructions, load_facts, unpack_int4
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
-from radixrt.worker.cuda.products import ALIGNED, Tile, _ask, of_hopper, processors
+from radixrt.worker.cuda.products import ALIGNED, Tile, _ask, num_sms, of_hopper
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.int4 import MIDDLE, WIDTH, WORDS, Int4
 
@@ -115,7 +115,7 @@ def _product_kernel(
         x5 = _slice(x_at + WORDS * 5, wanted, k + WORDS * 5, depth, WHOLE)
         x6 = _slice(x_at + WORDS * 6, wanted, k + WORDS * 6, depth, WHOLE)
         x7 = _slice(x_at + WORDS * 7, wanted, k + WORDS * 7, depth, WHOLE)
-        w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
+        w0, w1, w2, w3, w4, w5, w6, w7 = unpack_int4(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
         acc = tl.dot(w0, x0, acc, input_precision="ieee")
         acc = tl.dot(w1, x1, acc, input_precision="ieee")
         acc = tl.dot(w2, x2, acc, input_precision="ieee")
@@ -212,11 +212,11 @@ def plan_for(rows: int, columns: int, depth: int, device: torch.device) -> tuple
     if rows > MOST_ROWS or (rows > MANY.rows and columns * depth < FEWEST_WEIGHTS):
         return None
     tile = next((tile for tile in (FEW, SOME, MANY) if rows <= tile.rows), LARGE)
-    if tile is MANY and triton.cdiv(columns, WIDE.columns) >= processors(device):
+    if tile is MANY and triton.cdiv(columns, WIDE.columns) >= num_sms(device):
         tile = WIDE
     tiles = triton.cdiv(columns, tile.columns) * triton.cdiv(rows, tile.rows)
     splits = MOST_SPLITS if tiles <= MOST_TILES else 1
-    while splits > 1 and (tiles * splits > PROGRAMS[tile] * processors(device) or depth < splits * LEAST * WIDTH):
+    while splits > 1 and (tiles * splits > PROGRAMS[tile] * num_sms(device) or depth < splits * LEAST * WIDTH):
         splits //= 2
     return tile, splits
 
@@ -237,7 +237,7 @@ def int4_linear(
         return out.add_(result) if add else out.copy_(result)
     kernel = None if batch_invariant else hopper_kernel(len(x), x.device, x.dtype)
     if kernel is not None and kernel.fits(x, weight, out):
-        kernel.multiply(x, weight, out, *kernel.plan(len(x), *weight.shape, processors(x.device)), bias=bias, add=add)
+        kernel.multiply(x, weight, out, *kernel.plan(len(x), *weight.shape, num_sms(x.device)), bias=bias, add=add)
     elif found is None:
         by_torch(x, weight, out, bias=bias, add=add)
     else:

@@ -19,7 +19,7 @@ import triton.language as tl
 from radixrt.worker.cuda import attend, variants
 from radixrt.worker.cuda.attend import Scratch
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import STREAMED, Tile, multiply, processors, streaming
+from radixrt.worker.cuda.products import STREAMED, Tile, multiply, num_sms, streaming
 from radixrt.worker.cuda.variants import Shape, Variant
 from radixrt.worker.cuda.work import make_items, sequence_tiles
 
@@ -99,7 +99,7 @@ def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
     for few in STREAMED:
         if rows <= few and _streaming(few, x) in tiles:
             return streaming(few, columns, x.itemsize, x.device)
-    wanted = 0.9 * processors(x.device)
+    wanted = 0.9 * num_sms(x.device)
     fitting = [tile for tile in TILES if tile in tiles and (tile.rows < 2 * rows or tile.rows == REFERENCE.rows)]
     for tile in fitting:
         if triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= wanted:

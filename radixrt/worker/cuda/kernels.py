@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
-from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
-from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
+from radixrt.worker.cuda.rounding import launch_sizes, room, store_fp8
+from radixrt.worker.model.scaled import LIMIT, Fp8Activations, Fp8Scaling
 from radixrt.worker.model.spec import CLAMPED_SWIGLU
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
@@ -38,7 +38,7 @@ def _norm_kernel(
         x += tl.load(bias_ptr + i, mask=inside, other=0.0).to(tl.float32)
     x = x.to(dtype)
     if GROUP > 0:
-        store_rounded(x.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
+        store_fp8(x.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
     else:
         tl.store(out_ptr + row * size + i, x, mask=inside)
 
@@ -47,18 +47,18 @@ def norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    rounding: Rounding | None = None,
+    fp8_scaling: Fp8Scaling | None = None,
     centered: bool = False,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor | Rounded:
+) -> torch.Tensor | Fp8Activations:
     """RMSNorm of x[T, H], after subtracting the mean if `centered`, times a weight in the dtype of x or float32, maybe
-    plus a bias; with a `rounding`, quantized to FP8."""
+    plus a bias; with a `fp8_scaling`, quantized to FP8."""
     rows, size = x.shape
-    group, block, warps = launch_sizes(size, rounding)
-    if rounding is None:
+    group, block, warps = launch_sizes(size, fp8_scaling)
+    if fp8_scaling is None:
         found, values, scales, stride = (values := torch.empty_like(x)), values, values, 0
     else:
-        found = room(rows, size, rounding, x.device)
+        found = room(rows, size, fp8_scaling, x.device)
         values, scales, stride = found.values, found.scales, found.scales.stride(1)
     launch(_norm_kernel, (rows,), None, x, weight, weight if bias is None else bias, values, scales, eps, size, stride,
            group, LIMIT, block, centered, bias is not None, num_warps=warps)  # fmt: skip
@@ -110,24 +110,24 @@ def _gate_kernel(
     up = tl.load(up_ptr + row * up_stride + i, mask=inside, other=0.0).to(tl.float32)
     out = gated(gate, up, ACTIVATION).to(x_ptr.dtype.element_ty)
     if GROUP > 0:
-        store_rounded(out.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
+        store_fp8(out.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
     else:
         tl.store(out_ptr + row * size + i, out, mask=inside)
 
 
 def gate(
-    x: torch.Tensor, activation: str, rounding: Rounding | None = None, up: torch.Tensor | None = None
-) -> torch.Tensor | Rounded:  # fmt: skip
-    """act(first half) * second half of x[T, 2 I], or act(x) * up of x[T, I] and up[T, I]: [T, I]; with a `rounding`,
+    x: torch.Tensor, activation: str, fp8_scaling: Fp8Scaling | None = None, up: torch.Tensor | None = None
+) -> torch.Tensor | Fp8Activations:  # fmt: skip
+    """act(first half) * second half of x[T, 2 I], or act(x) * up of x[T, I] and up[T, I]: [T, I]; with a `fp8_scaling`,
     quantized to FP8."""
     x, up = x.chunk(2, dim=1) if up is None else (x, up)
     rows, size = x.shape
-    if rounding is None:
+    if fp8_scaling is None:
         group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
         found, values, scales, stride = (values := x.new_empty((rows, size))), values, values, 0
     else:
-        group, block, warps = launch_sizes(size, rounding)
-        found = room(rows, size, rounding, x.device)
+        group, block, warps = launch_sizes(size, fp8_scaling)
+        found = room(rows, size, fp8_scaling, x.device)
         values, scales, stride = found.values, found.scales, found.scales.stride(1)
     launch(
         _gate_kernel, (rows, triton.cdiv(size, block)), None,
@@ -150,20 +150,20 @@ def _squared_relu_kernel(
     x = tl.where(x < 0, 0.0, x)  # NaN stays NaN
     out = (x * x).to(x_ptr.dtype.element_ty)
     if GROUP > 0:
-        store_rounded(out.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
+        store_fp8(out.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
     else:
         tl.store(out_ptr + row * size + i, out, mask=inside)
 
 
-def squared_relu(x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
-    """relu(x[T, I])^2: in place; with a `rounding`, quantized to FP8."""
+def squared_relu(x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> torch.Tensor | Fp8Activations:
+    """relu(x[T, I])^2: in place; with a `fp8_scaling`, quantized to FP8."""
     rows, size = x.shape
-    if rounding is None:
+    if fp8_scaling is None:
         group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
         found, values, scales, stride = x, x, x, 0
     else:
-        group, block, warps = launch_sizes(size, rounding)
-        found = room(rows, size, rounding, x.device)
+        group, block, warps = launch_sizes(size, fp8_scaling)
+        found = room(rows, size, fp8_scaling, x.device)
         values, scales, stride = found.values, found.scales, found.scales.stride(1)
     launch(
         _squared_relu_kernel, (rows, triton.cdiv(size, block)), None, x, values, scales, size, stride, group, LIMIT,

@@ -34,12 +34,12 @@ DTypes = tuple[torch.dtype, torch.dtype, torch.device]
 """The dtypes of pages and of activations, and the device."""
 
 
-class LayerKind:
+class AttentionGroup:
     """The layers with attention at `places` (see `ModelSpec.attention_layers`), which have heads of one `shape`. For
     the other parameters see `CudaRunner`."""
 
     def __init__(
-        self, spec: ModelSpec, shape: Shape, places: Sequence[int], dtypes: DTypes, processors: int,
+        self, spec: ModelSpec, shape: Shape, places: Sequence[int], dtypes: DTypes, num_sms: int,
         flashinfer: FlashInfer | None, full: FullHeads | None, tree_attention: bool, exact: bool,
     ) -> None:  # fmt: skip
         windows = tuple(spec.attention_windows[place] for place in places)
@@ -61,7 +61,7 @@ class LayerKind:
             chunk_cut = dataclasses.replace(chunk_cut, fixed=EXACT_PART)
             tree_attention, flashinfer, full = False, None, None
         self.compiled = Kernels(shape, few, many, exact)
-        chip = Chip(shape.heads, processors)
+        chip = Chip(shape.heads, num_sms)
         shares = tree_attention and None in self.windows
         self.cuts = Cuts(
             chunk_cut if exact else attend.best_tiling(few, shape, *dtypes, causal=False),
@@ -101,7 +101,7 @@ class PlannedStep:
     """A step's attention in the layers of a kind, planned and packed."""
 
     def __init__(
-        self, kind: LayerKind, plan: Plan, decodes: int, works: Works, packer: Packer, parity: int, narrow: bool
+        self, kind: AttentionGroup, plan: Plan, decodes: int, works: Works, packer: Packer, parity: int, narrow: bool
     ) -> None:
         """`works` is the work of the first `decodes` requests; chunks follow. For `parity` and `narrow` see
         `ChunkPlanner.plan`."""
@@ -132,15 +132,15 @@ class PlannedStep:
         )
 
 
-class LayerKinds:
+class AttentionGroups:
     """The kinds of a model's layers."""
 
     def __init__(self, spec: ModelSpec, page_size: int, *others: object) -> None:
-        """`others` are those of LayerKind, from `dtypes` on."""
+        """`others` are those of AttentionGroup, from `dtypes` on."""
         found: dict[Shape, list[int]] = {}
         for place in range(len(spec.attention_layers)):
             found.setdefault(Shape.of(spec, page_size, place), []).append(place)
-        self.all = [LayerKind(spec, shape, places, *others) for shape, places in found.items()]
+        self.all = [AttentionGroup(spec, shape, places, *others) for shape, places in found.items()]
         self._of_place = [list(found).index(Shape.of(spec, page_size, n)) for n in range(len(spec.attention_layers))]
 
     def attention(self, steps: Sequence[StepAttention]) -> StepAttention | MixedAttention:

@@ -94,7 +94,7 @@ def _make(
         full=full,
         graph_batch=graphs,
         graph_tokens=graph_tokens(config, loaded, model),
-        processors=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
+        num_sms=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
         tree_attention=config.tree_attention != "off",
         exact=config.deterministic,
         thresholds=find_sampling(config, loaded),

@@ -25,12 +25,12 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.expanding import by_instructions, expanded, load_facts
+from radixrt.worker.cuda.expanding import by_instructions, load_facts, unpack_int4
 from radixrt.worker.cuda.int4 import fitting_stages
 from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.products import Tile, all_ended, of_hopper, processors, split_counts
+from radixrt.worker.cuda.products import Tile, all_ended, num_sms, of_hopper, split_counts
 from radixrt.worker.cuda.routing import TILE_FIELDS, sort
 from radixrt.worker.cuda.variants import room
 from radixrt.worker.model.int4 import MIDDLE, Int4
@@ -68,7 +68,7 @@ def splits_for(tiles: int, blocks: int, device: torch.device) -> int:
     """The number of programs that divide the `blocks` of each of about so many tiles of a product of experts in MXFP4
     with few rows (bench/splits.py). The warps of a program wait for the words that they expand, so several programs
     should share a multiprocessor."""
-    programs = PROGRAMS * processors(device)
+    programs = PROGRAMS * num_sms(device)
     if not 0 < tiles <= programs:
         return 1
     most = max(1, min(max(2, programs // tiles), MOST_SPLITS, blocks // LEAST))
@@ -125,7 +125,7 @@ def _multiplied(
     w = tl.load(w_at)
     if GROUPS > 0:
         facts = load_facts(facts_at, height, GROUPS, ZEROS)
-        w0, w1, w2, w3, w4, w5, w6, w7 = expanded(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
+        w0, w1, w2, w3, w4, w5, w6, w7 = unpack_int4(w, facts, dtype, GROUPS, ZEROS, BITS, MIDDLE)
     elif BITS:
         scales = tl.load(facts_at)
         w0, w1, w2, w3, w4, w5, w6, w7 = tl.inline_asm_elementwise(

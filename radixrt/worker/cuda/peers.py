@@ -1,8 +1,9 @@
 """All-reduce over the GPUs of a tensor-parallel group by one kernel, in which every GPU reads the memory of the others.
 
 A layer computes two partial products on every rank, whose sum over ranks is added to the residual stream. A product is
-written into memory that all ranks can read (`Peers.buffer`); `Peers.add` waits until all ranks have written, reads all
-buffers, and adds. Every rank adds the same numbers in the same order, so the residual stream has the same bits on all.
+written into memory that all ranks can read (`CustomAllReduce.buffer`); `CustomAllReduce.add` waits until all ranks have
+written, reads all buffers, and adds. Every rank adds the same numbers in the same order, so the residual stream has the
+same bits on all.
 
     one-shot:    barrier -> read all of every rank's buffer, add, round, store
     two-shot:    barrier -> read my share of every rank's buffer, add, round, store, also into my buffer
@@ -34,8 +35,8 @@ import triton.language as tl
 
 from radixrt.worker.cuda.kernels import norm
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
-from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
+from radixrt.worker.cuda.rounding import launch_sizes, room, store_fp8
+from radixrt.worker.model.scaled import LIMIT, Fp8Activations, Fp8Scaling
 
 PROGRAMS = 128
 """The most programs of a call. All of them must be resident at once, or a barrier could wait for one that was never
@@ -205,7 +206,7 @@ def _add_norm_kernel(
         x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
         x = (x.to(weight_ptr.dtype.element_ty).to(tl.float32) * weight).to(dtype)
         if GROUP > 0:
-            store_rounded(x.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
+            store_fp8(x.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
         else:
             tl.store(out_ptr + row * size + i, x, mask=inside)
 
@@ -222,7 +223,7 @@ def room_bytes(ranks: int, hidden: int, most_rows: int, dtype: torch.dtype) -> i
     return 2 * _aligned(most_rows * hidden * dtype.itemsize) + _aligned(PROGRAMS * ranks * 4)
 
 
-class Peers:
+class CustomAllReduce:
     """The shared memory of a group's ranks. All ranks must make the same calls in the same order, each in one
     stream."""
 
@@ -250,7 +251,7 @@ class Peers:
         self._keep = keep
 
     @classmethod
-    def meet(cls, group: Any, hidden: int, most_rows: int, dtype: torch.dtype, device: torch.device) -> Peers:
+    def meet(cls, group: Any, hidden: int, most_rows: int, dtype: torch.dtype, device: torch.device) -> CustomAllReduce:
         """Set up the memory of a torch.distributed group with one process per GPU, all on one host. A collective."""
         # torch would set up NVLink multicast, which is not used here, and which fails or does harm on some hosts.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
@@ -313,19 +314,19 @@ class Peers:
         residual: torch.Tensor,
         weight: torch.Tensor,
         eps: float,
-        rounding: Rounding | None = None,
-    ) -> torch.Tensor | Rounded:
+        fp8_scaling: Fp8Scaling | None = None,
+    ) -> torch.Tensor | Fp8Activations:
         """`add`, and then `kernels.norm` of the sum, with the same bits; in one kernel, unless it is added by
         shares."""
         if self._by_shares(rows):
             self.add(turn, rows, residual)
-            return norm(residual, weight, eps, rounding)
+            return norm(residual, weight, eps, fp8_scaling)
         self._take(turn, rows, residual)
-        group, block, warps = launch_sizes(self.hidden, rounding)
-        if rounding is None:
+        group, block, warps = launch_sizes(self.hidden, fp8_scaling)
+        if fp8_scaling is None:
             found, out, scales, stride = (out := torch.empty_like(residual)), out, out, 0
         else:
-            found = room(rows, self.hidden, rounding, residual.device)
+            found = room(rows, self.hidden, fp8_scaling, residual.device)
             out, scales, stride = found.values, found.scales, found.scales.stride(1)
         launch(
             _add_norm_kernel, (min(rows, PROGRAMS),), None,

@@ -31,7 +31,7 @@ from radixrt.worker.model.delta_net import Mix
 from radixrt.worker.model.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers import Projected
 from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.scaled import Rounded
+from radixrt.worker.model.scaled import Fp8Activations
 from radixrt.worker.model.spec import ModelSpec
 
 SIZES = (
@@ -110,11 +110,11 @@ class Captured:
     inputs: Inputs
     graphs: list[torch.cuda.CUDAGraph]
     tokens: torch.Tensor
-    x: torch.Tensor | Rounded
+    x: torch.Tensor | Fp8Activations
     residual: torch.Tensor
 
 
-class Pieces:
+class PiecewiseGraphs:
     """The graphs of all sizes. All use the same buffers for queries and for results of attention."""
 
     def __init__(
@@ -175,7 +175,7 @@ class Pieces:
 
     def go_on(
         self, size: int, attention: StepAttention, mix: DeltaStep | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | Rounded, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | Fp8Activations, torch.Tensor]:
         """Launch the attentions and the other graphs, after `begin`. Returns the tokens, int32[size], and what
         `Decoder.attend_all` does."""
         captured = self._captured[size]
@@ -231,7 +231,7 @@ class Pieces:
             next_graph()
             return values
 
-        def mix(number: int, net: Net, x: torch.Tensor | Rounded) -> torch.Tensor:
+        def mix(number: int, net: Net, x: torch.Tensor | Fp8Activations) -> torch.Tensor:
             mixed = self._project(number, net, x)
             self._between.append(lambda size, _, mix: self._mix(number, net, size, mix))
             next_graph()
@@ -265,17 +265,17 @@ class Pieces:
 
         return attend
 
-    def _project(self, _: int, net: Net, x: torch.Tensor | Rounded) -> torch.Tensor:
+    def _project(self, _: int, net: Net, x: torch.Tensor | Fp8Activations) -> torch.Tensor:
         """Takes the place of linear attention in capture: writes what a layer projects to its buffers."""
         assert self._projected is not None and self._mixed is not None
-        count = len(x.values if isinstance(x, Rounded) else x)
+        count = len(x.values if isinstance(x, Fp8Activations) else x)
         for product, out in zip(products(net), self._projected, strict=True):
             product.put(x, out[:count])
         return self._mixed[:count]
 
     def _through(
         self, inputs: Inputs, attend: Callable[[int, Projected], torch.Tensor], mix: Mix
-    ) -> tuple[torch.Tensor, torch.Tensor | Rounded, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | Fp8Activations, torch.Tensor]:
         self._model.use_adapters(inputs.adapters)
         tokens = self._last_tokens.resolve(inputs.tokens, inputs.rows)
         return tokens, *self._model.attend_all(tokens, inputs.positions, attend, mix)

@@ -168,11 +168,11 @@ class Pass:
 
 
 class Predicting:
-    """The layer of one runner. `table` is its page table, whose last row is for padding; `processors` are those of the
+    """The layer of one runner. `table` is its page table, whose last row is for padding; `num_sms` are those of the
     device. A pass is captured for each number of requests in `sizes`, ascending; for others it runs without a graph."""
 
     def __init__(
-        self, model: Decoder, pages: Callable[[int], Pages], table: torch.Tensor, page_size: int, processors: int,
+        self, model: Decoder, pages: Callable[[int], Pages], table: torch.Tensor, page_size: int, num_sms: int,
         sizes: list[int],
     ) -> None:  # fmt: skip
         assert model.predictor is not None
@@ -180,7 +180,7 @@ class Predicting:
         self._predictor = model.predictor
         self._pages = pages
         self._table = table
-        self._processors = processors
+        self._num_sms = num_sms
         self._shape = Shape.of(model.spec, page_size, model.predictor.number)
         self._variant = variants.decode_variant(self._shape, pages(model.predictor.number).keys.dtype.itemsize)
         self._padding = len(table) - 1
@@ -286,7 +286,7 @@ class Predicting:
 
     def _make_pass(self, size: int) -> Pass:
         device, shape = self._model.device, self._shape
-        parts = max(1, min(MOST_PARTS, 4 * self._processors // (size * shape.blocks)))
+        parts = max(1, min(MOST_PARTS, 4 * self._num_sms // (size * shape.blocks)))
         integers = torch.zeros((4, size), dtype=torch.int32, device=device)
         integers[0] = self._padding
         merges = np.zeros((size, MERGE_FIELDS), dtype=np.int32)

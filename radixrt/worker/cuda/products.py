@@ -30,7 +30,7 @@ import triton.language as tl
 
 from radixrt.worker.cuda.launching import KernelCache, launch, wait
 from radixrt.worker.cuda.variants import room
-from radixrt.worker.model.scaled import BLOCK, Rounding
+from radixrt.worker.model.scaled import BLOCK, Fp8Scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Tile:
     stages: int
 
 
-SCALES = {None: 0, Rounding.ROWS: 1, Rounding.BLOCKS: 2}
+SCALES = {None: 0, Fp8Scaling.ROWS: 1, Fp8Scaling.BLOCKS: 2}
 WHOLE = 8
 """Elements of 16 bytes: the copy engine (TMA) requires rows of a multiple of this."""
 AHEAD = 256
@@ -203,17 +203,17 @@ def split_counts(device: torch.device) -> torch.Tensor:
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: Tile, *, splits: int = 1,
     bias: torch.Tensor | None = None, add: bool = False, scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    rounding: Rounding | None = None,
+    fp8_scaling: Fp8Scaling | None = None,
 ) -> None:  # fmt: skip
     """Write x[T, K] times weight[N, K] transposed, plus bias[N], to out[T, N], or with `add` add it there. All are
     contiguous. Sums are float32, except those of FP8, which are as wide as the tensor cores' accumulators. With a
-    `rounding`, `scales` are those of x and of the weight (see `model.scaled`); with block scales, `tile.depth` must be
-    that of a block. If the tile's stages do not fit the shared memory, fewer are used. Without a `rounding`, `splits`
-    programs can have a part of K each."""
+    `fp8_scaling`, `scales` are those of x and of the weight (see `model.scaled`); with block scales, `tile.depth` must
+    be that of a block. If the tile's stages do not fit the shared memory, fewer are used. Without a `fp8_scaling`,
+    `splits` programs can have a part of K each."""
     (rows, depth), columns = x.shape, len(weight)
     of_x, of_weight = (x, weight) if scales is None else scales
     more = out if bias is None else bias
-    at_once = blocks_at_once(tile, depth, room()) if rounding is Rounding.BLOCKS else 1
+    at_once = blocks_at_once(tile, depth, room()) if fp8_scaling is Fp8Scaling.BLOCKS else 1
     across, down = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)
     sums = counts = out
     if splits > 1:
@@ -222,9 +222,18 @@ def multiply(
         counts = split_counts(x.device)
     pointers = x, of_x, weight, of_weight, more, out, sums, counts
     kinds = (
-        splits, SCALES[rounding], bias is not None, add, depth % tile.depth == 0, tile.rows, tile.columns, tile.depth,
-        at_once, BLOCK, AHEAD if depth * weight.itemsize >= AHEAD else 0,
-    )  # fmt: skip
+        splits,
+        SCALES[fp8_scaling],
+        bias is not None,
+        add,
+        depth % tile.depth == 0,
+        tile.rows,
+        tile.columns,
+        tile.depth,
+        at_once,
+        BLOCK,
+        AHEAD if depth * weight.itemsize >= AHEAD else 0,
+    )
     cache = None
     if all(pointer.data_ptr() % ALIGNED == 0 for pointer in pointers):
         given = x.device, x.dtype, weight.dtype, more.dtype, out.dtype, columns, depth, of_weight.stride(0), tile
@@ -252,7 +261,7 @@ def stages(tile: Tile, itemsize: int, memory: int) -> int:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """The number of multiprocessors; that of an H200 where there is no GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
@@ -266,7 +275,7 @@ COLUMNS, BYTES = 64, 256
 def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> Tile:
     """The tile of `rows` (of STREAMED) rows for a weight [columns, K]: with 8 pipeline stages where each program has a
     multiprocessor of its own, with 4 where two or more share one (bench/products.py)."""
-    alone = triton.cdiv(columns, COLUMNS) <= processors(device)
+    alone = triton.cdiv(columns, COLUMNS) <= num_sms(device)
     return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
 
 
@@ -280,7 +289,7 @@ def splits_for(columns: int, depth: int, device: torch.device) -> int:
     as there are multiprocessors for, if that is at least FEWEST_SPLITS. (With half of the multiprocessors a weight is
     read as fast as with two splits.)"""
     blocks = triton.cdiv(depth, BYTES // 2)
-    most = min(MOST_SPLITS, processors(device) // triton.cdiv(columns, COLUMNS), blocks // LEAST)
+    most = min(MOST_SPLITS, num_sms(device) // triton.cdiv(columns, COLUMNS), blocks // LEAST)
     if most < FEWEST_SPLITS:
         return 1
     return triton.cdiv(blocks, triton.cdiv(blocks, most))  # none without steps
@@ -338,7 +347,7 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torc
         return None
     # Loaded in the first step of many rows even if it is not used there: it is tried out, which must not be captured.
     kernel = _hopper_gated(x.device) if of_hopper(x.device) else None
-    if kernel is None or not gates(len(x), len(weight) // 2, x.shape[1], processors(x.device)):
+    if kernel is None or not gates(len(x), len(weight) // 2, x.shape[1], num_sms(x.device)):
         return None
     return kernel.product(x, weight, activation)
 

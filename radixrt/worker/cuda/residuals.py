@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
+from radixrt.worker.cuda.rounding import launch_sizes, room, store_fp8
 from radixrt.worker.model.layers import NoNorm, Norm
 from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import LIMIT, Rounded
+from radixrt.worker.model.scaled import LIMIT, Fp8Activations
 
 
 @triton.jit
@@ -47,24 +47,24 @@ def _add_normed_kernel(
     if NORM:
         out = _normed(total.to(tl.float32), weight, eps, size).to(dtype)
         if GROUP > 0:
-            store_rounded(out.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
+            store_fp8(out.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
         else:
             tl.store(out_ptr + row * size + i, out, mask=inside)
 
 
 def add_normed(
     x: torch.Tensor, after: Norm, residual: torch.Tensor, norm: Norm | NoNorm, scalar: torch.Tensor | None = None
-) -> torch.Tensor | Rounded:
+) -> torch.Tensor | Fp8Activations:
     """See `Ops.add_normed`; by torch with LayerNorms."""
     (rows, size), followed = residual.shape, isinstance(norm, Norm)
     if after.centered or (followed and norm.centered):
         return TorchOps.add_normed(x, after, residual, norm, scalar)
-    rounding = norm.rounding if followed else None
-    group, block, warps = launch_sizes(size, rounding)
+    fp8_scaling = norm.fp8_scaling if followed else None
+    group, block, warps = launch_sizes(size, fp8_scaling)
     found = values = scales = residual
     stride = 0
-    if rounding is not None:
-        found = room(rows, size, rounding, residual.device)
+    if fp8_scaling is not None:
+        found = room(rows, size, fp8_scaling, residual.device)
         values, scales, stride = found.values, found.scales, found.scales.stride(1)
     elif followed:
         found = values = torch.empty_like(residual)

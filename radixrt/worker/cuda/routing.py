@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.launching import launch, wait
-from radixrt.worker.cuda.rounding import launch_sizes, room, store_rounded
+from radixrt.worker.cuda.rounding import launch_sizes, room, store_fp8
 from radixrt.worker.cuda.staging import ALIGN
 from radixrt.worker.model.expert_spec import Routing
-from radixrt.worker.model.scaled import LIMIT, Rounded, Rounding
+from radixrt.worker.model.scaled import LIMIT, Fp8Activations, Fp8Scaling
 
 TILE_FIELDS = 3
 """Integers of a tile: its expert, the first of its sorted rows, how many rows it has."""
@@ -338,22 +338,22 @@ def _begin_kernel(
     elif GROUP > 0:
         i = tl.arange(0, ALL)
         x = tl.load(x_ptr + token * size + i, mask=i < size, other=0.0).to(tl.float32)
-        store_rounded(x, values_ptr, scales_ptr, token, size, stride, LIMIT, GROUP, ALL)
+        store_fp8(x, values_ptr, scales_ptr, token, size, stride, LIMIT, GROUP, ALL)
 
 
 def begin(
-    logits: torch.Tensor, chosen: int, normalized: bool, rows: int, x: torch.Tensor, rounding: Rounding | None,
+    logits: torch.Tensor, chosen: int, normalized: bool, rows: int, x: torch.Tensor, fp8_scaling: Fp8Scaling | None,
     routing: Routing = PLAIN, bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Order, Rounded | None]:  # fmt: skip
-    """Returns the weights of `route`, the order of `sort` with tiles of `rows` rows, and with a `rounding` x[T, hidden]
-    in FP8. One launch for a single token, which needs no sorting; otherwise several."""
+) -> tuple[torch.Tensor, Order, Fp8Activations | None]:  # fmt: skip
+    """Returns the weights of `route`, the order of `sort` with tiles of `rows` rows, and with a `fp8_scaling` x[T,
+    hidden] in FP8. One launch for a single token, which needs no sorting; otherwise several."""
     (tokens, count), size = logits.shape, x.shape[1]
     weights = torch.empty((tokens, chosen), dtype=logits.dtype, device=logits.device)
     sizes = chosen, chosen, chosen * TILE_FIELDS, tokens * chosen
     places, of_tokens, tiles, experts = tensors(sizes, logits.device)
-    known = room(tokens, size, rounding, x.device) if rounding else None
+    known = room(tokens, size, fp8_scaling, x.device) if fp8_scaling else None
     values, scales, stride = (known.values, known.scales, known.scales.stride(1)) if known else (x, x, 0)
-    group, block, _ = launch_sizes(size, rounding)
+    group, block, _ = launch_sizes(size, fp8_scaling)
     launch(
         _begin_kernel, (tokens, 2 if known else 1), None,
         logits, logits if bias is None else bias, weights, experts, places, of_tokens, tiles, x, values, scales, count,

@@ -25,8 +25,8 @@ from radixrt.worker.cuda.decode_graphs import DecodeGraphs, graph_sizes
 from radixrt.worker.cuda.decodes import DecodePlanner, Room
 from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens
 from radixrt.worker.cuda.full_chunks import FullHeads
-from radixrt.worker.cuda.layer_kinds import LayerKinds, PlannedStep, Works
-from radixrt.worker.cuda.pieces import Pieces, sizes_up_to
+from radixrt.worker.cuda.layer_kinds import AttentionGroups, PlannedStep, Works
+from radixrt.worker.cuda.pieces import PiecewiseGraphs, sizes_up_to
 from radixrt.worker.cuda.predicting import MOST_REQUESTS, Predicting
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.sampler import CudaSampler, Thresholds
@@ -63,7 +63,7 @@ class CudaRunner(ModelRunner):
     full            if given, computes long chunks of latent attention
     graph_batch     batches of up to this many decodes run as CUDA graphs
     graph_tokens    other steps of up to this many tokens run as piecewise CUDA graphs (`pieces`)
-    processors      multiprocessors that work is spread over
+    num_sms         multiprocessors that work is spread over
     tree_attention  whether pages that requests share are read once (`sharing`)
     exact           whether results must not depend on the batch, to the last bit (the model's own must not either):
                     one kernel and one tiling for all attention, nothing shared, no FlashInfer, no full heads;
@@ -87,7 +87,7 @@ class CudaRunner(ModelRunner):
         full: FullHeads | None = None,
         graph_batch: int = 0,
         graph_tokens: int = 0,
-        processors: int = 1,
+        num_sms: int = 1,
         tree_attention: bool = True,
         exact: bool = False,
         thresholds: Thresholds | None = None,
@@ -99,7 +99,7 @@ class CudaRunner(ModelRunner):
         self._rows = rows
         self._sinks = model.sinks
         dtypes = pool.dtype, model.dtype, self._device
-        self._kinds = LayerKinds(spec, page_size, dtypes, processors, flashinfer, full, tree_attention, exact)
+        self._kinds = AttentionGroups(spec, page_size, dtypes, num_sms, flashinfer, full, tree_attention, exact)
         self._by_tokens = exact or (spec.recurrent is not None and by_tokens(spec.recurrent, model.dtype, self._device))
         self._sparse = self._make_sparse(page_size, exact) if spec.index else None
         if spec.index:
@@ -114,13 +114,13 @@ class CudaRunner(ModelRunner):
         self._graph_sizes = graph_sizes(min(graph_batch, rows)) if self._graphs_wanted and not exact else []
         self._graphs: DecodeGraphs | None = None
         self._piece_sizes = sizes_up_to(graph_tokens)
-        self._pieces: Pieces | None = None
+        self._piecewise_graphs: PiecewiseGraphs | None = None
         self._group = group
         self._leads = group is None or group.shard.rank == 0
         """Whether this is rank 0: only its sampled tokens are used, so other ranks do not sample."""
         self._last_tokens = LastTokens(rows, self._device, group)
         layers = (pool.pages(layer, page_size) for layer in range(len(spec.attention_layers)))
-        self._processors = processors
+        self._num_sms = num_sms
         self._predicting: Predicting | None = None
         self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
 
@@ -141,7 +141,7 @@ class CudaRunner(ModelRunner):
             if self._model.predictor is not None:
                 most = min(MOST_REQUESTS, self._rows) if self._graphs_wanted else 0
                 self._predicting = Predicting(
-                    self._model, self._pages, self._table, self.page_size, self._processors, graph_sizes(most)
+                    self._model, self._pages, self._table, self.page_size, self._num_sms, graph_sizes(most)
                 )
             if self._graphs_wanted:
                 self._capture()
@@ -151,10 +151,10 @@ class CudaRunner(ModelRunner):
         is lost."""
         if not self.works():
             return
-        for graphs in (self._graphs, self._pieces, self._predicting):
+        for graphs in (self._graphs, self._piecewise_graphs, self._predicting):
             if graphs is not None:
                 graphs.close()
-        self._graphs = self._pieces = self._predicting = None
+        self._graphs = self._piecewise_graphs = self._predicting = None
 
     @property
     def plain_keys(self) -> int:
@@ -287,8 +287,8 @@ class CudaRunner(ModelRunner):
     ) -> Launched:  # fmt: skip
         parity = self._steps % 2
         decodes, count = _leading_decodes(plan), len(plan.tokens)
-        padded = self._pieces.size_for(count) if self._pieces else 0
-        pieces, padded = (self._pieces, padded) if padded else (None, count)
+        padded = self._piecewise_graphs.size_for(count) if self._piecewise_graphs else 0
+        piecewise_graphs, padded = (self._piecewise_graphs, padded) if padded else (None, count)
         rows = plan.rows[:decodes]
         positions = ranges(plan.starts, plan.counts).astype(np.int32)
         of_tokens = np.zeros((5, padded), dtype=np.int32)
@@ -302,7 +302,7 @@ class CudaRunner(ModelRunner):
         dense, singles = (plan, decodes) if sparse is None else (sparse.dense_plan, _leading_decodes(sparse.dense_plan))
         if works is None:
             works = self._plan_decodes(dense, singles, 0) if singles else [{} for _ in self._kinds.all]
-        narrow = pieces is None and self._narrows(plan, decodes)
+        narrow = piecewise_graphs is None and self._narrows(plan, decodes)
         planned = [
             PlannedStep(kind, dense, singles, each, packer, parity, narrow)
             for kind, each in zip(self._kinds.all, works, strict=True)
@@ -339,16 +339,16 @@ class CudaRunner(ModelRunner):
             mix = delta.step(self.states, sent)
         tokens, positions_there, slots, rows_there, adapters = inputs.of(sent)
         self._model.use_adapters(None if plan.adapters is None else adapters)
-        if pieces:  # the device starts while the host prepares the rest
-            pieces.begin(inputs.of(sent))
+        if piecewise_graphs:  # the device starts while the host prepares the rest
+            piecewise_graphs.begin(inputs.of(sent))
         attention = self._kinds.attention([step.sent(self._pages, slots, sent) for step in planned])
         if self._sparse is not None:
             if sparse is not None:
                 sparse.sent(sent)
             attention = SparseAttention(self._pages, self.pool.index, slots, attention, sparse)
         at = logit_at.of(sent).long()
-        if pieces:
-            resolved, x, residual = pieces.go_on(padded, attention, mix)
+        if piecewise_graphs:
+            resolved, x, residual = piecewise_graphs.go_on(padded, attention, mix)
         else:
             resolved = self._last_tokens.resolve(tokens, rows_there[:decodes])
             x, residual = self._model.attend_all(resolved, positions_there, attention, mix, at if narrow else None)
@@ -402,7 +402,7 @@ class CudaRunner(ModelRunner):
             )  # fmt: skip
         if pieces := self._piece_sizes:
             has_full = self._kinds.all[0].chunks.has_full
-            self._pieces = Pieces(self._model, self._pages, self._last_tokens, pieces, has_full)
+            self._piecewise_graphs = PiecewiseGraphs(self._model, self._pages, self._last_tokens, pieces, has_full)
         used = before - torch.cuda.mem_get_info(self._device)[0]
         log.info("graphs for up to %d decodes, and for steps of up to %d tokens, in %.2f GB", max(sizes, default=0),
                  max(pieces, default=0), used / 1e9)  # fmt: skip

@@ -13,9 +13,9 @@ import torch
 import triton
 from torch.nn import functional as F
 
-from radixrt.worker.cuda.products import STREAMED, Tile, multiply, of_hopper, processors, streaming
+from radixrt.worker.cuda.products import STREAMED, Tile, multiply, num_sms, of_hopper, streaming
 from radixrt.worker.cuda.rounding import padded, quantize
-from radixrt.worker.model.scaled import BLOCK, Rounded, Rounding, Scaled
+from radixrt.worker.model.scaled import BLOCK, Fp8Activations, Fp8Scaling, Fp8Weight
 
 MOST_ROWS, MANY_ROWS = 64, 256
 """The most rows for which the kernel here is used: in general, and where each program has a multiprocessor of its own
@@ -32,20 +32,20 @@ WIDE = 16384
 
 
 def product(
-    x: Rounded, weight: Scaled, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile, add: bool = False
+    x: Fp8Activations, weight: Fp8Weight, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile, add: bool = False
 ) -> None:
     """Write the product plus bias[N] to out[T, N], or with `add` add it there. With block scales, `tile.depth` must be
     that of a block."""
     scales = x.scales, weight.scales
-    multiply(x.values, weight.values, out, tile, bias=bias, add=add, scales=scales, rounding=weight.rounding)
+    multiply(x.values, weight.values, out, tile, bias=bias, add=add, scales=scales, fp8_scaling=weight.fp8_scaling)
 
 
-def tile_for(rows: int, weight: Scaled) -> Tile | None:
+def tile_for(rows: int, weight: Fp8Weight) -> Tile | None:
     """The tile of the kernel here for `rows` rows; None where torch's product is faster."""
     columns, depth = weight.values.shape
     device, few = weight.values.device, next((most for most in STREAMED if rows <= most), MOST_ROWS)
     beyond = rows > MOST_ROWS and _on_gpu(weight)
-    if weight.rounding is Rounding.ROWS:
+    if weight.fp8_scaling is Fp8Scaling.ROWS:
         if beyond:
             fitting = rows <= MANY_ROWS and of_hopper(device)
             return next((tile for tile in MANY if fitting and _alone(rows, columns, tile, device)), None)
@@ -59,13 +59,13 @@ def tile_for(rows: int, weight: Scaled) -> Tile | None:
     return replace(BLOCKS if columns < WIDE and rows <= MOST_ROWS else BLOCKS_WIDE, rows=few)
 
 
-def _on_gpu(weight: Scaled) -> bool:
+def _on_gpu(weight: Fp8Weight) -> bool:
     return weight.values.is_cuda
 
 
 def _alone(rows: int, columns: int, tile: Tile, device: torch.device) -> bool:
     """Whether each program has a multiprocessor of its own."""
-    return triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) <= processors(device)
+    return triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) <= num_sms(device)
 
 
 @functools.cache
@@ -76,14 +76,14 @@ def blocks_by_torch(device: torch.device) -> bool:
 
 
 def scaled(
-    x: torch.Tensor | Rounded,
-    weight: Scaled,
+    x: torch.Tensor | Fp8Activations,
+    weight: Fp8Weight,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Ops.scaled`."""
-    known = x if isinstance(x, Rounded) else quantize(x, weight.rounding)
+    known = x if isinstance(x, Fp8Activations) else quantize(x, weight.fp8_scaling)
     tile = tile_for(len(known), weight)
     if tile is None:
         out = _by_torch(known, weight, bias, dtype)
@@ -96,8 +96,8 @@ def scaled(
     return out
 
 
-def _by_torch(x: Rounded, weight: Scaled, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    if weight.rounding is Rounding.ROWS:
+def _by_torch(x: Fp8Activations, weight: Fp8Weight, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if weight.fp8_scaling is Fp8Scaling.ROWS:
         # Accumulate at the tensor cores' own precision: the error relative to float32 is the same to three digits.
         return torch._scaled_mm(
             x.values, weight.values.t(), x.scales, weight.scales.t(), bias=bias, out_dtype=dtype, use_fast_accum=True

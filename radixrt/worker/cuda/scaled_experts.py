@@ -12,7 +12,7 @@ from radixrt.worker.cuda.invariant import GROUP
 from radixrt.worker.cuda.launching import launch, wait
 from radixrt.worker.cuda.products import Tile
 from radixrt.worker.model.moe import ScaledStack
-from radixrt.worker.model.scaled import BLOCK, Rounded, Rounding
+from radixrt.worker.model.scaled import BLOCK, Fp8Activations, Fp8Scaling
 
 if TYPE_CHECKING:
     from radixrt.worker.cuda.routing import Order
@@ -26,7 +26,7 @@ registers for 128 rows.)"""
 
 def tile_for(rows: float, *weights: ScaledStack) -> Tile:
     """The tile for products of `weights`, for `rows` rows per expert on average."""
-    by_rows = all(weight.rounding is Rounding.ROWS for weight in weights)
+    by_rows = all(weight.fp8_scaling is Fp8Scaling.ROWS for weight in weights)
     if by_rows and (rows <= 0.25 or rows > 64):
         return FEWEST if rows <= 0.25 else MOST
     return FEW if rows <= 6 else SOME if rows <= 24 else MANY
@@ -100,7 +100,7 @@ def _product_kernel(
 
 
 def product(
-    x: Rounded, order: Order, weight: ScaledStack, tile: Tile, dtype: torch.dtype, of_tokens: bool = False
+    x: Fp8Activations, order: Order, weight: ScaledStack, tile: Tile, dtype: torch.dtype, of_tokens: bool = False
 ) -> torch.Tensor:
     """Multiply x, sorted by expert as `order` says, by each expert's weight[E, N, K] transposed: [T * chosen, N] in
     `dtype`. x is [T * chosen, K], or with `of_tokens` [T, K] (rows are then looked up). `order` must have tiles of
@@ -110,7 +110,7 @@ def product(
     launch(
         _product_kernel, (len(order.tiles) * triton.cdiv(columns, tile.columns),), None,
         x.values, x.scales, order.tokens, order.tiles, weight.values, weight.scales, out, len(order.tiles), columns,
-        depth, x.scales.stride(1), weight.scales.stride(1), weight.rounding is Rounding.BLOCKS, of_tokens,
+        depth, x.scales.stride(1), weight.scales.stride(1), weight.fp8_scaling is Fp8Scaling.BLOCKS, of_tokens,
         depth % tile.depth == 0, tile.rows, tile.columns, tile.depth, order.tiles.shape[1], BLOCK, GROUP,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -44,10 +44,10 @@ PREFIXES, TAILS, SHARED_PREFIXES = 1 << 16, 1 << 17, 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """The chip that FA3 has to fill: each of `processors` computes a tile of one of `heads` at a time."""
+    """The chip that FA3 has to fill: each of `num_sms` computes a tile of one of `heads` at a time."""
 
     heads: int
-    processors: int
+    num_sms: int
 
     def cut(self, queries: np.ndarray, keys: np.ndarray) -> tuple[int, float]:
         """The best part length for N segments of int[N] queries and keys. Returns (keys of a part, time). Time is in
@@ -57,7 +57,7 @@ class Chip:
         goals = -(-int(keys.max()) // np.arange(1, MOST_PARTS + 1))
         goals = goals[: max(1, int((goals >= SHORTEST_PART).sum()))]
         parts = tiles @ -(-keys[:, None] // goals)
-        times = np.maximum(-(-parts // self.processors) * (tiles @ keys / parts + PART_COST), goals + PART_COST)
+        times = np.maximum(-(-parts // self.num_sms) * (tiles @ keys / parts + PART_COST), goals + PART_COST)
         best = int(times.argmin())
         return int(goals[best]), float(times[best])
 

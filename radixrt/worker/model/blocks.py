@@ -21,18 +21,18 @@ from radixrt.worker.model.weights import Renamed, Weights
 if TYPE_CHECKING:
     from radixrt.worker.model.layers import NoNorm, Norm
     from radixrt.worker.model.ops import Ops
-    from radixrt.worker.model.scaled import Rounded
+    from radixrt.worker.model.scaled import Fp8Activations
     from radixrt.worker.model.spec import ModelSpec
 
-Blocks = tuple[tuple[int | None, int | None], ...]
-"""See `ModelSpec.blocks`."""
+HybridLayers = tuple[tuple[int | None, int | None], ...]
+"""See `ModelSpec.hybrid_layers`."""
 NORMS = "input_layernorm", "post_attention_layernorm"
 PATTERN = re.compile(rf"^model\.layers\.(\d+)\.(?:(self_attn\.|mamba\.|{NORMS[0]})|(mlp\.|{NORMS[1]}))(.*)")
 """Of the name of a mixer's or an MLP's tensor, in other models."""
 OTHERS = (("model.embed_tokens.", "model.embeddings."), ("model.norm.", "model.norm_f."))
 
 
-def paired(mixes: Iterable[bool]) -> Blocks:
+def paired(mixes: Iterable[bool]) -> HybridLayers:
     """By layer of the decoder: the numbers of its mixer and of its MLP in the checkpoint, given which of the
     checkpoint's layers are mixers."""
     found: list[tuple[int | None, int | None]] = []
@@ -46,7 +46,7 @@ def paired(mixes: Iterable[bool]) -> Blocks:
     return tuple(found)
 
 
-def turn(blocks: Blocks, layer: int, place: int) -> int:
+def turn(blocks: HybridLayers, layer: int, place: int) -> int:
     """On several ranks, the buffer of the sum after a layer's mixer (`place` 0) or its MLP (1): both buffers are used
     in turn (see `parallel.Group`). The last layer begins with the first one, as `Decoder` makes the number of sums
     before it even."""
@@ -57,7 +57,7 @@ def turn(blocks: Blocks, layer: int, place: int) -> int:
     return (number - first) % 2
 
 
-def odd_sums(blocks: Blocks) -> tuple[bool, bool]:
+def odd_sums(blocks: HybridLayers) -> tuple[bool, bool]:
     """Whether the sums before the last layer, and those in it, are odd in number."""
     counts = [sum(number is not None for number in own) for own in blocks]
     return sum(counts[:-1]) % 2 == 1, counts[-1] % 2 == 1 if counts else False
@@ -67,10 +67,10 @@ def odd_sums(blocks: Blocks) -> tuple[bool, bool]:
 class NoMixer:
     """In place of `layers.Projections`."""
 
-    rounding: ClassVar[None] = None
+    fp8_scaling: ClassVar[None] = None
     products: ClassVar[list[Any]] = []
 
-    def gather(self, x: torch.Tensor | Rounded) -> torch.Tensor | Rounded:
+    def gather(self, x: torch.Tensor | Fp8Activations) -> torch.Tensor | Fp8Activations:
         """The normalized input of the layer, which is that of its MLP."""
         return x
 
@@ -80,8 +80,8 @@ class NoOutput:
     """In place of `layers.Output`."""
 
     def add(
-        self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Rounded:
+        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Fp8Activations:
         """Adds nothing. Returns the MLP's input."""
         return x
 
@@ -90,21 +90,21 @@ class NoOutput:
 class NoMlp:
     """In place of `mlp.Mlp`."""
 
-    rounding: ClassVar[None] = None
+    fp8_scaling: ClassVar[None] = None
 
     def add(
-        self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Rounded:
+        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Fp8Activations:
         """Adds nothing. Returns the `norm` of the residual."""
         return norm(residual, ops)
 
 
-class OfBlocks(Renamed):
+class HybridLayerNames(Renamed):
     """The tensors of such a checkpoint by the names that they have in other models."""
 
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:
         super().__init__(weights, (("model.", "backbone."), *spec.other_names))
-        self._blocks = spec.blocks
+        self._blocks = spec.hybrid_layers
 
     def _name(self, name: str) -> str:
         return super()._name(self._of_block(name))
@@ -126,4 +126,4 @@ class OfBlocks(Renamed):
 
 def named(weights: Weights, spec: ModelSpec) -> Weights:
     """The weights of a model by the names of its decoder's layers."""
-    return OfBlocks(weights, spec) if spec.blocks else weights
+    return HybridLayerNames(weights, spec) if spec.hybrid_layers else weights

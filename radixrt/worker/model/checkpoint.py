@@ -17,7 +17,7 @@ from tqdm import tqdm
 from radixrt.worker.model import integers
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.quantized import SCALES, Products, dequantize, part_of_scale, read_scaled
-from radixrt.worker.model.scaled import BLOCK, Scaled
+from radixrt.worker.model.scaled import BLOCK, Fp8Weight
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.weights import copied_part
 
@@ -190,14 +190,14 @@ class SafetensorsWeights:
         tensor, scale = self._read(name, shape, part)
         return dequantize(name, tensor, scale, self._block, self.dtype)
 
-    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Fp8Weight | None:
         if self._products is Products.NONE or (self._products is Products.STORED and not self._is_fp8(name)):
             return None
         if part is not None and self._splits_block(name, shape, part):
             return None
         tensor, scale = self._read(name, shape, part)
         if tensor.dtype.itemsize > 1:
-            return Scaled.of(tensor)
+            return Fp8Weight.of(tensor)
         return read_scaled(name, tensor, scale, self._block)
 
     def _splits_block(self, name: str, shape: Sequence[int], part: Part) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from radixrt.worker.model.adapter import Adapter
 from radixrt.worker.model.blocks import NoMixer, odd_sums
 from radixrt.worker.model.delta_net import DeltaNet, Mix
-from radixrt.worker.model.experts_beside import ExpertsBeside
+from radixrt.worker.model.experts_beside import MlpWithExperts
 from radixrt.worker.model.int4 import Int4Linear
 from radixrt.worker.model.layers import Attend, Layer, NoNorm, Product
 from radixrt.worker.model.linear import Linear
@@ -24,9 +24,9 @@ from radixrt.worker.model.mlp import Mixture
 from radixrt.worker.model.ops import Ops, TorchOps
 from radixrt.worker.model.parallel import AFTER_MLP, Group
 from radixrt.worker.model.predictor import Predictor, read_predictor, reading_spec
-from radixrt.worker.model.reading import Reader
+from radixrt.worker.model.reading import WeightLoader
 from radixrt.worker.model.rope import frequencies
-from radixrt.worker.model.scaled import Rounded, ScaledLinear
+from radixrt.worker.model.scaled import Fp8Activations, Fp8Linear
 from radixrt.worker.model.sharding import Shard
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.spec import ModelSpec
@@ -58,9 +58,9 @@ class Decoder:
         """Token ids whose logits this rank computes."""
         self._ops = ops or TorchOps()
         self._group = group
-        self._odd_sums = odd_sums(spec.blocks)
+        self._odd_sums = odd_sums(spec.hybrid_layers)
         lora = Adapters(adapters, room, self._ops, weights.dtype, batch_invariant) if adapters or room else None
-        reader = Reader(spec, weights, batch_invariant, self._ops, group, lora)
+        reader = WeightLoader(spec, weights, batch_invariant, self._ops, group, lora)
         self._embedding = reader.embedding()
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
         numbers = {kind: itertools.count() for kind in ("attention", "recurrent", "none")}
@@ -79,7 +79,9 @@ class Decoder:
         self.predictor: Predictor | None = None
         """See `ModelSpec.predicts`."""
         if spec.predicts:
-            own = Reader(reading_spec(spec), weights, batch_invariant, self._ops, group)  # adapters have nothing of it
+            own = WeightLoader(
+                reading_spec(spec), weights, batch_invariant, self._ops, group
+            )  # adapters have nothing of it
             self.predictor = read_predictor(own, spec, self._embed, self._positions.last, self._ops)
 
     @property
@@ -100,7 +102,7 @@ class Decoder:
     @property
     def has_unquantized_experts(self) -> bool:
         """Whether a layer has experts that are in 16 bits or more."""
-        sparse = Mixture, ExpertsBeside
+        sparse = Mixture, MlpWithExperts
         mixtures = (layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, sparse))
         return any(not (experts.is_fp8 or experts.is_packed) for experts in mixtures)
 
@@ -108,9 +110,9 @@ class Decoder:
     def is_fp8(self) -> bool:
         """Whether most weights are in FP8, judged by the last layer's MLP or experts."""
         mlp = self._layers[-1].mlp
-        if isinstance(mlp, (Mixture, ExpertsBeside)):
+        if isinstance(mlp, (Mixture, MlpWithExperts)):
             return mlp.experts.is_fp8
-        return isinstance(_first_product(mlp), ScaledLinear)
+        return isinstance(_first_product(mlp), Fp8Linear)
 
     @property
     def is_int4(self) -> bool:
@@ -164,7 +166,7 @@ class Decoder:
         attend: Attend,
         mix: Mix | None = None,
         wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
+    ) -> tuple[torch.Tensor | Fp8Activations, torch.Tensor]:
         """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
         the residual stream [T, hidden]. If the last layer has none, the input of its MLP is in place of the output.
 
@@ -182,7 +184,7 @@ class Decoder:
 
     def _attend_last(
         self, tokens: torch.Tensor, positions: torch.Tensor, residual: torch.Tensor, attend: Attend
-    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:
+    ) -> tuple[torch.Tensor | Fp8Activations, torch.Tensor]:
         """The rest of `attend_all` after `ModelSpec.writers` layers, for int tokens[S] at int positions[S], and their
         residual stream, [S, hidden]."""
         if not len(tokens):
@@ -201,9 +203,14 @@ class Decoder:
         )
 
     def _through(
-        self, numbers: range, x: torch.Tensor | Rounded, residual: torch.Tensor, context: _Context, attend: Attend,
+        self,
+        numbers: range,
+        x: torch.Tensor | Fp8Activations,
+        residual: torch.Tensor,
+        context: _Context,
+        attend: Attend,
         mix: Mix | None,
-    ) -> tuple[torch.Tensor | Rounded, torch.Tensor]:  # fmt: skip
+    ) -> tuple[torch.Tensor | Fp8Activations, torch.Tensor]:
         """Run the layers of these numbers, from the normalized input x of the first one, but of the model's last layer
         only attention. Returns (the last result, the residual stream, which is changed in place)."""
         for number in numbers:
@@ -216,8 +223,8 @@ class Decoder:
         return x, residual
 
     def _attended(
-        self, number: int, x: torch.Tensor | Rounded, context: _Context, attend: Attend, mix: Mix | None
-    ) -> torch.Tensor | Rounded:
+        self, number: int, x: torch.Tensor | Fp8Activations, context: _Context, attend: Attend, mix: Mix | None
+    ) -> torch.Tensor | Fp8Activations:
         """The output of attention, or of what is in its place, in layer `number` with the normalized input x."""
         layer = self._layers[number]
         if isinstance(layer.heads, RECURRENT):
@@ -229,22 +236,24 @@ class Decoder:
         if context.query_factors is not None and self._positions.scales[number]:
             heads.scale_queries(context.query_factors)
         attended = attend(self._numbers[number], heads)
-        return attended if layer.beside is None else self._joined(number, attended, x, mix)
+        return attended if layer.parallel is None else self._joined(number, attended, x, mix)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded = F.embedding(tokens, self._embedding)
         return embedded if self._embedding_factor == 1 else embedded.mul_(self._embedding_factor)
 
-    def _joined(self, number: int, attended: torch.Tensor, x: torch.Tensor | Rounded, mix: Mix | None) -> torch.Tensor:
+    def _joined(
+        self, number: int, attended: torch.Tensor, x: torch.Tensor | Fp8Activations, mix: Mix | None
+    ) -> torch.Tensor:
         """The outputs [T, attention's and then the mixer's] of layer `number`, whose input is x. All layers have both,
         so that a layer has the same place among those with attention and those with a state."""
         layer = self._layers[number]
-        mixed = mix(self._numbers[number], layer.beside, x)
+        mixed = mix(self._numbers[number], layer.parallel, x)
         return torch.cat((layer.heads.gather(attended), mixed), dim=1)
 
     def finish(
         self,
-        x: torch.Tensor | Rounded,
+        x: torch.Tensor | Fp8Activations,
         residual: torch.Tensor,
         wanted: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -258,7 +267,7 @@ class Decoder:
 
     def hidden(
         self,
-        x: torch.Tensor | Rounded,
+        x: torch.Tensor | Fp8Activations,
         residual: torch.Tensor,
         wanted: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
@@ -269,7 +278,7 @@ class Decoder:
             if self._adapters is not None:
                 self._adapters.select(wanted)
             # Only the input of an MLP without a mixer is quantized, to rows that products need in one piece.
-            x = self._layers[-1].attention_norm(residual, self._ops) if isinstance(x, Rounded) else x[wanted]
+            x = self._layers[-1].attention_norm(residual, self._ops) if isinstance(x, Fp8Activations) else x[wanted]
         last, inputs = len(self._layers) - 1, None
         if self._layer_inputs is not None:
             inputs = self._layer_inputs(tokens, self._embed(tokens), self._ops, first=last)[:, 0]
@@ -300,10 +309,10 @@ class Decoder:
     def _after_attention(
         self,
         number: int,
-        x: torch.Tensor | Rounded,
+        x: torch.Tensor | Fp8Activations,
         residual: torch.Tensor,
         inputs: torch.Tensor | None = None,
-    ) -> torch.Tensor | Rounded:
+    ) -> torch.Tensor | Fp8Activations:
         """The rest of layer `number`, from attention's output x. Adds to residual[T, hidden], in place, and returns the
         normalized input of the next layer or, after the last one, of the output projection. `inputs`: see
         `layer_inputs`."""

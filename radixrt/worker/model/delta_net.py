@@ -17,11 +17,11 @@ from radixrt.worker.model.moe import sigmoid, softplus
 if TYPE_CHECKING:
     from radixrt.worker.model.layers import Product
     from radixrt.worker.model.mamba_mixer import Mamba
-    from radixrt.worker.model.scaled import Rounded, Rounding
+    from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling
     from radixrt.worker.model.short_conv import ShortConv
 
 
-Mix = Callable[[int, "DeltaNet | ShortConv | Mamba", "torch.Tensor | Rounded"], torch.Tensor]
+Mix = Callable[[int, "DeltaNet | ShortConv | Mamba", "torch.Tensor | Fp8Activations"], torch.Tensor]
 """What has a recurrent state in place of attention: (place of the layer among those that have, its parameters,
 normalized hidden states [T, hidden]) -> the heads' outputs [T, value_heads, value_dim], or [T, channels]. Updates the
 states of the step's sequences. On a GPU it is that of `cuda.delta_step`."""
@@ -40,7 +40,9 @@ class Recurrence:
     to: torch.Tensor | None = None
     """int64[B]: slots that the states are written to, if not to those that they are read from."""
 
-    def __call__(self, number: int, net: DeltaNet | ShortConv | Mamba, x: torch.Tensor | Rounded) -> torch.Tensor:
+    def __call__(
+        self, number: int, net: DeltaNet | ShortConv | Mamba, x: torch.Tensor | Fp8Activations
+    ) -> torch.Tensor:
         return net.mix(x, number, self)
 
 
@@ -67,7 +69,7 @@ class DeltaNet:
     ups: tuple[Product, Product] | None = None
     """The second steps of the projections to decays and z, if these have two (`DeltaSpec.rank`)."""
 
-    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence) -> torch.Tensor:
+    def mix(self, x: torch.Tensor | Fp8Activations, number: int, states: Recurrence) -> torch.Tensor:
         """See `Mix`."""
         spec, (convs, rules) = self.spec, states.layer(number)
         qkv, rest = self.qkvz(x).tensor_split((spec.channels,), dim=1)
@@ -79,7 +81,9 @@ class DeltaNet:
         out = gated_delta(q, k, v, decay, beta, rules, states.slots, states.bounds, self.exact, states.to)
         return gated_norm(out, z, self.norm, self.eps, "sigmoid" if self.ups else "silu")
 
-    def gates(self, x: torch.Tensor | Rounded, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def gates(
+        self, x: torch.Tensor | Fp8Activations, rest: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """float32[T, value_heads]: beta; the logarithm of the decay, the same or [T, value_heads, key_dim]; and z
         [T, values]. `rest`: what `qkvz` gives beside q, k and v."""
         made = self.ba(x).float()
@@ -99,9 +103,9 @@ class DeltaNet:
         return x.flatten(1)
 
     @property
-    def rounding(self) -> Rounding | None:
+    def fp8_scaling(self) -> Fp8Scaling | None:
         """How the input of `mix` is to be quantized."""
-        return self.qkvz.rounding if self.qkvz.rounding is self.ba.rounding else None
+        return self.qkvz.fp8_scaling if self.qkvz.fp8_scaling is self.ba.fp8_scaling else None
 
     @property
     def products(self) -> list[Product]:

@@ -88,7 +88,7 @@ class ExpertsSpec:
     """Routed experts are computed in a space of this size, between two projections; 0: of that of hidden states."""
     latent: tuple[str, ...] = ()
     """Names of these projections, in `model.layers.<i>.mlp.`."""
-    beside: bool = False
+    parallel: bool = False
     """Layers with experts have an MLP, too (see `experts_beside`)."""
     bias_is_row: bool = False
     """The bias for the selection is stored as [1, count], not [count]."""

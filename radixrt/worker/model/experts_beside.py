@@ -16,11 +16,11 @@ from radixrt.worker.model.mlp import SharedMlp
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.parallel import AFTER_MLP, Group
-from radixrt.worker.model.scaled import Rounded, Rounding
+from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsBeside:
+class MlpWithExperts:
     """In place of `mlp.Mlp`. In a `group`, each rank has a part of the intermediate features of both."""
 
     mlp: SharedMlp
@@ -33,13 +33,13 @@ class ExpertsBeside:
     group: Group | None
 
     @property
-    def rounding(self) -> Rounding | None:
+    def fp8_scaling(self) -> Fp8Scaling | None:
         """How the input is to be quantized."""
-        return self.mlp.gate_up.rounding
+        return self.mlp.gate_up.fp8_scaling
 
     def add(
-        self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Rounded:
+        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Fp8Activations:
         """As `Mlp.add`."""
         tokens = len(residual)
         both = residual.new_zeros((2 * tokens, residual.shape[1]))  # so that ranks meet once

@@ -25,7 +25,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     norm = "none"
     if config["mamba_rms_norm"]:
         norm = "before_gate" if config["mamba_norm_before_gate"] else "after_gate"
-    mamba = dataclasses.replace(mamba, beside=True, norm=norm, out_bias=bool(config.get("projectors_bias")))
+    mamba = dataclasses.replace(mamba, parallel=True, norm=norm, out_bias=bool(config.get("projectors_bias")))
     bias = bool(config.get("attention_bias"))
     plain = common(
         config,

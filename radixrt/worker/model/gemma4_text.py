@@ -98,5 +98,5 @@ def experts(config: dict[str, Any]) -> ExpertsSpec:
         prefix="experts",
         names=("gate_proj", "up_proj", "down_proj"),
         fused_names=FUSED_NAMES,
-        beside=True,
+        parallel=True,
     )

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from radixrt.worker.model.layers import Product
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.rope import rotate
-from radixrt.worker.model.scaled import Rounded
+from radixrt.worker.model.scaled import Fp8Activations
 
 NORM_EPS = 1e-6
 """Epsilon of the norm of index keys (DeepSeek's own code; transformers)."""
@@ -52,7 +52,7 @@ class Index:
     indexer: Indexer
     x: torch.Tensor
     """Normalized hidden states [T, hidden]."""
-    latent: torch.Tensor | Rounded
+    latent: torch.Tensor | Fp8Activations
     """Normalized query latents [T, q_rank]."""
     cos: torch.Tensor
     """[T, 1, rope_dim / 2], as `sin`."""

@@ -214,7 +214,7 @@ class Int4Linear:
     batch_invariant: bool
     ops: Ops
 
-    rounding: ClassVar[None] = None
+    fp8_scaling: ClassVar[None] = None
     """The input is not to be quantized."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

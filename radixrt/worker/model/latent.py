@@ -22,7 +22,7 @@ from radixrt.worker.model.layers import Norm, Product
 from radixrt.worker.model.linear import HeadLinear
 from radixrt.worker.model.ops import Ops, TorchOps
 from radixrt.worker.model.rope import rotate
-from radixrt.worker.model.scaled import Rounded, Rounding
+from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling
 
 NORM_EPS = 1e-6
 """Epsilon of the norms of latents, whatever `rms_norm_eps` says (transformers, `DeepseekV2RMSNorm`)."""
@@ -107,7 +107,7 @@ class Latent:
     interleaved: bool
     indexer: Indexer | None = None
 
-    def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> LatentHeads:
+    def project(self, x: torch.Tensor | Fp8Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> LatentHeads:
         made = self.down(x)
         width = len(self.k_norm) + 2 * cos.shape[-1]
         q, latent = made[:, :-width], made[:, -width:]
@@ -122,9 +122,9 @@ class Latent:
         return x.flatten(1)
 
     @property
-    def rounding(self) -> Rounding | None:
+    def fp8_scaling(self) -> Fp8Scaling | None:
         """None if there is an indexer: its weights need hidden states that are not quantized."""
-        return self.down.rounding if self.indexer is None else None
+        return self.down.fp8_scaling if self.indexer is None else None
 
     @property
     def products(self) -> list[Product]:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from radixrt.worker.model.layers import NoNorm, Norm
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.ops import Ops
-from radixrt.worker.model.scaled import Rounded
+from radixrt.worker.model.scaled import Fp8Activations
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class LayerEnd:
 
     def apply(
         self, residual: torch.Tensor, inputs: torch.Tensor | None, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Rounded:
+    ) -> torch.Tensor | Fp8Activations:
         """Change residual[T, hidden] in place; returns the `norm` of the new one. `inputs` [T, size] are those of this
         layer."""
         if self.gate is None:

@@ -16,12 +16,12 @@ from radixrt.worker.model.norms import HeadNorms, rms_norm
 from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.parallel import Group
 from radixrt.worker.model.rope import rotate
-from radixrt.worker.model.scaled import Rounded, Rounding, ScaledLinear
+from radixrt.worker.model.scaled import Fp8Activations, Fp8Linear, Fp8Scaling
 
 if TYPE_CHECKING:
     from radixrt.worker.model.blocks import NoMixer, NoMlp, NoOutput
     from radixrt.worker.model.delta_net import DeltaNet
-    from radixrt.worker.model.experts_beside import ExpertsBeside
+    from radixrt.worker.model.experts_beside import MlpWithExperts
     from radixrt.worker.model.layer_inputs import LayerEnd
     from radixrt.worker.model.mamba_mixer import Mamba
     from radixrt.worker.model.mlp import Mixture, Mlp, UngatedMlp
@@ -94,7 +94,7 @@ def _identity(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-Product = Linear | ScaledLinear | Int4Linear | LoraLinear
+Product = Linear | Fp8Linear | Int4Linear | LoraLinear
 
 Attend = Callable[[int, Projected], torch.Tensor]
 """Attention: (place of the layer among those with attention, its input) -> [T, heads, width of a head's value]. Stores
@@ -104,14 +104,14 @@ K and V in pages first."""
 class Projections(Protocol):
     """The projections of a layer's hidden states to queries, keys and values."""
 
-    def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Projected:
+    def project(self, x: torch.Tensor | Fp8Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Projected:
         """Project normalized hidden states x[T, hidden]; cos and sin are [T, 1, rope_dim / 2]."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Concatenate the heads' outputs [T, heads, width of a head's value] for the output projection."""
 
     @property
-    def rounding(self) -> Rounding | None:
+    def fp8_scaling(self) -> Fp8Scaling | None:
         """How the input of `project` is to be quantized."""
 
     @property
@@ -137,7 +137,7 @@ class Grouped:
     clip: float | None = None
     """See `ModelSpec.clip_qkv`."""
 
-    def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Heads:
+    def project(self, x: torch.Tensor | Fp8Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Heads:
         qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))
         if self.clip is not None:
             qkv.clamp_(-self.clip, self.clip)
@@ -156,8 +156,8 @@ class Grouped:
         return x.flatten(1)
 
     @property
-    def rounding(self) -> Rounding | None:
-        return self.qkv.rounding
+    def fp8_scaling(self) -> Fp8Scaling | None:
+        return self.qkv.fp8_scaling
 
     @property
     def products(self) -> list[Product]:
@@ -166,16 +166,16 @@ class Grouped:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm, or LayerNorm if `centered`. `rounding`: how the result is quantized, as its consumer wants."""
+    """RMSNorm, or LayerNorm if `centered`. `fp8_scaling`: how the result is quantized, as its consumer wants."""
 
     weight: torch.Tensor
     eps: float
-    rounding: Rounding | None
+    fp8_scaling: Fp8Scaling | None
     centered: bool = False
     bias: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor | Rounded:
-        return ops.norm(x, self.weight, self.eps, self.rounding, self.centered, self.bias)
+    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor | Fp8Activations:
+        return ops.norm(x, self.weight, self.eps, self.fp8_scaling, self.centered, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +200,13 @@ class Output:
     """Multiplies the result; ignored if there is such a norm."""
 
     @property
-    def rounding(self) -> Rounding | None:
+    def fp8_scaling(self) -> Fp8Scaling | None:
         """How the input is to be quantized."""
-        return self.product.rounding
+        return self.product.fp8_scaling
 
     def add(
-        self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Rounded:
+        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Fp8Activations:
         """Add the result to residual[T, hidden], in place. Returns the `norm` of the new residual."""
         if self.after is not None:
             if self.group is None:
@@ -223,7 +223,7 @@ class Output:
         return self.group.add(self.turn, part, residual, norm, ops)
 
     def _normalized(
-        self, x: torch.Tensor | Rounded, residual: torch.Tensor, after: Norm, group: Group, ops: Ops
+        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, after: Norm, group: Group, ops: Ops
     ) -> torch.Tensor:
         """The result [T, hidden], summed over ranks and normalized by `after`."""
         part = group.buffer(self.turn, residual)
@@ -261,25 +261,25 @@ class Layer:
     heads: Projections | DeltaNet | ShortConv | Mamba | NoMixer
     output: Output | NoOutput
     mlp_norm: Norm | NoNorm
-    mlp: Mlp | UngatedMlp | Mixture | ExpertsBeside | NoMlp
+    mlp: Mlp | UngatedMlp | Mixture | MlpWithExperts | NoMlp
     sinks: torch.Tensor | None = None
     """float32[heads] (see `ModelSpec.sinks`)."""
     gate: Gate | None = None
     """See `ModelSpec.gate`."""
-    beside: Mamba | None = None
+    parallel: Mamba | None = None
     """A mixer with the same input as attention. The input of `output` is attention's output, and then that of this."""
     end: LayerEnd | None = None
     """What follows the MLP."""
 
     def after_attention(
         self,
-        x: torch.Tensor | Rounded,
+        x: torch.Tensor | Fp8Activations,
         residual: torch.Tensor,
         norm: Norm | NoNorm,
         ops: Ops,
         parallel: bool = False,
         inputs: torch.Tensor | None = None,
-    ) -> torch.Tensor | Rounded:
+    ) -> torch.Tensor | Fp8Activations:
         """The rest of the layer, from attention's output x. Adds to residual[T, hidden], in place, and returns the
         `norm` of it, which is that of what comes next. `parallel`: see `ModelSpec`; `inputs`: see `layer_inputs`."""
         attended = self.heads.gather(x)

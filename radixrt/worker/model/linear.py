@@ -27,7 +27,7 @@ class Linear:
     batch_invariant: bool = False
     ops: Ops | None = None
 
-    rounding: ClassVar[None] = None
+    fp8_scaling: ClassVar[None] = None
     """The input is not to be quantized (see `scaled.ScaledLinear`)."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

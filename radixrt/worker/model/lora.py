@@ -67,7 +67,7 @@ class LoraLinear:
     ops: Ops
     batch_invariant: bool
 
-    rounding: ClassVar[None] = None
+    fp8_scaling: ClassVar[None] = None
     """The input is not to be quantized: adapters multiply it as it is. An FP8 product quantizes it itself."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ class Adapters:
     ) -> Product:
         """The product of `pieces`, with slots for what adapters have for these; the product itself if none has, or can
         get, anything. `other_name`: the name that transformers may have for a piece; `order` reorders the rows of a
-        piece, as `TensorReader._deinterleaved`."""
+        piece, as `TensorLoader._deinterleaved`."""
         names = [(piece.name, other_name(piece.name)) for piece in pieces]
         known = {name for adapter in self._adapters for name in adapter.pairs}
         if not self._everywhere and known.isdisjoint(name for both in names for name in both):

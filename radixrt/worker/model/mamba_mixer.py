@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import Recurrence
     from radixrt.worker.model.layers import Product
     from radixrt.worker.model.parallel import Group
-    from radixrt.worker.model.scaled import Rounded, Rounding
+    from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Mamba:
     """Results must not depend on how sequences are cut into steps."""
     group: Group | None = None
 
-    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence) -> torch.Tensor:
+    def mix(self, x: torch.Tensor | Fp8Activations, number: int, states: Recurrence) -> torch.Tensor:
         """As `DeltaNet.mix`: [T, values]."""
         spec, (convs, rules) = self.spec, states.layer(number)
         z, xbc, step = self.projection(x).split((spec.values, spec.channels, spec.heads), dim=1)
@@ -76,9 +76,9 @@ class Mamba:
         return x
 
     @property
-    def rounding(self) -> Rounding | None:
+    def fp8_scaling(self) -> Fp8Scaling | None:
         """How the input of `mix` is to be quantized."""
-        return self.projection.rounding
+        return self.projection.fp8_scaling
 
     @property
     def products(self) -> list[Product]:

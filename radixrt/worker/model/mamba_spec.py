@@ -32,7 +32,7 @@ class MambaSpec:
     """Time steps are clamped to these."""
     norm: str = "after_gate"
     """Where the norm is: `after_gate` or `before_gate`; `none`: there is only the gate."""
-    beside: bool = False
+    parallel: bool = False
     """The mixers are beside attention, in all layers, with the same input, and not in its place."""
     norms: None = None
     """Those of other layers."""

@@ -12,7 +12,7 @@ from radixrt.worker.model.layers import Product
 from radixrt.worker.model.norms import HeadNorm
 from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.rope import rotate
-from radixrt.worker.model.scaled import Rounded, Rounding
+from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling
 from radixrt.worker.model.spec import LayerSpec
 
 
@@ -85,15 +85,15 @@ class Mixed:
     norms: MixedNorms
     value_factor: float = 1.0
 
-    def project(self, x: torch.Tensor | Rounded, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> MixedHeads:
+    def project(self, x: torch.Tensor | Fp8Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> MixedHeads:
         return MixedHeads(self.qkv(x), self.num_heads, self.sizes, self.norms, self.value_factor, cos, sin)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.flatten(1)
 
     @property
-    def rounding(self) -> Rounding | None:
-        return self.qkv.rounding
+    def fp8_scaling(self) -> Fp8Scaling | None:
+        return self.qkv.fp8_scaling
 
     @property
     def products(self) -> list[Product]:

@@ -14,7 +14,7 @@ from radixrt.worker.model.lora import LoraLinear
 from radixrt.worker.model.moe import Experts, sigmoid
 from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.parallel import Group
-from radixrt.worker.model.scaled import Rounded, Rounding
+from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class Mlp:
     activation: str
 
     @property
-    def rounding(self) -> Rounding | None:
+    def fp8_scaling(self) -> Fp8Scaling | None:
         """How the input is to be quantized."""
-        return self.gate_up.rounding
+        return self.gate_up.fp8_scaling
 
     def add(
-        self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Rounded:
+        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Fp8Activations:
         """Add the output for x[T, hidden] to residual[T, hidden], in place. Returns the `norm` of the new residual."""
         return self.down.add(_activated(self, x, ops), residual, norm, ops)
 
@@ -47,16 +47,16 @@ class UngatedMlp:
     """None: squared ReLU."""
 
     @property
-    def rounding(self) -> Rounding | None:
+    def fp8_scaling(self) -> Fp8Scaling | None:
         """How the input is to be quantized."""
-        return self.up.rounding
+        return self.up.fp8_scaling
 
     def add(
-        self, x: torch.Tensor | Rounded, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Rounded:
+        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Fp8Activations:
         """As `Mlp.add`."""
         inner = self.up(x)
-        inner = ops.squared_relu(inner, self.down.rounding) if self.activation is None else self.activation(inner)
+        inner = ops.squared_relu(inner, self.down.fp8_scaling) if self.activation is None else self.activation(inner)
         return self.down.add(inner, residual, norm, ops)
 
 
@@ -120,17 +120,17 @@ class UngatedShared:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
         """As `SharedMlp.add`."""
-        self.down.add(ops.squared_relu(self.up(x), self.down.rounding), residual)
+        self.down.add(ops.squared_relu(self.up(x), self.down.fp8_scaling), residual)
 
 
-def _activated(mlp: Mlp | SharedMlp, x: torch.Tensor | Rounded, ops: Ops) -> torch.Tensor | Rounded:
+def _activated(mlp: Mlp | SharedMlp, x: torch.Tensor | Fp8Activations, ops: Ops) -> torch.Tensor | Fp8Activations:
     """The input of `down`, for normalized x[T, hidden]."""
-    rounding = mlp.down.rounding
-    if rounding is None and isinstance(mlp.gate_up, Linear | LoraLinear):
+    fp8_scaling = mlp.down.fp8_scaling
+    if fp8_scaling is None and isinstance(mlp.gate_up, Linear | LoraLinear):
         inner = mlp.gate_up.gated_linear(x, mlp.activation)
         if inner is not None:
             return inner
-    return ops.gate(mlp.gate_up(x), mlp.activation, rounding)
+    return ops.gate(mlp.gate_up(x), mlp.activation, fp8_scaling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +149,13 @@ class Mixture:
     """Multiplies the experts' sum; ignored if there is such a norm."""
 
     @property
-    def rounding(self) -> Rounding | None:
+    def fp8_scaling(self) -> Fp8Scaling | None:
         """How the input is to be quantized."""
-        return self.experts.rounding
+        return self.experts.fp8_scaling
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> torch.Tensor | Rounded:
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Fp8Activations:
         """As `Mlp.add`."""
         if self.group is None and self.after is None and self.factor == 1:
             self._add(x, residual, ops)

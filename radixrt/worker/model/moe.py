@@ -12,7 +12,7 @@ from radixrt.worker.model.expert_spec import ExpertsSpec, Routing
 from radixrt.worker.model.int4 import Int4, concatenate_int4
 from radixrt.worker.model.linear import Linear, concatenate
 from radixrt.worker.model.mxfp4 import PackedStack
-from radixrt.worker.model.scaled import Rounding, Scaled, ScaledLinear, concatenate_scaled
+from radixrt.worker.model.scaled import Fp8Linear, Fp8Scaling, Fp8Weight, concatenate_fp8
 from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.model.spec import SQUARED_RELU, ModelSpec
 from radixrt.worker.model.weights import Weights
@@ -33,17 +33,17 @@ class ScaledStack:
 
     values: torch.Tensor
     scales: torch.Tensor
-    rounding: Rounding
+    fp8_scaling: Fp8Scaling
 
     @classmethod
-    def like(cls, weight: Scaled, count: int) -> ScaledStack:
+    def like(cls, weight: Fp8Weight, count: int) -> ScaledStack:
         """Uninitialized, for `count` weights of the shapes of `weight`."""
         values, scales = (part.new_empty((count, *part.shape)) for part in (weight.values, weight.scales))
-        return cls(values, scales, weight.rounding)
+        return cls(values, scales, weight.fp8_scaling)
 
-    def put(self, number: int, weight: Scaled) -> bool:
+    def put(self, number: int, weight: Fp8Weight) -> bool:
         """Store a weight. Returns False, and does nothing, if its scales are of another kind."""
-        if weight.rounding is not self.rounding:
+        if weight.fp8_scaling is not self.fp8_scaling:
             return False
         self.values[number], self.scales[number] = weight.values, weight.scales
         return True
@@ -51,8 +51,8 @@ class ScaledStack:
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, number: int) -> Scaled:
-        return Scaled(self.values[number], self.scales[number], self.rounding)
+    def __getitem__(self, number: int) -> Fp8Weight:
+        return Fp8Weight(self.values[number], self.scales[number], self.fp8_scaling)
 
     def numel(self) -> int:
         """Number of weights."""
@@ -89,7 +89,7 @@ class Experts:
     latent: tuple[Linear, Linear] | None = None
     """Projections to the space that experts are computed in, which is in place of `hidden` above, and back."""
 
-    rounding: ClassVar[None] = None
+    fp8_scaling: ClassVar[None] = None
     """The input is not to be quantized, because the router needs it as it is. Experts in FP8 quantize it themselves."""
 
     @property
@@ -167,9 +167,9 @@ class Experts:
                 gate_up = self._linear(self.gate_up, self.gate_up_bias, expert, x.dtype, ops)
                 down = self._linear(self.down, self.down_bias, expert, x.dtype, ops)
                 if self.activation == SQUARED_RELU:
-                    parts.append(down(ops.squared_relu(gate_up(part), down.rounding)))
+                    parts.append(down(ops.squared_relu(gate_up(part), down.fp8_scaling)))
                 else:
-                    parts.append(down(ops.gate(gate_up(part), self.activation, down.rounding)))
+                    parts.append(down(ops.gate(gate_up(part), self.activation, down.fp8_scaling)))
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
         made = torch.cat(parts)[back].unflatten(0, (-1, self.top_k))
         total = (made if of_inputs else made * weights[..., None]).sum(1)
@@ -178,12 +178,12 @@ class Experts:
     def _linear(
         self, weights: torch.Tensor | ScaledStack | PackedStack | Int4, biases: torch.Tensor | None, expert: int,
         dtype: torch.dtype, ops: Ops,
-    ) -> Linear | ScaledLinear:  # fmt: skip
+    ) -> Linear | Fp8Linear:  # fmt: skip
         bias = None if biases is None else biases[expert]
         packed = isinstance(weights, (PackedStack, Int4))
         weight = weights.dequantized(expert, dtype) if packed else weights[expert]
-        if isinstance(weight, Scaled):
-            return ScaledLinear(weight, bias, dtype, ops)
+        if isinstance(weight, Fp8Weight):
+            return Fp8Linear(weight, bias, dtype, ops)
         return Linear(weight, bias, self.batch_invariant)
 
 
@@ -329,7 +329,7 @@ def _read_scaled(weights: Weights, matrices: list[list[Matrix]]) -> tuple[Scaled
         *first, last = (weights.scaled(*matrix) for matrix in own)
         if last is None or any(matrix is None for matrix in first):
             return None
-        gate_up, down = concatenate_scaled(first), concatenate_scaled([last])
+        gate_up, down = concatenate_fp8(first), concatenate_fp8([last])
         if gate_up is None or down is None:
             return None
         stacks = stacks or (ScaledStack.like(gate_up, len(matrices)), ScaledStack.like(down, len(matrices)))

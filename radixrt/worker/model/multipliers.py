@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from radixrt.worker.model.int4 import Int4
-from radixrt.worker.model.scaled import Scaled
+from radixrt.worker.model.scaled import Fp8Weight
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.weights import Renamed, Weights, copied_part
 
@@ -37,7 +37,7 @@ class Multiplied(Renamed):
         whole = (whole.float() * column).to(whole.dtype)
         return whole if part is None else copied_part(whole, part)
 
-    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Fp8Weight | None:
         """None if multiplied: such weights are dequantized."""
         return None if self._rows(name) else super().scaled(name, shape, part)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from radixrt.worker.model.blocks import Blocks, paired
+from radixrt.worker.model.blocks import HybridLayers, paired
 from radixrt.worker.model.deepseek_v3 import sigmoid_routing
 from radixrt.worker.model.expert_spec import ExpertsSpec
 from radixrt.worker.model.fields import check_served, common, with_experts
@@ -69,7 +69,7 @@ def layer_kinds(config: dict[str, Any]) -> list[str]:
     return kinds
 
 
-def mamba(config: dict[str, Any], kinds: list[str], blocks: Blocks) -> MambaSpec:
+def mamba(config: dict[str, Any], kinds: list[str], blocks: HybridLayers) -> MambaSpec:
     """The Mamba-2 mixers."""
     return checked(
         MambaSpec(

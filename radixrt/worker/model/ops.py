@@ -12,7 +12,7 @@ from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.lora import Rows, Stack, add_by_adapter
 from radixrt.worker.model.moe import Experts
 from radixrt.worker.model.norms import layer_norm, rms_norm
-from radixrt.worker.model.scaled import Rounded, Rounding, Scaled, rounded
+from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling, Fp8Weight, quantize_activations
 from radixrt.worker.model.spec import CLAMPED_SWIGLU
 
 if TYPE_CHECKING:
@@ -38,17 +38,17 @@ _ACTIVATIONS = {
 class Ops(Protocol):
     """Operations with fused kernels on a GPU (`cuda.ops`); `TorchOps` computes them in plain torch.
 
-    `rounding`: quantize the result to FP8 with scales of that kind; None: keep the dtype of x."""
+    `fp8_scaling`: quantize the result to FP8 with scales of that kind; None: keep the dtype of x."""
 
     def norm(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         eps: float,
-        rounding: Rounding | None = None,
+        fp8_scaling: Fp8Scaling | None = None,
         centered: bool = False,
         bias: torch.Tensor | None = None,
-    ) -> torch.Tensor | Rounded:
+    ) -> torch.Tensor | Fp8Activations:
         """RMSNorm of x[T, H], or LayerNorm if `centered`, maybe with a bias [H]. The weight [H] and the bias have the
         dtype of x, or float32 (see `NormsSpec.float32_weight`)."""
 
@@ -59,23 +59,23 @@ class Ops(Protocol):
         residual: torch.Tensor,
         norm: Norm | NoNorm,
         scalar: torch.Tensor | None = None,
-    ) -> torch.Tensor | Rounded:
+    ) -> torch.Tensor | Fp8Activations:
         """Add the norm `after` of x[T, H] to residual[T, H], and then multiply that by scalar[1], if given, both in
         place. Returns the `norm` of the new residual."""
 
     def gate(
-        self, x: torch.Tensor, activation: str, rounding: Rounding | None = None, up: torch.Tensor | None = None
-    ) -> torch.Tensor | Rounded:
+        self, x: torch.Tensor, activation: str, fp8_scaling: Fp8Scaling | None = None, up: torch.Tensor | None = None
+    ) -> torch.Tensor | Fp8Activations:
         """act(gate) * up, or another function of both (see `_ACTIVATIONS`): [T, I], of x[T, 2 I], gate first, or of the
         gate x[T, I] and up[T, I], whose rows may be apart."""
 
-    def squared_relu(self, x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
+    def squared_relu(self, x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> torch.Tensor | Fp8Activations:
         """relu(x[T, I])^2 (arXiv 2109.08668), in place unless it is quantized."""
 
     def scaled(
         self,
-        x: torch.Tensor | Rounded,
-        weight: Scaled,
+        x: torch.Tensor | Fp8Activations,
+        weight: Fp8Weight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         residual: torch.Tensor | None = None,
@@ -135,12 +135,12 @@ class TorchOps:
         x: torch.Tensor,
         weight: torch.Tensor,
         eps: float,
-        rounding: Rounding | None = None,
+        fp8_scaling: Fp8Scaling | None = None,
         centered: bool = False,
         bias: torch.Tensor | None = None,
-    ) -> torch.Tensor | Rounded:
+    ) -> torch.Tensor | Fp8Activations:
         out = layer_norm(x, weight, bias, eps) if centered else rms_norm(x, weight, eps)
-        return out if rounding is None else rounded(out, rounding)
+        return out if fp8_scaling is None else quantize_activations(out, fp8_scaling)
 
     @staticmethod
     def add_normed(
@@ -149,7 +149,7 @@ class TorchOps:
         residual: torch.Tensor,
         norm: Norm | NoNorm,
         scalar: torch.Tensor | None = None,
-    ) -> torch.Tensor | Rounded:
+    ) -> torch.Tensor | Fp8Activations:
         residual.add_(after(x, TorchOps()))
         if scalar is not None:
             residual.mul_(scalar)
@@ -157,26 +157,26 @@ class TorchOps:
 
     @staticmethod
     def gate(
-        x: torch.Tensor, activation: str, rounding: Rounding | None = None, up: torch.Tensor | None = None
-    ) -> torch.Tensor | Rounded:
+        x: torch.Tensor, activation: str, fp8_scaling: Fp8Scaling | None = None, up: torch.Tensor | None = None
+    ) -> torch.Tensor | Fp8Activations:
         gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
         out = _ACTIVATIONS[activation](gate, up)
-        return out if rounding is None else rounded(out, rounding)
+        return out if fp8_scaling is None else quantize_activations(out, fp8_scaling)
 
     @staticmethod
-    def squared_relu(x: torch.Tensor, rounding: Rounding | None = None) -> torch.Tensor | Rounded:
+    def squared_relu(x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> torch.Tensor | Fp8Activations:
         out = x.relu_().square_()
-        return out if rounding is None else rounded(out, rounding)
+        return out if fp8_scaling is None else quantize_activations(out, fp8_scaling)
 
     @staticmethod
     def scaled(
-        x: torch.Tensor | Rounded,
-        weight: Scaled,
+        x: torch.Tensor | Fp8Activations,
+        weight: Fp8Weight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        known = x if isinstance(x, Rounded) else rounded(x, weight.rounding)
+        known = x if isinstance(x, Fp8Activations) else quantize_activations(x, weight.fp8_scaling)
         out = F.linear(known.dequantized(), weight.dequantized(), None if bias is None else bias.float())
         return out.to(dtype) if residual is None else residual.add_(out)
 

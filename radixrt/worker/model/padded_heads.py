@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.int4 import Int4
-from radixrt.worker.model.scaled import Scaled
+from radixrt.worker.model.scaled import Fp8Weight
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.model.weights import Renamed, Weights
@@ -40,7 +40,7 @@ class PaddedHeads(Renamed):
         whole = self._pad(super().load(name, stored), heads, dim)
         return whole if part is None else whole.narrow(part.dim, part.start, part.count).contiguous()
 
-    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Fp8Weight | None:
         """None if padded: such weights are dequantized."""
         return super().scaled(name, shape, part) if self._short_of_heads(name) is None else None
 

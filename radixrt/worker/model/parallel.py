@@ -15,7 +15,7 @@ from radixrt.worker.model.sharding import Shard
 if TYPE_CHECKING:
     from radixrt.worker.model.layers import NoNorm, Norm
     from radixrt.worker.model.ops import Ops
-    from radixrt.worker.model.scaled import Rounded
+    from radixrt.worker.model.scaled import Fp8Activations
 
 AFTER_ATTENTION, AFTER_MLP = 0, 1
 """The two buffers of `Group.buffer`, which a forward pass uses alternately."""
@@ -32,7 +32,7 @@ class Group(Protocol):
 
     def add(
         self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Rounded:
+    ) -> torch.Tensor | Fp8Activations:
         """Add the sum of all ranks' parts, each in its `buffer`, to the residual, in place. Returns the `norm` of the
         new residual."""
 

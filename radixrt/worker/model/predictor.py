@@ -31,7 +31,7 @@ from radixrt.worker.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from radixrt.worker.model.ops import Ops
-    from radixrt.worker.model.reading import Reader
+    from radixrt.worker.model.reading import WeightLoader
 
 NUMBERED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose checkpoints have it as one more layer, after all others."""
@@ -121,7 +121,7 @@ def with_predictor(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
 
 
 def reading_spec(spec: ModelSpec) -> ModelSpec:
-    """The spec by which `Reader` reads the layer: that of a decoder which it is the last layer of. It has full
+    """The spec by which `WeightLoader` reads the layer: that of a decoder which it is the last layer of. It has full
     attention, and experts if other layers have any."""
     number = spec.num_layers
     at, experts = f"model.layers.{number}.", spec.experts
@@ -137,7 +137,7 @@ def reading_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def read_predictor(
-    reader: Reader, spec: ModelSpec, embed: Callable[[torch.Tensor], torch.Tensor],
+    reader: WeightLoader, spec: ModelSpec, embed: Callable[[torch.Tensor], torch.Tensor],
     rotations: Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]], ops: Ops,
 ) -> Predictor:  # fmt: skip
     """Read the layer of a model's `spec` by a reader of its `reading_spec`. ValueError if the checkpoint lacks it."""

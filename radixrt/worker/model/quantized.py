@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from radixrt.worker.model import integers
-from radixrt.worker.model.scaled import BLOCK, FP8, Scaled
+from radixrt.worker.model.scaled import BLOCK, FP8, Fp8Weight
 from radixrt.worker.model.sharding import Part
 
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "awq", "gptq")
@@ -114,16 +114,18 @@ def block_size(config: Mapping[str, Any]) -> tuple[int, int]:
     return rows, columns
 
 
-def read_scaled(name: str, weight: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]) -> Scaled | None:
+def read_scaled(
+    name: str, weight: torch.Tensor, scale: torch.Tensor | None, block: tuple[int, int]
+) -> Fp8Weight | None:
     """An FP8 weight [R, C] with its `scale`: one number, [R], [R, 1], or one for each `block` of (rows, columns),
     [ceil(R / rows), ceil(C / columns)]. None if the block is not (BLOCK, BLOCK). ValueError if the weight is not in
     FP8, or the scale is missing or has another shape."""
     scale = _checked_scale(name, weight, scale)
     rows, columns = weight.shape
     if scale.numel() == 1 or _is_by_first_dim(scale, rows):
-        return Scaled.by_rows(weight, scale.view(-1, 1).expand(rows, 1).contiguous())
+        return Fp8Weight.by_rows(weight, scale.view(-1, 1).expand(rows, 1).contiguous())
     _check_blocks(name, weight, scale, block)
-    return Scaled.by_blocks(weight, scale) if block == (BLOCK, BLOCK) else None
+    return Fp8Weight.by_blocks(weight, scale) if block == (BLOCK, BLOCK) else None
 
 
 def part_of_scale(scale: torch.Tensor, shape: Sequence[int], block: tuple[int, int], part: Part) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import torch
 
 from radixrt.worker.model.int4 import Int4
 from radixrt.worker.model.quantized import Products, has_int4
-from radixrt.worker.model.scaled import Scaled
+from radixrt.worker.model.scaled import Fp8Weight
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.weights import copied_part
 
@@ -48,8 +48,8 @@ class RandomWeights:
         values = torch.empty(shape, dtype=self.dtype, device=self._device)
         return values.normal_(0, 0.02, generator=self._generator(name))
 
-    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
-        return Scaled.of(self.load(name, shape, part)) if self._products is Products.ALL else None
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Fp8Weight | None:
+        return Fp8Weight.of(self.load(name, shape, part)) if self._products is Products.ALL else None
 
     def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
         """Uniform 4-bit values, whose standard deviation is 4.6."""

@@ -9,7 +9,7 @@ import torch
 from radixrt.worker.model.blocks import NoMixer, NoMlp, NoOutput, turn
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.expert_spec import ExpertsSpec
-from radixrt.worker.model.experts_beside import ExpertsBeside
+from radixrt.worker.model.experts_beside import MlpWithExperts
 from radixrt.worker.model.index_spec import IndexSpec
 from radixrt.worker.model.indexer import Indexer
 from radixrt.worker.model.interleaved_experts import read_interleaved_experts
@@ -20,7 +20,7 @@ from radixrt.worker.model.mamba_spec import MambaSpec
 from radixrt.worker.model.mlp import UNGATED, Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
 from radixrt.worker.model.moe import Experts, read_experts
 from radixrt.worker.model.parallel import AFTER_ATTENTION, AFTER_MLP
-from radixrt.worker.model.reading_recurrent import RecurrentReader
+from radixrt.worker.model.reading_recurrent import RecurrentWeightLoader
 from radixrt.worker.model.spec import SQUARED_RELU, XIELU, GateSpec, NormsSpec
 from radixrt.worker.model.tensors import Piece
 from radixrt.worker.model.weights import load_float32
@@ -29,22 +29,22 @@ XIELU_FIXED = 0.5, -1e-6
 """Defaults of `beta` and `eps`."""
 
 
-class Reader(RecurrentReader):
+class WeightLoader(RecurrentWeightLoader):
     """Reads the layers of a decoder."""
 
     def layer(self, number: int) -> Layer:
         spec, at = self._spec, f"layers.{number}."
         if spec.recurrent is not None and number in spec.recurrent.layers and number not in spec.attention_layers:
             return self._recurrent_layer(number, spec.recurrent)
-        if spec.blocks and spec.blocks[number][0] is None:
+        if spec.hybrid_layers and spec.hybrid_layers[number][0] is None:
             return self._mlp_alone(number)
         heads, sizes = self._heads(number, at + "self_attn."), spec.layer(number)
         inner = spec.num_heads * (spec.latent.value_dim if spec.latent else sizes.value_dim)
         mlp, norms = self._mlp(number, spec.norms), spec.norms
         shape, after = (spec.hidden_size, inner), self._norm_after(at, norms.after_attention)
-        attention_norm = self._norm_before(at, norms.before_attention, heads.rounding)
+        attention_norm = self._norm_before(at, norms.before_attention, heads.fp8_scaling)
         beside, name = None, at + "self_attn.o_proj"
-        if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.beside:
+        if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.parallel:
             beside, both = self._mamba(at + "mamba.", spec.recurrent), (name, at + "mamba.out_proj")
             biases = spec.output_bias, spec.recurrent.out_bias
             output = self._outputs(both, (inner, spec.recurrent.values), biases, AFTER_ATTENTION)
@@ -58,13 +58,13 @@ class Reader(RecurrentReader):
             mlp=mlp,
             sinks=self._sinks(at + "self_attn.sinks") if sizes.sinks else None,
             gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
-            beside=beside,
+            parallel=beside,
             end=self._layer_end(at) if spec.layer_scalars else None,
         )
 
     def _turn(self, number: int, place: int) -> int:
         """The buffer of a layer's sum after its mixer or its MLP, AFTER_ATTENTION or AFTER_MLP (see `blocks.turn`)."""
-        return turn(self._spec.blocks, number, place) if self._spec.blocks else place
+        return turn(self._spec.hybrid_layers, number, place) if self._spec.hybrid_layers else place
 
     def _heads(self, number: int, at: str) -> Projections:
         if self._spec.layers:
@@ -72,9 +72,9 @@ class Reader(RecurrentReader):
         return self._grouped_query(number, at) if self._spec.latent is None else self._latent(number)
 
     def _mlp_norm(
-        self, at: str, norms: NormsSpec, mlp: Mlp | UngatedMlp | Mixture | ExpertsBeside | NoMlp
+        self, at: str, norms: NormsSpec, mlp: Mlp | UngatedMlp | Mixture | MlpWithExperts | NoMlp
     ) -> Norm | NoNorm:
-        return NoNorm() if isinstance(mlp, NoMlp) else self._norm_before(at, norms.before_mlp, mlp.rounding)
+        return NoNorm() if isinstance(mlp, NoMlp) else self._norm_before(at, norms.before_mlp, mlp.fp8_scaling)
 
     def _mlp_alone(self, number: int) -> Layer:
         norms = self._spec.norms
@@ -92,7 +92,7 @@ class Reader(RecurrentReader):
             name = f"{delta.name}.{delta.out}"
         mlp, after = self._mlp(number, norms), self._norm_after(at, norms.after_attention)
         return Layer(
-            attention_norm=self._norm_before(at, norms.before_attention, net.rounding),
+            attention_norm=self._norm_before(at, norms.before_attention, net.fp8_scaling),
             heads=net,
             output=self._output(at + name, (spec.hidden_size, inner), bias, self._turn(number, AFTER_ATTENTION), after),
             mlp_norm=self._mlp_norm(at, norms, mlp),
@@ -146,11 +146,11 @@ class Reader(RecurrentReader):
         else:
             first = Piece(at + "q_a_proj", (latent.q_rank, hidden))
             q_up = self._linear([Piece(at + "q_b_proj", (heads * width, latent.q_rank), own)], False)
-            rounding = q_up.rounding
+            fp8_scaling = q_up.fp8_scaling
             if latent.index is not None and number in latent.index.layers:
                 indexer = self._indexer(at + "indexer.", latent.index, latent.q_rank, number)
-                rounding = rounding if indexer.q.rounding is rounding else None  # each quantizes for itself
-            q_norm = Norm(self._vector(at + "q_a_layernorm", latent.q_rank), NORM_EPS, rounding)
+                fp8_scaling = fp8_scaling if indexer.q.fp8_scaling is fp8_scaling else None  # each quantizes for itself
+            q_norm = Norm(self._vector(at + "q_a_layernorm", latent.q_rank), NORM_EPS, fp8_scaling)
         both = latent.nope_dim + latent.value_dim
         rows = self._shard.part(0, heads * both)
         up = self._weights.load(f"model.{at}kv_b_proj.weight", (heads * both, latent.rank), rows).unflatten(
@@ -204,7 +204,7 @@ class Reader(RecurrentReader):
             piece = self._half(piece, 1)
         product = self._linear([piece], False)
         if isinstance(norm, Norm):
-            norm = dataclasses.replace(norm, rounding=product.rounding)
+            norm = dataclasses.replace(norm, fp8_scaling=product.fp8_scaling)
         return Gate(norm, product, gate.softplus)
 
     def _half(self, piece: Piece, half: int) -> Piece:
@@ -220,29 +220,29 @@ class Reader(RecurrentReader):
         heads = self._spec.num_heads
         return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
 
-    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture | ExpertsBeside | NoMlp:
+    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture | MlpWithExperts | NoMlp:
         spec, at = self._spec, f"layers.{number}.mlp."
-        if spec.blocks and spec.blocks[number][1] is None:
+        if spec.hybrid_layers and spec.hybrid_layers[number][1] is None:
             return NoMlp()
         after, turn = self._norm_after(f"layers.{number}.", norms.after_mlp), self._turn(number, AFTER_MLP)
         if spec.experts is not None and number in spec.experts.layers:
             read = read_interleaved_experts if spec.experts.interleaved_gate_up else read_experts
             experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
-            if spec.experts.beside:
-                return self._experts_beside(number, experts, after)
+            if spec.experts.parallel:
+                return self._mlp_with_experts(number, experts, after)
             factor = spec.residual_factor * spec.experts.factor
             return Mixture(experts, self._group, turn, self._shared(at, spec.experts), after, factor)
         inner = spec.layer(number).intermediate_size
         return (self._gated_mlp if spec.gated else self._ungated_mlp)(at, inner, turn, after)
 
-    def _experts_beside(self, number: int, experts: Experts, after: Norm | None) -> ExpertsBeside:
+    def _mlp_with_experts(self, number: int, experts: Experts, after: Norm | None) -> MlpWithExperts:
         """With the names of Gemma 4."""
         spec, at = self._spec, f"layers.{number}."
         mlp = self._gated_mlp(at + "mlp.", spec.layer(number).intermediate_size)
         scale = self._weights.load(f"model.{at}router.scale", (spec.hidden_size,)).float()
         scales = self._weights.load(f"model.{at}router.per_expert_scale", (experts.router.weight.shape[0],)).float()
         assert after is not None
-        return ExpertsBeside(
+        return MlpWithExperts(
             mlp=SharedMlp(mlp.gate_up, mlp.down.product, mlp.activation),
             after_mlp=self.norm(at + "post_feedforward_layernorm_1"),
             experts=dataclasses.replace(experts, scales=scales),

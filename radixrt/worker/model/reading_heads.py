@@ -11,10 +11,10 @@ from radixrt.worker.model.mixed_heads import Mixed, MixedNorms
 from radixrt.worker.model.norms import HeadNorm, HeadNorms
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.spec import HeadNormsSpec
-from radixrt.worker.model.tensors import Piece, TensorReader
+from radixrt.worker.model.tensors import Piece, TensorLoader
 
 
-class HeadsReader(TensorReader):
+class HeadsWeightLoader(TensorLoader):
     """Heads that differ by layer, norms of each head, inputs of layers."""
 
     def _mixed(self, number: int, at: str) -> Projections:

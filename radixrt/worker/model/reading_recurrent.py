@@ -8,14 +8,14 @@ from radixrt.worker.model.delta_net import DeltaNet, ba_order, qkvz_order
 from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.mamba_mixer import Mamba
 from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.reading_heads import HeadsReader
+from radixrt.worker.model.reading_heads import HeadsWeightLoader
 from radixrt.worker.model.sharding import Part
 from radixrt.worker.model.short_conv import ShortConv
 from radixrt.worker.model.tensors import Piece
 from radixrt.worker.model.weights import load_float32
 
 
-class RecurrentReader(HeadsReader):
+class RecurrentWeightLoader(HeadsWeightLoader):
     """Reads linear attention, Mamba-2 mixers and short convolutions."""
 
     def _gated_conv(self, at: str, spec: ShortConvSpec) -> ShortConv:

@@ -12,7 +12,7 @@ from radixrt.worker.model.delta import short_conv
 if TYPE_CHECKING:
     from radixrt.worker.model.delta_net import Recurrence
     from radixrt.worker.model.layers import Product
-    from radixrt.worker.model.scaled import Rounded, Rounding
+    from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ShortConv:
     bias: torch.Tensor | None
     """[channels], of the convolution."""
 
-    def mix(self, x: torch.Tensor | Rounded, number: int, states: Recurrence) -> torch.Tensor:
+    def mix(self, x: torch.Tensor | Fp8Activations, number: int, states: Recurrence) -> torch.Tensor:
         """As `DeltaNet.mix`: [T, channels]."""
         b, c, x = self.product(x).chunk(3, dim=1)
         convs, _ = states.layer(number)
@@ -37,9 +37,9 @@ class ShortConv:
         return x
 
     @property
-    def rounding(self) -> Rounding | None:
+    def fp8_scaling(self) -> Fp8Scaling | None:
         """How the input of `mix` is to be quantized."""
-        return self.product.rounding
+        return self.product.fp8_scaling
 
     @property
     def products(self) -> list[Product]:

@@ -206,7 +206,7 @@ class ModelSpec:
     recurrent: DeltaSpec | ShortConvSpec | MambaSpec | None = None
     """Some layers have linear attention, short convolutions or Mamba-2 mixers: a recurrent state instead of K and V in
     pages."""
-    blocks: tuple[tuple[int | None, int | None], ...] = ()
+    hybrid_layers: tuple[tuple[int | None, int | None], ...] = ()
     """By layer, if the checkpoint counts mixers and MLPs as layers of their own: the numbers that its mixer and its MLP
     have there; None: it has none (see `blocks`)."""
     multipliers: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
@@ -253,9 +253,9 @@ class ModelSpec:
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention, at the end that of `predicts`. Others have no K and V, and pools and `Attend`
         count only these."""
-        beside = isinstance(self.recurrent, MambaSpec) and self.recurrent.beside
+        beside = isinstance(self.recurrent, MambaSpec) and self.recurrent.parallel
         others = self.recurrent.layers if self.recurrent and not beside else frozenset()
-        without = {i for i, (mixer, _) in enumerate(self.blocks) if mixer is None}
+        without = {i for i, (mixer, _) in enumerate(self.hybrid_layers) if mixer is None}
         layers = range(self.num_layers + self.predicts)
         return tuple(i for i in layers if i not in others and i not in without)
 
@@ -315,11 +315,11 @@ class ModelSpec:
         inner = sum(self.layer(i).intermediate_size for i in range(self.num_layers)) / self.num_layers
         dense = (3 if self.gated else 2) * hidden * inner
         attention += 2 * hidden * self.layer_inputs
-        without = sum(mlp is None for _, mlp in self.blocks) / self.num_layers
+        without = sum(mlp is None for _, mlp in self.hybrid_layers) / self.num_layers
         if self.experts is None:
             return attention + int((1 - without) * dense)
         share = len(self.experts.layers) / self.num_layers
-        without += 0 if self.experts.beside else share
+        without += 0 if self.experts.parallel else share
         return attention + int(share * self.experts.elements(hidden) + (1 - without) * dense)
 
     def _attention_rows(self, own: LayerSpec) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.blocks import OfBlocks
+from radixrt.worker.model.blocks import HybridLayerNames
 from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
 from radixrt.worker.model.interleaved_experts import deinterleave
 from radixrt.worker.model.layers import NoNorm, Norm, Output, Product
@@ -18,7 +18,7 @@ from radixrt.worker.model.multipliers import Multiplied
 from radixrt.worker.model.ops import Ops
 from radixrt.worker.model.padded_heads import PaddedHeads
 from radixrt.worker.model.parallel import Group
-from radixrt.worker.model.scaled import FP8, Rounding, Scaled, ScaledLinear, concatenate_scaled
+from radixrt.worker.model.scaled import FP8, Fp8Linear, Fp8Scaling, Fp8Weight, concatenate_fp8
 from radixrt.worker.model.sharding import Part, Shard
 from radixrt.worker.model.spec import ModelSpec
 from radixrt.worker.model.weights import Renamed, Weights
@@ -46,7 +46,7 @@ class Piece:
         return self.part if self.part and self.part.dim == 0 else None
 
 
-class TensorReader:
+class TensorLoader:
     """Reads a rank's parts of a decoder's tensors from a checkpoint."""
 
     def __init__(
@@ -59,8 +59,8 @@ class TensorReader:
         adapters: Adapters | None = None,
     ) -> None:
         self._spec = spec
-        if spec.blocks:
-            self._weights = OfBlocks(weights, spec)
+        if spec.hybrid_layers:
+            self._weights = HybridLayerNames(weights, spec)
         elif spec.multipliers:
             self._weights = Multiplied(weights, spec)
         else:
@@ -128,7 +128,7 @@ class TensorReader:
         """As `_linear`, without adapters."""
         biases = self._biases(pieces) if bias else None
         if weight := self._scaled(pieces):
-            return ScaledLinear(weight, biases, self._weights.dtype, self._ops)
+            return Fp8Linear(weight, biases, self._weights.dtype, self._ops)
         if packed := self._int4(pieces):
             return Int4Linear(packed, biases, self._batch_invariant, self._ops)
         weight = concatenate([self._weight(p) for p in pieces])
@@ -178,7 +178,7 @@ class TensorReader:
         rotated, others = x[..., : self._spec.rope_dim], x[..., self._spec.rope_dim :]
         return torch.cat((deinterleave(rotated, x.dim() - 1), others), dim=-1)
 
-    def _scaled(self, pieces: list[Piece]) -> Scaled | None:
+    def _scaled(self, pieces: list[Piece]) -> Fp8Weight | None:
         """The matrices as one in FP8; None if any is not to be used in FP8."""
         found = []
         for p in pieces:
@@ -187,12 +187,12 @@ class TensorReader:
             if p.order is not None and (weight := weight.picked(p.order)) is None:
                 return None
             if p.rotated and self._spec.interleaved:
-                if weight.rounding is not Rounding.ROWS:  # reordered rows would belong to several blocks
+                if weight.fp8_scaling is not Fp8Scaling.ROWS:  # reordered rows would belong to several blocks
                     return None
                 values = self._deinterleaved(p, weight.values.view(torch.uint8)).view(FP8)  # torch cannot index FP8
-                weight = Scaled.by_rows(values, self._deinterleaved(p, weight.scales))
+                weight = Fp8Weight.by_rows(values, self._deinterleaved(p, weight.scales))
             found.append(weight)
-        return concatenate_scaled(found)
+        return concatenate_fp8(found)
 
     def _int4(self, pieces: list[Piece]) -> Int4 | None:
         """The matrices as one in INT4; None if any is not to be used in INT4, or if they are of different kinds."""
@@ -225,11 +225,11 @@ class TensorReader:
         product = Linear(weight, sum(own) if own else None, self._batch_invariant, self._ops)
         return Output(product, self._group, turn, None, self._spec.residual_factor)
 
-    def norm(self, name: str, rounding: Rounding | None = None) -> Norm:
+    def norm(self, name: str, fp8_scaling: Fp8Scaling | None = None) -> Norm:
         size, norms = self._spec.hidden_size, self._spec.norms
         weight = self._norm_weight(name, size) if norms.weight else self._ones
         bias = self._norm_bias(name, size) if norms.bias else None
-        return Norm(weight, self._spec.norm_eps, rounding, norms.centered, bias)
+        return Norm(weight, self._spec.norm_eps, fp8_scaling, norms.centered, bias)
 
     def _norm_weight(self, name: str, size: int, part: Part | None = None) -> torch.Tensor:
         weight, norms = self._vector(name, size, part), self._spec.norms
@@ -239,8 +239,8 @@ class TensorReader:
         bias = self._weights.load(f"model.{name}.bias", (size,))
         return bias.float() if self._spec.norms.float32_weight else bias
 
-    def _norm_before(self, at: str, name: str | None, rounding: Rounding | None) -> Norm | NoNorm:
-        return NoNorm() if name is None else self.norm(at + name, rounding)
+    def _norm_before(self, at: str, name: str | None, fp8_scaling: Fp8Scaling | None) -> Norm | NoNorm:
+        return NoNorm() if name is None else self.norm(at + name, fp8_scaling)
 
     def _norm_after(self, at: str, name: str | None) -> Norm | None:
         return None if name is None else self.norm(at + name)

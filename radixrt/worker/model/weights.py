@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from radixrt.worker.model.int4 import Int4
-from radixrt.worker.model.scaled import Scaled
+from radixrt.worker.model.scaled import Fp8Weight
 from radixrt.worker.model.sharding import Part
 
 
@@ -30,7 +30,7 @@ class Weights(Protocol):
     def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
         """A tensor of the given `shape`, dequantized, or a part of it."""
 
-    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Fp8Weight | None:
         """A matrix in FP8 with its scales, or a part of it; None if it is not to be used in FP8: then `load` it."""
 
     def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
@@ -80,7 +80,7 @@ class Renamed:
     def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
         return self._weights.load(self._name(name), shape, part)
 
-    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Scaled | None:
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Fp8Weight | None:
         return self._weights.scaled(self._name(name), shape, part)
 
     def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:

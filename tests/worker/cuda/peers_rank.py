@@ -16,7 +16,7 @@ from tests import interpreter
 
 interpreter.prepare()
 
-from radixrt.worker.cuda.peers import Peers, room_bytes  # noqa: E402
+from radixrt.worker.cuda.peers import CustomAllReduce, room_bytes  # noqa: E402
 
 HIDDEN, MOST_ROWS, TILE = 48, 7, 32
 DTYPE = torch.float16
@@ -30,7 +30,7 @@ def rooms(folder: Path, ranks: int) -> list[torch.Tensor]:
 
 
 def added(residual: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    """The expected result of `Peers.add` for residual[rows, hidden] and parts[ranks, rows, hidden]."""
+    """The expected result of `CustomAllReduce.add` for residual[rows, hidden] and parts[ranks, rows, hidden]."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -38,7 +38,7 @@ def added(residual: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
 
 
 def main(folder: Path, rank: int, ranks: int, count: int) -> None:
-    peers = Peers(rank, rooms(folder, ranks), HIDDEN, MOST_ROWS, DTYPE)
+    peers = CustomAllReduce(rank, rooms(folder, ranks), HIDDEN, MOST_ROWS, DTYPE)
     same, own = random.Random(0), random.Random(rank)  # all ranks make the same calls, each at its own pace
     torch.manual_seed(0)
     for k in range(count):

@@ -18,7 +18,7 @@ from radixrt.worker.model.expert_spec import Routing
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.moe import Experts, ScaledStack
 from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounded, Rounding, Scaled
+from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Fp8Activations, Fp8Scaling, Fp8Weight
 from radixrt.worker.model.spec import SQUARED_RELU
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
@@ -280,24 +280,24 @@ class Rounds(TorchOps):
 
     @staticmethod
     def scaled(x, weight, bias, dtype, residual=None):
-        known = x if isinstance(x, Rounded) else quantize(x, weight.rounding)
+        known = x if isinstance(x, Fp8Activations) else quantize(x, weight.fp8_scaling)
         return TorchOps.scaled(known, weight, bias, dtype, residual)
 
 
-def stack_of(rounding: Rounding, count: int, rows: int, columns: int, device: torch.device) -> ScaledStack:
+def stack_of(fp8_scaling: Fp8Scaling, count: int, rows: int, columns: int, device: torch.device) -> ScaledStack:
     stack = None
     for number in range(count):
         wide = 0.02 * torch.randn(rows, columns, device=device) * torch.logspace(-1, 1, rows, device=device)[:, None]
-        weight = Scaled.of(wide)
-        if rounding is Rounding.BLOCKS:
+        weight = Fp8Weight.of(wide)
+        if fp8_scaling is Fp8Scaling.BLOCKS:
             scales = 0.01 + torch.rand(-(-rows // BLOCK), -(-columns // BLOCK), device=device)
-            weight = Scaled.by_blocks((wide * 100).clamp(-LIMIT, LIMIT).to(FP8), scales)
+            weight = Fp8Weight.by_blocks((wide * 100).clamp(-LIMIT, LIMIT).to(FP8), scales)
         stack = stack or ScaledStack.like(weight, count)
         assert stack.put(number, weight)
     return stack
 
 
-def in_fp8(gate_up: Rounding, down: Rounding, count, chosen, hidden, inner, device, dtype=torch.float32, **changes):
+def in_fp8(gate_up: Fp8Scaling, down: Fp8Scaling, count, chosen, hidden, inner, device, dtype=torch.float32, **changes):
     router = Linear((torch.randn(count, hidden, device=device) / hidden**0.5).to(dtype))
     kind = {"normalized": True, "activation": "silu", "batch_invariant": False} | changes
     height = inner if kind["activation"] == SQUARED_RELU else 2 * inner
@@ -305,18 +305,18 @@ def in_fp8(gate_up: Rounding, down: Rounding, count, chosen, hidden, inner, devi
     return Experts(router, *stacks, chosen, **kind)
 
 
-@pytest.mark.parametrize("rounding", [None, *Rounding])
+@pytest.mark.parametrize("fp8_scaling", [None, *Fp8Scaling])
 @pytest.mark.parametrize("tokens", [1, 7])
-def test_what_begins_a_layer(tokens, rounding, device):
+def test_what_begins_a_layer(tokens, fp8_scaling, device):
     """As `route`, `sort` and `quantize` give it, but that a single token is not sorted."""
     logits, x = torch.randn(tokens, 13, device=device), torch.randn(tokens, 300, device=device).bfloat16()
-    weights, order, known = routing.begin(logits, 5, True, 16, x, rounding)
+    weights, order, known = routing.begin(logits, 5, True, 16, x, fp8_scaling)
     expected, numbers = routing.route(logits, 5, True)
     assert torch.equal(weights, expected)
-    if rounding is None:
+    if fp8_scaling is None:
         assert known is None
     else:
-        again = quantize(x, rounding)
+        again = quantize(x, fp8_scaling)
         assert torch.equal(known.scales, again.scales)
         assert torch.equal(known.values.view(torch.uint8), again.values.view(torch.uint8))
     if tokens == 1:
@@ -331,20 +331,20 @@ def test_what_begins_a_layer(tokens, rounding, device):
     assert all(piece.data_ptr() % 16 == 0 for piece in pieces)
 
 
-@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
 @pytest.mark.parametrize("tile", [scaled_experts.FEWEST, scaled_experts.FEW, scaled_experts.SOME, scaled_experts.MANY])
 @pytest.mark.parametrize(("columns", "depth", "of_tokens"), [(256, 512, True), (144, 272, False), (48, 80, True)])
-def test_product_in_fp8(columns, depth, of_tokens, tile, rounding, device):
+def test_product_in_fp8(columns, depth, of_tokens, tile, fp8_scaling, device):
     """Sizes that tiles divide and that they do not; experts with one tile, with several, and one with no tokens."""
-    if rounding is Rounding.BLOCKS:
+    if fp8_scaling is Fp8Scaling.BLOCKS:
         tile = dataclasses.replace(tile, depth=BLOCK)
     torch.manual_seed(columns)
-    weight = stack_of(rounding, 4, columns, depth, device)
+    weight = stack_of(fp8_scaling, 4, columns, depth, device)
     counts = (tile.rows + 3, 0, 2, 1) if columns == 256 else (1, 0, tile.rows, 2)
     numbers = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).int()[:, None].to(device)
     numbers = numbers[torch.randperm(len(numbers), device=device)]
     order = routing.sort(numbers, 4, tile.rows)
-    x = quantize(torch.randn(len(numbers), depth, device=device).bfloat16(), rounding)
+    x = quantize(torch.randn(len(numbers), depth, device=device).bfloat16(), fp8_scaling)
     found = scaled_experts.product(x, order, weight, tile, torch.float32, of_tokens)
     for token, (place,) in enumerate(order.places.tolist()):
         row = x.dequantized()[token if of_tokens else place]
@@ -353,11 +353,11 @@ def test_product_in_fp8(columns, depth, of_tokens, tile, rounding, device):
 
 def test_more_tiles_than_are_computed_side_by_side(device):
     """And no multiple of them: each is computed, and no other."""
-    weight, tile = stack_of(Rounding.ROWS, 8, 96, 64, device), scaled_experts.FEW
+    weight, tile = stack_of(Fp8Scaling.ROWS, 8, 96, 64, device), scaled_experts.FEW
     numbers = torch.rand(30, 8, device=device).argsort(1)[:, :2].int()
     order = routing.sort(numbers, 8, tile.rows)
     assert len(order.tiles) > GROUP and len(order.tiles) % GROUP
-    x = quantize(torch.randn(30, 64, device=device).bfloat16(), Rounding.ROWS)
+    x = quantize(torch.randn(30, 64, device=device).bfloat16(), Fp8Scaling.ROWS)
     found = scaled_experts.product(x, order, weight, tile, torch.float32, of_tokens=True)
     expected = (
         torch.stack([weight[number].dequantized() for number in range(8)])[numbers.long()]
@@ -369,14 +369,14 @@ def test_more_tiles_than_are_computed_side_by_side(device):
 @pytest.mark.parametrize(
     ("tokens", "count", "kinds", "hidden", "inner", "activation", "dtype"),
     [
-        (1, 8, (Rounding.ROWS, Rounding.ROWS), 144, 80, "silu", torch.float32),
-        (1, 8, (Rounding.BLOCKS, Rounding.ROWS), 272, 256, "silu", torch.float32),
-        (1, 3, (Rounding.BLOCKS, Rounding.BLOCKS), 256, 128, "silu", torch.bfloat16),
-        (6, 3, (Rounding.ROWS, Rounding.ROWS), 256, 96, "gelu", torch.bfloat16),
-        (6, 3, (Rounding.ROWS, Rounding.BLOCKS), 272, 256, "silu", torch.float32),
-        (20, 3, (Rounding.BLOCKS, Rounding.BLOCKS), 144, 128, "gelu_pytorch_tanh", torch.float32),
-        (70, 3, (Rounding.ROWS, Rounding.ROWS), 128, 80, "silu", torch.float32),
-        (6, 3, (Rounding.ROWS, Rounding.BLOCKS), 144, 256, SQUARED_RELU, torch.float32),
+        (1, 8, (Fp8Scaling.ROWS, Fp8Scaling.ROWS), 144, 80, "silu", torch.float32),
+        (1, 8, (Fp8Scaling.BLOCKS, Fp8Scaling.ROWS), 272, 256, "silu", torch.float32),
+        (1, 3, (Fp8Scaling.BLOCKS, Fp8Scaling.BLOCKS), 256, 128, "silu", torch.bfloat16),
+        (6, 3, (Fp8Scaling.ROWS, Fp8Scaling.ROWS), 256, 96, "gelu", torch.bfloat16),
+        (6, 3, (Fp8Scaling.ROWS, Fp8Scaling.BLOCKS), 272, 256, "silu", torch.float32),
+        (20, 3, (Fp8Scaling.BLOCKS, Fp8Scaling.BLOCKS), 144, 128, "gelu_pytorch_tanh", torch.float32),
+        (70, 3, (Fp8Scaling.ROWS, Fp8Scaling.ROWS), 128, 80, "silu", torch.float32),
+        (6, 3, (Fp8Scaling.ROWS, Fp8Scaling.BLOCKS), 144, 256, SQUARED_RELU, torch.float32),
     ],
 )
 def test_all_of_it_in_fp8(tokens, count, kinds, hidden, inner, activation, dtype, device):
@@ -390,25 +390,25 @@ def test_all_of_it_in_fp8(tokens, count, kinds, hidden, inner, activation, dtype
     assert error(found - residual, expected - residual) < (1e-2 if dtype == torch.float32 else 4e-2)
 
 
-@pytest.mark.parametrize("rounding", Rounding)
-def test_no_rows_at_all_in_fp8(rounding, device):
+@pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
+def test_no_rows_at_all_in_fp8(fp8_scaling, device):
     residual = torch.zeros(0, 128, device=device)
-    fused.add(in_fp8(rounding, rounding, 4, 2, 128, 128, device), residual, residual)
+    fused.add(in_fp8(fp8_scaling, fp8_scaling, 4, 2, 128, 128, device), residual, residual)
 
 
 def test_what_is_nan_stays_with_its_token(device):
     x, residual = torch.randn(3, 128, device=device), torch.zeros(3, 128, device=device)
     x[1, 7] = torch.nan
-    fused.add(in_fp8(Rounding.ROWS, Rounding.ROWS, 3, 2, 128, 128, device), x, residual)
+    fused.add(in_fp8(Fp8Scaling.ROWS, Fp8Scaling.ROWS, 3, 2, 128, 128, device), x, residual)
     assert residual.isnan().all(1).tolist() == [False, True, False] and not residual[::2].isnan().any()
 
 
-@pytest.mark.parametrize("rounding", Rounding)
-def test_the_kinds_of_tiles_in_fp8(rounding):
+@pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
+def test_the_kinds_of_tiles_in_fp8(fp8_scaling):
     """Where scales are of blocks, they are as deep as a block, and lie within one."""
-    weights = [stack_of(each, 1, 128, 128, torch.device("cpu")) for each in (Rounding.ROWS, rounding)]
+    weights = [stack_of(each, 1, 128, 128, torch.device("cpu")) for each in (Fp8Scaling.ROWS, fp8_scaling)]
     found = [scaled_experts.tile_for(rows, *weights) for rows in (0.1, 0.3, 6, 7, 24, 25, 64, 65, 5000)]
-    if rounding is Rounding.ROWS:
+    if fp8_scaling is Fp8Scaling.ROWS:
         assert found[0] == scaled_experts.FEWEST and found[1] == scaled_experts.FEW
         assert [tile.rows for tile in found] == [16, 16, 16, 32, 32, 64, 64, 128, 128]
     else:

@@ -205,7 +205,7 @@ def test_linear(rows, batch_invariant, half, device, monkeypatch):
     weight, bias = make(70, 768, 128, False, half, device), torch.randn(70, device=device).to(half)
     ours, torchs = (Int4Linear(weight, bias, batch_invariant, way) for way in (ops, TorchOps()))
     x, residual = torch.randn(rows, 768, device=device).to(half), torch.randn(rows, 70, device=device).to(half)
-    assert ours.rounding is None
+    assert ours.fp8_scaling is None
     for factor in (1.0, 0.5):
         both = residual.clone(), residual.clone()
         ours.add(x, both[0], factor)

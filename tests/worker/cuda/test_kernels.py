@@ -22,7 +22,7 @@ from radixrt.worker.kv import DTYPES, KVPool
 from radixrt.worker.mixed_pool import MixedKVPool
 from radixrt.worker.model.layers import Heads, NoNorm, Norm
 from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import Rounded, Rounding
+from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling
 from radixrt.worker.model.spec import LayerSpec
 from radixrt.worker.sample import SamplingMetadata
 from tests.worker.pages import make_plan
@@ -103,12 +103,12 @@ def test_gate(activation, device):
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("rounding", [None, *Rounding])
+@pytest.mark.parametrize("fp8_scaling", [None, *Fp8Scaling])
 @pytest.mark.parametrize("followed", [False, True])
-def test_add_normed(followed, rounding, scaled, device):
+def test_add_normed(followed, fp8_scaling, scaled, device):
     """As the operations one by one, to the last bit but where sums are in another order."""
     after = Norm(1 + torch.rand(300, device=device), 1e-5, None)
-    norm = Norm(1 + torch.rand(300, device=device), 1e-6, rounding) if followed else NoNorm()
+    norm = Norm(1 + torch.rand(300, device=device), 1e-6, fp8_scaling) if followed else NoNorm()
     x, residual = (torch.randn(7, 300, device=device) for _ in range(2))
     scalar = torch.tensor([0.7], device=device) if scaled else None
     expected = residual.clone()
@@ -117,8 +117,8 @@ def test_add_normed(followed, rounding, scaled, device):
         residuals.add_normed(x, after, residual, norm, scalar),
     )
     assert error(residual, expected) < 1e-6
-    wanted, found = (result.dequantized() if isinstance(result, Rounded) else result for result in results)
-    assert error(found, wanted) < (0.1 if isinstance(results[0], Rounded) else 1e-6)
+    wanted, found = (result.dequantized() if isinstance(result, Fp8Activations) else result for result in results)
+    assert error(found, wanted) < (0.1 if isinstance(results[0], Fp8Activations) else 1e-6)
     assert followed or results[1] is residual
 
 
@@ -133,8 +133,8 @@ def test_squared_relu(device):
     """In place, or quantized as `quantize` does it; NaN stays NaN."""
     x = 6 * torch.randn(4, 2500, device=device)
     expected = F.relu(x).square()
-    for rounding in Rounding:
-        found, again = kernels.squared_relu(x.clone(), rounding), quantize(expected, rounding)
+    for fp8_scaling in Fp8Scaling:
+        found, again = kernels.squared_relu(x.clone(), fp8_scaling), quantize(expected, fp8_scaling)
         assert torch.equal(found.dequantized(), again.dequantized())
     x[2, 7] = torch.nan
     assert kernels.squared_relu(x) is x and x.isnan().nonzero().tolist() == [[2, 7]]

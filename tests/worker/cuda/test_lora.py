@@ -139,7 +139,7 @@ def runners(folder, family: str, device, exact: bool = False, **sizes):
     pool, states = loading.make_pool(loaded, 1201, 1), loading.make_states(config, loaded)
     model = loading.load_model(config, loaded, exact, ops=ops)
     return loading.make_runner(config, loaded), CudaRunner(
-        model, pool, 1, rows=8, processors=4, states=states, exact=exact
+        model, pool, 1, rows=8, num_sms=4, states=states, exact=exact
     )
 
 

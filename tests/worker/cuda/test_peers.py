@@ -12,10 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 from radixrt.worker.cuda import kernels  # noqa: E402
-from radixrt.worker.cuda.group import PeerGroup  # noqa: E402
-from radixrt.worker.cuda.peers import PROGRAMS, Peers, room_bytes  # noqa: E402
+from radixrt.worker.cuda.group import CustomAllReduceGroup  # noqa: E402
+from radixrt.worker.cuda.peers import PROGRAMS, CustomAllReduce, room_bytes  # noqa: E402
 from radixrt.worker.model.layers import NoNorm, Norm  # noqa: E402
-from radixrt.worker.model.scaled import Rounding  # noqa: E402
+from radixrt.worker.model.scaled import Fp8Scaling  # noqa: E402
 from tests.worker.cuda.peers_rank import DTYPE, HIDDEN, MOST_ROWS, TILE, added  # noqa: E402
 from tests.worker.cuda.test_compile import run  # noqa: E402
 
@@ -61,18 +61,18 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted: 
 ROOT = Path(__file__).parents[3]
 
 
-def group(ranks: int, dtype: torch.dtype = DTYPE) -> list[Peers]:
+def group(ranks: int, dtype: torch.dtype = DTYPE) -> list[CustomAllReduce]:
     """All ranks in one process."""
     rooms = [torch.zeros(room_bytes(ranks, HIDDEN, MOST_ROWS, dtype), dtype=torch.uint8) for _ in range(ranks)]
-    return [Peers(rank, rooms, HIDDEN, MOST_ROWS, dtype) for rank in range(ranks)]
+    return [CustomAllReduce(rank, rooms, HIDDEN, MOST_ROWS, dtype) for rank in range(ranks)]
 
 
-def told(peers: Peers) -> torch.Tensor:
+def told(peers: CustomAllReduce) -> torch.Tensor:
     """int32[programs, ranks]: what each rank has told this one."""
     return peers._flags[peers.rank].view(PROGRAMS, peers.ranks)
 
 
-def come(peers: Peers, met: int) -> None:
+def come(peers: CustomAllReduce, met: int) -> None:
     """This rank has met the others so many times, and all others have come once more: here none runs beside another."""
     words = told(peers)
     words[:] = torch.tensor(met + 1).to(torch.int32)
@@ -122,8 +122,8 @@ def test_numbers_go_round(met):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("rounding", [None, *Rounding])
-def test_add_norm_is_add_then_norm(rounding, wide):
+@pytest.mark.parametrize("fp8_scaling", [None, *Fp8Scaling])
+def test_add_norm_is_add_then_norm(fp8_scaling, wide):
     peers, weight = group(2), torch.rand(HIDDEN).to(torch.float32 if wide else DTYPE)
     first = peers[0]
     for rows in (1, MOST_ROWS):
@@ -134,12 +134,12 @@ def test_add_norm_is_add_then_norm(rounding, wide):
         come(first, 0)
         first._last = 1
         first.add(0, rows, apart)
-        expected = kernels.norm(apart, weight, 1e-5, rounding)
+        expected = kernels.norm(apart, weight, 1e-5, fp8_scaling)
         come(first, 0)
         first._last = 1
-        found = first.add_norm(0, rows, together, weight, 1e-5, rounding)
+        found = first.add_norm(0, rows, together, weight, 1e-5, fp8_scaling)
         assert torch.equal(together, apart)
-        if rounding is None:
+        if fp8_scaling is None:
             assert torch.equal(found, expected)
         else:
             assert torch.equal(found.values.float(), expected.values.float())
@@ -154,8 +154,8 @@ def test_a_sum_may_be_followed_by_no_norm_or_another_one(norm):
     peers[1].buffer(0, 3).fill_(2)
     come(peers[0], 0)
     peers[0]._last = 1
-    of_ranks = object.__new__(PeerGroup)
-    of_ranks._peers = peers[0]
+    of_ranks = object.__new__(CustomAllReduceGroup)
+    of_ranks._all_reduce = peers[0]
     residual = torch.randn(3, HIDDEN).to(DTYPE)
     expected = residual + 3
     found = of_ranks.add(0, peers[0].buffer(0, 3), residual, norm, kernels)

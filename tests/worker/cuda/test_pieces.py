@@ -12,7 +12,16 @@ import torch
 from bench.shapes import SHAPES
 from radixrt.config import WorkerConfig
 from radixrt.worker.cuda.loading import graph_tokens
-from radixrt.worker.cuda.pieces import INPUTS_COPIES, LEAST, SIZES, Pieces, ending, kept_bytes, most_tokens, sizes_up_to
+from radixrt.worker.cuda.pieces import (
+    INPUTS_COPIES,
+    LEAST,
+    SIZES,
+    PiecewiseGraphs,
+    ending,
+    kept_bytes,
+    most_tokens,
+    sizes_up_to,
+)
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.spec import ModelSpec
 from tests.worker.cuda.test_runner import runners
@@ -93,7 +102,7 @@ class Recorded:
         Recorded.open, self.is_captured = None, True
 
 
-def captured(folder, device, monkeypatch) -> tuple[Pieces, ModelSpec]:
+def captured(folder, device, monkeypatch) -> tuple[PiecewiseGraphs, ModelSpec]:
     """Graphs of 4 tokens."""
     if device.type == "cuda":
         pytest.skip("tests/gpu captures graphs")
@@ -104,7 +113,7 @@ def captured(folder, device, monkeypatch) -> tuple[Pieces, ModelSpec]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    found = Pieces(runner._model, runner._pages, runner._last_tokens, [4])
+    found = PiecewiseGraphs(runner._model, runner._pages, runner._last_tokens, [4])
     assert Recorded.open is None and all(graph.is_captured for graph in found._captured[4].graphs)
     return found, runner._model.spec
 

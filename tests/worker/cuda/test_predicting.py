@@ -54,7 +54,7 @@ def runners(folder, page_size: int = 1, tokens: int = 600, kv: str = "auto"):
     model, states = loading.load_model(config, loaded, ops=ops), loading.make_states(config, loaded)
     pool = loading.make_pool(loaded, tokens // page_size + 1, page_size)
     pool.scales = loading.load_scales(config, loaded, model)
-    fast = CudaRunner(model, pool, page_size, rows=6, eos_ids=loaded.eos_ids, processors=4, states=states)
+    fast = CudaRunner(model, pool, page_size, rows=6, eos_ids=loaded.eos_ids, num_sms=4, states=states)
     return loading.make_runner(config, loaded), fast
 
 

@@ -22,7 +22,7 @@ from radixrt.worker.cuda.products import (
 from radixrt.worker.cuda.rounding import quantize
 from radixrt.worker.model.linear import Linear
 from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import BLOCK, Rounding, Scaled
+from radixrt.worker.model.scaled import BLOCK, Fp8Scaling, Fp8Weight
 
 SMALL, LARGE = 101_376, 232_448
 """Bytes of shared memory of a program: compute capabilities 8.9 and 9.0."""
@@ -131,7 +131,7 @@ def test_stages_fit():
 
 
 def test_a_program_alone_on_a_multiprocessor_streams_deeper(monkeypatch):
-    monkeypatch.setattr(products, "processors", lambda device: 100)
+    monkeypatch.setattr(products, "num_sms", lambda device: 100)
     assert streaming(16, 6400, 2, CPU) == Tile(16, 64, 128, 4, 8)
     assert streaming(32, 6401, 2, CPU) == Tile(32, 64, 128, 4, 4)
     assert streaming(16, 6400, 1, CPU) == Tile(16, 64, 256, 4, 8)
@@ -273,7 +273,7 @@ def test_sums_of_fp8_are_as_far_as_those_of_torch(rows, device):
     x, wide = torch.randn(rows, 14336, device=device), 0.02 * torch.randn(4096, 14336, device=device)
     x[:, ::1000] *= 50
     wide[:, ::777] *= 20
-    weight, known = Scaled.of(wide), quantize(x.bfloat16(), Rounding.ROWS)
+    weight, known = Fp8Weight.of(wide), quantize(x.bfloat16(), Fp8Scaling.ROWS)
     expected = known.dequantized() @ weight.dequantized().t()
     out = torch.empty(rows, 4096, dtype=torch.bfloat16, device=device)
     scaled.product(known, weight, None, out, scaled.tile_for(rows, weight))

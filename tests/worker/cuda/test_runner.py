@@ -154,7 +154,7 @@ def runners(
     kinds = torch.float32, torch.device("cpu")
     shape = Shape.of(loaded.spec, page_size)
     return plain, CudaRunner(
-        model, pool, page_size, rows=8, eos_ids=loaded.eos_ids, processors=4, exact=exact,
+        model, pool, page_size, rows=8, eos_ids=loaded.eos_ids, num_sms=4, exact=exact,
         states=loading.make_states(config, loaded),
         flashinfer=PlainFlashInfer(shape, torch.float32, 300) if ragged else None,
         full=FullHeads(loaded.spec, page_size, *kinds, 256, Variant(64, 32, 4, 2), 8, 1 << 16) if full else None,

@@ -13,7 +13,7 @@ from radixrt.worker.cuda.products import streaming
 from radixrt.worker.cuda.rounding import padded, quantize
 from radixrt.worker.cuda.scaled import product, tile_for
 from radixrt.worker.model.ops import Ops, TorchOps
-from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Rounding, Scaled, rounded
+from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Fp8Scaling, Fp8Weight, quantize_activations
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is infinite is divided by infinity
 
@@ -22,19 +22,19 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
-def weight_of(rounding: Rounding, rows: int, columns: int, device: torch.device) -> Scaled:
+def weight_of(fp8_scaling: Fp8Scaling, rows: int, columns: int, device: torch.device) -> Fp8Weight:
     wide = 0.02 * torch.randn(rows, columns, device=device) * torch.logspace(-1, 1, rows, device=device)[:, None]
-    if rounding is Rounding.ROWS:
-        return Scaled.of(wide)
+    if fp8_scaling is Fp8Scaling.ROWS:
+        return Fp8Weight.of(wide)
     scales = 0.01 + torch.rand(-(-rows // BLOCK), -(-columns // BLOCK), device=device)
-    return Scaled.by_blocks((wide * 100).clamp(-LIMIT, LIMIT).to(FP8), scales)
+    return Fp8Weight.by_blocks((wide * 100).clamp(-LIMIT, LIMIT).to(FP8), scales)
 
 
-@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 128), (5, 300), (6, 64)])
-def test_quantize(rounding, rows, columns, device):
+def test_quantize(fp8_scaling, rows, columns, device):
     x = (torch.randn(rows, columns, device=device) * torch.logspace(-2, 2, rows, device=device)[:, None]).bfloat16()
-    found, expected = quantize(x, rounding), rounded(x, rounding)
+    found, expected = quantize(x, fp8_scaling), quantize_activations(x, fp8_scaling)
     assert torch.equal(found.scales, expected.scales)
     one_step = 2**-3 * expected.dequantized().abs() + expected.scales.amax(1, keepdim=True) * 2**-9
     far = ((found.dequantized() - expected.dequantized()).abs() > one_step).float().mean()
@@ -45,25 +45,25 @@ def test_quantize(rounding, rows, columns, device):
 def test_quantize_keeps_nan_and_zeros(device):
     x = torch.zeros(3, 256, device=device)
     x[1, 7], x[2, 9] = torch.nan, torch.inf
-    for rounding in Rounding:
-        found = quantize(x, rounding).dequantized()
+    for fp8_scaling in Fp8Scaling:
+        found = quantize(x, fp8_scaling).dequantized()
         assert (found[0] == 0).all()
         if device.type == "cuda":  # the interpreter makes 384 of it
             assert found[1].isnan().any() and found[2].isnan().any()
 
 
-@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
 @pytest.mark.parametrize("size", [96, 256, 640])
-def test_what_norm_and_gate_round_is_what_they_give(rounding, size, device):
+def test_what_norm_and_gate_round_is_what_they_give(fp8_scaling, size, device):
     x, weight = torch.randn(3, 2 * size, device=device).bfloat16(), torch.rand(size, device=device).bfloat16()
     for found, wide in (
         (
-            kernels.norm(x[:, :size].contiguous(), weight, 1e-5, rounding),
+            kernels.norm(x[:, :size].contiguous(), weight, 1e-5, fp8_scaling),
             kernels.norm(x[:, :size].contiguous(), weight, 1e-5),
         ),
-        (kernels.gate(x, "silu", rounding), kernels.gate(x, "silu")),
+        (kernels.gate(x, "silu", fp8_scaling), kernels.gate(x, "silu")),
     ):
-        expected = quantize(wide, rounding)
+        expected = quantize(wide, fp8_scaling)
         assert torch.equal(found.scales, expected.scales)
         assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
 
@@ -71,11 +71,11 @@ def test_what_norm_and_gate_round_is_what_they_give(rounding, size, device):
 SHAPES = [(1, 48, 256), (5, 200, 384), (20, 144, 128), (70, 256, 256), (5, 72, 1024)]
 
 
-@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
 @pytest.mark.parametrize(("rows", "columns", "depth"), SHAPES)
-def test_product(rounding, rows, columns, depth, device):
-    weight = weight_of(rounding, columns, depth, device)
-    x = quantize(torch.randn(rows, depth, device=device).bfloat16(), rounding)
+def test_product(fp8_scaling, rows, columns, depth, device):
+    weight = weight_of(fp8_scaling, columns, depth, device)
+    x = quantize(torch.randn(rows, depth, device=device).bfloat16(), fp8_scaling)
     bias = torch.randn(columns, device=device).bfloat16()
     residual = torch.randn(rows, columns, device=device).bfloat16()
     expected = x.dequantized() @ weight.dequantized().t()
@@ -89,15 +89,15 @@ def test_product(rounding, rows, columns, depth, device):
     assert error(out, expected + bias.float() + residual.float()) < 6e-3
 
 
-@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
 @pytest.mark.parametrize("rows", [1, 3, 66, 130])
-def test_all_of_it(rounding, rows, device):
+def test_all_of_it(fp8_scaling, rows, device):
     """By whatever computes so many rows."""
     torch.manual_seed(rows)
-    weight = weight_of(rounding, 256, 512, device)
+    weight = weight_of(fp8_scaling, 256, 512, device)
     x = torch.randn(rows, 512, device=device).bfloat16()
     bias = torch.randn(256, device=device).bfloat16()
-    known = quantize(x, rounding)
+    known = quantize(x, fp8_scaling)
     expected = known.dequantized() @ weight.dequantized().t() + bias.float()
     for given in (x, known):
         found = scaled.scaled(given, weight, bias, torch.bfloat16)
@@ -109,7 +109,7 @@ def test_all_of_it(rounding, rows, device):
 
 
 def test_nothing_to_multiply(device):
-    weight = weight_of(Rounding.ROWS, 32, 64, device)
+    weight = weight_of(Fp8Scaling.ROWS, 32, 64, device)
     assert scaled.scaled(torch.empty(0, 64, device=device).bfloat16(), weight, None, torch.bfloat16).shape == (0, 32)
 
 
@@ -124,7 +124,7 @@ def test_torch_has_products_by_blocks(cuda, capability, found, monkeypatch):
 
 
 def test_room_behind_the_last_row(device):
-    x = quantize(torch.randn(5, 256, device=device), Rounding.BLOCKS)
+    x = quantize(torch.randn(5, 256, device=device), Fp8Scaling.BLOCKS)
     whole = padded(x)
     assert whole.values.shape == (8, 256) and whole.scales.shape == (8, 2)
     assert torch.equal(whole.scales[:5], x.scales) and whole.scales.stride() == (1, 8)
@@ -142,29 +142,31 @@ def test_limit_is_that_of_fp8():
 
 
 @pytest.mark.parametrize(
-    ("rounding", "rows", "columns", "tile"),
+    ("fp8_scaling", "rows", "columns", "tile"),
     [
-        (Rounding.ROWS, 1, 6144, streaming(16, 6144, 1, torch.device("cpu"))),
-        (Rounding.ROWS, 16, 28672, streaming(16, 28672, 1, torch.device("cpu"))),
-        (Rounding.ROWS, 17, 4096, scaled.ALONE),
-        (Rounding.ROWS, 64, 4224, scaled.ALONE),
-        (Rounding.ROWS, 32, 4225, scaled.SOME),
-        (Rounding.ROWS, 33, 4225, scaled.MORE),
-        (Rounding.BLOCKS, 16, 4096, scaled.BLOCKS),
-        (Rounding.BLOCKS, 17, 4096, scaled.BLOCKS_ALONE),
-        (Rounding.BLOCKS, 17, 6144, dataclasses.replace(scaled.BLOCKS, rows=32)),
-        (Rounding.BLOCKS, 64, 4096, dataclasses.replace(scaled.BLOCKS, rows=64)),
-        (Rounding.BLOCKS, 1, 16384, scaled.BLOCKS_WIDE),
-        (Rounding.BLOCKS, 33, 16384, dataclasses.replace(scaled.BLOCKS_WIDE, rows=64)),
-        (Rounding.BLOCKS, 65, 128, dataclasses.replace(scaled.BLOCKS_WIDE, rows=64)),  # where torch has none
+        (Fp8Scaling.ROWS, 1, 6144, streaming(16, 6144, 1, torch.device("cpu"))),
+        (Fp8Scaling.ROWS, 16, 28672, streaming(16, 28672, 1, torch.device("cpu"))),
+        (Fp8Scaling.ROWS, 17, 4096, scaled.ALONE),
+        (Fp8Scaling.ROWS, 64, 4224, scaled.ALONE),
+        (Fp8Scaling.ROWS, 32, 4225, scaled.SOME),
+        (Fp8Scaling.ROWS, 33, 4225, scaled.MORE),
+        (Fp8Scaling.BLOCKS, 16, 4096, scaled.BLOCKS),
+        (Fp8Scaling.BLOCKS, 17, 4096, scaled.BLOCKS_ALONE),
+        (Fp8Scaling.BLOCKS, 17, 6144, dataclasses.replace(scaled.BLOCKS, rows=32)),
+        (Fp8Scaling.BLOCKS, 64, 4096, dataclasses.replace(scaled.BLOCKS, rows=64)),
+        (Fp8Scaling.BLOCKS, 1, 16384, scaled.BLOCKS_WIDE),
+        (Fp8Scaling.BLOCKS, 33, 16384, dataclasses.replace(scaled.BLOCKS_WIDE, rows=64)),
+        (Fp8Scaling.BLOCKS, 65, 128, dataclasses.replace(scaled.BLOCKS_WIDE, rows=64)),  # where torch has none
     ],
 )
-def test_tiles(rounding, rows, columns, tile):
-    assert tile_for(rows, weight_like(rounding, columns, "cpu")) == tile
+def test_tiles(fp8_scaling, rows, columns, tile):
+    assert tile_for(rows, weight_like(fp8_scaling, columns, "cpu")) == tile
 
 
-def weight_like(rounding: Rounding, columns: int, device: str) -> Scaled:
-    return Scaled(torch.empty(columns, 128, dtype=FP8, device=device), torch.empty(columns, 1, device=device), rounding)
+def weight_like(fp8_scaling: Fp8Scaling, columns: int, device: str) -> Fp8Weight:
+    return Fp8Weight(
+        torch.empty(columns, 128, dtype=FP8, device=device), torch.empty(columns, 1, device=device), fp8_scaling
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,8 +182,8 @@ def weight_like(rounding: Rounding, columns: int, device: str) -> Scaled:
     ],
 )
 def test_tiles_beside_those_of_torch(rows, columns, tile, monkeypatch):
-    monkeypatch.setattr(scaled, "processors", lambda device: 132)
-    weight = weight_like(Rounding.ROWS, columns, "meta")
+    monkeypatch.setattr(scaled, "num_sms", lambda device: 132)
+    weight = weight_like(Fp8Scaling.ROWS, columns, "meta")
     monkeypatch.setattr(scaled, "_on_gpu", lambda weight: True)
     monkeypatch.setattr(scaled, "of_hopper", lambda device: True)
     assert tile_for(rows, weight) == tile

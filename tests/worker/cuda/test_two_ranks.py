@@ -86,7 +86,7 @@ def make(folder, group):
     spec = loaded.spec
     shape = Shape.of(spec, 1)
     return CudaRunner(
-        model, pool, 1, rows=8, eos_ids=loaded.eos_ids, processors=4, group=group, states=make_states(config, loaded),
+        model, pool, 1, rows=8, eos_ids=loaded.eos_ids, num_sms=4, group=group, states=make_states(config, loaded),
         flashinfer=None if spec.latent or spec.layers else PlainFlashInfer(shape, torch.float32, 300),
     )  # fmt: skip
 
