@@ -76,7 +76,7 @@ def stack(folder: Path) -> Iterator[tuple[str, str, dict[str, int]]]:
     frontend = FrontendConfig(model=str(folder), port=int(free_tcp_address().rpartition(":")[2]))
     with Stack(StackConfig(resolve(router), worker, resolve(frontend))) as running:
         running.start()
-        roles = {child.role: child.process.pid for child in running._children}
+        roles = {child.role: child.process.pid for child in running._subprocesses}
         yield f"http://127.0.0.1:{frontend.port}", router.client_address, roles
 
 

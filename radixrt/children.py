@@ -83,7 +83,7 @@ class Child:
         return True
 
 
-def start_child(role: str, name: str, config: Any, log_level: str = "info", *, pipe: int | None = None) -> Child:
+def start_subprocess(role: str, name: str, config: Any, log_level: str = "info", *, pipe: int | None = None) -> Child:
     """Start a process `radixrt ROLE`, which reads its configuration from stdin, and exits when stdin closes. It
     inherits the file descriptor `pipe`, under the same number."""
     ours, theirs = os.pipe()
@@ -107,7 +107,7 @@ def start_child(role: str, name: str, config: Any, log_level: str = "info", *, p
     return Child(role, name, process, pulses)
 
 
-def stop_children(
+def stop_subprocesses(
     children: Iterable[Child], seconds: float = STOP_SECONDS, hurry: threading.Event | None = None
 ) -> None:
     """Terminate all children, wait for them up to `seconds` (HURRIED_STOP_SECONDS once `hurry` is set), and kill those

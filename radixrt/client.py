@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from radixrt.async_client import AsyncClient
 from radixrt.messages import ChatPrompt, Delta, Sampling, Scored
-from radixrt.portal import Portal
+from radixrt.portal import EventLoopThread
 from radixrt.prompts import Completion, PromptLike, as_prompt, token_bytes, token_list
 from radixrt.transports import CONNECT_SECONDS, ServerError
 
@@ -26,86 +26,86 @@ class Client:
 
     def __init__(self, url: str, *, api_key: str = "", model: str = "", timeout: float = CONNECT_SECONDS) -> None:
         """See AsyncClient.connect."""
-        self._portal = Portal()
+        self._loop_thread = EventLoopThread()
         try:
-            self.aio = self._portal.call(AsyncClient.connect, url, api_key=api_key, model=model, timeout=timeout)
+            self.aio = self._loop_thread.call(AsyncClient.connect, url, api_key=api_key, model=model, timeout=timeout)
         except BaseException:
-            self._portal.close()
+            self._loop_thread.close()
             raise
 
     def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Completion:
         """See AsyncClient.generate."""
-        return self._portal.call(self.aio.generate, prompt, sampling, **options)
+        return self._loop_thread.call(self.aio.generate, prompt, sampling, **options)
 
     def generate_n(
         self, prompt: PromptLike, n: int, sampling: Sampling = Sampling(), **options: Any
     ) -> list[Completion]:
         """See AsyncClient.generate_n."""
-        return self._portal.call(self.aio.generate_n, prompt, n, sampling, **options)
+        return self._loop_thread.call(self.aio.generate_n, prompt, n, sampling, **options)
 
     def stream(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Iterator[Delta]:
         """See AsyncClient.stream. Leaving the loop early cancels the request."""
-        return self._portal.iterate(self.aio.stream(prompt, sampling, **options))
+        return self._loop_thread.iterate(self.aio.stream(prompt, sampling, **options))
 
     def score(self, prompt: PromptLike, choices: Sequence[Any], **options: Any) -> Scored:
         """See AsyncClient.score."""
-        return self._portal.call(self.aio.score, prompt, choices, **options)
+        return self._loop_thread.call(self.aio.score, prompt, choices, **options)
 
     def tokenize(self, prompt: PromptLike) -> list[int]:
         """See AsyncClient.tokenize."""
-        return self._portal.call(self.aio.tokenize, prompt)
+        return self._loop_thread.call(self.aio.tokenize, prompt)
 
     def render(self, prompt: ChatPrompt) -> str:
         """See AsyncClient.render."""
-        return self._portal.call(self.aio.render, prompt)
+        return self._loop_thread.call(self.aio.render, prompt)
 
     def detokenize(self, ids: Sequence[int] | bytes) -> str:
         """See AsyncClient.detokenize."""
-        return self._portal.call(self.aio.detokenize, ids)
+        return self._loop_thread.call(self.aio.detokenize, ids)
 
     def health(self) -> dict[str, Any]:
         """See AsyncClient.health."""
-        return self._portal.call(self.aio.health)
+        return self._loop_thread.call(self.aio.health)
 
     def models(self) -> list[dict[str, Any]]:
         """See AsyncClient.models."""
-        return self._portal.call(self.aio.models)
+        return self._loop_thread.call(self.aio.models)
 
     def report(self) -> dict[str, Any]:
         """See AsyncClient.report."""
-        return self._portal.call(self.aio.report)
+        return self._loop_thread.call(self.aio.report)
 
     def metrics(self) -> str:
         """See AsyncClient.metrics."""
-        return self._portal.call(self.aio.metrics)
+        return self._loop_thread.call(self.aio.metrics)
 
     def drain_worker(self, name: str, *, restart: bool = False) -> dict[str, Any]:
         """See AsyncClient.drain_worker."""
-        return self._portal.call(self.aio.drain_worker, name, restart=restart)
+        return self._loop_thread.call(self.aio.drain_worker, name, restart=restart)
 
     def clear_cache(self) -> None:
         """See AsyncClient.clear_cache."""
-        self._portal.call(self.aio.clear_cache)
+        self._loop_thread.call(self.aio.clear_cache)
 
     def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> dict[str, str]:
         """See AsyncClient.load_adapter."""
-        return self._portal.call(self.aio.load_adapter, name, path, in_place=in_place)
+        return self._loop_thread.call(self.aio.load_adapter, name, path, in_place=in_place)
 
     def unload_adapter(self, name: str) -> None:
         """See AsyncClient.unload_adapter."""
-        self._portal.call(self.aio.unload_adapter, name)
+        self._loop_thread.call(self.aio.unload_adapter, name)
 
     def run(self, work: Awaitable[T]) -> T:
         """Run a coroutine on the client's event loop and wait for it."""
         try:
-            return self._portal.call(_await, work)
+            return self._loop_thread.call(_await, work)
         finally:
             if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
                 work.close()  # never awaited, so without this Python would warn
 
     def close(self) -> None:
         """See AsyncClient.close. Several threads may call it at once."""
-        self._portal.close(self.aio.close)
+        self._loop_thread.close(self.aio.close)
 
     def __enter__(self) -> Self:
         return self

@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from typing import IO, Any
 
-from radixrt.children import SILENT_SECONDS, Child, start_child
+from radixrt.children import SILENT_SECONDS, Child, start_subprocess
 from radixrt.config import RouterConfig, StackConfig, WorkerConfig
 from radixrt.wire.addresses import is_loopback
 from radixrt.wire.keys import public_suffix
@@ -36,7 +36,7 @@ class Host:
     """A Ray actor: the parent process of one worker, on the worker's machine. The worker ends when its actor does."""
 
     def __init__(self, config: WorkerConfig, log_level: str) -> None:
-        self._child = start_child("worker", config.name, config, log_level)
+        self._child = start_subprocess("worker", config.name, config, log_level)
         self._process = self._child.process
         self._silent_seconds = min(SILENT_SECONDS["worker"], config.watchdog_timeout or math.inf)
 
@@ -117,7 +117,7 @@ class Remote:
         self._actor.send_signal.remote(sig)
 
 
-class Fleet:
+class RayWorkers:
     """Starts workers on a Ray cluster. Raises ValueError if Ray is not installed, if there is no cluster, or if it has
     too few GPUs."""
 

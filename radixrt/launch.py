@@ -32,7 +32,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from radixrt import wire
-from radixrt.children import HANG_CODE, RESTART_CODE, SILENT_SECONDS, Child, start_child, stop_children
+from radixrt.children import HANG_CODE, RESTART_CODE, SILENT_SECONDS, Child, start_subprocess, stop_subprocesses
 from radixrt.config import (
     FrontendConfig,
     RouterConfig,
@@ -52,7 +52,7 @@ from radixrt.wire.addresses import PASSWORD
 from radixrt.wire.keys import public_suffix
 
 if TYPE_CHECKING:
-    from radixrt.fleet import Fleet
+    from radixrt.fleet import RayWorkers
 
 log = logging.getLogger("radixrt.launch")
 
@@ -82,7 +82,7 @@ def ask_health(link: wire.Link, seconds: float) -> dict[str, Any] | None:
 
 
 @dataclass(slots=True)
-class Life:
+class Incarnation:
     """How a worker or a front end is started, and when it is to be restarted."""
 
     name: str
@@ -111,15 +111,15 @@ class Stack:
             self._worker_address = f"{near}#{PASSWORD}{password}"
             router = dataclasses.replace(router, near_address=near, near_password=password)
         self._config = dataclasses.replace(config, router=router)
-        self._children: list[Child] = []
-        self._lives: dict[str, Life] = {}
+        self._subprocesses: list[Child] = []
+        self._incarnations: dict[str, Incarnation] = {}
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         """Set if the stack is to stop without waiting for requests."""
         self._port = config.frontend.port
         self._port_holder: socket.socket | None = None
         """A bound socket that reserves the port for several front ends."""
-        self._fleet: Fleet | None = None
+        self._ray_workers: RayWorkers | None = None
 
     def request_stop(self, *_signal: int | FrameType | None) -> None:
         """Make `start` or `watch` return soon; the second time, make `drain` and `stop` do so. May be called in a
@@ -143,7 +143,7 @@ class Stack:
             self._launch("worker", worker.name, functools.partial(self._start_worker, worker))
         for number in range(config.api_server_count if http is None else 0):
             name = f"frontend-{number}"
-            start = functools.partial(start_child, "frontend", name, frontend, config.log_level)
+            start = functools.partial(start_subprocess, "frontend", name, frontend, config.log_level)
             self._launch("frontend", name, start)
         self._wait(deadline)
         if not self._stopping.is_set():
@@ -174,10 +174,10 @@ class Stack:
         with open(ours, "rb") as ready:
             try:
                 config = dataclasses.replace(self._config.router, http=http, tells=theirs)
-                child = start_child("router", "router", config, self._config.log_level, pipe=theirs)
+                child = start_subprocess("router", "router", config, self._config.log_level, pipe=theirs)
             finally:
                 os.close(theirs)
-            self._children.append(child)
+            self._subprocesses.append(child)
             poll = select.poll()
             poll.register(ready, select.POLLIN)
             while not self._stopping.is_set():
@@ -187,13 +187,13 @@ class Stack:
                     if line := ready.readline():
                         self._port = int(line) or self._port
                         return
-                    stop_children([child])
+                    stop_subprocesses([child])
                     raise StartError(f"{child.name} ended with code {child.process.returncode} while starting")
 
     def _launch(self, role: str, name: str, start: Callable[[], Child]) -> None:
         """Start a worker or a front end for the first time."""
-        self._lives[name] = Life(name, start, time.monotonic(), role=role)
-        self._children.append(start())
+        self._incarnations[name] = Incarnation(name, start, time.monotonic(), role=role)
+        self._subprocesses.append(start())
 
     def _worker_configs(self) -> list[WorkerConfig]:
         config = self._config
@@ -201,15 +201,15 @@ class Stack:
             return worker_configs(config, self._worker_address)
         if config.data_parallel_backend != "ray":
             raise ValueError(f"data_parallel_backend {config.data_parallel_backend!r}: expected mp or ray")
-        from radixrt.fleet import Fleet
+        from radixrt.fleet import RayWorkers
 
-        self._fleet = Fleet(config)
-        return self._fleet.configs(config.workers)
+        self._ray_workers = RayWorkers(config)
+        return self._ray_workers.configs(config.workers)
 
     def _start_worker(self, config: WorkerConfig) -> Child:
-        if self._fleet:
-            return self._fleet.start(config)
-        return start_child("worker", config.name, config, self._config.log_level)
+        if self._ray_workers:
+            return self._ray_workers.start(config)
+        return start_subprocess("worker", config.name, config, self._config.log_level)
 
     def _wait(self, deadline: float) -> None:
         """Wait until all workers and the front ends serve. Raises StartError if a process ends before, or after
@@ -217,7 +217,7 @@ class Stack:
         serving = 0
         with wire.Link(self._client_address) as link:
             while not self._stopping.is_set():
-                for child in self._children:
+                for child in self._subprocesses:
                     if not child.alive:
                         raise StartError(f"{child.name} ended with code {child.process.returncode} while starting")
                 if time.monotonic() > deadline:
@@ -245,10 +245,10 @@ class Stack:
         code: 0 when asked to stop, 1 when the router, all workers or all front ends have ended."""
         while not self._stopping.wait(POLL_SECONDS):
             self._end_silent(time.monotonic())
-            ended = [child for child in self._children if not child.alive]
+            ended = [child for child in self._subprocesses if not child.alive]
             for child in ended:
                 self._bury(child)
-            roles = {child.role for child in self._children} | self._replaced_roles()
+            roles = {child.role for child in self._subprocesses} | self._replaced_roles()
             wanted = {"router", "worker"} | ({"frontend"} if self._config.api_server_count > 1 else set())
             if missing := wanted - roles:
                 log.error("no %s is left: stopping", " and no ".join(sorted(missing)))
@@ -261,17 +261,17 @@ class Stack:
 
     def _end_silent(self, now: float) -> None:
         """Kill the children that do not get on, and those that were restarted and do not begin to serve."""
-        for child in self._children:
-            life = self._lives.get(child.name)
-            late = life is not None and now - life.began > self._config.ready_timeout
+        for child in self._subprocesses:
+            incarnation = self._incarnations.get(child.name)
+            late = incarnation is not None and now - incarnation.began > self._config.ready_timeout
             killed = child.end_if_silent(self._silent_seconds(child), now)
             if late and not killed and child.pulses is not None and not child.pulses.count:
                 log.error("%s (pid %s) does not begin to serve: killed", child.name, child.process.pid)
                 child.process.kill()
                 killed = True
             if killed:
-                if life is not None:
-                    life.replaced = True
+                if incarnation is not None:
+                    incarnation.replaced = True
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.process.wait(1.0)
 
@@ -282,45 +282,49 @@ class Stack:
 
     def _replaced_roles(self) -> set[str]:
         """Roles of children that will be back."""
-        return {life.role for life in self._lives.values() if life.replaced}
+        return {incarnation.role for incarnation in self._incarnations.values() if incarnation.replaced}
 
     def _bury(self, child: Child) -> None:
         """Remove a child that has ended. For a worker, tell the router, as it may have died without a Leave."""
-        code, life = child.process.returncode, self._lives.get(child.name)
+        code, incarnation = child.process.returncode, self._incarnations.get(child.name)
         log.log(
             logging.INFO if code == RESTART_CODE else logging.ERROR,
             "%s (pid %s) ended with code %s", child.name, child.process.pid, code,
         )  # fmt: skip
-        if life is not None and code in (RESTART_CODE, HANG_CODE):
-            life.replaced = True
-        self._children.remove(child)
-        stop_children([child])
+        if incarnation is not None and code in (RESTART_CODE, HANG_CODE):
+            incarnation.replaced = True
+        self._subprocesses.remove(child)
+        stop_subprocesses([child])
         if child.role == "worker":
             say_leave(self._worker_address, child.name, f"exit code {child.process.returncode}", child.process.pid)
 
     def _expect(self, child: Child, now: float) -> None:
         """Schedule the restart of a child that has ended, unless its exit code is 0: it was told to stop then."""
         if child.process.returncode == RESTART_CODE:
-            self._lives[child.name].due = now
+            self._incarnations[child.name].due = now
         elif child.process.returncode:
-            life = self._lives[child.name]
-            life.delay = RESTART_SECONDS if now - life.began > STEADY_SECONDS else min(2 * life.delay, MOST_SECONDS)
-            life.due = now + life.delay
-            log.warning("%s is started again in %.0f s", life.name, life.delay)
+            incarnation = self._incarnations[child.name]
+            incarnation.delay = (
+                RESTART_SECONDS
+                if now - incarnation.began > STEADY_SECONDS
+                else min(2 * incarnation.delay, MOST_SECONDS)
+            )
+            incarnation.due = now + incarnation.delay
+            log.warning("%s is started again in %.0f s", incarnation.name, incarnation.delay)
 
     def _revive(self, now: float) -> None:
         """Restart what is due."""
-        for life in self._lives.values():
-            if life.due is not None and now >= life.due:
-                life.began, life.due, life.replaced = now, None, False
-                self._children.append(life.start())
+        for incarnation in self._incarnations.values():
+            if incarnation.due is not None and now >= incarnation.due:
+                incarnation.began, incarnation.due, incarnation.replaced = now, None, False
+                self._subprocesses.append(incarnation.start())
 
     def drain(self) -> None:
         """Let the router refuse new requests, and wait until those in flight are finished and the front ends have sent
         their answers: for up to --shutdown-timeout, and until `request_stop` is called once more."""
         began = time.monotonic()
-        (router,) = (child for child in self._children if child.role == "router")
-        fronts = [child for child in self._children if child.role == "frontend"]
+        (router,) = (child for child in self._subprocesses if child.role == "router")
+        fronts = [child for child in self._subprocesses if child.role == "frontend"]
         if self._config.router.shutdown_timeout <= 0 or not router.alive or router.pulses is None:
             return
         router.process.send_signal(signal.SIGUSR1)
@@ -348,11 +352,11 @@ class Stack:
     def stop(self) -> None:
         """Stop front ends, then workers, then the router. Returns when all have exited."""
         for role in ("frontend", "worker", "router"):
-            stop_children((child for child in self._children if child.role == role), hurry=self._hurry)
-        self._children.clear()
-        if self._fleet is not None:
-            self._fleet.close()
-            self._fleet = None
+            stop_subprocesses((child for child in self._subprocesses if child.role == role), hurry=self._hurry)
+        self._subprocesses.clear()
+        if self._ray_workers is not None:
+            self._ray_workers.close()
+            self._ray_workers = None
         if self._port_holder is not None:
             self._port_holder.close()
             self._port_holder = None

@@ -18,7 +18,7 @@ FORKED = "a Client does not go along into another process: make one there"
 ON_THE_LOOP = "a plain Client cannot wait inside its own async code: await the AsyncClient, or the program"
 
 
-class Portal:
+class EventLoopThread:
     """An event loop in a background thread, for callers without one. Thread-safe."""
 
     def __init__(self) -> None:

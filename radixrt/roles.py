@@ -111,9 +111,9 @@ def run_role(role: str, config: Any, pulse: Pulse | None = None) -> int:
                 _serve(worker)
             for number in (signal.SIGTERM, signal.SIGINT):  # a second signal must not interrupt the exit
                 signal.signal(number, signal.SIG_IGN)
-            from radixrt.worker.status import LIFE
+            from radixrt.worker.status import INCARNATION
 
-            say_leave(config.router, config.name, "stopped", os.getpid(), LIFE, planned=True)
+            say_leave(config.router, config.name, "stopped", os.getpid(), INCARNATION, planned=True)
             return _code(config, worker)
     return 0
 
@@ -135,12 +135,12 @@ def _code(config: WorkerConfig, worker: Worker) -> int:
 def _end_hanging(config: WorkerConfig, worker: Worker) -> None:
     """End this process, whose main thread may wait on the device for ever, with those of its other ranks. Its log shows
     where the threads are."""
-    from radixrt.worker.status import LIFE
+    from radixrt.worker.status import INCARNATION
 
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback()
         worker.runner.kill()
-        say_leave(config.router, config.name, "it does not get on", os.getpid(), LIFE)
+        say_leave(config.router, config.name, "it does not get on", os.getpid(), INCARNATION)
     os._exit(HANG_CODE)
 
 
@@ -156,9 +156,11 @@ def _serve(worker: Worker) -> None:
         os._exit(1)
 
 
-def say_leave(router: str, name: str, reason: str, pid: int | None, life: int = 0, *, planned: bool = False) -> None:
-    """Tell the router that worker `name` has ended, if it is the process with this `pid` (None: any) and `life` (0:
-    any). `planned` as in a Leave."""
+def say_leave(
+    router: str, name: str, reason: str, pid: int | None, incarnation: int = 0, *, planned: bool = False
+) -> None:
+    """Tell the router that worker `name` has ended, if it is the process with this `pid` (None: any) and `incarnation`
+    (0: any). `planned` as in a Leave."""
     with wire.Link(router) as link:
-        link.send(wire.encode(Leave(name, reason, pid or 0, life, planned)))
+        link.send(wire.encode(Leave(name, reason, pid or 0, incarnation, planned)))
         link.close(linger=1.0)

@@ -116,7 +116,7 @@ def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(("file", "field", "value"), cases(READ_BY_ALL + READ_BY_WORKERS))
 def test_nothing_is_started_with_a_bad_file(folder, monkeypatch, capsys, file, field, value):
     begin = spoil(folder / file, field, value)
-    monkeypatch.setattr(launch, "start_child", lambda *_, **__: pytest.fail("a child is started"))
+    monkeypatch.setattr(launch, "start_subprocess", lambda *_, **__: pytest.fail("a child is started"))
     monkeypatch.setattr(cli, "run_role", lambda *_: pytest.fail("it begins"))
     for command in (["serve", str(folder)], ["worker", "--router", "tcp://127.0.0.1:1", "--model", str(folder)]):
         line = said(command, capsys)
@@ -132,7 +132,7 @@ def test_a_tokenizer_says_the_same(folder, monkeypatch, capsys, file, field, val
     with pytest.raises(ValueError) as caught:
         load_tokenizer(folder)
     assert str(caught.value).startswith(begin)
-    monkeypatch.setattr(launch, "start_child", lambda *_, **__: pytest.fail("a child is started"))
+    monkeypatch.setattr(launch, "start_subprocess", lambda *_, **__: pytest.fail("a child is started"))
     for command in (["serve", "nano"], ["router", "--worker-address", "tcp://127.0.0.1:1"], ["frontend"]):
         assert said([*command, "--tokenizer", str(folder)], capsys).startswith(begin)
 

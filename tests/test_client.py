@@ -268,7 +268,7 @@ def test_closing_ends_what_other_threads_run():
 def test_a_call_that_comes_while_the_loop_ends_is_not_left_waiting(monkeypatch):
     with fake_stack("0,0") as stack:
         client = Client(stack.address)
-        loop, found = client._portal._loop, []
+        loop, found = client._loop_thread._loop, []
 
         def wait() -> None:
             try:

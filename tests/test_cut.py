@@ -84,7 +84,7 @@ def served():
     worker = Worker(FakeRunner(20_000, decode_step=0.003), Identity("w", "m"), connect, limits=Limits(512, 64))
     thread = threading.Thread(target=worker.run)
     thread.start()
-    while not len(router.server.core.members):
+    while not len(router.server.core.workers):
         time.sleep(0.01)
     with wire.Link(router.server.client_address) as client:
         yield router.server, line, client
@@ -125,6 +125,6 @@ def test_no_token_is_lost_and_no_request_forgotten(served):
                     if delta.finish:
                         ended.add(delta.id)
         cut.join()
-        while not len(router.core.members):
+        while not len(router.core.workers):
             time.sleep(0.01)
     assert {id: tokens == expected(prompts[id]) for id, tokens in said.items()} == dict.fromkeys(prompts, True)

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from radixrt import children, launch, watchdog
-from radixrt.children import Child, stop_children
+from radixrt.children import Child, stop_subprocesses
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
@@ -28,7 +28,7 @@ from radixrt.roles import say_leave
 from radixrt.shutdown import BUSY, DRAINED, DRAINING, IDLE, MAX_LOOK_SECONDS, Ending, Pulse, Pulses
 from radixrt.worker import loop
 from radixrt.worker.fake import FakeRunner, fake_token
-from radixrt.worker.status import LIFE
+from radixrt.worker.status import INCARNATION
 from tests.waiting import eventually
 
 LONG = Sampling(max_tokens=100, temperature=0.0, ignore_eos=True)
@@ -103,7 +103,7 @@ def test_a_worker_is_drained_under_load():
         assert {answer.usage.worker for answer in answers} == {"worker-0", "worker-1"}, "it finished its own"
         eventually(lambda: not stack._threads[0].is_alive())
         # A thread says no Leave.
-        say_leave(stack._worker_configs[0].router, "worker-0", "stopped", os.getpid(), LIFE, planned=True)
+        say_leave(stack._worker_configs[0].router, "worker-0", "stopped", os.getpid(), INCARNATION, planned=True)
         assert draining.result(30) == {"worker": "worker-0", "restart": False}
         assert [w["name"] for w in client.health()["workers"]] == ["worker-1"]
 
@@ -113,7 +113,7 @@ def test_what_http_says_of_a_server_that_is_about_to_end_or_does_not_get_on():
         front = FrontendThread(resolve(FrontendConfig(tokenizer="none", router=stack.address, port=0)))
         try:
             core = stack._router_thread.server.core
-            (member,) = core.members
+            (member,) = core.workers
             with httpx.Client(base_url=front.url) as client:
                 assert client.get("/health").json() == {"status": "ok", "workers": 1, "stalled_seconds": 0.0}
                 member.stuck = True
@@ -162,7 +162,7 @@ def test_a_stopped_child_is_killed():
         assert process.wait(10) == -signal.SIGKILL
     finally:
         process.kill()
-        stop_children([child])
+        stop_subprocesses([child])
 
 
 def test_what_ends_a_process():
@@ -308,14 +308,14 @@ def test_a_process_that_is_stopped_is_replaced(monkeypatch, role):
         stack.start()
         watcher = threading.Thread(target=lambda: codes.append(stack.watch()))
         watcher.start()
-        (victim,) = (child for child in stack._children if child.name == role)
+        (victim,) = (child for child in stack._subprocesses if child.name == role)
         eventually(lambda: victim.pulses.count)
         os.kill(victim.process.pid, signal.SIGSTOP)
         if role == "router":
             watcher.join(60)
             assert codes == [1]
             return
-        again = eventually(lambda: [c for c in stack._children if c.name == role and c is not victim])
+        again = eventually(lambda: [c for c in stack._subprocesses if c.name == role and c is not victim])
         eventually(lambda: again[0].pulses.count)
         with Client(address) as client:
             eventually(lambda: len(client.health()["workers"]) == 2)

@@ -18,7 +18,7 @@ from radixrt import fleet
 from radixrt.children import Child
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.fleet import Fleet, Host
+from radixrt.fleet import Host, RayWorkers
 from radixrt.launch import Stack, StartError
 from radixrt.messages import Sampling
 from radixrt.ports import free_tcp_address
@@ -123,7 +123,7 @@ def test_a_host_ends_a_worker_that_does_not_get_on(monkeypatch):
     os.write(theirs, b".")
     process = subprocess.Popen(["sleep", "60"])
     child = Child("worker", "worker-0", process, Pulses(ours))
-    monkeypatch.setattr(fleet, "start_child", lambda *_: child)
+    monkeypatch.setattr(fleet, "start_subprocess", lambda *_: child)
     monkeypatch.setattr(fleet, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(fleet, "SILENT_SECONDS", {"worker": 0.1})
     host = Host(WorkerConfig(name="worker-0"), "info")
@@ -133,7 +133,7 @@ def test_a_host_ends_a_worker_that_does_not_get_on(monkeypatch):
 
 
 def test_a_worker_has_its_ranks_gpus(ray, key):
-    fleet = Fleet(config(3, router=open_to_all(key), fake="", tensor_parallel_size=2))
+    fleet = RayWorkers(config(3, router=open_to_all(key), fake="", tensor_parallel_size=2))
     first, *_ = configs = fleet.configs(3)
     assert [c.name for c in configs] == ["worker-0", "worker-1", "worker-2"]
     assert first.router == f"tcp://{HERE}:5556" + public_suffix(key, "workers")
@@ -144,7 +144,7 @@ def test_a_worker_has_its_ranks_gpus(ray, key):
 
 @pytest.mark.parametrize("settings", [{"fake": "", "device": "cpu"}, {"fake": "0,0"}])
 def test_what_needs_no_gpu_holds_none(ray, key, settings):
-    fleet = Fleet(config(99, router=open_to_all(key), cpu_threads=4, **settings))
+    fleet = RayWorkers(config(99, router=open_to_all(key), cpu_threads=4, **settings))
     fleet.start(fleet.configs(1)[0])
     assert ray.options[0]["num_gpus"] == 0 and ray.options[0]["num_cpus"] == 4
 
@@ -159,18 +159,18 @@ def test_what_needs_no_gpu_holds_none(ray, key, settings):
 )
 def test_what_the_cluster_has_no_room_for(ray, key, workers, settings, words):
     with pytest.raises(ValueError, match=words):
-        Fleet(config(workers, **{"router": open_to_all(key)} | settings))
+        RayWorkers(config(workers, **{"router": open_to_all(key)} | settings))
     assert not ray.is_open
 
 
 def test_a_cluster_of_this_machine_alone_needs_no_key(ray):
     ray._machines = [HERE]
-    assert Fleet(config(1)).worker_address.startswith("tcp://127.0.0.1:")
+    assert RayWorkers(config(1)).worker_address.startswith("tcp://127.0.0.1:")
 
 
 def test_no_cluster(ray):
     with pytest.raises(ValueError, match="ray_address nowhere: no cluster is there"):
-        Fleet(dataclasses.replace(config(), ray_address="nowhere"))
+        RayWorkers(dataclasses.replace(config(), ray_address="nowhere"))
 
 
 def test_no_ray(monkeypatch):
@@ -181,7 +181,7 @@ def test_no_ray(monkeypatch):
 
 
 def test_a_worker_there_is_as_one_here(ray, key):
-    fleet = Fleet(config(1, router=open_to_all(key)))
+    fleet = RayWorkers(config(1, router=open_to_all(key)))
     worker = fleet.start(fleet.configs(1)[0])
     answers = worker.process._actor.answers
     assert worker.alive and worker.process.pid is None, "Ray looks for room"
@@ -196,7 +196,7 @@ def test_a_worker_there_is_as_one_here(ray, key):
 
 
 def test_what_waits_for_room_ends_at_once(ray, key):
-    fleet = Fleet(config(1, router=open_to_all(key)))
+    fleet = RayWorkers(config(1, router=open_to_all(key)))
     worker = fleet.start(fleet.configs(1)[0])
     worker.process.terminate()
     assert not worker.alive and worker.process.wait(0) == 0
@@ -204,7 +204,7 @@ def test_what_waits_for_room_ends_at_once(ray, key):
 
 
 def test_a_machine_that_is_gone_ends_its_worker(ray, key, caplog):
-    fleet = Fleet(config(1, router=open_to_all(key)))
+    fleet = RayWorkers(config(1, router=open_to_all(key)))
     worker = fleet.start(fleet.configs(1)[0])
     for ref in worker.process._actor.answers.values():
         ref.value = LookupError("The actor died because its node has died.\nmore")
@@ -260,7 +260,7 @@ def test_workers_on_a_cluster(cluster):
 
 def _check_workers(stack: Stack, client: Client) -> None:
     def pid_of(name: str) -> int | None:
-        return next((child.process.pid for child in stack._children if child.name == name), None)
+        return next((child.process.pid for child in stack._subprocesses if child.name == name), None)
 
     assert workers_of(client) == ["worker-0", "worker-1"]
     assert len(client.generate([1, 2, 3], GREEDY).token_ids) == 8

@@ -17,7 +17,7 @@ from radixrt.messages import Leave, ToRouter
 from radixrt.wire import watch
 from radixrt.wire.addresses import is_loopback
 from radixrt.worker.plan import DeviceLost, GroupLost
-from radixrt.worker.status import LIFE
+from radixrt.worker.status import INCARNATION
 from tests.waiting import eventually
 
 
@@ -123,7 +123,7 @@ def test_a_worker_that_ends_says_which_process_it_was(monkeypatch, caplog, dismi
     monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
     code = roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
     assert code == (1 if dismissed else 0)
-    assert said == [Leave("w", "stopped", os.getpid(), LIFE, planned=True)] and LIFE
+    assert said == [Leave("w", "stopped", os.getpid(), INCARNATION, planned=True)] and INCARNATION
     assert ("worker w ends: another" in caplog.text) == bool(dismissed)
 
 
@@ -166,7 +166,7 @@ def test_a_worker_that_cannot_go_on_is_started_again(monkeypatch, lost):
     ],
 )
 def test_settings_that_cannot_be_are_named_before_anything_is_started(monkeypatch, capsys, flag, values):
-    monkeypatch.setattr(launch, "start_child", lambda *_, **__: pytest.fail("a child is started"))
+    monkeypatch.setattr(launch, "start_subprocess", lambda *_, **__: pytest.fail("a child is started"))
     for value in values:
         assert cli.main(["serve", "nano", flag, value]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -247,7 +247,7 @@ def test_children_log_as_their_parent(monkeypatch):
         return SimpleNamespace(stdin=io.BytesIO())
 
     monkeypatch.setattr(children.subprocess, "Popen", popen)
-    children.start_child("worker", "w", WorkerConfig(), run[0].log_level)
+    children.start_subprocess("worker", "w", WorkerConfig(), run[0].log_level)
     args = cli.build_parser().parse_args(started[0][3:])
     assert (args.command, args.log_level, args.config_from_stdin) == ("worker", "debug", True)
 

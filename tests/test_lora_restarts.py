@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from radixrt.client import Client
-from radixrt.launch import Stack, start_child
+from radixrt.launch import Stack, start_subprocess
 from radixrt.messages import Sampling
 from tests.adapters import make_adapter, merged
 from tests.checkpoints import make_model, make_tokenizer
@@ -45,10 +45,10 @@ def test_a_killed_worker_and_a_killed_router_find_them_again(tmp_path):
                 assert list(answer.token_ids) == expected[number] and answer.usage.worker == "worker-0"
             eventually(lambda: len(client.health()["workers"]) == 2)
         running.request_stop()  # of the watch, which would end the stack with its router
-        router_child = running._children[0]
+        router_child = running._subprocesses[0]
         router_child.process.kill()
         router_child.process.communicate()
-        running._children[0] = start_child("router", "router", running._config.router)
+        running._subprocesses[0] = start_subprocess("router", "router", running._config.router)
         with Client(address) as client:
             eventually(lambda: len(client.health()["workers"]) == 2)
             for name, number in (("sql", 1), ("bot", 2)):
@@ -58,4 +58,4 @@ def test_a_killed_worker_and_a_killed_router_find_them_again(tmp_path):
 
 
 def kill(running: Stack, name: str) -> None:
-    next(child for child in running._children if child.name == name).process.kill()
+    next(child for child in running._subprocesses if child.name == name).process.kill()

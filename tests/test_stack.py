@@ -23,7 +23,7 @@ import pytest
 from radixrt import children, launch, wire
 from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.launch import Child, Stack, StartError, start_child
+from radixrt.launch import Child, Stack, StartError, start_subprocess
 from radixrt.local import LocalStack
 from radixrt.messages import (
     Cancel,
@@ -301,9 +301,9 @@ def act(monkeypatch, ends: dict[str, str]) -> dict[str, list[float]]:
         return Child(role, name, subprocess.Popen(["sh", "-c", ends[name]], stdin=subprocess.PIPE))
 
     def start_router(running: Stack, http: object, deadline: float) -> None:
-        running._children.append(start("router", "router"))
+        running._subprocesses.append(start("router", "router"))
 
-    monkeypatch.setattr(launch, "start_child", start)
+    monkeypatch.setattr(launch, "start_subprocess", start)
     monkeypatch.setattr(Stack, "_start_router", start_router)
     monkeypatch.setattr(Stack, "_wait", lambda self, deadline: None)
     return begun
@@ -316,14 +316,14 @@ def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monke
     monkeypatch.setattr(launch, "MOST_SECONDS", 0.4)
     ends = {"router": "exec sleep 60", "worker-0": "exit 3", "worker-1": "exec sleep 60", "worker-2": "exit 0"}
     begun = act(monkeypatch, ends)
-    monkeypatch.setattr(launch, "Life", partial(launch.Life, delay=0.05))
+    monkeypatch.setattr(launch, "Life", partial(launch.Incarnation, delay=0.05))
     with Stack(config(folder, 3)) as running:
         running.start()
         codes: list[int] = []
         watcher = threading.Thread(target=lambda: codes.append(running.watch()))
         watcher.start()
         eventually(lambda: len(begun["worker-0"]) == 6)
-        next(child for child in running._children if child.name == "worker-1").process.terminate()
+        next(child for child in running._subprocesses if child.name == "worker-1").process.terminate()
         watcher.join(10)
     assert codes == [1]
     waits = [b - a for a, b in pairwise(begun["worker-0"])]
@@ -335,7 +335,7 @@ def test_workers_that_end_together_are_not_expected_again(folder, monkeypatch, c
     act(monkeypatch, {"router": "exec sleep 60", "worker-0": "exit 3", "worker-1": "exit 3"})
     with Stack(config(folder, 2)) as running:
         running.start()
-        for child in running._children[1:]:
+        for child in running._subprocesses[1:]:
             child.process.wait(10)
         assert running.watch() == 1
     assert "no worker is left: stopping" in caplog.text and "started again" not in caplog.text
@@ -346,7 +346,7 @@ def test_a_worker_that_ends_in_order_to_be_replaced_is_started_again_though_it_i
     """At once if it was told to; else as one that failed."""
     monkeypatch.setattr(launch, "RESTART_SECONDS", 0.05)
     monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(launch, "Life", partial(launch.Life, delay=0.02))
+    monkeypatch.setattr(launch, "Life", partial(launch.Incarnation, delay=0.02))
     begun = act(monkeypatch, {"router": "exec sleep 60", "worker-0": f"exit {code}"})
     with watched(Stack(config(folder, 1))) as running:
         eventually(lambda: len(begun["worker-0"]) == 3)
@@ -357,7 +357,7 @@ def test_a_child_that_does_not_get_on_is_replaced(folder, monkeypatch, caplog):
     """A worker by another process; without its router the stack ends, and says so by its code."""
     monkeypatch.setattr(launch, "RESTART_SECONDS", 0.05)
     monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(launch, "Life", partial(launch.Life, delay=0.02))
+    monkeypatch.setattr(launch, "Life", partial(launch.Incarnation, delay=0.02))
     begun = act(monkeypatch, {"router": "exec sleep 60", "worker-0": "exec sleep 60"})
     silent = {"worker-0": 0}
     look = Child.end_if_silent
@@ -390,7 +390,7 @@ def test_a_stack_drains_until_router_and_front_ends_say_so(folder, monkeypatch):
     pipes = [os.pipe() for _ in range(3)]
     names = ["router", "frontend-0", "frontend-1"]
     kids = [Child(n.partition("-")[0], n, process, Pulses(p[0])) for n, p in zip(names, pipes, strict=True)]
-    running._children = list(kids)
+    running._subprocesses = list(kids)
     drained = threading.Event()
     waiter = threading.Thread(target=lambda: (running.drain(), drained.set()))
     waiter.start()
@@ -412,17 +412,17 @@ def test_a_stack_drains_until_router_and_front_ends_say_so(folder, monkeypatch):
     os.write(pipes[0][1], DRAINING)
     time.sleep(0.02)
     running.drain()  # told twice, it does not wait
-    running._children = []
+    running._subprocesses = []
     for child, (_, theirs) in zip(kids, pipes, strict=True):
         child.pulses.close()
         os.close(theirs)
 
 
 def test_a_front_end_that_fails_is_started_again(folder, monkeypatch):
-    monkeypatch.setattr(launch, "Life", partial(launch.Life, delay=0.05))
+    monkeypatch.setattr(launch, "Life", partial(launch.Incarnation, delay=0.05))
     several = dataclasses.replace(config(folder, 1, fake="0,0.001"), api_server_count=2)
     with watched(Stack(several)) as running:
-        (victim,) = (child for child in running._children if child.name == "frontend-0")
+        (victim,) = (child for child in running._subprocesses if child.name == "frontend-0")
         os.kill(victim.process.pid, signal.SIGKILL)
         eventually(lambda: len(again := named(running, "frontend-0")) == 1 and again[0] is not victim)
         (other,) = named(running, "frontend-1")
@@ -432,7 +432,7 @@ def test_a_front_end_that_fails_is_started_again(folder, monkeypatch):
 
 
 def named(running: Stack, name: str) -> list[Child]:
-    return [child for child in running._children if child.name == name]
+    return [child for child in running._subprocesses if child.name == name]
 
 
 def answers(url: str) -> bool:
@@ -458,7 +458,7 @@ def test_a_second_stack_disturbs_no_first(folder, caplog, capfd):
         with pytest.raises(OSError, match="Address already in use"), stack_of(shares):
             pass
         assert [w["pid"] for w in client.health()["workers"]] == [before]
-        assert all(child.alive for child in running._children)
+        assert all(child.alive for child in running._subprocesses)
     assert capfd.readouterr().err.count("Address already in use") == 2
     assert caplog.text.count("worker-0") == 0
 
@@ -474,19 +474,19 @@ def test_a_stack_on_free_ports_says_which(folder, caplog):
 
 def test_a_worker_that_lasted_is_started_again_soon(folder):
     started: list[str] = []
-    life = launch.Life("worker-0", lambda: started.append("worker-0"), began=100.0)
+    incarnation = launch.Incarnation("worker-0", lambda: started.append("worker-0"), began=100.0)
     running, child = Stack(config(folder, 2)), Child("worker", "worker-0", SimpleNamespace(returncode=3))
-    running._lives["worker-0"] = life
+    running._incarnations["worker-0"] = incarnation
     waits = []
     for ended in (101.0, 102.0, 103.0, 103.0 + 2 * launch.STEADY_SECONDS):
         running._expect(child, ended)
-        waits.append(life.due - ended)
-        life.began = ended
+        waits.append(incarnation.due - ended)
+        incarnation.began = ended
     assert waits == [1.0, 2.0, 4.0, 1.0]
-    life.began = 5000.0
+    incarnation.began = 5000.0
     for _ in range(9):
         running._expect(child, 5000.0)
-    assert life.due == 5000.0 + launch.MOST_SECONDS
+    assert incarnation.due == 5000.0 + launch.MOST_SECONDS
     for now in (5001.0, 5100.0, 5200.0):
         running._revive(now)
     assert started == ["worker-0"]
@@ -541,7 +541,7 @@ def test_of_two_workers_of_one_name_the_first_serves(pair, folder):
 @pytest.mark.slow
 def test_a_worker_that_is_dismissed_while_it_should_serve_is_started_again(folder):
     with stack(folder, 2) as running, Client(running._client_address) as client:
-        child = next(child for child in running._children if child.name == "worker-0")
+        child = next(child for child in running._subprocesses if child.name == "worker-0")
         child.process.send_signal(signal.SIGSTOP)  # lost, so its name is free
         eventually(lambda: len(client.health()["workers"]) == 1)
         with wire.Link(running._worker_address) as link:
@@ -554,7 +554,7 @@ def test_a_worker_that_is_dismissed_while_it_should_serve_is_started_again(folde
                 time.sleep(0.1)
             assert child.process.returncode == 1
         eventually(lambda: len([w for w in client.health()["workers"] if w["pid"] != 1]) == 2)
-        assert child not in running._children
+        assert child not in running._subprocesses
 
 
 def test_a_killed_router_comes_back_to_workers_that_kept_their_pages(folder):
@@ -565,9 +565,9 @@ def test_a_killed_router_comes_back_to_workers_that_kept_their_pages(folder):
             before = client.generate(prompt, GREEDY).token_ids
             lasting = Sampling(max_tokens=1500, temperature=0.0, ignore_eos=True)
             next(client.stream(prompt[:50], lasting))
-            running._children[0].process.kill()
-            running._children[0].process.communicate()
-        running._children[0] = start_child("router", "router", running._config.router)
+            running._subprocesses[0].process.kill()
+            running._subprocesses[0].process.communicate()
+        running._subprocesses[0] = start_subprocess("router", "router", running._config.router)
         with Client(running._client_address) as client:
             eventually(lambda: len(client.health()["workers"]) == 1)
             eventually(lambda: client.health()["workers"][0]["running"] == 0)

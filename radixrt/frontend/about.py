@@ -23,7 +23,7 @@ PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The content security policy of the report's page, which shows callers' names and texts."""
 
 
-class About:
+class InfoRoutes:
     """`ask` returns a client with an API key; it raises ApiError (503) if the router cannot be reached."""
 
     def __init__(self, ask: Callable[[str], AsyncClient]) -> None:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.exchange import Exchange
-from radixrt.frontend.mailbox import Disconnected, Mailbox
+from radixrt.frontend.mailbox import Disconnected, Outbox
 from radixrt.frontend.protocol import LEAVING
 from radixrt.frontend.unread import UNREAD
 
@@ -28,7 +28,7 @@ class StreamAnswer:
     It starts with the first part, so that a refused request gets an error status instead of a stream. `request_id` is
     sent as a header."""
 
-    def __init__(self, exchange: Mailbox, content_type: bytes, request_id: str = "") -> None:
+    def __init__(self, exchange: Outbox, content_type: bytes, request_id: str = "") -> None:
         self._exchange = exchange
         self._headers = [
             (b"content-type", content_type),
@@ -88,7 +88,7 @@ class WholeAnswer:
         await send_body(send, 200, body, {REQUEST_ID: self._exchange.reply.id})
 
 
-def watch(scope: Scope, receive: Receive, exchange: Mailbox) -> Callable[[], object]:
+def watch(scope: Scope, receive: Receive, exchange: Outbox) -> Callable[[], object]:
     """Fail the exchange if the client disconnects. Calling the returned function ends the watch."""
 
     def fail() -> None:

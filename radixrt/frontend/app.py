@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from radixrt.config import FrontendConfig
-from radixrt.frontend.about import CLEAR_PATHS, About
+from radixrt.frontend.about import CLEAR_PATHS, InfoRoutes
 from radixrt.frontend.adapters import ADAPTER_PATHS, AdapterRoutes
 from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.anthropic.errors import AnthropicError
@@ -34,7 +34,7 @@ from radixrt.frontend.guard import (
 from radixrt.frontend.hosts import RequestFilter
 from radixrt.frontend.link import RouterLink
 from radixrt.frontend.native import Native
-from radixrt.frontend.peers import Peers
+from radixrt.frontend.peers import SharedStore
 from radixrt.frontend.prompts import Prompts
 from radixrt.frontend.replies import ChatReply, Reply
 from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
@@ -61,10 +61,12 @@ class Frontend:
         self._tenants = parse_api_keys(config.api_key)
         self._bodies = Bodies()
         self._link = RouterLink(config.router, here)
-        self._peers = Peers(lambda: self._link.transport) if config.share_sessions else None
-        prompts = Prompts(config, text, self._peers, self._tenant, self._link.max_model_len)
-        self.generation = Generation(prompts, self._link, text, self._peers, config.served_model_name)
-        responses = Responses(config.response_bytes, self._peers, self.generation, prompts, self._body, self._tenant)
+        self._shared_store = SharedStore(lambda: self._link.transport) if config.share_sessions else None
+        prompts = Prompts(config, text, self._shared_store, self._tenant, self._link.max_model_len)
+        self.generation = Generation(prompts, self._link, text, self._shared_store, config.served_model_name)
+        responses = Responses(
+            config.response_bytes, self._shared_store, self.generation, prompts, self._body, self._tenant
+        )
         messages = MessageRoutes(self.generation, prompts, text.tokenizer, self._body)
         tokenization = Tokenization(text, self._link, config.max_model_len, self._body, prompts.namespace)
         posts = {
@@ -82,7 +84,7 @@ class Frontend:
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.get), methods=["GET"]),
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
-            *About(self._link.ask).routes(self._guarded, self._guarded_for_admin),
+            *InfoRoutes(self._link.ask).routes(self._guarded, self._guarded_for_admin),
             *AdapterRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
             *WorkerRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
         ]

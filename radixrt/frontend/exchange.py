@@ -12,7 +12,7 @@ from collections.abc import Callable
 from radixrt.frontend.choice import Choice
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.logprobs import Offsets, Tokens, Wanted, limited
-from radixrt.frontend.mailbox import Mailbox
+from radixrt.frontend.mailbox import Outbox
 from radixrt.frontend.output import TEXT, Output
 from radixrt.frontend.parsing import Content, Piece, Reasoning
 from radixrt.frontend.reasoning import reasoning_tokens
@@ -30,7 +30,7 @@ MANY_IDS = 1 << 16
 """So are more ids of prompts."""
 
 
-class Exchange(Mailbox):
+class Exchange(Outbox):
     """All choices of one HTTP request, which may be several requests to the router (one for each prompt)."""
 
     def __init__(
@@ -103,7 +103,7 @@ class Exchange(Mailbox):
             self._transport.cancel(request_id)
 
     def fail(self, problem: Exception) -> None:
-        """See Mailbox. If the stream has begun, the error is sent as its last event."""
+        """See Outbox. If the stream has begun, the error is sent as its last event."""
         if isinstance(problem, ApiError):
             problem = self.own_error(problem)
             if self._streams and not self.held and self.failure is None and not self.finished:

@@ -16,7 +16,7 @@ from radixrt.frontend.errors import refuse
 from radixrt.frontend.exchange import Exchange
 from radixrt.frontend.guard import origin_of
 from radixrt.frontend.link import RouterLink
-from radixrt.frontend.peers import Peers
+from radixrt.frontend.peers import SharedStore
 from radixrt.frontend.prompts import Body, Prompts, Ready
 from radixrt.frontend.replies import session_json
 from radixrt.frontend.schema import Common, Completion
@@ -40,11 +40,13 @@ Pins = Callable[[Any, ToolUse, bytes], Awaitable[list[tuple[int, float]]]]
 class Generation:
     """Sends to the router what `prompts` has prepared. `model` is the name in replies to requests without one."""
 
-    def __init__(self, prompts: Prompts, link: RouterLink, text: TextService, peers: Peers | None, model: str) -> None:
+    def __init__(
+        self, prompts: Prompts, link: RouterLink, text: TextService, shared_store: SharedStore | None, model: str
+    ) -> None:
         self._prompts = prompts
         self._link = link
         self._text = text
-        self._peers = peers
+        self._shared_store = shared_store
         self._model = model
 
     async def answer(
@@ -73,7 +75,7 @@ class Generation:
         exchange.wanted = body.wanted_logprobs() if isinstance(body, Common) else None
         exchange.counts_tokens = bool(body.stream) and isinstance(body, Common) and body.counts_tokens()
         exchange.names = body.names() | {"grammar": ready[0].output.field}
-        exchange.settled = self._peers.settled if self._peers else None
+        exchange.settled = self._shared_store.settled if self._shared_store else None
         try:
             await self._submit_all(exchange, ready, body, key, origin, pins)
         except BaseException:

@@ -22,7 +22,7 @@ class Disconnected(Exception):
     """The client has disconnected."""
 
 
-class Mailbox:
+class Outbox:
     """Callbacks put bytes here, and one coroutine takes and sends them."""
 
     def __init__(self) -> None:

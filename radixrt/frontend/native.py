@@ -14,7 +14,7 @@ from radixrt.frontend.body import release
 from radixrt.frontend.errors import ApiError, api_error
 from radixrt.frontend.guard import key_of
 from radixrt.frontend.link import RouterLink
-from radixrt.frontend.mailbox import Mailbox
+from radixrt.frontend.mailbox import Outbox
 from radixrt.frontend.replies import encode
 from radixrt.frontend.schema import parse
 from radixrt.messages import Cancel, ChangeAdapter, ClientRequest, Delta, DrainWorker, Error, Generate
@@ -70,7 +70,7 @@ class Native:
             raise ApiError(400, "a number in the message has more than 64 bits") from None
 
 
-class NativeExchange(Mailbox):
+class NativeExchange(Outbox):
     """One message and its answers as lines of JSON. An error is sent as a line as well as by the status."""
 
     def __init__(self, transport: RouterTransport, request: ClientRequest) -> None:

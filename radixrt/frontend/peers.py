@@ -16,7 +16,7 @@ SECONDS = 1.0
 """How long to wait for the router; after that, values count as unknown."""
 
 
-class Peers:
+class SharedStore:
     """`transport` returns the transport, which is opened only after this object is created."""
 
     def __init__(self, transport: Callable[[], RouterTransport]) -> None:

@@ -17,7 +17,7 @@ from radixrt.frontend.body import apart
 from radixrt.frontend.defaults import Defaults, sampling_defaults
 from radixrt.frontend.errors import api_error, refuse
 from radixrt.frontend.output import TEXT, Formats, Output
-from radixrt.frontend.peers import Peers
+from radixrt.frontend.peers import SharedStore
 from radixrt.frontend.structured import Constraint
 from radixrt.frontend.tools import ToolUse
 from radixrt.messages import TOKEN_BYTES, ChatPrompt, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
@@ -84,7 +84,7 @@ class Prompts:
         self,
         config: FrontendConfig,
         text: TextService,
-        peers: Peers | None,
+        shared_store: SharedStore | None,
         tenant: Callable[[str], str],
         longest: Callable[[str], Awaitable[int]] | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Prompts:
         self._tenant = tenant
         self._longest = longest
         self._max_model_len = config.max_model_len
-        self._conversations = Conversations(text, config, peers)
+        self._conversations = Conversations(text, config, shared_store)
         self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._defaults = sampling_defaults(config.generation_config, text.generation)
 

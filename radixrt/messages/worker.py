@@ -210,7 +210,7 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     kv_dtype: str = ""
     device: str = "cpu"
     pid: int = 0
-    life: int = 0
+    incarnation: int = 0
     """A random number that identifies the process: pids are not unique across machines or containers."""
     vocab_size: Count = 0
     """Number of token ids that the model accepts; 0 if unknown."""
@@ -273,7 +273,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat"):
 
     name: str
     pid: int = 0
-    life: int = 0
+    incarnation: int = 0
     """As in the Register (0: any). Heartbeats of an earlier process of the name are ignored."""
     stalled: Finite = 0.0
     """For so many seconds its loop has had work, and no step has ended."""
@@ -287,7 +287,7 @@ class Leave(msgspec.Struct, tag="leave"):
     name: str
     reason: str = ""
     pid: int = 0
-    life: int = 0
+    incarnation: int = 0
     """As in a Heartbeat."""
     planned: bool = False
     """The worker was told to stop, so its requests are not suspected to be the cause."""
@@ -298,7 +298,7 @@ class Draining(msgspec.Struct, tag="draining"):
 
     name: str
     pid: int = 0
-    life: int = 0
+    incarnation: int = 0
     """As in a Heartbeat."""
 
 

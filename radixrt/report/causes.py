@@ -23,31 +23,31 @@ class Misses(NamedTuple):
 
 
 def explain(
-    *, prompt: int, hit: int, reusable: int, bound: int, predicted: int, best: int, page_size: int = 1
+    *, prompt: int, hit: int, reusable: int, ideal: int, predicted: int, best: int, page_size: int = 1
 ) -> Misses:
     """Causes of the misses of one request. All arguments are numbers of tokens.
 
-        0 ...... hit ....... predicted ....... best ....... whole ....... bound ...... reusable ..... prompt
+        0 ...... hit ....... predicted ....... best ....... whole ....... ideal ...... reusable ..... prompt
         | reused  |   evicted   |   elsewhere   |  evicted    |  rounding   | never seen  |   logits    |
 
     reusable   the largest hit that is possible: prompt - 1, or fewer if tokens are scored
-    bound      the hit of an infinite cache
+    ideal      the hit of an infinite cache
     predicted  the hit that the index predicted for the worker when the request was dispatched to it
     best       the largest hit that the index predicted for any worker then
-    whole      bound, rounded down to a multiple of the worker's page size
+    whole      ideal, rounded down to a multiple of the worker's page size
 
     The arguments may contradict this order, for example if the index was out of date. Then each limit is raised to the
-    limits on its left; `predicted` and `best` are cut to `whole`, and `bound` to `reusable`, but none below `hit`.
+    limits on its left; `predicted` and `best` are cut to `whole`, and `ideal` to `reusable`, but none below `hit`.
     """
     reusable = max(reusable, hit)
-    bound = min(max(bound, hit, predicted, best), reusable)
-    whole = max(hit, bound // page_size * page_size)
+    ideal = min(max(ideal, hit, predicted, best), reusable)
+    whole = max(hit, ideal // page_size * page_size)
     predicted = min(max(predicted, hit), whole)
     best = min(max(best, predicted), whole)
     return Misses(
-        never_seen=reusable - bound,
+        never_seen=reusable - ideal,
         elsewhere=best - predicted,
         evicted=(predicted - hit) + (whole - best),
-        page_rounding=bound - whole,
+        page_rounding=ideal - whole,
         logits=prompt - reusable,
     )

@@ -49,7 +49,7 @@ class _Collector(Collector):
 
     def _shows(self, tenant: str, model: str) -> bool:
         """Whether there are series of a tenant and a model."""
-        return self._tenant in (None, tenant) and not self._core.members.is_unloaded(model)
+        return self._tenant in (None, tenant) and not self._core.workers.is_unloaded(model)
 
     def _requests(self) -> Iterator[Metric]:
         counters = self._core.counters
@@ -145,7 +145,7 @@ class _Collector(Collector):
         yield from (now, *families.values())
 
     def _workers(self) -> Iterator[Metric]:
-        serving = {member.name for member in self._core.members}
+        serving = {worker.name for worker in self._core.workers}
         yield GaugeMetricFamily("radixrt_workers", "Serving workers.", len(serving))
         text = "1 while the server takes no new requests."
         yield GaugeMetricFamily("radixrt_draining", text, self._core.drains.server)
@@ -189,22 +189,22 @@ class _Collector(Collector):
     def _failures(self) -> Iterator[Metric]:
         text = "1 while a worker that keeps failing gets probes only, as long as others serve."
         aside = GaugeMetricFamily("radixrt_worker_set_aside", text, labels=["worker"])
-        for member in self._core.members:
-            aside.add_metric([member.name], member.record.set_aside)
+        for worker in self._core.workers:
+            aside.add_metric([worker.name], worker.record.set_aside)
         yield aside
 
     def _progress(self) -> Iterator[Metric]:
-        members = self._core.members
+        workers = self._core.workers
         text = "For how long a worker has had work, and no step has ended."
         stalled = GaugeMetricFamily("radixrt_worker_stalled_seconds", text, labels=["worker"])
         text = "1 while a worker gets no new sequences, as it is to leave."
         draining = GaugeMetricFamily("radixrt_worker_draining", text, labels=["worker"])
-        for member in members:
-            stalled.add_metric([member.name], member.stalled)
-            draining.add_metric([member.name], members.is_closed(member.name))
-        for member in members.lost():
-            if member.stuck:
-                stalled.add_metric([member.name], member.stalled)
+        for worker in workers:
+            stalled.add_metric([worker.name], worker.stalled)
+            draining.add_metric([worker.name], workers.is_closed(worker.name))
+        for worker in workers.lost():
+            if worker.stuck:
+                stalled.add_metric([worker.name], worker.stalled)
         yield from (stalled, draining)
 
     def _states(self, serving: set[str]) -> dict[str, WorkerState]:

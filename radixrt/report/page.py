@@ -60,7 +60,7 @@ def to_html(report: dict[str, Any], refresh: int = 0) -> str:
         _rates("Models", report["models"], lambda row: row["model"]) if len(report["models"]) > 1 else "",
         _rates("Workers", report["workers"], lambda row: row["worker"] or "(none)"),
         _pages(report["workers"]),
-        _volatile(report["volatile"]),
+        _prefix_breaking(report["volatile"]),
         _notes(report),
     ]
     return PAGE.format(
@@ -133,7 +133,7 @@ def _pages(workers: list[dict[str, Any]]) -> str:
     return _table(heads, cells, used, "pages") if known else ""
 
 
-def _volatile(rows: list[dict[str, Any]]) -> str:
+def _prefix_breaking(rows: list[dict[str, Any]]) -> str:
     if not rows:
         return ""
     parts = ["<h2>Text that changes with every request: nothing behind it is hit</h2>"]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from radixrt.messages import TOKEN_BYTES, Load, Origin, SessionFacts
 from radixrt.report.causes import Misses, explain
 from radixrt.report.latency import Latency
-from radixrt.report.volatile import Decode, Volatile
+from radixrt.report.volatile import Decode, PrefixBreakingTexts
 from radixrt.report.workers import Workers, WorkerState
 from radixrt.tree import RadixTree
 
@@ -118,7 +118,7 @@ class Report:
         self.latencies: dict[tuple[str, str], Latency] = defaultdict(Latency)
         """By (tenant, model or LoRA adapter)."""
         self._sessions: dict[str, Counter[str]] = defaultdict(Counter)
-        self._volatile = Volatile()
+        self._prefix_breaking = PrefixBreakingTexts()
         self.waits: dict[str, Waits] = defaultdict(Waits)
         """By tenant."""
         self._started = clock()
@@ -129,7 +129,7 @@ class Report:
         """Record a new prompt. Returns its hit, in tokens, in an infinite cache: the length of its longest prefix that
         arrived or was generated before, but at most all tokens except the last, which is always computed."""
         known = self._remember(namespace, ids)
-        self._volatile.arrived(tenant, namespace, ids, known)
+        self._prefix_breaking.arrived(tenant, namespace, ids, known)
         return min(known, len(ids) // TOKEN_BYTES - 1)
 
     def finished(
@@ -159,7 +159,7 @@ class Report:
             prompt=prompt_tokens,
             hit=cached_tokens,
             reusable=reusable_tokens,
-            bound=bound_tokens,
+            ideal=bound_tokens,
             predicted=predicted_tokens,
             best=best_tokens,
             page_size=page_size,
@@ -289,7 +289,9 @@ class Report:
             "workers": workers,
             "sessions": self._sessions_of(tenant),
             "pauses": self._waits_of(tenant),
-            "volatile": sorted(self._volatile.rows(tenant, decode), key=lambda row: -row["lost_tokens"])[:MOST_SPANS],
+            "volatile": sorted(self._prefix_breaking.rows(tenant, decode), key=lambda row: -row["lost_tokens"])[
+                :MOST_SPANS
+            ],
             "bound": {
                 "exact": not self._forgotten,
                 "tokens": self._seen.tokens if tenant is None else None,

@@ -43,7 +43,7 @@ def to_text(report: dict[str, Any]) -> str:
     lines += _misses(total)
     lines += _pages(report["workers"])
     lines += _sessions(report["sessions"])
-    lines += _volatile(report["volatile"])
+    lines += _prefix_breaking(report["volatile"])
     lines += _pauses(report["pauses"])
     lines += _drift(total)
     if not report["bound"]["exact"]:
@@ -113,7 +113,7 @@ def _pauses(pauses: dict[str, Any]) -> list[str]:
     return [f"tools: {pauses['now']:,} sessions wait, {waited}{share}", ""]
 
 
-def _volatile(rows: list[dict[str, Any]]) -> list[str]:
+def _prefix_breaking(rows: list[dict[str, Any]]) -> list[str]:
     """Two lines for each changing text, with its values in brackets."""
     if not rows:
         return []

@@ -100,7 +100,7 @@ class Kind:
         return [span for span in self.spans if span.changed >= LEAST_CHANGES and 2 * span.changed >= self.requests]
 
 
-class Volatile:
+class PrefixBreakingTexts:
     """Compares each new prompt with earlier ones. Memory is bounded by the constants above."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@
                                         first one has it: new requests get this version
                                         all have answered: workers unload the former one -> answered
 
-What is wanted is `Members.wanted`. A worker that joins is told to unload what is not, and to load what it lacks; if it
+What is wanted is `Workers.wanted`. A worker that joins is told to unload what is not, and to load what it lacks; if it
 has a newer version than is known here, the router was restarted, and that one is wanted.
 """
 
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from radixrt.messages import Adapter, AdapterLoaded, ChangeAdapter, Info, LoadAdapter, UnloadAdapter
 from radixrt.router.effects import Effect, Order, Reply
-from radixrt.router.member import Member
-from radixrt.router.members import Members
+from radixrt.router.member import Worker
+from radixrt.router.members import Workers
 from radixrt.router.request import Client
 from radixrt.router.validate import Refused
 
@@ -41,8 +41,8 @@ class Change(NamedTuple):
 class AdapterChanges:
     """One change after the other. `default_model`: the name of a model even while no worker serves it ("": none)."""
 
-    def __init__(self, members: Members, default_model: str = "") -> None:
-        self._members = members
+    def __init__(self, workers: Workers, default_model: str = "") -> None:
+        self._workers = workers
         self._default_model = default_model
         self._queue: deque[Change] = deque()
         self._current: Change | None = None
@@ -59,28 +59,28 @@ class AdapterChanges:
         self._queue.append(Change(client, message, at))
         return self._next()
 
-    def joined(self, member: Member) -> list[Effect]:
+    def joined(self, worker: Worker) -> list[Effect]:
         """A worker has joined, with what it has loaded."""
-        for name, version in member.adapters:
-            if version > self._members.version(name):
-                path = next(one.path for one in member.info.adapters if (one.name, one.version) == (name, version))
-                self._members.want(Adapter(name, version, path))
-        return [effect for one in self._members for effect in self._sync(one)]
+        for name, version in worker.adapters:
+            if version > self._workers.version(name):
+                path = next(one.path for one in worker.info.adapters if (one.name, one.version) == (name, version))
+                self._workers.want(Adapter(name, version, path))
+        return [effect for one in self._workers for effect in self._sync(one)]
 
-    def answered(self, member: Member, message: AdapterLoaded) -> list[Effect]:
+    def answered(self, worker: Worker, message: AdapterLoaded) -> list[Effect]:
         """A worker has loaded an adapter, or has failed to."""
         adapter = message.adapter
         if message.error:
-            log.warning("worker %s cannot load adapter %s: %s", member.name, adapter.name, message.error)
+            log.warning("worker %s cannot load adapter %s: %s", worker.name, adapter.name, message.error)
         else:
-            self._members.loaded(member, adapter)
-        if self._current is None or adapter.version != self._adapter.version or member.number not in self._waiting:
-            return self._sync(member, load=False)
+            self._workers.loaded(worker, adapter)
+        if self._current is None or adapter.version != self._adapter.version or worker.number not in self._waiting:
+            return self._sync(worker, load=False)
         if message.error:
-            self._errors[member.name] = message.error
-        elif self._members.version(adapter.name) < adapter.version:
-            self._members.want(adapter)
-        self._waiting.discard(member.number)
+            self._errors[worker.name] = message.error
+        elif self._workers.version(adapter.name) < adapter.version:
+            self._workers.want(adapter)
+        self._waiting.discard(worker.number)
         return self._check()
 
     def tick(self, now: float) -> list[Effect]:
@@ -91,11 +91,11 @@ class AdapterChanges:
         if now < self._next_try:
             return []
         self._next_try = now + RETRY_SECONDS
-        return [effect for member in self._members for effect in self._sync(member)]
+        return [effect for worker in self._workers for effect in self._sync(worker)]
 
     def _check(self) -> list[Effect]:
         """End the current change if no worker is left that has not answered."""
-        serving = {member.number for member in self._members}
+        serving = {worker.number for worker in self._workers}
         self._waiting &= serving
         return [] if self._waiting else self._end()
 
@@ -115,7 +115,7 @@ class AdapterChanges:
     def _load(self, change: Change) -> list[Effect]:
         name, path = change.message.name, change.message.path
         self._check_name(name)
-        if self._members.serving(name).members and not change.message.in_place:
+        if self._workers.serving(name).workers and not change.message.in_place:
             raise Refused("name", f"the LoRA adapter {name!r} has already been loaded; load_inplace replaces it")
         able = self._able()
         kept = {m.number: self._names(m) | {adapter.name for adapter in self._missing(m)} for m in able}
@@ -131,11 +131,11 @@ class AdapterChanges:
     def _unload(self, change: Change) -> list[Effect]:
         name = change.message.name
         self._check_name(name)
-        if name not in self._members.adapters():
+        if name not in self._workers.adapters():
             raise Refused("name", f"the LoRA adapter {name!r} cannot be found", 404)
         self._able()
-        self._members.want(Adapter(name, self._new_version(name, change.at)))
-        effects = [effect for member in self._members for effect in self._sync(member)]
+        self._workers.want(Adapter(name, self._new_version(name, change.at)))
+        effects = [effect for worker in self._workers for effect in self._sync(worker)]
         return [*effects, Reply(change.client, Info(change.message.id, {}))]
 
     def _end(self) -> list[Effect]:
@@ -143,8 +143,8 @@ class AdapterChanges:
         change, self._current = self._current, None
         assert change is not None
         adapter, id = self._adapter, change.message.id
-        effects = [effect for member in self._members for effect in self._sync(member)]
-        if self._members.version(adapter.name) == adapter.version:
+        effects = [effect for worker in self._workers for effect in self._sync(worker)]
+        if self._workers.version(adapter.name) == adapter.version:
             reply = Reply(change.client, Info(id, self._errors))
         elif self._errors:
             reply = Reply(change.client, Refused("path", next(iter(self._errors.values()))).error(id))
@@ -158,44 +158,44 @@ class AdapterChanges:
             raise Refused("name", "the name is empty, or has characters that cannot be printed")
         if len(name) > MOST_NAME_CHARS:
             raise Refused("name", f"the name has {len(name)} characters, more than {MOST_NAME_CHARS}")
-        if name == self._default_model or name in self._members.models():
+        if name == self._default_model or name in self._workers.models():
             raise Refused("name", f"{name!r} is a model, not a LoRA adapter")
 
-    def _able(self) -> list[Member]:
+    def _able(self) -> list[Worker]:
         """The workers that load adapters. Raises Refused if there are none."""
-        if not len(self._members):
+        if not len(self._workers):
             raise Refused("", "no worker serves now", 503, 1.0)
-        if not (able := [member for member in self._members if member.info.max_loras]):
+        if not (able := [worker for worker in self._workers if worker.info.max_loras]):
             raise Refused("", "no worker has --enable-lora and --allow-runtime-lora-updating", 403)
         return able
 
-    def _names(self, member: Member) -> set[str]:
+    def _names(self, worker: Worker) -> set[str]:
         """The adapters of a worker that are wanted."""
-        return {name for name, version in member.adapters if version == self._members.version(name)}
+        return {name for name, version in worker.adapters if version == self._workers.version(name)}
 
     def _new_version(self, name: str, at: int) -> int:
         """By time, so that it is new even after a restart of the router, and higher than the last one, as a worker may
         have that although its change failed."""
-        self._last_version = max(at, self._last_version + 1, self._members.version(name) + 1)
+        self._last_version = max(at, self._last_version + 1, self._workers.version(name) + 1)
         return self._last_version
 
     # ------------------------------------------------------------ what workers are to have
 
-    def _sync(self, member: Member, load: bool = True) -> list[Effect]:
+    def _sync(self, worker: Worker, load: bool = True) -> list[Effect]:
         """Orders for a worker that has not what is wanted."""
-        if not member.info.max_loras:
+        if not worker.info.max_loras:
             return []
         effects: list[Effect] = []
-        for name, version in sorted(member.adapters):
-            if version != self._members.version(name) and not self._is_current(name, version):
-                self._members.unloaded(member, name, version)
-                effects.append(Order(member.name, UnloadAdapter(name, version)))
-        return effects + [Order(member.name, LoadAdapter(adapter)) for adapter in self._missing(member) if load]
+        for name, version in sorted(worker.adapters):
+            if version != self._workers.version(name) and not self._is_current(name, version):
+                self._workers.unloaded(worker, name, version)
+                effects.append(Order(worker.name, UnloadAdapter(name, version)))
+        return effects + [Order(worker.name, LoadAdapter(adapter)) for adapter in self._missing(worker) if load]
 
-    def _missing(self, member: Member) -> list[Adapter]:
+    def _missing(self, worker: Worker) -> list[Adapter]:
         """The adapters that a worker is to load, as far as it has room."""
-        loaded, room = member.adapters, max(0, member.info.max_loras - len(self._names(member)))
-        return [a for a in self._members.wanted.values() if a.path and (a.name, a.version) not in loaded][:room]
+        loaded, room = worker.adapters, max(0, worker.info.max_loras - len(self._names(worker)))
+        return [a for a in self._workers.wanted.values() if a.path and (a.name, a.version) not in loaded][:room]
 
     def _is_current(self, name: str, version: int) -> bool:
         """Whether a version is being loaded by the current change."""

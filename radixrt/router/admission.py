@@ -17,7 +17,7 @@ from radixrt.config import RouterConfig
 from radixrt.messages import TOKEN_BYTES, Generate, Sampling, Score, TokenPrompt
 from radixrt.router import validate
 from radixrt.router.errors import Room, too_long
-from radixrt.router.members import Members, Serving
+from radixrt.router.members import Serving, Workers
 from radixrt.router.placement import DEFAULT_PREFILL_RATE
 from radixrt.router.request import Client, Request, RunState
 from radixrt.router.validate import Refused
@@ -32,9 +32,9 @@ that fills all other places leaves room for the rest."""
 class Admission:
     """Token ids are checked against the vocabulary that workers report, or else `vocab_size` (0: unknown)."""
 
-    def __init__(self, config: RouterConfig, members: Members, vocab_size: int, rng: random.Random) -> None:
+    def __init__(self, config: RouterConfig, workers: Workers, vocab_size: int, rng: random.Random) -> None:
         self._config = config
-        self._members = members
+        self._workers = workers
         self._vocab_size = vocab_size
         self._rng = rng
         self._tenants = validate.parse_api_keys(config.api_key)
@@ -92,7 +92,7 @@ class Admission:
         model = self.model(message.model)
         if not isinstance(message.prompt, TokenPrompt):
             raise Refused("prompt", "only token ids are served here")
-        serving, version = self._members.serving(model), self._members.version(model)
+        serving, version = self._workers.serving(model), self._workers.version(model)
         vocab_size = serving.vocab_size or self._vocab_size
         validate.check_token_bytes(message.prompt.ids, "prompt", vocab_size)
         request = Request(
@@ -120,14 +120,14 @@ class Admission:
         default = self._config.served_model_name
         if default and name in ("", default):
             return default
-        served = self._members.models() | ({default} if default else set())
+        served = self._workers.models() | ({default} if default else set())
         if not served:
             raise Refused("model", "no worker serves yet", 503, self._config.worker_timeout)
         if not name:
             return min(served)
-        if name in served or self._members.serving(name).members:  # the latter is cached
+        if name in served or self._workers.serving(name).workers:  # the latter is cached
             return name
-        served |= self._members.adapters()
+        served |= self._workers.adapters()
         if name not in served and name in self._config.model_aliases:
             return self.model("")
         if name not in served:
@@ -137,11 +137,11 @@ class Admission:
     def room(self, message: Generate | Score) -> Room | None:
         """What the prompt of a request has to fit into; None if no worker serves its model."""
         try:
-            serving = self._members.serving(self.model(message.model))
+            serving = self._workers.serving(self.model(message.model))
         except Refused:
             return None
         needs_output = isinstance(message, Generate) and message.sampling.max_tokens != 0
-        return Room(serving.token_limit, int(needs_output)) if serving.members else None
+        return Room(serving.token_limit, int(needs_output)) if serving.workers else None
 
     def _add_choices(self, request: Request, message: Generate, serving: Serving, vocab_size: int) -> None:
         sampling = message.sampling
@@ -180,7 +180,7 @@ class Admission:
     def _room(self, serving: Serving, tokens: int, least: int) -> int:
         """Tokens that fit after `tokens` prompt tokens on the worker with most room. Raises Refused if they are fewer
         than `least`."""
-        if not serving.members:
+        if not serving.workers:
             return NO_LIMIT
         limit = serving.token_limit
         if tokens + least > limit:
@@ -195,10 +195,10 @@ class Admission:
     def _check_capacity(self, serving: Serving, runs: int, own: int) -> None:
         """Raise Refused (503, 429) if no worker serves the model, or if there is no place for the request, with which
         there would be `runs` runs in flight, `own` of its tenant."""
-        if not serving.members:
+        if not serving.workers:
             raise Refused("model", "no worker serves this model now", 503, self._config.worker_timeout)
         if not self.has_places(runs, own):
-            queue = min(m.load.queued_tokens / (m.load.prefill_rate or DEFAULT_PREFILL_RATE) for m in serving.members)
+            queue = min(m.load.queued_tokens / (m.load.prefill_rate or DEFAULT_PREFILL_RATE) for m in serving.workers)
             raise Refused("", "too many requests in flight", 429, float(min(60, max(1, round(queue)))))
 
 

@@ -34,7 +34,7 @@ def namespace_of(tenant: str, cache_salt: str = "") -> str:
     return f"{_to_json(tenant).decode()}\n{cache_salt}"
 
 
-class Peers(Protocol):
+class SharedStore(Protocol):
     """Other front-end processes with sessions. Values are shared among processes, separately for each tenant."""
 
     def share(self, entries: Sequence[tuple[bytes, bytes | None]], api_key: str) -> None:
@@ -46,11 +46,13 @@ class Peers(Protocol):
 
 class Conversations:
     """The sessions of one process. Without `session_tokens` or a tokenizer there are none, and chats are encoded like
-    any text. With `peers`, answers that other processes have generated are known as well."""
+    any text. With `shared_store`, answers that other processes have generated are known as well."""
 
-    def __init__(self, text: TextService, config: RouterConfig | FrontendConfig, peers: Peers | None = None) -> None:
+    def __init__(
+        self, text: TextService, config: RouterConfig | FrontendConfig, shared_store: SharedStore | None = None
+    ) -> None:
         self._text = text
-        self._peers = peers
+        self._shared_store = shared_store
         self._sessions: Sessions | None = None
         if text.tokenizer is not None and config.session_tokens > 0:
             self._sessions = Sessions(text.tokenizer, config.session_tokens, config.keep_thinking)
@@ -74,8 +76,8 @@ class Conversations:
         namespace = namespace_of(tenant, cache_salt)
         if self._sessions is None or not isinstance(prompt, ChatPrompt):
             return Encoded(await self._text.encode(prompt, namespace, room, last), "")
-        if self._peers is not None and (missing := await self._missing(namespace, prompt)):
-            for key, value in zip(missing, await self._peers.recall(missing, api_key), strict=True):
+        if self._shared_store is not None and (missing := await self._missing(namespace, prompt)):
+            for key, value in zip(missing, await self._shared_store.recall(missing, api_key), strict=True):
                 if value is not None:
                     self._sessions.learn(namespace, key, value)
         return await self._text.encode_chat(self._sessions, namespace, prompt, room)
@@ -92,8 +94,8 @@ class Conversations:
         if self._sessions is None:
             return
         key = self._sessions.remember(encoded, message, ids)
-        if self._peers is not None and key is not None and (value := self._sessions.export(key)):
-            self._peers.share([(key, value)], api_key)
+        if self._shared_store is not None and key is not None and (value := self._sessions.export(key)):
+            self._shared_store.share([(key, value)], api_key)
 
 
 def facts(encoded: Encoded) -> SessionFacts:

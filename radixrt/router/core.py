@@ -1,7 +1,7 @@
 """The router's decisions: a state machine without sockets, threads or clocks.
 
 Each method takes an event and the time (seconds, monotonic), and returns the messages to send. Prompts are token ids
-here; text is encoded before and decoded after (`handlers`, `streams`). Requests are kept here; `members` knows the
+here; text is encoded before and decoded after (`handlers`, `streams`). Requests are kept here; `workers` knows the
 workers, and `dispatch` chooses one of them for each run.
 
     submit -> dispatched at once to the best worker -> its outputs become Deltas, one message per step and client
@@ -47,8 +47,8 @@ from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.errors import Room
 from radixrt.router.groups import Groups
 from radixrt.router.index import Index
-from radixrt.router.member import Member
-from radixrt.router.members import Members
+from radixrt.router.member import Worker
+from radixrt.router.members import Workers
 from radixrt.router.pauses import Pauses
 from radixrt.router.record import Counters, Recorder
 from radixrt.router.recovery import FAILED, Recovery
@@ -84,18 +84,18 @@ class RouterCore:
         self.counters = Counters()
         self._recorder = Recorder(report, self.counters)
         self.index = Index()
-        self.members = Members(self.index, self.counters, config.worker_timeout)
-        self.adapters = AdapterChanges(self.members, config.served_model_name)
+        self.workers = Workers(self.index, self.counters, config.worker_timeout)
+        self.adapters = AdapterChanges(self.workers, config.served_model_name)
         self.groups = Groups()
         self.pauses = Pauses(report)
-        self._admission = Admission(config, self.members, vocab_size, rng or random.Random())
-        self._dispatcher = Dispatcher(self.members, self.index)
+        self._admission = Admission(config, self.workers, vocab_size, rng or random.Random())
+        self._dispatcher = Dispatcher(self.workers, self.index)
         self._requests: dict[Client, dict[int, Request]] = {}
         self._tenants: Counter[str] = Counter()
         """Unfinished runs by tenant."""
         self._next_keepalive = 0.0
         self._recovery = Recovery(self._dispatcher, self.counters, self._end)
-        self.drains = Drains(self.members, self._admission, config.shutdown_timeout)
+        self.drains = Drains(self.workers, self._admission, config.shutdown_timeout)
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class RouterCore:
         """The program of a state waits for something, such as a tool: the worker that holds most of its `ids` pins them
         for up to `seconds` (None: the configured maximum)."""
         held = self.index.match(namespace, ids)
-        worker = max((m for m in self.members if held.get(m.number)), key=lambda m: held[m.number], default=None)
+        worker = max((m for m in self.workers if held.get(m.number)), key=lambda m: held[m.number], default=None)
         most = self._config.pause_seconds
         seconds = most if seconds is None else min(seconds, most)
         name = worker.name if worker and seconds > 0 else ""
@@ -232,7 +232,7 @@ class RouterCore:
         self._recorder.finished(run)
         self._close(run, well=True)
         self.counters.finished += not run.request.open
-        return run.usage(), [Order(run.worker, Abort([run.id]))] if run.member else []
+        return run.usage(), [Order(run.worker_name, Abort([run.id]))] if run.worker else []
 
     def end_choice(self, client: Client, request_id: int, index: int, tokens: int | None = None) -> list[Effect]:
         """As `stop_choice`, for a client that looks for stop strings itself. `tokens`, if given and not negative, is
@@ -257,48 +257,48 @@ class RouterCore:
     # ------------------------------------------------------------ workers
 
     def register(self, info: Register, now: float) -> list[Effect]:
-        """A worker joins, or joins again (see `Members.register`)."""
-        orphans, orders = self.members.register(info, now)
-        orders += self.adapters.joined(self.members.hear(info.name, now))
+        """A worker joins, or joins again (see `Workers.register`)."""
+        orphans, orders = self.workers.register(info, now)
+        orders += self.adapters.joined(self.workers.hear(info.name, now))
         return orders + self._recovery.lost(orphans, now) + self._dispatcher.send_waiting(now)
 
     def heartbeat(self, name: str, now: float, stalled: float = 0.0, stuck: bool = False) -> list[Effect]:
         """`stalled` and `stuck` as in a Heartbeat. A worker that is stuck is lost, as long as another one serves its
         model: a step that takes long even so only costs the requests their cache."""
-        member = self.members.hear(name, now, stalled, stuck)
-        if member is None:
+        worker = self.workers.hear(name, now, stalled, stuck)
+        if worker is None:
             return [] if stuck else self._revive(name, now)
-        if not stuck or not self.members.has_other(member):
+        if not stuck or not self.workers.has_other(worker):
             return []
         log.warning("worker %s does not get on: no step has ended for %.0f s", name, stalled)
         self.counters.workers_stuck += 1
-        return self._recovery.lost(self.members.remove(name, may_return=True), now, hung=True)
+        return self._recovery.lost(self.workers.remove(name, may_return=True), now, hung=True)
 
     def leave(self, name: str, now: float, *, planned: bool = False) -> list[Effect]:
         """A worker has left for good: its runs continue on other workers. `planned`: it was told to leave."""
-        orphans = self.members.remove(name, may_return=False, planned=planned)
+        orphans = self.workers.remove(name, may_return=False, planned=planned)
         return self._recovery.lost(orphans, now) + self.drains.tick(now)
 
     def lose(self, names: Iterable[str], now: float) -> list[Effect]:
         """Workers cannot be reached: as `leave`, but a heartbeat brings each back. All are removed before their runs
         are dispatched again, so that no run goes from one of them to another."""
-        orphans = [run for name in names for run in self.members.remove(name, may_return=True)]
+        orphans = [run for name in names for run in self.workers.remove(name, may_return=True)]
         return self._recovery.lost(orphans, now)
 
     def step(self, name: str, message: StepDone, now: float) -> list[Effect]:
         """Apply a worker's cache events to the index, and return its outputs as one Deltas for each client."""
-        member = self.members.hear(name, now)
-        if member is None:
+        worker = self.workers.hear(name, now)
+        if worker is None:
             return self._revive(name, now)
-        if not member.follows(message.number):
-            return self._restart(member, now)
-        effects = self.members.mirror(member, message, now)
+        if not worker.follows(message.number):
+            return self._restart(worker, now)
+        effects = self.workers.mirror(worker, message, now)
         deltas: Collected = defaultdict(list)
         others: list[Effect] = []
         runs, failed = self._dispatcher.in_flight, []
         for output in message.outputs:
             run = runs.get(output.id)
-            if run is None or run.member is not member:
+            if run is None or run.worker is not worker:
                 continue
             request, tokens = run.request, output.tokens
             if request.stream and run.started and output.finish is None and len(tokens) == 1:  # the usual case
@@ -311,28 +311,28 @@ class RouterCore:
             else:
                 self._take(run, output, deltas, others, now)
         if failed:
-            others += self._recovery.failed(member, failed, now)
-        member.update(message.load, now)
+            others += self._recovery.failed(worker, failed, now)
+        worker.update(message.load, now)
         self._recorder.load(name, message.load)
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
         return effects + others + self._recovery.tick(now)
 
     def adapter_loaded(self, name: str, message: AdapterLoaded, now: float) -> list[Effect]:
         """A worker has loaded a LoRA adapter, for which requests may wait, or could not."""
-        effects = [] if self.members.hear(name, now) else self._revive(name, now)
-        member = self.members.hear(name, now)
-        if member is None:
+        effects = [] if self.workers.hear(name, now) else self._revive(name, now)
+        worker = self.workers.hear(name, now)
+        if worker is None:
             return effects
-        return effects + self.adapters.answered(member, message) + self._dispatcher.send_waiting(now)
+        return effects + self.adapters.answered(worker, message) + self._dispatcher.send_waiting(now)
 
     def tick(self, now: float) -> list[Effect]:
         """Handle timeouts: of workers that were not heard, of runs that wait for a worker, of groups and pauses. To be
         called about once a second."""
-        silent = self.members.silent(now)
+        silent = self.workers.silent(now)
         for name in silent:
             log.warning("worker %s is lost: not heard for %g s", name, self._config.worker_timeout)
         effects = self.lose(silent, now)
-        effects += self.members.ask_again(now)
+        effects += self.workers.ask_again(now)
         self.groups.expire(now)
         effects += self.pauses.expire(now)
         effects += self.adapters.tick(now) + self.drains.tick(now)
@@ -350,10 +350,10 @@ class RouterCore:
         return effects
 
     def clear_caches(self) -> list[Effect]:
-        return [Order(member.name, Clear()) for member in self.members]
+        return [Order(worker.name, Clear()) for worker in self.workers]
 
     def stop_workers(self) -> list[Effect]:
-        return [Order(member.name, Stop()) for member in self.members]
+        return [Order(worker.name, Stop()) for worker in self.workers]
 
     # ------------------------------------------------------------ runs
 
@@ -441,8 +441,8 @@ class RouterCore:
         for request in requests:
             for run in request.runs:
                 if not run.finished:
-                    if run.member is not None:
-                        aborts.setdefault(run.member.name, []).append(run.id)
+                    if run.worker is not None:
+                        aborts.setdefault(run.worker.name, []).append(run.id)
                     self._close(run)
             unpins += request.resumed.unpin() if request.resumed else []
         return [Order(name, Abort(ids)) for name, ids in aborts.items()] + unpins
@@ -458,18 +458,18 @@ class RouterCore:
 
     # ------------------------------------------------------------ lost workers
 
-    def _restart(self, member: Member, now: float) -> list[Effect]:
+    def _restart(self, worker: Worker, now: float) -> list[Effect]:
         """A message of a worker was lost with a connection: its runs are dispatched again, from the tokens that have
         arrived, as if it had joined again."""
-        log.warning("worker %s: one of its messages was lost, its requests are sent again", member.name)
-        effects = self.register(member.info, now)
-        self.members.hear(member.name, now).next_step = member.next_step
+        log.warning("worker %s: one of its messages was lost, its requests are sent again", worker.name)
+        effects = self.register(worker.info, now)
+        self.workers.hear(worker.name, now).next_step = worker.next_step
         return effects
 
     def _revive(self, name: str, now: float) -> list[Effect]:
         """A worker that does not serve was heard: if it was lost, it serves again."""
-        orders = self.members.revive(name, now)
+        orders = self.workers.revive(name, now)
         if orders:
             log.info("worker %s is heard again, and serves", name)
-            orders += self.adapters.joined(self.members.hear(name, now))
+            orders += self.adapters.joined(self.workers.hear(name, now))
         return orders + self._dispatcher.send_waiting(now) if orders else []

@@ -18,8 +18,8 @@ from radixrt.messages import TOKEN_BYTES
 from radixrt.router import failures, placement
 from radixrt.router.effects import Effect, Order
 from radixrt.router.index import Index
-from radixrt.router.member import Member, Sent
-from radixrt.router.members import Members, Serving
+from radixrt.router.member import Sent, Worker
+from radixrt.router.members import Serving, Workers
 from radixrt.router.request import Request, RunState
 
 LEAST_SHARED = 256
@@ -33,10 +33,10 @@ MOST_SHARERS = 64
 class Dispatcher:
     """Chooses workers for runs, and keeps all unfinished runs."""
 
-    def __init__(self, members: Members, index: Index) -> None:
+    def __init__(self, workers: Workers, index: Index) -> None:
         self.in_flight: dict[int, RunState] = {}
         """Dispatched runs by id. Must not be modified from outside."""
-        self._members = members
+        self._workers = workers
         self._index = index
         self._waiting: dict[RunState, None] = {}
         self.held: dict[RunState, None] = {}
@@ -48,7 +48,7 @@ class Dispatcher:
         """Runs that are in flight or wait for a worker."""
         return len(self.in_flight) + len(self._waiting) + len(self.held)
 
-    def send(self, run: RunState, now: float, trial: list[Member] | None = None) -> list[Effect]:
+    def send(self, run: RunState, now: float, trial: list[Worker] | None = None) -> list[Effect]:
         """Send a run to the best worker, or let it wait until one joins; as a `trial` to one of these workers."""
         request = run.request
         ids = run.prompt + run.emitted.tobytes() if run.emitted else run.prompt
@@ -59,74 +59,74 @@ class Dispatcher:
             run.waiting_since = now if run.waiting_since is None else run.waiting_since
             self._waiting[run] = None
             return []
-        member, hit, best_hit = self._choose(run, ids, tokens, fits, now)
+        worker, hit, best_hit = self._choose(run, ids, tokens, fits, now)
         if run.id < 0:  # dispatched for the first time
             run.hit, run.best_hit = hit, best_hit
         else:
-            run.most_cached = request.resident.get(member.record)
-        request.resident.setdefault(member.record, hit)
+            run.most_cached = request.resident.get(worker.record)
+        request.resident.setdefault(worker.record, hit)
         self._last_id += 1
-        member.sent_at = now
-        run.id, run.member, run.started, run.waiting_since = self._last_id, member, False, None
+        worker.sent_at = now
+        run.id, run.worker, run.started, run.waiting_since = self._last_id, worker, False, None
         run.sent = len(run.emitted)
         self.in_flight[run.id] = run
-        member.dispatched(run.id, Sent(tokens, tokens - hit))
-        self._index.computing(member.number, run.id, request.namespace, run.prompt)
-        return [Order(member.name, run.order(ids))]
+        worker.dispatched(run.id, Sent(tokens, tokens - hit))
+        self._index.computing(worker.number, run.id, request.namespace, run.prompt)
+        return [Order(worker.name, run.order(ids))]
 
-    def _fitting(self, run: RunState, tokens: int, now: float, trial: list[Member] | None) -> dict[int, Member]:
+    def _fitting(self, run: RunState, tokens: int, now: float, trial: list[Worker] | None) -> dict[int, Worker]:
         """By number, the workers with room for all tokens that were requested; if there are none, those with room for
         at least one more. Workers that have failed the run, and those that are set aside, only if there are no others,
         but for a probe. Of those of a `trial`, if there are any."""
-        members = trial or self._able(run)
+        workers = trial or self._able(run)
         if run.tries and not trial:
-            members = failures.next_tries(run, members) or members
+            workers = failures.next_tries(run, workers) or workers
         if run.request.bounded:
             most = tokens + run.remaining
-            members = [m for m in members if most <= m.token_limit] or members
-        if any([m.record.incidents for m in members]):
-            members = self._probed(run, members, now)
-        return {m.number: m for m in members}
+            workers = [m for m in workers if most <= m.token_limit] or workers
+        if any([m.record.incidents for m in workers]):
+            workers = self._probed(run, workers, now)
+        return {m.number: m for m in workers}
 
-    def _able(self, run: RunState) -> list[Member]:
+    def _able(self, run: RunState) -> list[Worker]:
         """The workers that get new runs, and have room for at least one more token of this one."""
         least = run.prompt_len + len(run.emitted) + (run.remaining > 0)
         return [m for m in self._serving(run).open if least <= m.token_limit]
 
-    def _probed(self, run: RunState, members: list[Member], now: float) -> list[Member]:
-        """Those of `members` that are not set aside; all, if there are no others. Or one that is to be probed by the
+    def _probed(self, run: RunState, workers: list[Worker], now: float) -> list[Worker]:
+        """Those of `workers` that are not set aside; all, if there are no others. Or one that is to be probed by the
         run, if that has not failed and another worker could go on with it."""
-        usable = [m for m in members if not m.record.set_aside]
+        usable = [m for m in workers if not m.record.set_aside]
         if not run.tries and not run.losses:
-            for member in members:
-                if member.record.is_due(now) and any(m is not member for m in usable):
-                    member.record.probe(now)
-                    return [member]
-        return usable or members
+            for worker in workers:
+                if worker.record.is_due(now) and any(m is not worker for m in usable):
+                    worker.record.probe(now)
+                    return [worker]
+        return usable or workers
 
     def _serving(self, run: RunState) -> Serving:
-        return self._members.serving(run.request.model, run.request.version)
+        return self._workers.serving(run.request.model, run.request.version)
 
     def move(self, run: RunState, now: float) -> list[Effect] | None:
         """Move a run that ended early because it filled its worker's room to a worker with more. None if that is not
         why it ended, or no worker has more."""
-        if run.member is None or run.remaining <= 0:
+        if run.worker is None or run.remaining <= 0:
             return None
         tokens = run.prompt_len + len(run.emitted)
-        if not run.member.token_limit <= tokens < self._serving(run).token_limit:
+        if not run.worker.token_limit <= tokens < self._serving(run).token_limit:
             return None
         self._remove(run)
-        run.member, run.counts_hits = None, False
+        run.worker, run.counts_hits = None, False
         return self.send(run, now)
 
-    def retry(self, member: Member, runs: Sequence[RunState], now: float) -> tuple[list[Effect], list[RunState]]:
+    def retry(self, worker: Worker, runs: Sequence[RunState], now: float) -> tuple[list[Effect], list[RunState]]:
         """A worker has failed `runs` in one step, although their requests are valid: the cause may lie with the worker,
         or with one of them. Each goes to a worker that has not failed it, at once or as a trial. Returns orders, and
         the runs that are to end, as there is none."""
-        since = member.record.failed_at
-        others = (self.in_flight[id] for id in member.runs if id in self.in_flight)
+        since = worker.record.failed_at
+        others = (self.in_flight[id] for id in worker.runs if id in self.in_flight)
         gave_tokens = any(run.started and run.last_at > since for run in others)
-        failures.note_failures(member.record, runs, now, gave_tokens=gave_tokens)
+        failures.note_failures(worker.record, runs, now, gave_tokens=gave_tokens)
         ending = [run for run in runs if (able := self._able(run)) and not failures.next_tries(run, able)]
         again = [run for run in runs if run not in ending]
         for run in again:
@@ -146,22 +146,22 @@ class Dispatcher:
         has become clear that all workers have failed them."""
         effects: list[Effect] = []
         ending: list[RunState] = []
-        busy = {run.member.number for run in self.in_flight.values() if run.on_trial and run.incidents}
+        busy = {run.worker.number for run in self.in_flight.values() if run.on_trial and run.incidents}
         for run in list(self.held):
             able = self._able(run)
-            members = failures.next_tries(run, able)
-            free = [m for m in members if m.number not in busy]
+            workers = failures.next_tries(run, able)
+            free = [m for m in workers if m.number not in busy]
             if free or not able:
                 del self.held[run]
                 effects += self.send(run, now, free)
-                busy |= {run.member.number} if run.member else set()
-            elif not members:
+                busy |= {run.worker.number} if run.worker else set()
+            elif not workers:
                 ending.append(run)
         return effects, ending
 
     def _choose(
-        self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Member], now: float
-    ) -> tuple[Member, int, int]:
+        self, run: RunState, ids: bytes, tokens: int, fits: dict[int, Worker], now: float
+    ) -> tuple[Worker, int, int]:
         """Returns (the best worker, the hit expected there, the largest hit on any worker), in tokens."""
         limit = tokens - 1 if run.score_from is None else min(tokens, run.score_from) - 1
         held = self._index.match(run.request.namespace, ids, limit)
@@ -171,7 +171,7 @@ class Dispatcher:
         if len(fits) == 1 and group is None:  # there is nothing to choose
             ((number, hit),) = hits.items()
             return fits[number], hit, hit
-        candidates = [member.candidate(hits[number], now) for number, member in fits.items()]
+        candidates = [worker.candidate(hits[number], now) for number, worker in fits.items()]
         if group is not None:
             candidates = [group.at_arrival(candidate) for candidate in candidates]
         best, _ = placement.place(tokens, candidates, self._sharers(run, ids, hits.values()))
@@ -215,7 +215,7 @@ class Dispatcher:
     def superseded(self) -> list[Request]:
         """Requests that wait for a worker with a version of a LoRA adapter that no worker will have again."""
         waiting = {run.request: None for run in self._waiting}
-        return [request for request in waiting if request.version != self._members.version(request.model)]
+        return [request for request in waiting if request.version != self._workers.version(request.model)]
 
     def reclaim(self, ids: Iterable[int]) -> list[RunState]:
         """Take back runs that their worker no longer serves, to be sent again."""
@@ -223,7 +223,7 @@ class Dispatcher:
         for run in runs:
             if run.got_on:
                 run.losses.clear()
-            run.losses.append(run.member)
+            run.losses.append(run.worker)
             run.detach()
         return runs
 
@@ -235,25 +235,25 @@ class Dispatcher:
 
     def _start(self, run: RunState) -> None:
         run.started = True
-        if run.member is not None:
-            run.member.started(run.id)
-            self._index.computed(run.member.number, run.id)
+        if run.worker is not None:
+            run.worker.started(run.id)
+            self._index.computed(run.worker.number, run.id)
 
     def drop(self, run: RunState, *, well: bool) -> None:
         """Forget a run that has ended, `well` if by itself."""
         self._remove(run)
         if run.incidents:
             failures.ended(run)
-        if run.member is not None and run.member.record.incidents and (well or run.got_on):
-            run.member.record.succeeded()
+        if run.worker is not None and run.worker.record.incidents and (well or run.got_on):
+            run.worker.record.succeeded()
 
     def _remove(self, run: RunState) -> None:
         """Remove a run from its worker, or from those that wait for one."""
-        if not run.started and run.member is not None:
+        if not run.started and run.worker is not None:
             self._start(run)
         self.in_flight.pop(run.id, None)
         self._waiting.pop(run, None)
         if self.held:
             self.held.pop(run, None)
-        if run.member is not None:
-            run.member.ended(run.id)
+        if run.worker is not None:
+            run.worker.ended(run.id)

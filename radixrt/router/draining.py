@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from radixrt.messages import DrainWorker, Info, Stop
 from radixrt.router.admission import Admission
 from radixrt.router.effects import Effect, Order, Reply
-from radixrt.router.member import Member, Process
-from radixrt.router.members import Members
+from radixrt.router.member import Process, Worker
+from radixrt.router.members import Workers
 from radixrt.router.request import Client
 from radixrt.router.validate import Refused
 
@@ -37,10 +37,10 @@ class Drain:
 class Drains:
     """The workers that drain, by name. `seconds`: how long their runs may take."""
 
-    def __init__(self, members: Members, admission: Admission, seconds: float) -> None:
+    def __init__(self, workers: Workers, admission: Admission, seconds: float) -> None:
         self.server = False
         """Whether the server as a whole is about to end, and takes no new requests."""
-        self._members = members
+        self._workers = workers
         self._admission = admission
         self._seconds = seconds
         self._drains: dict[str, Drain] = {}
@@ -50,14 +50,14 @@ class Drains:
         (404), or no other one (409)."""
         self._admission.check_operator(message.api_key, message.admin_only)
         name = message.worker
-        member = self._members.member(name)
-        if member is None:
-            names = ", ".join(sorted(m.name for m in self._members)) or "none"
+        worker = self._workers.worker(name)
+        if worker is None:
+            names = ", ".join(sorted(m.name for m in self._workers)) or "none"
             raise Refused("worker", f"no worker {name!r} serves; these do: {names}", 404)
-        if not message.restart and not self._members.has_other(member):
-            text = f"worker {name!r} is the only one that serves {member.info.model!r}: use restart, or stop the server"
+        if not message.restart and not self._workers.has_other(worker):
+            text = f"worker {name!r} is the only one that serves {worker.info.model!r}: use restart, or stop the server"
             raise Refused("worker", text, 409)
-        drain = self._begin(member, now)
+        drain = self._begin(worker, now)
         drain.restart |= message.restart
         drain.clients.append((client, message.id))
         return self._orders(name, drain, now)
@@ -69,24 +69,24 @@ class Drains:
 
     def told(self, name: str, now: float) -> list[Effect]:
         """A worker says that it is to leave."""
-        member = self._members.member(name)
-        return [] if member is None else self._orders(name, self._begin(member, now), now)
+        worker = self._workers.worker(name)
+        return [] if worker is None else self._orders(name, self._begin(worker, now), now)
 
-    def _begin(self, member: Member, now: float) -> Drain:
+    def _begin(self, worker: Worker, now: float) -> Drain:
         """The worker gets no new runs from now on."""
-        drain = self._drains.get(member.name)
-        if drain is None or drain.process != member.process:
-            drain = self._drains[member.name] = Drain(member.process, now + self._seconds)
-            self._members.close(member.name)
+        drain = self._drains.get(worker.name)
+        if drain is None or drain.process != worker.process:
+            drain = self._drains[worker.name] = Drain(worker.process, now + self._seconds)
+            self._workers.close(worker.name)
         return drain
 
     def tick(self, now: float) -> list[Effect]:
         """To be called about once a second, and when a worker has left."""
         effects: list[Effect] = []
         for name, drain in list(self._drains.items()):
-            serves = self._members.member(name) is not None
-            there = serves or (drain.told is None and self._members.known(name))  # if it is lost, it may come back
-            if there and self._members.speaks_for(name, *drain.process):
+            serves = self._workers.worker(name) is not None
+            there = serves or (drain.told is None and self._workers.known(name))  # if it is lost, it may come back
+            if there and self._workers.speaks_for(name, *drain.process):
                 effects += self._orders(name, drain, now)
             else:  # it has left, or another process has its name
                 del self._drains[name]
@@ -95,8 +95,8 @@ class Drains:
         return effects
 
     def _orders(self, name: str, drain: Drain, now: float) -> list[Effect]:
-        member = self._members.member(name)
-        if member is None or (member.runs and now < drain.until):
+        worker = self._workers.worker(name)
+        if worker is None or (worker.runs and now < drain.until):
             return []
         if drain.told is not None and now < drain.told + AGAIN_SECONDS:
             return []

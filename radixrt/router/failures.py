@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from radixrt.router.member import Member
+    from radixrt.router.member import Worker
     from radixrt.router.request import RunState
 
 log = logging.getLogger("radixrt.router")
@@ -197,26 +197,26 @@ def note_failures(record: Record, runs: Sequence[RunState], now: float, *, gave_
         run.incidents.append(incident)
 
 
-def next_tries(run: RunState, members: Sequence[Member]) -> list[Member]:
-    """Those of `members` that may get a run that some have failed: the ones that have not, or if there are none, those
+def next_tries(run: RunState, workers: Sequence[Worker]) -> list[Worker]:
+    """Those of `workers` that may get a run that some have failed: the ones that have not, or if there are none, those
     where another request of the same step may have been the cause, if they do not fail others as well. No worker, if it
     was tried too often."""
     if len(run.tries) >= MAX_TRIES:
         return []
     tried = {incident.record for incident in run.tries}
-    if untried := [member for member in members if member.record not in tried]:
+    if untried := [worker for worker in workers if worker.record not in tried]:
         return untried
     failed = {incident.record for incident in run.tries if not incident.is_doubtful(run)}
-    return [member for member in members if member.record not in failed and not member.record.set_aside]
+    return [worker for worker in workers if worker.record not in failed and not worker.record.set_aside]
 
 
-def needs_trial(run: RunState, members: Sequence[Member]) -> bool:
+def needs_trial(run: RunState, workers: Sequence[Worker]) -> bool:
     """Whether a run is to be sent where no other suspect is: it may be the cause of others' failures, and it has failed
-    on all of `members` that may get it, or on several."""
+    on all of `workers` that may get it, or on several."""
     if not any(incident.is_doubtful(run) for incident in run.tries):
         return False
     tried = {incident.record for incident in run.tries}
-    return len(run.tries) >= MAX_FREE_TRIES or all(member.record in tried for member in members)
+    return len(run.tries) >= MAX_FREE_TRIES or all(worker.record in tried for worker in workers)
 
 
 def got_on(run: RunState, now: float) -> None:

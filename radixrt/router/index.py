@@ -56,7 +56,7 @@ _NONE = StateCheckpoints(0)
 
 
 class Index:
-    """Which workers hold which prefixes. Workers are numbers >= 0 that are never reused (see Member)."""
+    """Which workers hold which prefixes. Workers are numbers >= 0 that are never reused (see Worker)."""
 
     def __init__(self) -> None:
         self._cached = OwnerTree()

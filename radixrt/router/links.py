@@ -39,7 +39,7 @@ NOT_READ = "the client did not read its replies: cancelled"
 FULL = "too many bytes of earlier replies wait for this client: it is to read them first"
 
 
-class WorkerLinks:
+class WorkerConnections:
     """Connections to workers. `lost` is called at the end of a turn of the event loop with the names of the workers
     that queued messages could not reach."""
 
@@ -136,7 +136,7 @@ class WorkerLinks:
         return False
 
 
-class ClientLinks:
+class ClientConnections:
     """Connections to clients, of a socket or on this event loop. `tenant` returns the tenant of a key, or raises
     FieldError.
 

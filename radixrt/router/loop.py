@@ -35,7 +35,7 @@ from radixrt.router.core import RouterCore
 from radixrt.router.effects import Effect, Order, Reply
 from radixrt.router.gate import Gate
 from radixrt.router.handlers import Handlers
-from radixrt.router.links import ClientLinks, WorkerLinks
+from radixrt.router.links import ClientConnections, WorkerConnections
 from radixrt.router.programs import Programs
 from radixrt.router.streams import TextStreams
 from radixrt.router.tasks import now
@@ -75,21 +75,21 @@ class RouterServer:
         self._handlers = Handlers(
             config, self.core, self.text, self._streams, self.programs, self.report, self._perform
         )
-        self._clients = ClientLinks(self.core.tenant)
+        self._clients = ClientConnections(self.core.tenant)
         self._gate = Gate(self.core.keys)
         self._files = FileWatch("new connections are not accepted; those that there are go on")
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop` is set; `on_ready` is called once it listens."""
         clients, workers = self._listen()
-        self._clients.socket, self._workers = clients, WorkerLinks(workers, self._lost)
+        self._clients.socket, self._workers = clients, WorkerConnections(workers, self._lost)
         try:
             if on_ready:
                 on_ready()
             period = min(1.0, self.config.worker_timeout / 4)
             while not await _is_set_within(stop, period):
                 self._perform(self.core.tick(now()))
-                self._workers.prune(self.core.members.known)
+                self._workers.prune(self.core.workers.known)
                 self._files.look()
                 self._clients.send_owed()
                 for client in self._clients.disconnect_stalled():
@@ -182,7 +182,7 @@ class RouterServer:
         match message:
             case StepDone():
                 name = self._workers.name(identity)
-                if name is None or not self.core.members.known(name):
+                if name is None or not self.core.workers.known(name):
                     self._workers.refuse(identity)
                 else:
                     self._perform(self.core.step(name, message, now()))
@@ -196,7 +196,7 @@ class RouterServer:
             case Draining():
                 log.info("worker %s drains", message.name)
                 self._perform(self.core.drains.told(message.name, now()))
-            case Register() if self.core.members.is_taken(message) and self._workers.is_there(message.name):
+            case Register() if self.core.workers.is_taken(message) and self._workers.is_there(message.name):
                 log.error("a worker %s (pid %d) is refused: %s", message.name, message.pid, NAME_TAKEN)
                 self._workers.dismiss(identity, NAME_TAKEN)
             case Register():
@@ -209,7 +209,7 @@ class RouterServer:
                 self._perform(self.core.leave(message.name, now(), planned=message.planned))
 
     def _is_current(self, message: Heartbeat | Leave | Draining) -> bool:
-        return self.core.members.speaks_for(message.name, message.pid, message.life)
+        return self.core.workers.speaks_for(message.name, message.pid, message.incarnation)
 
     # ------------------------------------------------------------ to both
 

@@ -13,11 +13,11 @@ MOST_SECONDS = 2.0
 KNOWN_PROMPTS, KNOWN_TOKENS = 4, 1024
 """Its rate is known once it has computed so many prompts, and so many tokens beside the longest of them."""
 Process = tuple[int, int]
-"""(pid, life) of a worker's process; see Register."""
+"""(pid, incarnation) of a worker's process; see Register."""
 
 
 def process(info: Register) -> Process:
-    return info.pid, info.life
+    return info.pid, info.incarnation
 
 
 class Sent(NamedTuple):
@@ -28,12 +28,12 @@ class Sent(NamedTuple):
     """Tokens that the worker was expected to compute."""
 
 
-class Member:
+class Worker:
     """A worker, from when it joins or comes back until it is lost or leaves. `number` is its owner id in the index, and
     is never reused."""
 
     __slots__ = (
-        "asked", "blameless", "heard", "info", "load", "load_at", "name", "next_step", "number", "prompts",
+        "asked", "crash_exonerated", "heard", "info", "load", "load_at", "name", "next_step", "number", "prompts",
         "rate_known", "record", "runs", "sent_at", "stalled", "stuck", "token_limit", "unseen_tokens", "waiting_tokens",
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ class Member:
         """When a resync was last requested."""
         self.next_step: int | None = 1
         """The number of its next StepDone if no message is lost; None: any."""
-        self.blameless = False
+        self.crash_exonerated = False
         """It was told to leave, or its process was heard again: none of its runs has killed it."""
         self.stalled = 0.0
         """For so many seconds it has had work, and no step has ended, as it said in its last heartbeat."""
@@ -59,7 +59,7 @@ class Member:
         """It said that this is longer than a step takes."""
         self.load = Load(free_pages=info.total_pages, total_pages=info.total_pages)
         self.record = Record(info.name)
-        """Its failures; that of its former Member, if it is the same process."""
+        """Its failures; that of its former Worker, if it is the same process."""
         self.sent_at = now
         """When it was last sent a run."""
         self.runs: dict[int, Sent] = {}
@@ -91,9 +91,9 @@ class Member:
         of that name without an adapter."""
         return "" if model == self.info.model else model
 
-    def is_process(self, pid: int, life: int) -> bool:
-        """Whether this worker's process has that pid and life; 0 matches any."""
-        return pid in (0, self.info.pid) and life in (0, self.info.life)
+    def is_process(self, pid: int, incarnation: int) -> bool:
+        """Whether this worker's process has that pid and incarnation; 0 matches any."""
+        return pid in (0, self.info.pid) and incarnation in (0, self.info.incarnation)
 
     def follows(self, number: int) -> bool:
         """Whether the StepDone of that number follows the last one, none lost between them; 0: the worker does not

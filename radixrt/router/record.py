@@ -41,7 +41,7 @@ class Recorder:
 
     def arrived(self, run: RunState) -> None:
         if self._report:
-            run.bound = self._report.arrived(run.request.namespace, run.prompt, run.request.tenant)
+            run.ideal = self._report.arrived(run.request.namespace, run.prompt, run.request.tenant)
 
     def session(self, tenant: str, facts: SessionFacts) -> None:
         if self._report and (facts.kept or facts.dropped):
@@ -77,13 +77,13 @@ class Recorder:
                 namespace=request.namespace,
                 tenant=request.tenant,
                 origin=request.origin,
-                worker=run.worker,
-                page_size=run.member.info.page_size if run.member else 1,
+                worker=run.worker_name,
+                page_size=run.worker.info.page_size if run.worker else 1,
                 prompt=run.prompt,
                 generated=run.emitted.tobytes(),
                 reusable_tokens=run.reusable,
                 cached_tokens=run.cached,
-                bound_tokens=run.bound,
+                bound_tokens=run.ideal,
                 predicted_tokens=run.hit,
                 best_tokens=run.best_hit,
                 model=request.model,

@@ -1,8 +1,8 @@
 """Where runs go on that their worker fails, or serves no longer.
 
-    a worker fails runs                  -> to workers that have not failed them, until all have (`failures`)
-    a worker is lost, or leaves          -> to any other, but a run that has lost MAX_LOSSES of them ends
-    a worker lives, and does not get on  -> likewise; those that may be the cause, one after the other (`suspects`)
+a worker fails runs                  -> to workers that have not failed them, until all have (`failures`)
+a worker is lost, or leaves          -> to any other, but a run that has lost MAX_LOSSES of them ends
+a worker lives, and does not get on  -> likewise; those that may be the cause, one after the other (`suspects`)
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Callable
 from radixrt.messages import Output
 from radixrt.router.dispatch import Dispatcher
 from radixrt.router.effects import Effect
-from radixrt.router.member import Member
+from radixrt.router.member import Worker
 from radixrt.router.record import Counters
 from radixrt.router.request import RunState
 from radixrt.router.suspects import Suspects
 
 MAX_LOSSES = 3
-"""A run is taken for the cause, and fails, after this many of its workers were lost for good (`Member.blameless`)."""
+"""A run is taken for the cause, and fails, after this many of its workers were lost for good
+(`Worker.crash_exonerated`)."""
 FAILED = "the worker failed on this request"
 LOST = f"{MAX_LOSSES} workers were lost while they served this request"
 HUNG = "workers hang on this request"
@@ -43,14 +44,14 @@ class Recovery:
         """Forget a run that has ended."""
         self._suspects.drop(run)
 
-    def failed(self, member: Member, failed: list[tuple[RunState, Output]], now: float) -> list[Effect]:
+    def failed(self, worker: Worker, failed: list[tuple[RunState, Output]], now: float) -> list[Effect]:
         """A worker has failed runs in one step: they go on elsewhere, or end."""
         for run, output in failed:
             run.problem = output.error or FAILED
         runs = [run for run, _ in failed if not run.finished]  # an invalid field may have ended a request of several
         if not runs:
             return []
-        effects, ending = self._dispatcher.retry(member, runs, now)
+        effects, ending = self._dispatcher.retry(worker, runs, now)
         self._counters.redispatched += len(set(runs) - set(ending))
         return effects + self._end_all(ending)
 
@@ -63,7 +64,7 @@ class Recovery:
                 continue
             if hung and self._suspects.is_guilty(run):
                 effects += self._end(run, HUNG)
-            elif sum(not member.blameless for member in run.losses) >= MAX_LOSSES:
+            elif sum(not worker.crash_exonerated for worker in run.losses) >= MAX_LOSSES:
                 effects += self._end(run, LOST)
             else:
                 self._counters.redispatched += 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from radixrt.messages import TOKEN_BYTES, Origin, Run, Sampling, Scored, TokenLogprob, Usage
 from radixrt.router.failures import Incident, Record
-from radixrt.router.member import Member
+from radixrt.router.member import Worker
 
 if TYPE_CHECKING:
     from radixrt.router.groups import Group
@@ -89,14 +89,14 @@ class Request:
 class RunState:
     """One sequence of a request. Its prompt and emitted ids are enough to continue on another worker.
 
-    `id` is new for each dispatch, so that late outputs of a lost worker match no run. `member` is its worker, None
+    `id` is new for each dispatch, so that late outputs of a lost worker match no run. `worker` is its worker, None
     while it waits for one, since `waiting_since`.
     """
 
     __slots__ = (
         "arrived_at",
         "best_hit",
-        "bound",
+        "ideal",
         "cached",
         "counts_hits",
         "emitted",
@@ -109,7 +109,7 @@ class RunState:
         "last_at",
         "logprobs",
         "losses",
-        "member",
+        "worker",
         "most_cached",
         "on_trial",
         "problem",
@@ -134,7 +134,7 @@ class RunState:
         self.sampling = sampling
         self.score_from = score_from
         self.id = -1
-        self.member: Member | None = None
+        self.worker: Worker | None = None
         self.emitted = array("i")
         self.logprobs: list[TokenLogprob] | None = None
         self.scores: list[float] = []
@@ -149,7 +149,7 @@ class RunState:
         """Hit predicted at the first dispatch, in tokens."""
         self.best_hit = 0
         """The largest hit on any worker then."""
-        self.bound = 0
+        self.ideal = 0
         """Tokens that an infinite cache would have hit."""
         self.started = False
         """Whether its worker has computed the prompt, which then counts as cached in the index, not as being
@@ -165,7 +165,7 @@ class RunState:
         """What its worker said when it last failed it."""
         self.on_trial = False
         """Whether it was sent to its worker as a trial (see `Dispatcher.held`)."""
-        self.losses: list[Member] = []
+        self.losses: list[Worker] = []
         """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
         self.waiting_since: float | None = None
         self.arrived_at = self.first_at = self.last_at = 0.0
@@ -193,8 +193,8 @@ class RunState:
         return not self.request.scores and bool(self.emitted)
 
     @property
-    def worker(self) -> str:
-        return self.member.name if self.member else ""
+    def worker_name(self) -> str:
+        return self.worker.name if self.worker else ""
 
     def cut(self, past: int) -> None:
         """Drop the last `past` tokens, which came after a stop string. The time of the one before them is not known;
@@ -209,12 +209,12 @@ class RunState:
 
     def detach(self) -> None:
         """No worker has it now. What its next worker computes again is not counted twice."""
-        self.member = None
+        self.worker = None
         self.counts_hits = self.counts_hits and not self.emitted and not self.scores
         self.scores.clear()
 
     def usage(self) -> Usage:
-        return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker)
+        return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker_name)
 
     def order(self, ids: bytes) -> Run:
         """The Run for its worker; `ids` are the prompt and the emitted tokens."""
@@ -227,6 +227,6 @@ class RunState:
             score_from=None if self.scored else self.score_from,
             pin=self.request.pin,
             group=self.request.group.id if self.request.group else 0,
-            adapter=self.member.adapter(self.request.model),
+            adapter=self.worker.adapter(self.request.model),
             version=self.request.version,
         )

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from radixrt.router.core import RouterCore
-from radixrt.router.member import Member
+from radixrt.router.member import Worker
 from radixrt.router.states import ProgramStateStore
 
 
@@ -32,7 +32,7 @@ def health(core: RouterCore, states: ProgramStateStore) -> dict[str, Any]:
                 "total_pages": m.load.total_pages,
                 "failed_share": round(m.record.share, 3),
             }
-            for m in core.members
+            for m in core.workers
         ],
     }
 
@@ -44,7 +44,7 @@ def tenant_health(core: RouterCore, states: ProgramStateStore, tenant: str) -> d
         "states": states.number(tenant),
         "state_bytes": states.bytes_of(tenant),
         "paused": core.pauses.number(tenant),
-        "workers": [_facts(core, m) for m in core.members],
+        "workers": [_facts(core, m) for m in core.workers],
     }
 
 
@@ -52,28 +52,28 @@ def public_health(core: RouterCore) -> dict[str, Any]:
     """For those without a key: whether and where anything is served. `serving` is True while a worker serves and gets
     on; `draining`: new requests are refused. `max_model_len` is the largest of all workers, 0 without any. `stuck` are
     the names of workers that do not get on; they serve only if there is no other."""
-    members = list(core.members)
+    workers = list(core.workers)
     return {
-        "serving": any(not m.stuck for m in members),
+        "serving": any(not m.stuck for m in workers),
         "draining": core.drains.server,
-        "stuck": sorted(m.name for m in (*members, *core.members.lost()) if m.stuck),
-        "max_model_len": max((m.token_limit for m in members), default=0),
-        "workers": [_progress(core, m) for m in members],
+        "stuck": sorted(m.name for m in (*workers, *core.workers.lost()) if m.stuck),
+        "max_model_len": max((m.token_limit for m in workers), default=0),
+        "workers": [_progress(core, m) for m in workers],
     }
 
 
-def _progress(core: RouterCore, member: Member) -> dict[str, Any]:
+def _progress(core: RouterCore, worker: Worker) -> dict[str, Any]:
     return {
-        "name": member.name,
-        "draining": core.members.is_closed(member.name),
-        "stalled_seconds": member.stalled,
-        "set_aside": member.record.set_aside,
+        "name": worker.name,
+        "draining": core.workers.is_closed(worker.name),
+        "stalled_seconds": worker.stalled,
+        "set_aside": worker.record.set_aside,
     }
 
 
-def _facts(core: RouterCore, member: Member) -> dict[str, Any]:
-    info = member.info
-    return _progress(core, member) | {
+def _facts(core: RouterCore, worker: Worker) -> dict[str, Any]:
+    info = worker.info
+    return _progress(core, worker) | {
         "model": info.model,
         "device": info.device,
         "kv_dtype": info.kv_dtype,
@@ -86,12 +86,12 @@ def models(core: RouterCore) -> list[dict[str, Any]]:
     model. Each name once: one that is a model of a worker has no parent, whatever it is elsewhere."""
     parents: dict[str, str] = {}
     longest: dict[str, int] = {}
-    for member in core.members:
-        names = [name for name, version in member.adapters if version == core.members.version(name)]
-        for name in (member.info.model, *names):
-            parent = member.info.model if member.adapter(name) else ""
+    for worker in core.workers:
+        names = [name for name, version in worker.adapters if version == core.workers.version(name)]
+        for name in (worker.info.model, *names):
+            parent = worker.info.model if worker.adapter(name) else ""
             parents[name] = min(parents.get(name, parent), parent)
-            longest[name] = max(longest.get(name, 0), member.token_limit)
+            longest[name] = max(longest.get(name, 0), worker.token_limit)
     model = core.model("") if longest else ""
     for alias in core.aliases if model in longest else ():
         if alias not in parents:

@@ -33,7 +33,7 @@ class Suspects:
 
     def is_guilty(self, run: RunState) -> bool:
         """Whether a run whose worker hangs is the cause."""
-        hangs = sum(not member.blameless for member in run.losses)
+        hangs = sum(not worker.crash_exonerated for worker in run.losses)
         return run is self._tried and not run.started and hangs >= MIN_HANGS
 
     def drop(self, run: RunState) -> None:

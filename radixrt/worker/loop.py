@@ -172,7 +172,7 @@ class Worker:
         now = time.monotonic()
         if self._drain_told is None:
             self._drain_told = now
-            self._send(m.Draining(self.identity.name, os.getpid(), status.LIFE))
+            self._send(m.Draining(self.identity.name, os.getpid(), status.INCARNATION))
         elif now > self._drain_until or (not busy and now > self._drain_told + NO_ROUTER_SECONDS):
             self.stop()
 
@@ -437,7 +437,7 @@ class Worker:
             while not self._stopped.wait(HEARTBEAT_SECONDS):
                 link.broke()  # reads the monitor's events, which ZMQ would keep; heartbeats may be lost
                 stalled = self._watch()
-                beat = m.Heartbeat(self.identity.name, os.getpid(), status.LIFE, stalled, self.watchdog.stuck)
+                beat = m.Heartbeat(self.identity.name, os.getpid(), status.INCARNATION, stalled, self.watchdog.stuck)
                 with contextlib.suppress(TimeoutError):  # the router does not read, but may again
                     link.send(_encode(beat))
         finally:

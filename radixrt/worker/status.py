@@ -13,7 +13,7 @@ from radixrt.worker.cache import PageCache
 from radixrt.worker.plan import Plan, Runner
 from radixrt.worker.scheduler import Limits, Scheduler
 
-LIFE = secrets.randbits(63)
+INCARNATION = secrets.randbits(63)
 """Random id of this process; see `Register`."""
 
 
@@ -43,7 +43,7 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
         kv_dtype=identity.kv_dtype,
         device=identity.device,
         pid=os.getpid(),
-        life=LIFE,
+        incarnation=INCARNATION,
         vocab_size=runner.vocab_size,
         num_states=runner.num_states + max(0, runner.num_host_states - 1),
         adapters=[Adapter(name) for name in identity.adapters],

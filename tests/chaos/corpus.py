@@ -144,7 +144,7 @@ def worker_messages(name: str, model: str, rng: random.Random, runs: list[int] |
             total_pages=1000,
             max_running=8,
             pid=77,
-            life=99,
+            incarnation=99,
             vocab_size=2048,
             num_states=4,
             adapters=[m.Adapter("sql", 1, "/x")],

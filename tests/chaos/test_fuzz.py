@@ -236,7 +236,7 @@ def mutate_a_worker(seed: int, count: int, notes: Notes) -> None:
     rng, name, model = random.Random(seed), "mutant", "mutant-model"
     decoder, runs, sent = wire.Decoder(ToWorker), [1], 0
     shape = {"max_model_len": 4096, "page_size": 1, "total_pages": 1000, "max_running": 8, "vocab_size": 2048}
-    register = Register(name=name, model=model, pid=77, life=99, num_states=4, **shape)
+    register = Register(name=name, model=model, pid=77, incarnation=99, num_states=4, **shape)
     with local_stack() as local, Normal(local.address, "", model="nano", seed=seed):
         # The address as a worker gets it, with whatever proves that it is one of the stack.
         address = local._worker_configs[0].router

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from radixrt.frontend.answer import StreamAnswer, watch
-from radixrt.frontend.mailbox import MAX_BACKLOG, Disconnected, Mailbox
+from radixrt.frontend.mailbox import MAX_BACKLOG, Disconnected, Outbox
 from radixrt.frontend.native import NativeExchange
 from radixrt.frontend.protocol import LEAVING
 from radixrt.messages import TextPrompt, Tokenize, Tokens
@@ -18,7 +18,7 @@ def test_a_server_of_another_kind_is_listened_to():
         async def receive() -> dict[str, str]:
             return {"type": await events.get()}
 
-        left, stayed = Mailbox(), Mailbox()
+        left, stayed = Outbox(), Outbox()
         watch({"type": "http"}, receive, left)
         events.put_nowait("http.request")
         events.put_nowait("http.disconnect")
@@ -37,7 +37,7 @@ def test_a_server_of_another_kind_is_listened_to():
 
 def test_ours_says_so():
     told = []
-    exchange = Mailbox()
+    exchange = Outbox()
     watch({"extensions": {LEAVING: told.append}}, None, exchange)()
     assert exchange.failure is None
     told[0]()

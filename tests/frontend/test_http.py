@@ -17,7 +17,7 @@ from radixrt.client import Client, ServerError
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.protocol import MAX_PIPELINED
 from radixrt.frontend.server import FrontendThread, listen
-from radixrt.launch import start_child, stop_children
+from radixrt.launch import start_subprocess, stop_subprocesses
 from radixrt.local import LocalStack
 from radixrt.messages import Origin, Sampling
 from radixrt.ports import free_tcp_address
@@ -462,7 +462,7 @@ def test_a_process_that_is_told_to_stop(folder, capfd):
     body = {"prompt": "x", "max_tokens": 5000, "ignore_eos": True, "stream": True}
     stack = LocalStack(StackConfig(resolve(RouterConfig(**names)), worker, FrontendConfig()), client_address=address)
     with stack, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
-        child = start_child("frontend", "frontend", FrontendConfig(**names, router=address, port=port))
+        child = start_subprocess("frontend", "frontend", FrontendConfig(**names, router=address, port=port))
         try:
             eventually(lambda: can_connect(port) or not child.alive)
             assert child.alive
@@ -479,7 +479,7 @@ def test_a_process_that_is_told_to_stop(folder, capfd):
             assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
             assert child.process.wait(30) == 0 and time.monotonic() - began < 30, "far from 5000 steps"
         finally:
-            stop_children([child])
+            stop_subprocesses([child])
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from radixrt.client import ServerError
 from radixrt.config import FrontendConfig, resolve
-from radixrt.frontend.peers import Peers
+from radixrt.frontend.peers import SharedStore
 from radixrt.frontend.server import FrontendThread
 from radixrt.messages import Done, Error, Info, Recall, Share
 from tests.frontend.scripted import Model, scripted
@@ -191,12 +191,12 @@ class Deaf:
 def test_a_router_that_does_not_answer_knows_nothing(monkeypatch, answer):
     monkeypatch.setattr("radixrt.frontend.peers.SECONDS", 0.01)
     transport = Deaf(answer)
-    peers = Peers(lambda: transport)
+    shared_store = SharedStore(lambda: transport)
 
     async def ask() -> list[bytes | None]:
-        peers.share([(b"k", b"v")], "key")
-        await peers.settled()
-        return await peers.recall([b"k", b"l"], "key")
+        shared_store.share([(b"k", b"v")], "key")
+        await shared_store.settled()
+        return await shared_store.recall([b"k", b"l"], "key")
 
     assert asyncio.run(ask()) == [None, None] and len(transport.asked) == 2
     transport.answer = Info(1, [b"v", None])
@@ -206,18 +206,18 @@ def test_a_router_that_does_not_answer_knows_nothing(monkeypatch, answer):
 def test_the_end_of_an_answer_waits_for_the_router():
     """So that whoever has read the answer finds it at any front end."""
     transport, seen = Deaf(None), []
-    peers = Peers(lambda: transport)
+    shared_store = SharedStore(lambda: transport)
 
     async def settle(number: int) -> None:
-        await peers.settled()
+        await shared_store.settled()
         seen.append(number)
 
     async def run() -> None:
-        await peers.settled()
-        peers.share([(b"k", b"1")], "key")
+        await shared_store.settled()
+        shared_store.share([(b"k", b"1")], "key")
         first = asyncio.create_task(settle(1))
         await asyncio.sleep(0)
-        peers.share([(b"k", b"2")], "key")
+        shared_store.share([(b"k", b"2")], "key")
         second = asyncio.create_task(settle(2))
         for told in range(1, 3):
             for _ in range(3):
@@ -226,21 +226,21 @@ def test_the_end_of_an_answer_waits_for_the_router():
             transport.told[told - 1](Done(told))
         await asyncio.gather(first, second)
         assert seen == [1, 2]
-        await peers.settled()
+        await shared_store.settled()
 
     asyncio.run(run())
 
 
 def test_every_answer_is_settled_before_its_end(others, monkeypatch):
-    peers = others._started[-1]._server._frontend._peers
-    asked, settled = [], peers.settled
+    shared_store = others._started[-1]._server._frontend._shared_store
+    asked, settled = [], shared_store.settled
 
     async def noting() -> None:
-        asked.append(peers._sent)
+        asked.append(shared_store._sent)
         await settled()
-        assert peers._taken >= asked[-1]
+        assert shared_store._taken >= asked[-1]
 
-    monkeypatch.setattr(peers, "settled", noting)
+    monkeypatch.setattr(shared_store, "settled", noting)
     list(others.chat(1, [user("a")], "Yes.", stream=True))
     others.chat(1, [user("b")], "Yes.")
     others.respond(1, "Yes.", input="c")

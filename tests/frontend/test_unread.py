@@ -13,7 +13,7 @@ import pytest
 
 from radixrt.client import Client
 from radixrt.frontend import mailbox, unread
-from radixrt.frontend.mailbox import Mailbox
+from radixrt.frontend.mailbox import Outbox
 from radixrt.frontend.unread import Claim, Unread
 from radixrt.messages import Sampling
 from tests.frontend.conftest import serving
@@ -75,9 +75,9 @@ def test_one_answer_may_be_of_any_size():
     assert not one.closed
 
 
-def test_a_mailbox_claims_what_waits():
+def test_an_outbox_claims_what_waits():
     all = Unread()
-    box, connection = Mailbox(), Connection(all)
+    box, connection = Outbox(), Connection(all)
     box.claim = connection.claim
     box._sending = True
     for _ in range(100):

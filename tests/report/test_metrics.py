@@ -119,7 +119,7 @@ def test_there_are_no_series_of_unloaded_adapters():
     core.register(Register(name="w", model="m", max_model_len=9, page_size=1, total_pages=9, max_running=1), 0.0)
     served = ["m", "kept", *(f"adapter-{i}" for i in range(300))]
     for version, model in enumerate(served, 1):
-        core.members.want(Adapter(model, version, "/folder"))
+        core.workers.want(Adapter(model, version, "/folder"))
         report.finished(
             namespace=model, tenant="t", origin=Origin(), worker="w", page_size=1, prompt=bytes(8), generated=bytes(4),
             reusable_tokens=0, cached_tokens=0, bound_tokens=0, predicted_tokens=0, best_tokens=0, model=model,
@@ -128,9 +128,9 @@ def test_there_are_no_series_of_unloaded_adapters():
     shown = lambda: {v for name in samples(render(report, core)) for label, v in name[1:] if label == "model"}  # noqa: E731
     assert shown() == set(served)
     for model in served[2:]:
-        core.members.want(Adapter(model, 1000, ""))
+        core.workers.want(Adapter(model, 1000, ""))
     assert shown() == {"m", "kept"} and len(render(report, core).splitlines()) < 300
-    core.members.want(Adapter("adapter-7", 2000, "/folder"))
+    core.workers.want(Adapter("adapter-7", 2000, "/folder"))
     found = samples(render(report, core))
     assert found["radixrt_prompt_tokens_total", ("model", "adapter-7"), ("tenant", "t")] == 2, "sums go on"
 
@@ -265,12 +265,12 @@ def test_all_that_serve_are_shown():
 
 def test_a_worker_that_comes_back_goes_on_where_it_was():
     fleet = Fleet()
-    for life in range(1, 4):
+    for incarnation in range(1, 4):
         fleet.join("w")
         fleet.step("w")
         fleet.step("w")
         assert fleet.scrape()["w"] == 10 + 11
-        assert fleet.report.workers["w"].sums["evicted_tokens"] == 20 * life
+        assert fleet.report.workers["w"].sums["evicted_tokens"] == 20 * incarnation
         fleet.core.leave("w", fleet.now)
         fleet.now += KEPT_SECONDS / 2
         assert fleet.scrape()["w"] == 10

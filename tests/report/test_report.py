@@ -24,7 +24,7 @@ def ids(*tokens: int) -> bytes:
 def finish(report: Report, prompt: tuple[int, ...], cached: int, *, out=(), namespace="n", **changes) -> int:
     """A request as the router reports it; what the infinite cache held. `predicted` and `best` are `cached` if not
     given."""
-    bound = report.arrived(namespace, ids(*prompt))
+    ideal = report.arrived(namespace, ids(*prompt))
     predicted = changes.pop("predicted", cached)
     fields = {
         "namespace": namespace,
@@ -36,16 +36,16 @@ def finish(report: Report, prompt: tuple[int, ...], cached: int, *, out=(), name
         "generated": ids(*out),
         "reusable_tokens": len(prompt) - 1,
         "cached_tokens": cached,
-        "bound_tokens": bound,
+        "bound_tokens": ideal,
         "predicted_tokens": predicted,
         "best_tokens": changes.pop("best", predicted),
     }
     report.finished(**(fields | changes))
-    return bound
+    return ideal
 
 
 @pytest.mark.parametrize(
-    ("prompt", "hit", "reusable", "bound", "predicted", "best", "page", "expected"),
+    ("prompt", "hit", "reusable", "ideal", "predicted", "best", "page", "expected"),
     [
         (100, 0, 99, 0, 0, 0, 1, Misses(never_seen=99, logits=1)),
         (100, 99, 99, 99, 99, 99, 1, Misses(logits=1)),
@@ -63,9 +63,9 @@ def finish(report: Report, prompt: tuple[int, ...], cached: int, *, out=(), name
         (1, 0, 0, 0, 0, 0, 1, Misses(logits=1)),
     ],
 )
-def test_causes(prompt, hit, reusable, bound, predicted, best, page, expected):
+def test_causes(prompt, hit, reusable, ideal, predicted, best, page, expected):
     assert expected == explain(
-        prompt=prompt, hit=hit, reusable=reusable, bound=bound, predicted=predicted, best=best, page_size=page
+        prompt=prompt, hit=hit, reusable=reusable, ideal=ideal, predicted=predicted, best=best, page_size=page
     )
 
 
@@ -73,10 +73,10 @@ counts = st.integers(0, 300)
 
 
 @given(st.integers(1, 300), counts, counts, counts, counts, counts, st.integers(1, 32))
-def test_causes_sum_to_the_misses_whatever_is_said(prompt, hit, reusable, bound, predicted, best, page):
+def test_causes_sum_to_the_misses_whatever_is_said(prompt, hit, reusable, ideal, predicted, best, page):
     hit, reusable = min(hit, prompt), min(reusable, prompt - 1)
     misses = explain(
-        prompt=prompt, hit=hit, reusable=reusable, bound=bound, predicted=predicted, best=best, page_size=page
+        prompt=prompt, hit=hit, reusable=reusable, ideal=ideal, predicted=predicted, best=best, page_size=page
     )
     assert sum(misses) == prompt - hit and min(misses) >= 0
 

@@ -26,7 +26,7 @@ from radixrt.report.volatile import (
     MOST_SPAN,
     NEAR,
     Change,
-    Volatile,
+    PrefixBreakingTexts,
     aligned,
 )
 from radixrt.router.tokens import Tokenizer, load_tokenizer
@@ -265,7 +265,7 @@ def test_a_span_is_short_in_both():
 
 
 def test_memory_is_bounded():
-    rng, volatile = random.Random(9), Volatile()
+    rng, volatile = random.Random(9), PrefixBreakingTexts()
     for tenant in range(MOST_NAMESPACES + 20):
         for _ in range(MOST_KINDS + 3):
             volatile.arrived("t", f"n{tenant}", to_bytes(some(rng, 400)), 0)

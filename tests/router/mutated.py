@@ -74,7 +74,7 @@ FROM_CLIENTS = [
 EVENTS = [Stored("default\nm\n", 1, 0, 0, 0, ids(5, 6)), Removed(1, 1), Saved(1, 2, 3), Dropped(1), Cleared()]
 LOGPROB = TokenLogprob(5, -1.0, [(5, -1.0)])
 FROM_WORKERS = [
-    register("mutant", model="other", life=5),
+    register("mutant", model="other", incarnation=5),
     StepDone([Output(1, [5], None, 1, [LOGPROB]), Output(2, [5], "stop", stop=5)], Load(1, 1), 0, EVENTS, number=1),
     StepDone([Output(3, finish="error", error="x", scores=[-1.0])], Load(), 5, EVENTS, True, 2),
     AdapterLoaded(Adapter("a", 1, "/x")),

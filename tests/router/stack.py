@@ -130,7 +130,7 @@ def stack(text: TextService | None = None, workers: int = 1, pace: float = 0.002
     members = [Worker(router.server.worker_address, f"w{i}", pace) for i in range(workers)]
     client = Client(router.server.client_address)
     try:
-        eventually(lambda: len(router.server.core.members) == workers)
+        eventually(lambda: len(router.server.core.workers) == workers)
         yield router, members, client
     finally:
         client.link.close()

@@ -275,14 +275,14 @@ def test_a_lost_worker_comes_back_with_what_it_has_loaded_meanwhile(is_over):
     effects = core.adapter_loaded("w0", AdapterLoaded(new), 2.0)
     assert is_over == (orders(effects, UnloadAdapter) == {"w0": UnloadAdapter("sql", new.version)})
     effects += core.tick(2.0)
-    assert core.members.version("sql") == 0 and orders(effects, UnloadAdapter)["w0"].version == new.version
+    assert core.workers.version("sql") == 0 and orders(effects, UnloadAdapter)["w0"].version == new.version
 
 
 def test_a_worker_never_gets_more_than_it_has_room_for():
     core = core_with(worker("w0", max_loras=1), worker("w1", max_loras=2))
     load(core, "a")
     assert list(orders(change(core, "b", at=5000), LoadAdapter)) == ["w1"]
-    new = core.members.wanted
+    new = core.workers.wanted
     effects = core.adapter_loaded("w1", AdapterLoaded(Adapter("b", 5000, "/a")), 1.0)
     assert "b" in new and orders(effects, LoadAdapter) == {}
     assert orders(core.tick(1.0), LoadAdapter) == {}, "nor later"

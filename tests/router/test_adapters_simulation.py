@@ -184,12 +184,12 @@ def test_whatever_happens(seed, fails):
         simulation.step()
     simulation.settle()
     assert simulation.workers and not simulation.asked, "each change and each request has its one reply"
-    wanted = simulation.core.members.wanted
+    wanted = simulation.core.workers.wanted
     for worker in simulation.workers.values():
         for name, version in worker.loaded:
-            assert version == simulation.core.members.version(name), "nothing is left of former versions"
+            assert version == simulation.core.workers.version(name), "nothing is left of former versions"
         assert len(worker.loaded) <= MOST
         known = {(a.name, a.version) for a in wanted.values() if a.path}
         assert known <= worker.loaded.keys(), "what could not be loaded was tried again"
-        (member,) = [m for m in simulation.core.members if m.name == worker.name]
+        (member,) = [m for m in simulation.core.workers if m.name == worker.name]
         assert member.adapters == worker.loaded.keys(), "the router knows what it has"

@@ -430,10 +430,10 @@ def test_the_routers_own_pause_loses_nobody():
     core.tick(1.0)
     core.submit(b"c", generate(), 1.0)
     assert not [e for e in core.tick(100.0) if isinstance(e, Order)]
-    assert len(core.members) == 1
+    assert len(core.workers) == 1
 
 
-def test_a_new_life_of_a_name_takes_its_runs_over():
+def test_a_new_incarnation_of_a_name_takes_its_runs_over():
     core = core_with(register("w0", pid=1))
     _, run = only_run(core.submit(b"c", generate(), 1.0))
     name, again = only_run(core.register(register("w0", pid=2), 2.0))
@@ -544,7 +544,7 @@ def test_hits_that_were_expected_stay_those_of_the_first_worker():
     (state,) = core._requests[b"c"][1].runs
     core.step("big", step(events=[Stored("default\nm\n", 1, 0, 0, 0, PROMPT)]), 1.0)
     core.step("small", step(Output(run.id, [20] * 6, "length")), 1.1)
-    assert state.worker == "big" and (state.hit, state.best_hit) == (0, 0)
+    assert state.worker_name == "big" and (state.hit, state.best_hit) == (0, 0)
 
 
 def test_a_worker_that_ends_an_answer_before_it_is_full_is_believed():
@@ -583,7 +583,7 @@ def test_what_kills_its_workers_is_given_up():
     for _ in range(2):
         (order,) = core.leave(order.name, 2.0)
     assert "3 workers were lost" in error(core.leave(order.name, 3.0)).message
-    assert len(core.members) == 2 and core.runs_in_flight == 0
+    assert len(core.workers) == 2 and core.runs_in_flight == 0
 
 
 def test_workers_that_are_told_to_leave_or_come_back_are_no_losses():
@@ -613,11 +613,11 @@ def test_what_gets_on_does_not_kill_its_workers():
     core = core_with(*(register(f"w{i}") for i in range(9)))
     _, run = only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=500)), 1.0))
     for gained in (0, 0, 16, 0, 20, 15):
-        name = core._dispatcher.in_flight[run.id].worker
+        name = core._dispatcher.in_flight[run.id].worker_name
         core.step(name, step(*(Output(run.id, [9]) for _ in range(gained))), 2.0)
         _, run = only_run(core.leave(name, 2.0))
     assert len(run.ids) == len(PROMPT) + 4 * 51
-    name = core._dispatcher.in_flight[run.id].worker
+    name = core._dispatcher.in_flight[run.id].worker_name
     assert "3 workers were lost" in error(core.leave(name, 3.0)).message
 
 
@@ -689,12 +689,12 @@ def test_what_a_worker_fails_goes_on_at_another(stream):
     assert delta.ids == (ids(11, 12) if stream else ids(9, 10, 11, 12))
 
     _, run = only_run(core.submit(b"c", generate(2), 2.0))
-    second, again = only_run(core.step(core._dispatcher.in_flight[run.id].worker, failed(run), 2.1))
+    second, again = only_run(core.step(core._dispatcher.in_flight[run.id].worker_name, failed(run), 2.1))
     assert error(core.step(second, failed(again), 2.2)).code == 500
     name, run = only_run(core.submit(b"c", generate(3), 3.0))
     assert error(core.step(name, failed(run, field="grammar"), 3.1)).code == 400
     assert core.runs_in_flight == 0 and core.index._computing.tokens == 0
-    assert all(not member.runs and not member.waiting_tokens for member in core.members)
+    assert all(not member.runs and not member.waiting_tokens for member in core.workers)
 
 
 def test_scores_that_a_worker_fails_are_computed_anew():

@@ -113,7 +113,7 @@ class World:
         queue.append(self.infos[name])
 
     def submit(self) -> None:
-        if not len(self.core.members):  # all that are left are silent: a request would be refused at once
+        if not len(self.core.workers):  # all that are left are silent: a request would be refused at once
             return
         rng = self.rng
         client, id = rng.choice((b"a", b"b", b"c")), len(self.sent)
@@ -288,7 +288,7 @@ def test_among_bad_workers_and_poison_all_other_requests_end_well(seed, monkeypa
     assert world.poison and failed <= poison, failed - poison
     check_answers(world)
     check_nothing_is_left(world)
-    records = {member.name: member.record for member in world.core.members}
+    records = {member.name: member.record for member in world.core.workers}
     assert all(record.undecided == 0 for record in records.values())
     assert not records["w1"].set_aside and not records["w3"].set_aside
 
@@ -313,7 +313,7 @@ def check_nothing_is_left(world: World) -> None:
     core = world.core
     assert core._requests == {} and core.runs_in_flight == 0
     assert core.index._computing.tokens == 0
-    assert all(member.runs == {} and member.waiting_tokens == 0 for member in core.members)
+    assert all(member.runs == {} and member.waiting_tokens == 0 for member in core.workers)
     assert all(worker.sequences == {} for worker in world.workers.values())
 
 

@@ -102,7 +102,7 @@ class Cluster:
         return self.workers[name].sequences[run.id].tokens
 
     def set_aside(self) -> set[str]:
-        return {member.name for member in self.core.members if member.record.set_aside}
+        return {member.name for member in self.core.workers if member.record.set_aside}
 
 
 def is_poison(run: Run) -> bool:
@@ -281,7 +281,7 @@ def test_if_all_are_set_aside_they_serve():
 
 def test_the_least_bad_of_workers_that_are_set_aside_serves():
     cluster = Cluster(3)
-    for member, share in zip(cluster.core.members, (0.9, 0.6, 0.8), strict=True):
+    for member, share in zip(cluster.core.workers, (0.9, 0.6, 0.8), strict=True):
         member.record.share, member.record.incidents, member.record.set_aside = share, 9, True
     cluster.ask(1, prompt(1))
     assert cluster.placed == {"w1": 1}
@@ -319,7 +319,7 @@ def test_a_worker_keeps_its_record_while_it_is_the_same_process():
     core = Cluster(2).core
 
     def now() -> Record:
-        return core.members.hear("w1", 1.0).record
+        return core.workers.hear("w1", 1.0).record
 
     first = now()
     core.lose(["w1"], 1.0)
@@ -358,7 +358,7 @@ def test_what_fails_everywhere_ends_after_each_worker_and_blames_none():
         cluster.turn()
     cluster.finish()
     assert set(cluster.errors) == set(range(40))
-    assert not cluster.set_aside() and all(m.record.share == 0 == m.record.undecided for m in cluster.core.members)
+    assert not cluster.set_aside() and all(m.record.share == 0 == m.record.undecided for m in cluster.core.workers)
     assert all(cluster.answer(1000 + id) == continuation(prompt(id), 4) for id in range(40))
 
 
@@ -383,7 +383,7 @@ def test_poison_that_fails_whole_steps_takes_nobody_along(count):
     assert set(cluster.errors) == {1000}
     assert all(cluster.answer(id) == continuation(prompt(id), 6) for id in range(90))
     assert cluster.tries[1000] <= 2 * count + 2
-    assert not cluster.set_aside() and all(m.record.share == 0 for m in cluster.core.members)
+    assert not cluster.set_aside() and all(m.record.share == 0 for m in cluster.core.workers)
 
 
 def test_a_worker_that_fails_is_blamed_though_clients_send_poison_as_well():
@@ -407,7 +407,7 @@ def test_a_client_that_cancels_what_it_has_poisoned_blames_no_worker():
         cluster.perform(cluster.core.cancel(b"c", id))
         cluster.turn()
     cluster.finish()
-    assert not cluster.errors and all(m.record.share == 0 for m in cluster.core.members)
+    assert not cluster.errors and all(m.record.share == 0 for m in cluster.core.workers)
 
 
 def test_invalid_fields_are_no_failures_of_the_worker():
@@ -420,7 +420,7 @@ def test_invalid_fields_are_no_failures_of_the_worker():
         refusal = Output(run, finish="error", error="grammar: no", field="grammar")
         cluster.perform(cluster.core.step(name, StepDone([refusal], Load()), cluster.now))
     assert {error.code for error in cluster.errors.values()} == {400}
-    assert all(member.record.incidents == 0 for member in cluster.core.members)
+    assert all(member.record.incidents == 0 for member in cluster.core.workers)
 
 
 def test_a_choice_with_an_invalid_field_ends_the_others_whatever_became_of_them():
@@ -513,7 +513,7 @@ def test_a_run_that_fails_after_many_tokens_is_no_success():
     cluster = Cluster(1, lambda name, run: len(cluster.tokens(name, run)) > 30)
     cluster.ask(1, prompt(1), max_tokens=90)
     cluster.finish()
-    (member,) = cluster.core.members
+    (member,) = cluster.core.workers
     assert set(cluster.errors) == {1} and not member.record.served
     cluster.ask(2, prompt(2), max_tokens=90)
     while len(cluster.answer(2)) < PROGRESS_TOKENS:
@@ -524,7 +524,7 @@ def test_a_run_that_fails_after_many_tokens_is_no_success():
 
 def test_a_worker_that_is_set_aside_is_tried_before_a_run_ends():
     cluster = Cluster(3, lambda name, run: name != "w2")
-    record = cluster.core.members.hear("w2", 1.0).record
+    record = cluster.core.workers.hear("w2", 1.0).record
     record.set_aside, record.share, record.incidents, record.probe_at = True, 0.9, 5, 1e9
     cluster.ask(1, prompt(1))
     cluster.finish()
@@ -546,7 +546,7 @@ def test_runs_that_are_held_are_in_flight():
 
 def test_a_run_whose_worker_was_lost_is_no_probe():
     cluster = Cluster(3)
-    record = cluster.core.members.hear("w0", 1.0).record
+    record = cluster.core.workers.hear("w0", 1.0).record
     record.set_aside, record.share, record.incidents, record.probe_at = True, 0.9, 5, 1e9
     cluster.ask(1, prompt(1))
     record.probe_at = 0.0
@@ -557,7 +557,7 @@ def test_a_run_whose_worker_was_lost_is_no_probe():
 
 def test_a_worker_that_is_set_aside_gets_nothing_however_long_others_have_to_wait():
     cluster = Cluster(2)
-    record = cluster.core.members.hear("w0", 1.0).record
+    record = cluster.core.workers.hear("w0", 1.0).record
     record.set_aside, record.incidents, record.probe_at = True, 9, 1e9
     for id in range(6):
         cluster.ask(id, ids(*range(id, id + 20_000)[:4000], id))

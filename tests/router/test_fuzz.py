@@ -75,9 +75,9 @@ def test_mutated_results_of_runs_disturb_nobody(number, caplog):
         stack(workers=0, max_queued_requests=8) as (router, _, client),
         wire.Link(router.server.worker_address) as worker,
     ):
-        hello = wire.encode(register("w0", life=5, num_states=8))
+        hello = wire.encode(register("w0", incarnation=5, num_states=8))
         worker.send(hello)
-        eventually(lambda: len(router.server.core.members))
+        eventually(lambda: len(router.server.core.workers))
         asker, runs = Client(router.server.client_address), [0]
         for step in range(number):
             for order in map(_order.decode, worker.drain()):

@@ -25,7 +25,7 @@ from radixrt.messages import (
     Usage,
 )
 from radixrt.router import links
-from radixrt.router.links import ClientLinks
+from radixrt.router.links import ClientConnections
 from radixrt.router.members import FORGET_SECONDS
 from tests.waiting import eventually
 
@@ -54,8 +54,8 @@ class Socket:
         return True
 
 
-def make() -> tuple[ClientLinks, Socket]:
-    clients = ClientLinks(lambda key: key)
+def make() -> tuple[ClientConnections, Socket]:
+    clients = ClientConnections(lambda key: key)
     clients.socket = Socket()
     return clients, clients.socket
 
@@ -139,8 +139,8 @@ def test_a_worker_that_is_forgotten_has_no_link():
     """Names that are drawn anew for each process would otherwise pile up."""
     with stack(worker_timeout=0.2) as (router, (worker,), _):
         worker.die()
-        eventually(lambda: not router.server.core.members)
-        workers, member = router.server._workers, router.server.core.members._lost["w0"]
+        eventually(lambda: not router.server.core.workers)
+        workers, member = router.server._workers, router.server.core.workers._lost["w0"]
         assert workers._identities and workers._names
         member.heard -= FORGET_SECONDS
         eventually(lambda: not (workers._identities or workers._names))

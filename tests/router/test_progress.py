@@ -94,7 +94,7 @@ def test_a_request_that_makes_its_workers_hang_is_given_up():
         tried.append(name)
         effects = core.heartbeat(name, 13.0 + n, 11.0, True)
     assert len(set(tried)) == MIN_HANGS and error(effects).code == 500
-    assert len(core.members) == 2 and core.runs_in_flight == 0
+    assert len(core.workers) == 2 and core.runs_in_flight == 0
 
 
 def test_those_that_were_with_it_do_not_hang_again():
@@ -119,7 +119,7 @@ def test_those_that_were_with_it_do_not_hang_again():
     failed = [e.message.id for e in effects if isinstance(e, Reply) and isinstance(e.message, Error)]
     assert failed == [4] and all(name != hangs[0] for name, _ in runs(effects))
     assert core.runs_in_flight == 3, "1, 2 and 5 go on"
-    assert len(core.members) == 1
+    assert len(core.workers) == 1
 
 
 def big(id: int) -> Generate:

@@ -89,7 +89,7 @@ def test_a_long_answer_outlives_any_number_of_planned_restarts():
                 workers[-1].die()
                 link.send(wire.encode(Leave(f"w{n - 1}", "stopped", planned=True)))
                 workers.append(Worker(router.server.worker_address, f"w{n}"))
-                eventually(lambda n=n: [member.name for member in router.server.core.members] == [f"w{n}"])
+                eventually(lambda n=n: [member.name for member in router.server.core.workers] == [f"w{n}"])
         (delta,) = client.gather(1).values()
         assert delta.finish == "length" and delta.usage.completion_tokens == 400
         assert router.server.core.counters.redispatched == 4
@@ -100,7 +100,7 @@ def test_the_last_worker_dies_and_another_comes():
         client.send(generate(1, max_tokens=200))
         client.receive()
         workers[0].die()
-        eventually(lambda: len(router.server.core.members) == 0)
+        eventually(lambda: len(router.server.core.workers) == 0)
         client.send(generate(2))
         while isinstance(answer := client.receive(), Deltas):  # what w0 had said is on its way
             assert {delta.id for delta in answer.items} == {1}
@@ -162,7 +162,7 @@ def test_nobody_takes_the_name_of_a_worker_that_serves(caplog):
 
             def joins() -> bool:
                 link.send(wire.encode(register("w0", pid=2)))
-                return [member.info.pid for member in router.server.core.members] == [2]
+                return [member.info.pid for member in router.server.core.workers] == [2]
 
             eventually(joins)
 
@@ -185,8 +185,8 @@ def test_a_worker_that_nobody_knows_is_told_so_once():
                 link.send(wire.encode(StepDone([], Load())))
             assert wire.Decoder(ToWorker).decode(link.recv(5.0)) == Unknown()
             link.send(wire.encode(register("w0")))
-            eventually(lambda: len(router.server.core.members) == 1)
-            router.server.core.members.remove("w0", may_return=False)
+            eventually(lambda: len(router.server.core.workers) == 1)
+            router.server.core.workers.remove("w0", may_return=False)
             link.send(wire.encode(StepDone([], Load())))
             assert wire.Decoder(ToWorker).decode(link.recv(5.0)) == Unknown(), "it had registered since"
             assert link.recv(0.05) is None

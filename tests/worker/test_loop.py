@@ -41,7 +41,7 @@ from radixrt.worker.plan import DeviceLost
 from radixrt.worker.request import from_run
 from radixrt.worker.runner import ModelRunner
 from radixrt.worker.scheduler import Limits
-from radixrt.worker.status import LIFE
+from radixrt.worker.status import INCARNATION
 from tests.waiting import eventually
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -486,7 +486,7 @@ def test_a_router_that_does_not_read_for_long(monkeypatch):
 def test_stop_ends_the_loop():
     with worker() as (router, serving):
         first = router.hear(len)[0]
-        assert isinstance(first, Register) and (first.pid, first.life) == (os.getpid(), LIFE)
+        assert isinstance(first, Register) and (first.pid, first.incarnation) == (os.getpid(), INCARNATION)
         router.tell(Stop())
         assert serving._stopped.wait(30)
         assert not serving.dismissed
@@ -543,7 +543,7 @@ def test_a_long_step_does_not_stop_the_heart(monkeypatch):
             router.outbox.queue.clear()
         for _ in range(3):
             beat = router.outbox.get(timeout=30)
-            assert isinstance(beat, Heartbeat) and (beat.pid, beat.life) == (os.getpid(), LIFE)
+            assert isinstance(beat, Heartbeat) and (beat.pid, beat.incarnation) == (os.getpid(), INCARNATION)
         goes_on.set()
 
 
@@ -670,7 +670,7 @@ def test_a_worker_that_is_told_to_stop_says_so_and_finishes():
         router.finished(1)
         router.hear(lambda messages: any(isinstance(m, Draining) for m in messages))
         (said,) = (m for m in router.messages if isinstance(m, Draining))
-        assert (said.name, said.pid, said.life) == ("w", os.getpid(), LIFE)
+        assert (said.name, said.pid, said.incarnation) == ("w", os.getpid(), INCARNATION)
         assert not serving._stopped.is_set(), "the router says when"
         router.tell(Stop(restart=True))
         eventually(serving._stopped.is_set)

@@ -15,7 +15,7 @@ from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.body import apart, is_large
 from radixrt.frontend.errors import ApiError
 from radixrt.frontend.generation import Generation
-from radixrt.frontend.peers import Peers
+from radixrt.frontend.peers import SharedStore
 from radixrt.frontend.prompts import Prompts
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.items import page
@@ -38,13 +38,13 @@ class Responses:
     def __init__(
         self,
         max_bytes: int,
-        peers: Peers | None,
+        shared_store: SharedStore | None,
         generation: Generation,
         prompts: Prompts,
         read: Callable[[Request], Awaitable[bytes]],
         tenant: Callable[[str], str],
     ) -> None:
-        self._store = SharedResponses(peers) if peers and max_bytes else LocalResponses(max_bytes)
+        self._store = SharedResponses(shared_store) if shared_store and max_bytes else LocalResponses(max_bytes)
         self._generation = generation
         self._prompts = prompts
         self._read = read

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.peers import Peers, key_of
+from radixrt.frontend.peers import SharedStore, key_of
 
 Message = dict[str, Any]
 _encode = msgspec.msgpack.Encoder().encode
@@ -28,8 +28,8 @@ _turn = msgspec.msgpack.Decoder(list[Message])
 class SharedResponses:
     """Responses in the memory that front ends share; LocalResponses has the same interface for a single process."""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, shared_store: SharedStore) -> None:
+        self._shared_store = shared_store
 
     def put(
         self,
@@ -46,7 +46,7 @@ class SharedResponses:
             (key_of("turn", namespace, response_id), _encode(list(new))),
             (key_of("response", namespace, response_id), _encode(response)),
         ]
-        self._peers.share(entries, api_key)
+        self._shared_store.share(entries, api_key)
 
     async def body(self, namespace: str, response_id: str, api_key: str) -> bytes | None:
         """The JSON of a response, if it is kept."""
@@ -61,7 +61,7 @@ class SharedResponses:
         if found is None:
             return None
         keys = [key_of("turn", namespace, turn) for turn in found.turns]
-        values = await self._peers.recall(keys, api_key)
+        values = await self._shared_store.recall(keys, api_key)
         if None in values:
             return None
         try:
@@ -73,12 +73,12 @@ class SharedResponses:
         """Delete a response; returns whether it was there. Responses that continue it stay."""
         if await self._find(namespace, response_id, api_key) is None:
             return False
-        self._peers.share([(key_of("response", namespace, response_id), None)], api_key)
-        await self._peers.settled()
+        self._shared_store.share([(key_of("response", namespace, response_id), None)], api_key)
+        await self._shared_store.settled()
         return True
 
     async def _find(self, namespace: str, response_id: str, api_key: str) -> SharedResponse | None:
-        (value,) = await self._peers.recall([key_of("response", namespace, response_id)], api_key)
+        (value,) = await self._shared_store.recall([key_of("response", namespace, response_id)], api_key)
         try:
             return _response.decode(value or b"")
         except msgspec.MsgspecError:  # another client of the tenant may have stored something else under this key
