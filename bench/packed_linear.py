@@ -108,9 +108,9 @@ def swept_hopper(kernel: ModuleType, x: torch.Tensor, weights: list[Int4]) -> li
     for kind in kernel.KINDS:
         if not len(x) / 16 <= kind.tokens <= 2 * len(x):
             continue
-        for splits in range(1, kernel.MOST_SPLITS + 1):
+        for splits in range(1, kernel.MAX_SPLITS + 1):
             tiles = triton.cdiv(columns, kernel.ROWS) * triton.cdiv(len(x), kind.tokens)
-            if splits == 1 or tiles * splits <= kernel.MOST_PARTS:
+            if splits == 1 or tiles * splits <= kernel.MAX_PARTS:
                 run = by_kind(kernel, kind, splits)
                 found.append((us(x, weights, run, 5), kind, splits))
     return sorted(found, key=lambda one: one[0])

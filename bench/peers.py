@@ -27,7 +27,7 @@ from torch import multiprocessing
 
 from bench.common import save, table
 from radixrt.worker.cuda import kernels
-from radixrt.worker.cuda.peers import FEW_TILE, MANY_TILE, MOST_BYTES, PROGRAMS, TILE, CustomAllReduce
+from radixrt.worker.cuda.peers import LARGE_TILE, MAX_BYTES, PROGRAMS, SMALL_TILE, TILE, CustomAllReduce
 from radixrt.worker.model.scaled import Fp8Scaling
 
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -275,7 +275,7 @@ def times(group: Any, peers: CustomAllReduce, torchs: torch.Tensor, rows: int, s
     row["limit"] = size * min(ranks - 1, 2 * (ranks - 1) / ranks) / LINK_GBS / 1e3
     if sweep:
         for shares in (False, True) if ranks > 2 else (False,):
-            for tile in (FEW_TILE, TILE, MANY_TILE):
+            for tile in (SMALL_TILE, TILE, LARGE_TILE):
                 for programs in (PROGRAMS // 4, PROGRAMS // 2, PROGRAMS):
                     if tile * programs <= 2 * rows * hidden or (tile, programs) == (TILE, PROGRAMS):
                         row[f"{'shares' if shares else 'once'} {tile} x {programs}"] = graph_us(
@@ -294,7 +294,7 @@ def main() -> None:
     if torch.cuda.device_count() < 2:
         parser.error("needs 2 GPUs")
     found = []
-    for ranks in [n for n in MOST_BYTES if n <= torch.cuda.device_count()]:
+    for ranks in [n for n in MAX_BYTES if n <= torch.cuda.device_count()]:
         print(on_every_gpu(ranks, check), flush=True)
         found += on_every_gpu(ranks, measure, hiddens, rows, asked.sweep, seconds=120)
     shown = [{k: v for k, v in row.items() if " x " not in k} for row in found]

@@ -34,7 +34,7 @@ from radixrt.worker import kept
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 BLOCK = 64
-LONGEST, MOST_REQUESTS = 200_000, 30
+LONGEST, MAX_REQUESTS = 200_000, 30
 """The most tokens of a prompt, and requests of a session: it ends before."""
 LONGEST_PAUSE = 60.0
 KEPT_BRIEFLY = "kept for 5 s"
@@ -80,7 +80,7 @@ class Session:
 
 
 def _short(requests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for request in requests[:MOST_REQUESTS]:
+    for request in requests[:MAX_REQUESTS]:
         if request["type"] != "subagent":
             if request["in"] > LONGEST:
                 return

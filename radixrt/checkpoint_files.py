@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from radixrt.config import MOST_TOKENS, Form
+from radixrt.config import MAX_TOKENS, Form
 
 FAMILIES = (
     "afmoe",
@@ -124,7 +124,7 @@ MAX_TOKEN_ID = (1 << 22) - 1
 """Tables by token id have a place for each smaller one."""
 
 
-def _is_whole(value: Any, least: int = 0, most: int = MOST_TOKENS) -> bool:
+def _is_whole(value: Any, least: int = 0, most: int = MAX_TOKENS) -> bool:
     return type(value) is int and least <= value <= most
 
 
@@ -174,8 +174,8 @@ def are_templates(value: Any) -> bool:
     return named or isinstance(value, str)
 
 
-SIZE = Form(lambda value: _is_whole(value, 1), f"a number from 1 to {MOST_TOKENS}")
-COUNT = Form(_is_whole, f"a number from 0 to {MOST_TOKENS}")
+SIZE = Form(lambda value: _is_whole(value, 1), f"a number from 1 to {MAX_TOKENS}")
+COUNT = Form(_is_whole, f"a number from 0 to {MAX_TOKENS}")
 LAYERS = Form(lambda value: _is_whole(value, 1, MAX_LAYERS), f"a number from 1 to {MAX_LAYERS}")
 WIDTH = Form(lambda value: _is_whole(value, 1, MAX_WIDTH), f"a number from 1 to {MAX_WIDTH}")
 WIDTH_OR_NONE = Form(lambda value: _is_whole(value, 0, MAX_WIDTH), f"a number from 0 to {MAX_WIDTH}")

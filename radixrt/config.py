@@ -32,11 +32,11 @@ NAME = Form(
     "at most 200 bytes, all of which can be printed",
 )
 GIBIBYTES = Form(re.compile(r"auto|none|[0-9]{1,6}(\.[0-9]{1,6})?").fullmatch, "auto, none or a number of GiB")
-MOST = 1 << 40
+MAX_NUMBER = 1 << 40
 """The largest value of a number setting for which no smaller limit is given."""
-MOST_TOKENS = (1 << 31) - 1
-MOST_SECONDS = 604_800.0
-MOST_PORT = 65_535
+MAX_TOKENS = (1 << 31) - 1
+MAX_SECONDS = 604_800.0
+MAX_PORT = 65_535
 
 
 def setting(
@@ -44,7 +44,7 @@ def setting(
     help: str,
     *,
     least: float | None = None,
-    most: float = MOST,
+    most: float = MAX_NUMBER,
     form: Form | None = None,
     several: bool = False,
 ) -> Any:
@@ -98,7 +98,7 @@ class WorkerConfig:
     kv_cache_dtype: str = setting("auto", "dtype of KV pages: auto, float32, bfloat16, fp8_e4m3, fp8_e5m2")
     kv_scales: str = setting("auto", "scales of FP8 pages: auto (the checkpoint's, else calibrated), none (1)")
     page_size: int = setting(1, "tokens per KV page", least=1, most=1 << 16)
-    max_total_tokens: int = setting(0, "token slots in the KV pool (0: what fits in memory)", least=0, most=MOST_TOKENS)
+    max_total_tokens: int = setting(0, "token slots in the KV pool (0: what fits in memory)", least=0, most=MAX_TOKENS)
     max_mamba_cache_size: int = setting(
         0, "recurrent states (of linear attention, Mamba-2) of running requests, drafted tokens and cached prefixes "
         "(0: what fits in half of the memory for the cache)", least=0, most=1 << 20
@@ -109,7 +109,7 @@ class WorkerConfig:
         form=GIBIBYTES,
     )  # fmt: skip
     max_model_len: int = setting(
-        0, "most tokens of prompt and output together (0: the model's limit)", least=0, most=MOST_TOKENS
+        0, "most tokens of prompt and output together (0: the model's limit)", least=0, most=MAX_TOKENS
     )
     max_num_seqs: int = setting(256, "most requests running at once", least=1, most=1 << 16)
     max_pinned_share: float = setting(
@@ -163,9 +163,9 @@ class WorkerConfig:
         "a worker whose step takes longer than so many seconds ends, and is started again; a shorter limit may be "
         "learned from earlier steps (0: never)",
         least=0.0,
-        most=MOST_SECONDS,
+        most=MAX_SECONDS,
     )
-    shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MOST_SECONDS)
+    shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MAX_SECONDS)
     check: bool = setting(False, "assert the page accounting after every step (slow)")
     fake: str = setting(
         "", "simulate a model with so many prefill tokens per second, and seconds per decode step, e.g. 50000,0.01"
@@ -205,7 +205,7 @@ class RouterConfig:
         5.0,
         "a worker is lost after so many seconds without a message (it sends one per second)",
         least=2.0,
-        most=MOST_SECONDS,
+        most=MAX_SECONDS,
     )
     max_queued_requests: int = setting(
         4096,
@@ -230,9 +230,9 @@ class RouterConfig:
         least=0,
     )
     pause_seconds: float = setting(
-        60.0, "longest time that a program's prefix stays cached while a tool runs", least=0.0, most=MOST_SECONDS
+        60.0, "longest time that a program's prefix stays cached while a tool runs", least=0.0, most=MAX_SECONDS
     )
-    shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MOST_SECONDS)
+    shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MAX_SECONDS)
     curve_secret_key: str = setting("", "file with a CURVE secret key; required to listen beyond loopback")
     http: FrontendConfig | None = None
     """An HTTP front end that runs on the router's event loop, if any."""
@@ -255,7 +255,7 @@ class FrontendConfig:
     chat_template: str = setting("", "file with a Jinja chat template to use instead of the checkpoint's")
     router: str = setting("tcp://127.0.0.1:5555", "ZMQ address of the router's client socket")
     host: str = setting("127.0.0.1", "address to listen on; API keys are required to listen beyond loopback")
-    port: int = setting(8000, "port to listen on (0: a free one)", least=0, most=MOST_PORT)
+    port: int = setting(8000, "port to listen on (0: a free one)", least=0, most=MAX_PORT)
     api_key: tuple[str, ...] = setting((), "TENANT:KEY, or @FILE with one per line; repeatable")
     admin_api_key: str = setting("", "KEY, or @FILE with it, of the one who may see the figures of all tenants")
     allowed_origins: tuple[str, ...] = setting(
@@ -270,7 +270,7 @@ class FrontendConfig:
     ssl_keyfile: str = setting("", "file with the certificate's private key (default: --ssl-certfile)")
     max_body_bytes: int = setting(32 << 20, "most bytes in a request body", least=1)
     max_model_len: int = setting(
-        0, "most tokens of prompt and output together (0: the router's limit)", least=0, most=MOST_TOKENS
+        0, "most tokens of prompt and output together (0: the router's limit)", least=0, most=MAX_TOKENS
     )
     tokenizer_threads: int = setting(2, "threads for tokenization", least=1, most=1 << 10)
     tool_call_parser: str = setting(
@@ -293,7 +293,7 @@ class FrontendConfig:
     share_sessions: bool = setting(
         False, "share sessions and stored responses with the router's other front ends (set by serve if there are any)"
     )
-    shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MOST_SECONDS)
+    shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MAX_SECONDS)
     shares_port: bool = setting(False, "other front ends listen on the same port (set by serve)")
 
 
@@ -319,7 +319,7 @@ class StackConfig:
     )
     ray_address: str = setting("auto", "Ray cluster: HOST:PORT, auto (the one that this machine belongs to)")
     ready_timeout: float = setting(
-        600.0, "give up if not all workers serve after so many seconds", least=0.0, most=MOST_SECONDS
+        600.0, "give up if not all workers serve after so many seconds", least=0.0, most=MAX_SECONDS
     )
     log_level: str = "info"
     """Log level of the child processes."""

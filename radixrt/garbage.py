@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Options of `mallopt`, from glibc's malloc.h."""
-MOST_ON_HEAP = 32 << 20
+MAX_HEAP_BLOCK_BYTES = 32 << 20
 """Blocks of up to this many bytes are allocated on the heap, larger ones by mmap. This is the most that glibc
 allows."""
 YOUNG_OBJECTS = 20_000
@@ -31,13 +31,13 @@ def settle() -> None:
 
 
 def keep_heap() -> None:
-    """Keep up to twice MOST_ON_HEAP of free memory at the end of the heap for the next step or request. By default
-    glibc returns it to the system, so that it has to be faulted in again, until it has freed a mapped block of that
-    size. Does nothing with other C libraries."""
+    """Keep up to twice MAX_HEAP_BLOCK_BYTES of free memory at the end of the heap for the next step or request. By
+    default glibc returns it to the system, so that it has to be faulted in again, until it has freed a mapped block of
+    that size. Does nothing with other C libraries."""
     with contextlib.suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, MOST_ON_HEAP)
-        mallopt(M_TRIM_THRESHOLD, 2 * MOST_ON_HEAP)
+        mallopt(M_MMAP_THRESHOLD, MAX_HEAP_BLOCK_BYTES)
+        mallopt(M_TRIM_THRESHOLD, 2 * MAX_HEAP_BLOCK_BYTES)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-MOST_CHARS = 500
+MAX_CHARS = 500
 
 
 def plain(text: str) -> str:
@@ -12,7 +12,7 @@ def plain(text: str) -> str:
     text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", text)
     text = re.sub(r"Check failed: \(.*?\) is false: ", "", text)
     text = text.partition(" The JSON string is:")[0]
-    return " ".join(text.split())[:MOST_CHARS]
+    return " ".join(text.split())[:MAX_CHARS]
 
 
 def explained(error: Exception) -> str:

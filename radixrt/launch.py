@@ -59,9 +59,9 @@ log = logging.getLogger("radixrt.launch")
 POLL_SECONDS = 0.1
 RESTART_SECONDS = 1.0
 """A worker or front end that has failed while another one serves is restarted after this long. The delay doubles each
-time that it did not run for STEADY_SECONDS, up to MOST_SECONDS."""
+time that it did not run for STEADY_SECONDS, up to MAX_SECONDS."""
 STEADY_SECONDS = 600.0
-MOST_SECONDS = 60.0
+MAX_SECONDS = 60.0
 
 _client_reply = wire.Decoder(ClientReply)
 
@@ -305,9 +305,7 @@ class Stack:
         elif child.process.returncode:
             incarnation = self._incarnations[child.name]
             incarnation.delay = (
-                RESTART_SECONDS
-                if now - incarnation.began > STEADY_SECONDS
-                else min(2 * incarnation.delay, MOST_SECONDS)
+                RESTART_SECONDS if now - incarnation.began > STEADY_SECONDS else min(2 * incarnation.delay, MAX_SECONDS)
             )
             incarnation.due = now + incarnation.delay
             log.warning("%s is started again in %.0f s", incarnation.name, incarnation.delay)

@@ -85,7 +85,7 @@ def most_running(config: WorkerConfig, runner: Runner) -> int:
 
 def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
     """The drafter of a worker, or None if tokens are not drafted. Raises ValueError for invalid settings."""
-    from radixrt.worker.drafting import MOST_SPARSE, Drafter
+    from radixrt.worker.drafting import MAX_SPARSE_REQUESTS, Drafter
 
     if config.speculative_algorithm not in ("auto", "ngram", "mtp", "none"):
         raise ValueError(f"speculative_algorithm: {config.speculative_algorithm!r}; expected auto, ngram, mtp or none")
@@ -93,7 +93,7 @@ def make_drafter(config: WorkerConfig, runner: Runner) -> Drafter | None:
         raise ValueError(f"speculative_num_draft_tokens: {config.speculative_num_draft_tokens}, at least 1")
     if config.speculative_algorithm == "none":
         return None
-    among = MOST_SPARSE if runner.sparse else sys.maxsize
+    among = MAX_SPARSE_REQUESTS if runner.sparse else sys.maxsize
     return Drafter(config.speculative_num_draft_tokens, runner.overlaps, among, runner.predicts)
 
 

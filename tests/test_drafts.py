@@ -10,7 +10,7 @@ from radixrt import Client, Sampling
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.local import LocalStack
 from radixrt.messages import Grammar
-from radixrt.worker.drafting import MOST_SPARSE
+from radixrt.worker.drafting import MAX_SPARSE_REQUESTS
 from radixrt.worker.fake import FakeRunner
 from radixrt.worker_setup import make_drafter
 from tests.checkpoints import make_tokenizer
@@ -90,7 +90,7 @@ def test_settings_of_drafts():
     drafter = make_drafter(WorkerConfig(speculative_algorithm="ngram", speculative_num_draft_tokens=3), runner)
     assert drafter is not None and drafter.most == 3 and drafter.among > 1000
     runner.sparse = True
-    assert make_drafter(WorkerConfig(speculative_algorithm="ngram"), runner).among == MOST_SPARSE
+    assert make_drafter(WorkerConfig(speculative_algorithm="ngram"), runner).among == MAX_SPARSE_REQUESTS
     for settings, name in (
         ({"speculative_algorithm": "eagle"}, "speculative_algorithm"),
         ({"speculative_num_draft_tokens": 0}, "speculative_num_draft_tokens"),

@@ -313,7 +313,7 @@ def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monke
     """Each time after twice the time; one that was told to leave is not started again; when none is left, all end."""
     monkeypatch.setattr(launch, "RESTART_SECONDS", 0.1)
     monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(launch, "MOST_SECONDS", 0.4)
+    monkeypatch.setattr(launch, "MAX_SECONDS", 0.4)
     ends = {"router": "exec sleep 60", "worker-0": "exit 3", "worker-1": "exec sleep 60", "worker-2": "exit 0"}
     begun = act(monkeypatch, ends)
     monkeypatch.setattr(launch, "Life", partial(launch.Incarnation, delay=0.05))
@@ -486,7 +486,7 @@ def test_a_worker_that_lasted_is_started_again_soon(folder):
     incarnation.began = 5000.0
     for _ in range(9):
         running._expect(child, 5000.0)
-    assert incarnation.due == 5000.0 + launch.MOST_SECONDS
+    assert incarnation.due == 5000.0 + launch.MAX_SECONDS
     for now in (5001.0, 5100.0, 5200.0):
         running._revive(now)
     assert started == ["worker-0"]

@@ -27,7 +27,7 @@ from bench.nano.solve import Endpoint, Outcome, Refused, serve
 from bench.nano.tasks import TAGS, Example, evaluation
 from radixrt.config import WorkerConfig, resolve
 
-MOST_ITEMS = 200
+MAX_ITEMS = 200
 """Of a kind and tag: what training has never seen."""
 TARGETS = {
     ("tools", "1"): 95, ("tools", "3"): 95, ("tools", "6"): 95, ("tools", "two"): 95, ("tools", "none"): 95,
@@ -46,7 +46,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--api-key", default="-")
     parser.add_argument("--kinds", nargs="+", default=list(TAGS), choices=list(TAGS), metavar="KIND")
     parser.add_argument("--tags", nargs="+", metavar="TAG", help="only these of each kind")
-    parser.add_argument("--items", type=int, default=50, help=f"of each kind and tag, at most {MOST_ITEMS}")
+    parser.add_argument("--items", type=int, default=50, help=f"of each kind and tag, at most {MAX_ITEMS}")
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--constrained", action="store_true", help="JSON tasks send their schema as response_format")
     parser.add_argument("--device", default="auto", help="of a worker here")
@@ -55,8 +55,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=FILE, metavar="FILE")
     parser.add_argument("--card", action="store_true", help="write the model card from --json, and run nothing")
     args = parser.parse_args(given)
-    if not 1 <= args.items <= MOST_ITEMS:
-        parser.error(f"--items: from 1 to {MOST_ITEMS}")
+    if not 1 <= args.items <= MAX_ITEMS:
+        parser.error(f"--items: from 1 to {MAX_ITEMS}")
     return args
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import RESULTS, machine, table
-from bench.nano.eval import MOST_ITEMS
+from bench.nano.eval import MAX_ITEMS
 from bench.nano.score import Share, sign_test
 from bench.nano.solve import Outcome, serve
 from bench.nano.tasks import TAGS, Example, make
@@ -92,7 +92,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", metavar="NAME", choices=names, default=names, help=", ".join(names))
     parser.add_argument("--tasks", nargs="+", metavar="KIND/TAG", help="default: fewer on a CPU")
     parser.add_argument(
-        "--items", type=int, help=f"of each task, at most {MOST_ITEMS} (default: 40 on a GPU, 4 on a CPU)"
+        "--items", type=int, help=f"of each task, at most {MAX_ITEMS} (default: 40 on a GPU, 4 on a CPU)"
     )
     parser.add_argument("--concurrency", type=int, help="items at once (default: 64 on a GPU, 8 on a CPU)")
     parser.add_argument("--jobs", type=int, help="settings at once, each in a process (default: 6 on a GPU, else 1)")
@@ -104,8 +104,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     args.items = args.items or (40 if on_gpu else 4)
     args.concurrency = args.concurrency or (64 if on_gpu else 8)
     args.jobs = args.jobs or (6 if on_gpu else 1)
-    if args.items > MOST_ITEMS:
-        parser.error(f"--items: from 1 to {MOST_ITEMS}")
+    if args.items > MAX_ITEMS:
+        parser.error(f"--items: from 1 to {MAX_ITEMS}")
     for task in args.tasks:
         kind, _, tag = task.partition("/")
         of_any_length = kind.startswith("recall") and tag.isdigit()

@@ -17,7 +17,7 @@ from radixrt.frontend.server import FrontendThread
 from radixrt.local import LocalStack
 from radixrt.ports import free_tcp_address
 
-MOST_TURNS = 8
+MAX_TURNS = 8
 """Of the assistant."""
 MAX_TOKENS = 256
 """Of a turn."""
@@ -59,7 +59,7 @@ class Endpoint:
         messages, calls, text = list(example.messages), [], ""
         prompt_tokens = cached_tokens = said_tokens = 0
         surprise = 0.0
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             reply = await self._ask(http, self._body(messages, example))
             choice = reply["choices"][0]
             usage, message = reply.get("usage") or {}, choice["message"]

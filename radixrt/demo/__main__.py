@@ -14,7 +14,7 @@ import httpx
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo import world
-from radixrt.demo.program import MOST_CALLS, act, calculator, carry_out, fill_in, judge, recall
+from radixrt.demo.program import MAX_CALLS, act, calculator, carry_out, fill_in, judge, recall
 from radixrt.launch import Stack, StartError
 from radixrt.ports import free_tcp_address
 from radixrt.report import to_text
@@ -102,7 +102,7 @@ def run_chat(url: str, marks: Marks) -> None:
     for question in world.CHAT:
         say(f"  > {question.text}")
         messages.append({"role": "user", "content": question.text})
-        for _ in range(MOST_CALLS):
+        for _ in range(MAX_CALLS):
             messages.append(stream_turn(url, messages))
             calls = messages[-1].get("tool_calls", [])
             for call in calls:

@@ -21,7 +21,7 @@ from radixrt.messages import Sampling
 GREEDY = Sampling(max_tokens=96, temperature=0)
 HASTY = Sampling(max_tokens=48, temperature=2.5)
 """A temperature so high that most guesses are wrong."""
-MOST_CALLS = 6
+MAX_CALLS = 6
 CALL = re.compile(r'<tool_call>\s*\{"name": "(\w+)", "arguments": (\{.*\})\}\s*</tool_call>')
 TYPES = {"str": "string", "int": "integer"}
 
@@ -69,7 +69,7 @@ async def call_tools(branch: Branch, tools: Sequence[Tool]) -> tuple[str, list[s
     while True:
         branch += assistant(gen("turn", GREEDY))
         said = await branch["turn"]
-        if not (call := CALL.search(said)) or len(calls) == MOST_CALLS:
+        if not (call := CALL.search(said)) or len(calls) == MAX_CALLS:
             return said, calls
         result = await branch.tool(carry_out, functions, *call.groups(), append="tool")
         calls.append(f"{call[1]} {call[2]} -> {result}")

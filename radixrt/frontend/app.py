@@ -47,7 +47,7 @@ from radixrt.router.tokens import TextService
 from radixrt.router.validate import parse_api_keys
 from radixrt.transports import NATIVE_PATH, Here, ServerError
 
-MOST_KEYLESS_BYTES = 8 << 10
+MAX_NATIVE_KEYLESS_BYTES = 8 << 10
 """The most bytes of a native message that are read before its key, which is in the message, is checked."""
 _chat = msgspec.json.Decoder(Chat)
 
@@ -186,10 +186,10 @@ class Frontend:
         return await self._body(request, keyless=True)
 
     async def _read(self, request: Request, keyless: bool = False) -> bytes:
-        """Read the body. If it is `keyless`, and keys are configured, more than MOST_KEYLESS_BYTES raise ApiError
+        """Read the body. If it is `keyless`, and keys are configured, more than MAX_NATIVE_KEYLESS_BYTES raise ApiError
         (401)."""
         if keyless and self._tenants:
-            limit = min(self.config.max_body_bytes, MOST_KEYLESS_BYTES)
+            limit = min(self.config.max_body_bytes, MAX_NATIVE_KEYLESS_BYTES)
             return await read_body(request, limit, _keyless)
         held = Held(self._bodies, self._tenants.get(key_of(request), ""))
         return await read_body(request, self.config.max_body_bytes, _too_large, held)

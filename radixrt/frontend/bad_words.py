@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from radixrt.router.tokens import Tokenizer
 
-MOST_BAD_WORDS = 512
-MOST_CHARS = 128
+MAX_BAD_WORDS = 512
+MAX_CHARS = 128
 
 
 def spellings(tokenizer: Tokenizer, words: Sequence[str], namespace: str = "") -> tuple[tuple[int, ...], ...]:

@@ -23,10 +23,10 @@ from radixrt.transports import Answer, RouterTransport
 
 OnAnswer = Callable[[Choice], None]
 """Called with each choice that has ended."""
-MANY = 1024
+MAX_INLINE_LOGPROBS = 1024
 """Log-probabilities of more tokens are written in a thread: each takes up to 30 µs, with 20 alternatives."""
 
-MANY_IDS = 1 << 16
+MAX_INLINE_IDS = 1 << 16
 """So are more ids of prompts."""
 
 
@@ -244,7 +244,7 @@ class Exchange(Outbox):
         """Whether `whole` takes so long that others would have to wait."""
         logprobs = sum(len(c.logprobs or ()) + len(c.prompt_logprobs or ()) for c in self.choices)
         ids = sum(len(c.prompt_ids or b"") for c in self.choices) // TOKEN_BYTES if self.shows_ids else 0
-        return logprobs > MANY or ids > MANY_IDS
+        return logprobs > MAX_INLINE_LOGPROBS or ids > MAX_INLINE_IDS
 
     def whole(self) -> bytes:
         """The body of the answer, once it is complete. May be called in a thread."""

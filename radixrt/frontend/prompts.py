@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from radixrt.config import FrontendConfig
-from radixrt.frontend.bad_words import MOST_BAD_WORDS, MOST_CHARS, spellings
+from radixrt.frontend.bad_words import MAX_BAD_WORDS, MAX_CHARS, spellings
 from radixrt.frontend.body import apart
 from radixrt.frontend.defaults import Defaults, sampling_defaults
 from radixrt.frontend.errors import api_error, refuse
@@ -173,8 +173,8 @@ class Prompts:
         tokenizer = self._text.tokenizer
         if tokenizer is None:
             refuse("bad_words", "need a tokenizer, and none is loaded")
-        if len(words) > MOST_BAD_WORDS or any(len(word) > MOST_CHARS for word in words):
-            refuse("bad_words", f"at most {MOST_BAD_WORDS} words of {MOST_CHARS} characters")
+        if len(words) > MAX_BAD_WORDS or any(len(word) > MAX_CHARS for word in words):
+            refuse("bad_words", f"at most {MAX_BAD_WORDS} words of {MAX_CHARS} characters")
         if not all(word.strip() for word in words):
             refuse("bad_words", "must not hold an empty word")
         return await asyncio.to_thread(spellings, tokenizer, words, namespace)

@@ -27,7 +27,7 @@ IGNORED = b"\nignored:"
 UPGRADE_HEADER = IGNORED.strip(b"\n:")
 """The name under which a request has what it offers to upgrade to."""
 HEAD_END = b"\r\n\r\n"
-MOST_HEAD_BYTES = 64 << 10
+MAX_HEAD_BYTES = 64 << 10
 """The most bytes of a request's head, or of the trailers after a chunked body. The parser itself has no limit, and
 takes quadratic time for a value or URL that arrives in many parts."""
 
@@ -148,19 +148,19 @@ class PatientProtocol(HttpToolsProtocol):
             data = self._without_upgrade(data)
         if self._head_bytes is not None:
             self._head_bytes += len(data)
-            if self._head_bytes > MOST_HEAD_BYTES:
+            if self._head_bytes > MAX_HEAD_BYTES:
                 self._parse_head(data)
                 return
         super().data_received(data)
 
     def _parse_head(self, data: bytes) -> None:
-        """Parse data with which a head exceeds MOST_HEAD_BYTES, and refuse it unless it ends before that."""
-        parts, within = memoryview(data), len(data) - (self._head_bytes - MOST_HEAD_BYTES)
-        self._head_bytes = MOST_HEAD_BYTES
+        """Parse data with which a head exceeds MAX_HEAD_BYTES, and refuse it unless it ends before that."""
+        parts, within = memoryview(data), len(data) - (self._head_bytes - MAX_HEAD_BYTES)
+        self._head_bytes = MAX_HEAD_BYTES
         super().data_received(parts[:within])
         if self.transport.is_closing():
             return
-        if self._head_bytes != MOST_HEAD_BYTES:
+        if self._head_bytes != MAX_HEAD_BYTES:
             super().data_received(parts[within:])
         elif self._in_head and (self.cycle is None or self.cycle.response_complete):
             self._refuse_head()
@@ -168,7 +168,7 @@ class PatientProtocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _refuse_head(self) -> None:
-        body = ApiError(431, f"the head of the request is larger than {MOST_HEAD_BYTES} bytes").body()
+        body = ApiError(431, f"the head of the request is larger than {MAX_HEAD_BYTES} bytes").body()
         lines = (b"content-type: application/json", b"content-length: %d" % len(body), b"connection: close")
         self.transport.write(STATUS_LINE[431] + b"\r\n".join(lines) + HEAD_END + body)
         self.transport.close()

@@ -28,7 +28,7 @@ from radixrt.router.validate import MAX_BIASES, MAX_LOGPROBS
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions; a chat may use all available room."""
-MOST_PROMPTS = 1024
+MAX_PROMPTS = 1024
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """The values of reasoning_effort."""
 VERBOSITIES = ("low", "medium", "high")
@@ -218,8 +218,8 @@ class Completion(Common, kw_only=True):
                 refuse("prompt", "is empty: at least one is needed")
             case [int(), *_] as ids:
                 return [_ids(ids, "prompt")]
-            case [*many] if len(many) > MOST_PROMPTS:
-                refuse("prompt", f"at most {MOST_PROMPTS} prompts")
+            case [*many] if len(many) > MAX_PROMPTS:
+                refuse("prompt", f"at most {MAX_PROMPTS} prompts")
             case [str(), *_] as texts if all(isinstance(text, str) for text in texts):
                 return [TextPrompt(text, special) for text in texts]
             case [list(), *_] as lists if all(isinstance(ids, list) for ids in lists):

@@ -22,12 +22,12 @@ from radixrt.router.tokens import TextService, Tokenizer
 from radixrt.router.tokens.text import STEP_IDS
 from radixrt.router.tokens.turns import Steps
 
-MOST_LISTED = 1 << 20
+MAX_LISTED_TOKENS = 1 << 20
 """The most tokens that are listed: as many as the numbers of a body, so that they can be decoded again."""
 
 
 class Listed(Room):
-    """Room for MOST_LISTED tokens."""
+    """Room for MAX_LISTED_TOKENS tokens."""
 
     def check(self, tokens: int, *, whole: bool = True) -> None:
         if tokens > self.limit:
@@ -97,7 +97,7 @@ class Tokenization:
         prompt = await apart(is_large(request), body.to_prompt)
         await self._link.check_model(body.model, key)
         try:
-            room = Listed(MOST_LISTED)
+            room = Listed(MAX_LISTED_TOKENS)
             encoded = await self._text.encode(prompt, self._namespace(key, None), room)
             room.check(len(encoded) // TOKEN_BYTES)
             ids = token_list(encoded)

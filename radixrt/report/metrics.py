@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from radixrt.messages import Load
 from radixrt.report.causes import Misses
 from radixrt.report.report import Report
-from radixrt.report.workers import MOST_GONE, WorkerState
+from radixrt.report.workers import MAX_GONE_WORKERS, WorkerState
 
 if TYPE_CHECKING:
     from radixrt.router.core import RouterCore
@@ -208,11 +208,11 @@ class _Collector(Collector):
         yield from (stalled, draining)
 
     def _states(self, serving: set[str]) -> dict[str, WorkerState]:
-        """States of serving workers and of the last `MOST_GONE` that have gone, so that the final values of their
-        counters are scraped."""
+        """States of serving workers and of the last `MAX_GONE_WORKERS` that have gone, so that the final values of
+        their counters are scraped."""
         states = self._report.workers
         gone = [name for name in states if name not in serving]
-        hidden = set(gone[:-MOST_GONE])
+        hidden = set(gone[:-MAX_GONE_WORKERS])
         return {name: state for name, state in states.items() if name not in hidden}
 
     @staticmethod

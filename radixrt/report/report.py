@@ -17,15 +17,15 @@ from radixrt.report.workers import Workers, WorkerState
 from radixrt.tree import RadixTree
 
 VERSION = 1
-MOST_PROGRAMS = 256
+MAX_PROGRAMS = 256
 """(program, depth) pairs that are counted for a tenant, as clients may send any program name. Further programs are
 counted as OTHER, by depth."""
-MOST_DEPTH = 32
+MAX_DEPTH = 32
 """Deeper forks are counted at this depth."""
-MOST_NAME = 120
+MAX_NAME_CHARS = 120
 """Characters of a program's name that are kept."""
 OTHER = "(other)"
-MOST_SPANS = 32
+MAX_SPANS = 32
 """The most changing texts (`volatile`) that are reported."""
 KEPT, RESPELLED = "kept", "respelled"
 """Keys of a tenant's session counts. The other keys are the reasons for which answers were dropped."""
@@ -225,9 +225,9 @@ class Report:
 
     def _place(self, tenant: str, origin: Origin, worker: str, model: str) -> Place:
         programs = self._programs[tenant]
-        pair = program, depth = origin.program[:MOST_NAME], max(0, min(origin.depth, MOST_DEPTH))
+        pair = program, depth = origin.program[:MAX_NAME_CHARS], max(0, min(origin.depth, MAX_DEPTH))
         if pair not in programs:
-            if len(programs) < MOST_PROGRAMS:
+            if len(programs) < MAX_PROGRAMS:
                 programs.add(pair)
             else:
                 program = OTHER
@@ -290,7 +290,7 @@ class Report:
             "sessions": self._sessions_of(tenant),
             "pauses": self._waits_of(tenant),
             "volatile": sorted(self._prefix_breaking.rows(tenant, decode), key=lambda row: -row["lost_tokens"])[
-                :MOST_SPANS
+                :MAX_SPANS
             ],
             "bound": {
                 "exact": not self._forgotten,

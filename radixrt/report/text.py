@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 WIDTH = 100
-MOST_VOLATILE = 8
+MAX_PREFIX_BREAKING_ROWS = 8
 """The most changing texts that are shown."""
-MOST_ROWS = 24
+MAX_ROWS = 24
 """The most rows of a group that are shown: those with the most prompt tokens. The JSON has all."""
 CAUSES = {
     "never_seen": "never seen before",
@@ -52,9 +52,9 @@ def to_text(report: dict[str, Any]) -> str:
 
 
 def _largest(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The MOST_ROWS rows with the most prompt tokens, in their order in `rows`."""
+    """The MAX_ROWS rows with the most prompt tokens, in their order in `rows`."""
     ranked = sorted(range(len(rows)), key=lambda i: rows[i]["prompt_tokens"], reverse=True)
-    return [rows[i] for i in sorted(ranked[:MOST_ROWS])]
+    return [rows[i] for i in sorted(ranked[:MAX_ROWS])]
 
 
 def program_name(row: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ def _prefix_breaking(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
     lines = []
-    for row in rows[:MOST_VOLATILE]:
+    for row in rows[:MAX_PREFIX_BREAKING_ROWS]:
         lines.append(
             f"  tenant {_cut(_printable(row['tenant']), 40)}: {row['requests']:,} requests changed it, "
             f"{row['lost_tokens']:,} prompt tokens computed again"
@@ -131,8 +131,8 @@ def _prefix_breaking(rows: list[dict[str, Any]]) -> list[str]:
         room = (WIDTH - len(values) - 10) // 2
         before, after = _one_line(row["before"]), _one_line(row["after"])
         lines.append(f"    \u2026{before[max(0, len(before) - room) :]}[{values}]{after[:room]}\u2026")
-    if len(rows) > MOST_VOLATILE:
-        lines.append(f"  and {len(rows) - MOST_VOLATILE} more, see --json")
+    if len(rows) > MAX_PREFIX_BREAKING_ROWS:
+        lines.append(f"  and {len(rows) - MAX_PREFIX_BREAKING_ROWS} more, see --json")
     return ["prompts differ near their start with every request, and nothing behind that is hit:", *lines, ""]
 
 

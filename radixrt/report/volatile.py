@@ -21,21 +21,21 @@ NEAR = 8192
 """Spans begin within this many tokens of the start of a prompt."""
 HEAD = NEAR + 4096
 """Leading tokens that are kept of the first prompt of a kind."""
-MOST_SPAN = 128
+MAX_SPAN_TOKENS = 128
 """The most tokens of a span."""
-MOST_SPANS = 4
+MAX_SPANS = 4
 """The most spans in one prompt."""
 LONG = 256
 """The fewest tokens that must be equal after spans, in total."""
 ANCHOR = 16
 """Tokens that are searched for to align two prompts after a span."""
-LEAST_SAME = 64
+MIN_SAME_TOKENS = 64
 """The fewest tokens that must be equal after the anchor."""
-LEAST_CHANGES = 8
+MIN_CHANGES = 8
 """A span is reported once this many requests have changed it, and at least half of the requests of its kind."""
-MOST_KINDS = 3
+MAX_KINDS = 3
 """Kinds of prompts that are kept for a namespace: this many with spans, and as many without."""
-MOST_NAMESPACES = 64
+MAX_NAMESPACES = 64
 """The most namespaces; with 48 KiB for each kind, heads take at most 19 MB."""
 TAIL_TOKENS = 2_000_000
 """The most tokens in the tree of tails, of about 5 bytes each."""
@@ -83,7 +83,9 @@ class Kind:
         """Whether a prompt is of this kind, judged by the text before and after the first span (there must be one)."""
         start, end = self.spans[0].start * TOKEN_BYTES, self.spans[0].end * TOKEN_BYTES
         after = self.head[end : end + ANCHOR * TOKEN_BYTES]
-        return ids.startswith(self.head[:start]) and ids.find(after, start, start + 2 * MOST_SPAN * TOKEN_BYTES) >= 0
+        return (
+            ids.startswith(self.head[:start]) and ids.find(after, start, start + 2 * MAX_SPAN_TOKENS * TOKEN_BYTES) >= 0
+        )
 
     def span(self, change: Change) -> Span:
         """The span that a change overlaps or is close to, extended to cover it; a new span if there is none."""
@@ -97,7 +99,7 @@ class Kind:
 
     def reported(self) -> list[Span]:
         """The spans that change often enough to be reported."""
-        return [span for span in self.spans if span.changed >= LEAST_CHANGES and 2 * span.changed >= self.requests]
+        return [span for span in self.spans if span.changed >= MIN_CHANGES and 2 * span.changed >= self.requests]
 
 
 class PrefixBreakingTexts:
@@ -122,12 +124,12 @@ class PrefixBreakingTexts:
             return
         if key not in self._kinds:
             self._kinds[key] = kinds
-            if len(self._kinds) > MOST_NAMESPACES:
+            if len(self._kinds) > MAX_NAMESPACES:
                 self._kinds.popitem(last=False)
         self._kinds.move_to_end(key)
-        before = max(0, known - MOST_SPAN)
+        before = max(0, known - MAX_SPAN_TOKENS)
         heads = [kind.head for kind in kinds]
-        for at, same in resembling(heads, ids, before, MOST_SPAN, ANCHOR, LEAST_SAME):
+        for at, same in resembling(heads, ids, before, MAX_SPAN_TOKENS, ANCHOR, MIN_SAME_TOKENS):
             kind = kinds[at]
             if same * TOKEN_BYTES == len(kind.head):  # it continues the first prompt
                 return
@@ -139,9 +141,9 @@ class PrefixBreakingTexts:
             return
         self._last_kind += 1
         kinds.insert(0, Kind(self._last_kind, ids[: HEAD * TOKEN_BYTES]))
-        for extra in [kind for kind in kinds if not kind.spans][MOST_KINDS:]:
+        for extra in [kind for kind in kinds if not kind.spans][MAX_KINDS:]:
             kinds.remove(extra)
-        for extra in [kind for kind in kinds if kind.spans][MOST_KINDS:]:
+        for extra in [kind for kind in kinds if kind.spans][MAX_KINDS:]:
             kinds.remove(extra)
 
     def _count(self, namespace: str, kind: Kind, ids: bytes, changes: list[Change], known: int) -> None:
@@ -196,10 +198,13 @@ def aligned(old: bytes, new: bytes, same: int) -> list[Change]:
     are equal after them. Only the first HEAD tokens are compared."""
     changes: list[Change] = []
     agreed, at, to = 0, same, same
-    while max(at, to) <= NEAR and (found := realigned(old, new, at, to, MOST_SPAN, ANCHOR, LEAST_SAME)) is not None:
+    while (
+        max(at, to) <= NEAR
+        and (found := realigned(old, new, at, to, MAX_SPAN_TOKENS, ANCHOR, MIN_SAME_TOKENS)) is not None
+    ):
         changes.append(Change(at, found[0], to, found[1]))
         at, to = found
-        if len(changes) > MOST_SPANS:
+        if len(changes) > MAX_SPANS:
             break
         length = _common(old, new, at, to)
         agreed, at, to = agreed + length, at + length, to + length

@@ -15,9 +15,9 @@ GONE_SECONDS = 60.0
 """A worker that has reported no step for this long counts as gone."""
 KEPT_SECONDS = 3600.0
 """The state of a worker is forgotten after this long without a step. If it comes back before, its sums continue."""
-MOST_GONE = 100
+MAX_GONE_WORKERS = 100
 """The most gone workers whose states are kept. Their names may never return: by default each process has a new one."""
-MOST_FORGOTTEN = 10_000
+MAX_FORGOTTEN_WORKERS = 10_000
 """The most forgotten workers whose last counters are kept, so that one that returns is not counted twice."""
 SUMMED = (
     "evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys", "busy_seconds", "forced_tokens",
@@ -85,16 +85,16 @@ class Workers:
         return WorkerState(before=tuple(-count for count in _summed(last)))
 
     def forget(self) -> set[str]:
-        """Forget workers that have been gone for KEPT_SECONDS, and those gone longest beyond MOST_GONE. Returns their
-        names."""
+        """Forget workers that have been gone for KEPT_SECONDS, and those gone longest beyond MAX_GONE_WORKERS. Returns
+        their names."""
         now = self._clock()
         gone = list(itertools.takewhile(lambda name: now - self.states[name].heard > GONE_SECONDS, self.states))
-        excess = len(gone) - MOST_GONE
+        excess = len(gone) - MAX_GONE_WORKERS
         names = {name for i, name in enumerate(gone) if i < excess or now - self.states[name].heard > KEPT_SECONDS}
         for name in names:
             state = self.states.pop(name)
             self.forgotten.before = tuple(map(operator.add, self.forgotten.before, state.sums.values()))
             self._last[name] = state.load
-        while len(self._last) > MOST_FORGOTTEN:
+        while len(self._last) > MAX_FORGOTTEN_WORKERS:
             self._last.popitem(last=False)
         return names

@@ -27,7 +27,7 @@ log = logging.getLogger("radixrt.router")
 
 RETRY_SECONDS = 60.0
 """How often a worker is asked to load what it could not."""
-MOST_NAME_CHARS = 256
+MAX_NAME_CHARS = 256
 """Each namespace, and each error that lists what is served, has names in it."""
 
 
@@ -156,8 +156,8 @@ class AdapterChanges:
     def _check_name(self, name: str) -> None:
         if not name or not name.isprintable():  # line breaks separate the parts of a namespace
             raise Refused("name", "the name is empty, or has characters that cannot be printed")
-        if len(name) > MOST_NAME_CHARS:
-            raise Refused("name", f"the name has {len(name)} characters, more than {MOST_NAME_CHARS}")
+        if len(name) > MAX_NAME_CHARS:
+            raise Refused("name", f"the name has {len(name)} characters, more than {MAX_NAME_CHARS}")
         if name == self._default_model or name in self._workers.models():
             raise Refused("name", f"{name!r} is a model, not a LoRA adapter")
 

@@ -22,11 +22,11 @@ from radixrt.router.member import Sent, Worker
 from radixrt.router.members import Serving, Workers
 from radixrt.router.request import Request, RunState
 
-LEAST_SHARED = 256
+MIN_SHARED_TOKENS = 256
 """If workers' hits differ by fewer tokens than this, sharers are not counted (`_sharers`)."""
 WINDOW_BYTES = 16 * TOKEN_BYTES
 """Bytes at the end of a part that are compared to decide whether a run shares it. An estimate is good enough."""
-MOST_SHARERS = 64
+MAX_SHARING_RUNS = 64
 """The most runs that are compared: the latest of those that decode."""
 
 
@@ -183,14 +183,14 @@ class Dispatcher:
         """For `placement.shared_cost`: how many of the latest runs decode behind each part of the largest
         hit."""
         best = max(hits)
-        if best - min(hits) < LEAST_SHARED:
+        if best - min(hits) < MIN_SHARED_TOKENS:
             return []
         counts = [0] * placement.PARTS
         ends = [TOKEN_BYTES * (best * (i + 1) // placement.PARTS) for i in range(placement.PARTS)]
         parts = [(end - WINDOW_BYTES, end, ids[end - WINDOW_BYTES : end]) for end in ends]
         namespace = run.request.namespace
         decoding = (other for other in reversed(self.in_flight.values()) if other.started)
-        for other in itertools.islice(decoding, MOST_SHARERS):
+        for other in itertools.islice(decoding, MAX_SHARING_RUNS):
             if other.request.namespace == namespace:
                 prompt = other.prompt
                 for i, (begin, end, part) in enumerate(parts):

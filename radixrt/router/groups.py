@@ -5,7 +5,7 @@
                    first
 
 Other requests can be overtaken in this way only if they are in flight when the fork arrives or arrive within
-GROUP_SECONDS of it, and by at most MOST_MEMBERS sequences of a fork, so that nobody starves.
+GROUP_SECONDS of it, and by at most MAX_GROUP_SEQUENCES sequences of a fork, so that nobody starves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from radixrt.router.states import Key
 
 GROUP_SECONDS = 1.0
 """How long after the fork requests may join its group."""
-MOST_MEMBERS = 128
+MAX_GROUP_SEQUENCES = 128
 """The most sequences of a group."""
 
 
@@ -42,7 +42,7 @@ class Group:
     def __init__(self, id: int, left: int, until: float) -> None:
         self.id = id
         self.left = left
-        self.room = MOST_MEMBERS
+        self.room = MAX_GROUP_SEQUENCES
         self.until = until
         self.ahead: dict[int, Ahead] = {}
         """By worker that has requests of the group."""

@@ -19,13 +19,13 @@ from radixrt.wire.sockets import HIGH_WATER
 
 log = logging.getLogger("radixrt.router")
 
-MOST_ORDERS = 4
+MAX_BATCH_MESSAGES = 4
 """Messages to workers are sent in batches of up to this many, since waking ZMQ's thread for each message costs more
 than everything else about it, on both sides. The first message of a turn of the event loop is sent at once, the others
 at its end."""
 
 
-MOST_REFUSED = 256
+MAX_REFUSED_WORKERS = 256
 """The most workers for which the time of the last Unknown message is remembered."""
 REFUSED_SECONDS = 5.0
 """After this time a worker that still has not registered gets another Unknown: the message, or the reply, was lost with
@@ -33,7 +33,7 @@ a connection."""
 
 NOTHING = wire.encode(Abort([]))
 
-MOST_OWED = 4 * HIGH_WATER
+MAX_OWED_ERRORS = 4 * HIGH_WATER
 """The most requests for which a client is owed an Error; beyond that the oldest are dropped."""
 NOT_READ = "the client did not read its replies: cancelled"
 FULL = "too many bytes of earlier replies wait for this client: it is to read them first"
@@ -83,7 +83,7 @@ class WorkerConnections:
         with contextlib.suppress(wire.PeerGone):
             self._socket.send(identity, wire.encode(Unknown()))
             self._refused[identity] = now
-            if len(self._refused) > MOST_REFUSED:
+            if len(self._refused) > MAX_REFUSED_WORKERS:
                 del self._refused[next(iter(self._refused))]
 
     def is_there(self, name: str) -> bool:
@@ -107,7 +107,7 @@ class WorkerConnections:
             asyncio.get_running_loop().call_soon(self._end_turn)
             return [] if self._reaches(name, payload) else [name]
         self._waiting.append((name, payload))
-        return self.flush() if len(self._waiting) >= MOST_ORDERS else []
+        return self.flush() if len(self._waiting) >= MAX_BATCH_MESSAGES else []
 
     def flush(self) -> list[str]:
         """Send all queued messages. Returns the names of workers that could not be reached; their other messages are
@@ -190,7 +190,7 @@ class ClientConnections:
             log.warning("a client does not read its replies: its requests are cancelled")
         owed = self._owed.setdefault(client, {})
         owed.update(dict.fromkeys([*in_flight(client), *_ended(message)]))
-        while len(owed) > MOST_OWED:
+        while len(owed) > MAX_OWED_ERRORS:
             del owed[next(iter(owed))]
         return False
 

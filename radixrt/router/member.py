@@ -8,7 +8,7 @@ from radixrt.messages import Load, Register
 from radixrt.router.failures import Record
 from radixrt.router.placement import Candidate
 
-MOST_SECONDS = 2.0
+MAX_SECONDS = 2.0
 """For at most this long after its last message a worker is assumed to compute: it sends one after each step."""
 KNOWN_PROMPTS, KNOWN_TOKENS = 4, 1024
 """Its rate is known once it has computed so many prompts, and so many tokens beside the longest of them."""
@@ -137,7 +137,7 @@ class Worker:
         """The worker as placement sees it now. Its queue is that of the last load, less what it should have computed
         since, plus what was dispatched since."""
         load, info = self.load, self.info
-        computed = int(min(now - self.load_at, MOST_SECONDS) * load.prefill_rate)
+        computed = int(min(now - self.load_at, MAX_SECONDS) * load.prefill_rate)
         queued = max(0, load.queued_tokens + load.launched_tokens - computed)
         return Candidate(
             worker=self.number,

@@ -28,7 +28,7 @@ from radixrt.messages import (
 from radixrt.router.errors import FieldError
 from radixrt.router.tokens import TextService
 
-LEAST_ANSWERS = 8
+MIN_ANSWERS = 8
 """The fewest answers in a list for which a bulk render costs less than rendering the chat for each."""
 _WORD = re.compile(r"\S")
 
@@ -66,7 +66,7 @@ def bulk_render(
     white space alone, after white space behind words, and after a word. A template that makes other distinctions
     between messages is not detected. Then the prompts are still correct, but divided into tokens at other places.
     """
-    if sum(isinstance(one, GeneratedSegment | ChoiceSegment) for one in transcript) < LEAST_ANSWERS:
+    if sum(isinstance(one, GeneratedSegment | ChoiceSegment) for one in transcript) < MIN_ANSWERS:
         return None
     chat = _Chat.of(messages, open, transcript)
     if chat is None:

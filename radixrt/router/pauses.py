@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 LONGEST_SECONDS = 3600.0
 """A program that has not continued after this time is taken to have ended."""
-MOST_PAUSES = 16384
+MAX_PAUSES = 16384
 """The most pauses that are kept. Beyond that the oldest ones of the tenant with most pauses are dropped."""
 
 
@@ -59,7 +59,7 @@ class Pauses:
     def begin(self, state: Key, namespace: str, ids: bytes, seconds: float, worker: str, now: float) -> list[Effect]:
         """Begin a pause; `worker`, if any, is ordered to pin the `ids` for `seconds`."""
         effects: list[Effect] = []
-        while len(self) >= MOST_PAUSES:
+        while len(self) >= MAX_PAUSES:
             effects += self._drop(next(iter(self._paused[self._shares.largest()])))
         paused = Paused(next(self._names), state.tenant, len(ids) // TOKEN_BYTES, now, worker)
         self._paused.setdefault(state.tenant, {}).setdefault(state, []).append(paused)

@@ -32,7 +32,7 @@ from radixrt.router.tokens import TextService
 from radixrt.router.tokens.turns import Steps, finished
 
 FIELD = "prompt.said"
-MOST_DECODED = 1 << 20
+MAX_DECODED_TOKENS = 1 << 20
 """The most tokens that are decoded to find those before a stop string: a caller may name one that is not there."""
 STEP_SEGMENTS = 16
 """What is added in a step."""
@@ -368,7 +368,7 @@ def ids_of_text(
         return ids, len(text)
     if sampling.skip_special_tokens:  # `decode_now` skips them as well
         fewest = 0 if sampling.include_stop else 1
-        tries = min(len(stop.encode()) + 2 - fewest, MOST_DECODED * TOKEN_BYTES // max(1, len(ids)))
+        tries = min(len(stop.encode()) + 2 - fewest, MAX_DECODED_TOKENS * TOKEN_BYTES // max(1, len(ids)))
         for cut in range(fewest, fewest + tries):
             kept = ids[: max(0, len(ids) - TOKEN_BYTES * cut)]
             transcript = service.decode_now(kept) if kept else ""

@@ -11,7 +11,7 @@ import socket
 from typing import NamedTuple
 
 MAX_IPC_PATH = 107
-MOST_PORT = 65_535
+MAX_PORT = 65_535
 PASSWORD = "plain:"
 
 
@@ -33,8 +33,8 @@ def split_address(address: str) -> Address:
         host, _, port = place.rpartition(":")
         if not host:
             raise ValueError(f"address {address!r}: tcp needs HOST:PORT")
-        if port != "*" and not (port.isascii() and port.isdigit() and int(port) <= MOST_PORT):
-            raise ValueError(f"address {address!r}: a port is a number up to {MOST_PORT}")
+        if port != "*" and not (port.isascii() and port.isdigit() and int(port) <= MAX_PORT):
+            raise ValueError(f"address {address!r}: a port is a number up to {MAX_PORT}")
     if transport == "ipc" and len(place.encode()) > MAX_IPC_PATH:
         raise ValueError(f"address {address!r}: an ipc path may have {MAX_IPC_PATH} bytes, this one has more")
     if not mark:
@@ -57,7 +57,7 @@ def check_shared(address: str, *, listens: bool = False) -> None:
     if transport == "inproc":
         raise ValueError(f"address {address!r}: no other process reaches it; expected tcp://HOST:PORT or ipc://PATH")
     if transport == "tcp" and not listens and place.rpartition(":")[2].strip("0") in ("", "*"):
-        raise ValueError(f"address {address!r}: expected a port from 1 to {MOST_PORT}")
+        raise ValueError(f"address {address!r}: expected a port from 1 to {MAX_PORT}")
 
 
 def is_loopback(address: str) -> bool:

@@ -15,8 +15,8 @@ log = logging.getLogger("radixrt.roles")
 
 SILENT_SECONDS = 5.0
 """A router that cannot be reached is logged after this long, then again after twice as long each time, up to
-MOST_SILENT_SECONDS."""
-MOST_SILENT_SECONDS = 600.0
+MAX_SILENT_SECONDS."""
+MAX_SILENT_SECONDS = 600.0
 LOOK_SECONDS = 0.5
 """Time between two checks."""
 REFUSED_SECONDS = 3.0
@@ -77,7 +77,7 @@ class Presence:
             log.info("the router at %s is there", self._name)
         elif not connected and now >= self._due:
             self._missed = True
-            self._wait = min(2 * self._wait, MOST_SILENT_SECONDS)
+            self._wait = min(2 * self._wait, MAX_SILENT_SECONDS)
             self._due = now + self._wait
             why = "who listens is no router, or the key after # is wrong or missing" if refused else "nobody answers"
             log.warning("no router at %s: %s", self._name, why)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("radixrt.worker")
 
-MOST_ERROR_CHARS = 1000
+MAX_ERROR_CHARS = 1000
 """Errors name what an adapter's files have in the wrong place, which can be of any size."""
 
 READ_SECONDS = 300.0
@@ -120,9 +120,7 @@ class AdapterSlots:
         adapter, read = self._loading.popleft()
         error = self._put(adapter, read)
         self._read_first()
-        return AdapterLoaded(
-            adapter, error if len(error) <= MOST_ERROR_CHARS else error[: MOST_ERROR_CHARS - 3] + "..."
-        )
+        return AdapterLoaded(adapter, error if len(error) <= MAX_ERROR_CHARS else error[: MAX_ERROR_CHARS - 3] + "...")
 
     def _put(self, adapter: Adapter, read: Future[Any]) -> str:
         """Returns why it cannot be loaded; "" if it is."""

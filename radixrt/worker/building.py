@@ -12,7 +12,7 @@ from radixrt.worker.cache import PageCache
 from radixrt.worker.plan import FROM_DEVICE, Draft, Plan
 from radixrt.worker.request import Request
 
-MOST_SCORED = 256
+MAX_SCORED_TOKENS = 256
 """The most prompt tokens that are scored in a step: each takes a row of logits."""
 
 
@@ -76,15 +76,16 @@ class StepBuilder:
         self.drafts: list[Draft] = []
         """Their entries come before those of chunks."""
         self.scored = 0
-        """Prompt tokens that the step scores so far, of MOST_SCORED."""
+        """Prompt tokens that the step scores so far, of MAX_SCORED_TOKENS."""
 
     def max_count(self, request: Request) -> int:
         """The tokens that a request is behind, as many of them as this step can compute without scoring more than
-        MOST_SCORED."""
+        MAX_SCORED_TOKENS."""
         if request.score_from is None:
             return request.uncomputed_tokens
         return min(
-            request.uncomputed_tokens, max(0, request.score_from - 1 - request.computed) + MOST_SCORED - self.scored
+            request.uncomputed_tokens,
+            max(0, request.score_from - 1 - request.computed) + MAX_SCORED_TOKENS - self.scored,
         )
 
     def add_draft(self, request: Request, ids: list[int], states: list[int], proposes: int = 0) -> None:

@@ -44,7 +44,7 @@ SURE = 16
 ACCEPTANCE, SURE_ACCEPTANCE = 0.4, 0.5
 """Expected share of drafted tokens that are accepted: for a request without drafts so far, and for a match of SURE
 tokens or more."""
-LEAST_ACCEPTANCE = 0.06
+MIN_ACCEPTANCE = 0.06
 """Below this acceptance nothing is drafted, however little a row costs."""
 MEMORY = 0.8
 """Weight of the old value in the moving average of acceptance."""
@@ -52,13 +52,13 @@ FORGETTING = 0.98
 """Weight of earlier steps in `Costs`, for each step."""
 ROW = 0.005
 """Cost of a row, as a share of a step of one row, until steps of different sizes were timed."""
-MOST_ROWS = 128
+MAX_ROWS = 128
 """The most decode and draft rows of a step with drafts; beyond that rows are no longer nearly free (an H200 takes 3.9
 ms for 1, 4.6 for 128, 6.6 for 256 rows of Llama 8B)."""
-MOST_MATCHED = 8
+MAX_MATCHED_REQUESTS = 8
 """The most generating requests with which requests with a grammar draft: for these the host has to match and mask the
 drafted tokens, 20 to 90 µs each."""
-MOST_SPARSE = 8
+MAX_SPARSE_REQUESTS = 8
 """The most generating requests with which a model with experts drafts: each additional row reads other experts, and the
 steps of such models, which take the host longest, would have to wait for results (the agents of `bench.serve`'s
 *sessions* got 2,863 tokens/s of Qwen3 30B with drafts among 64 of them, 3,043 without any)."""
@@ -198,7 +198,7 @@ class Drafter:
     def proposes(self, requests: Sequence[Request]) -> int:
         """How many tokens the next step is to propose for each of the requests that generate: none if that does not
         pay, by the acceptance of their proposals so far."""
-        if not self.predicts or len(requests) > MOST_ROWS // 2:
+        if not self.predicts or len(requests) > MAX_ROWS // 2:
             return 0
         states = [r.draft_state.proposals.acceptance for r in requests if r.draft_state is not None]
         count = max(len(requests), 1)
@@ -213,14 +213,14 @@ class Drafter:
         """What the model proposed to follow the request's tokens, as much of it, up to `most` tokens, as is worth
         drafting."""
         own = self._draft_state(request).proposals
-        if own.length != len(request.tokens) or (request.matcher is not None and requests > MOST_MATCHED):
+        if own.length != len(request.tokens) or (request.matcher is not None and requests > MAX_MATCHED_REQUESTS):
             return []
         return own.ids[: self._worth(own.acceptance, requests, most)]
 
     def _worth(self, acceptance: float, requests: int, most: int, each: float = 0.0) -> int:
         """How many proposals, at most `most`, are worth drafting for each of `requests` requests, if one for each costs
         a share `each` of a step's time beside their rows."""
-        cost = max(self.costs.row(requests) + each, LEAST_ACCEPTANCE)
+        cost = max(self.costs.row(requests) + each, MIN_ACCEPTANCE)
         return best_count(acceptance, cost, WAIT if self._overlaps else 0.0, most)
 
     def _look_up(self, request: Request, most: int, requests: int) -> list[int]:
@@ -258,11 +258,11 @@ class Drafter:
             self._recent.add(request.namespace, request.tokens[request.prompt_len :])
 
     def _pays(self, request: Request, matched: int, requests: int) -> bool:
-        if requests > self.among or (request.matcher is not None and requests > MOST_MATCHED):
+        if requests > self.among or (request.matcher is not None and requests > MAX_MATCHED_REQUESTS):
             return False
         draft_state = self._draft_state(request)
         acceptance = max(draft_state.acceptance, SURE_ACCEPTANCE) if matched >= SURE else draft_state.acceptance
-        return acceptance >= max(LEAST_ACCEPTANCE, self.costs.row(requests))
+        return acceptance >= max(MIN_ACCEPTANCE, self.costs.row(requests))
 
     def _match(self, request: Request, draft_state: DraftState) -> tuple[int, Repeats, array[int] | None]:
         """Find the text with the longest match of a request's last tokens. Returns (length of the match, the text, the

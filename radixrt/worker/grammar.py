@@ -40,7 +40,7 @@ AT_ONCE_OF_TENANT = 3
 """How many of them may be of one tenant: a compilation cannot be stopped, and some would not end within a minute."""
 MAX_QUEUED = 256
 """The most grammars of one tenant that wait to be compiled."""
-MOST_THREADS = 8
+MAX_THREADS = 8
 """The most threads that compile one grammar."""
 SPELLINGS: dict[GrammarKind, str] = {"json": "json", "json_schema": "json", "structural_tag": "tag"}
 """How tokens are spelled for a kind of grammar ("text" if not listed). Special tokens have no text, except that a
@@ -225,7 +225,7 @@ def _new_compiler(info: Any, cache_bytes: int) -> Any:
     """A compiler; without a cache if `cache_bytes` is 0."""
     import xgrammar
 
-    threads = min(MOST_THREADS, max(1, (os.cpu_count() or 1) // 2))
+    threads = min(MAX_THREADS, max(1, (os.cpu_count() or 1) // 2))
     return xgrammar.GrammarCompiler(
         info, max_threads=threads, cache_enabled=cache_bytes > 0, cache_limit_bytes=cache_bytes or -1
     )

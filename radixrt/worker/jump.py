@@ -26,7 +26,7 @@ CUDA graph of decodes, and takes all other requests a millisecond or more longer
 chunk is computed anyway, one token is enough."""
 LONGEST = 2048
 """The most characters that are appended at once; forced text beyond them is appended after the next sampled token."""
-MOST_FORCED = 1 << 16
+MAX_FORCED_BYTES = 1 << 16
 """A grammar whose forced text may be longer than this many bytes is not used for jump-forward: xgrammar always looks
 for all of it (see `is_bounded`)."""
 REMEMBERED = 4096
@@ -124,9 +124,9 @@ BYTES, CLASS, REF, SEQUENCE, CHOICES, REPEAT = 0, 1, 4, 5, 6, 8
 
 
 def is_bounded(grammar: str) -> bool:
-    """Whether every expression of an xgrammar Grammar, given as JSON, matches some text of at most MOST_FORCED bytes.
-    Forced text is part of every text that can follow, so it is then no longer than that. It is endless for
-    `root ::= "ab" root`, for example.
+    """Whether every expression of an xgrammar Grammar, given as JSON, matches some text of at most MAX_FORCED_BYTES
+    bytes. Forced text is part of every text that can follow, so it is then no longer than that. It is endless for `root
+    ::= "ab" root`, for example.
 
     Finds the shortest texts of all expressions in order of length (D. E. Knuth, A Generalization of Dijkstra's
     Algorithm, 1977)."""
@@ -146,7 +146,7 @@ def is_bounded(grammar: str) -> bool:
     heapq.heapify(ready)
     while ready:
         size, i = heapq.heappop(ready)
-        if i in found or size > MOST_FORCED:
+        if i in found or size > MAX_FORCED_BYTES:
             continue
         found.add(i)
         for user in users[i]:

@@ -24,7 +24,7 @@ log = logging.getLogger("radixrt.loading")
 
 CPU_MEMORY_SHARE = 0.25
 """Share of the machine's free memory that KV pages take on a CPU, unless `max_total_tokens` sets their number."""
-CPU_MOST_TOKENS = 1 << 18
+CPU_MAX_TOKENS = 1 << 18
 """Upper limit of the token slots chosen that way."""
 STATES = 8
 """The most recurrent states that are allocated by default, and the most in host memory, as a multiple of the most
@@ -67,11 +67,11 @@ def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: Torc
     """The number of token slots that fit into the memory left beside the weights; the same on all ranks.
 
     On a GPU as many as fit when `gpu_share` of its memory is used in total, less `reserved` bytes; on a CPU as many as
-    fit in CPU_MEMORY_SHARE of the free memory, at most CPU_MOST_TOKENS. Raises ValueError if not even one fits.
+    fit in CPU_MEMORY_SHARE of the free memory, at most CPU_MAX_TOKENS. Raises ValueError if not even one fits.
     """
     tokens = _cache_bytes(loaded, gpu_share, reserved, group) // loaded.token_bytes
     if loaded.device.type == "cpu":
-        tokens = min(tokens, CPU_MOST_TOKENS)
+        tokens = min(tokens, CPU_MAX_TOKENS)
     if group is not None:
         tokens = group.smallest(tokens)
     if tokens < 1:

@@ -44,7 +44,7 @@ from radixrt.worker.waiting import Arrivals, VirtualTokenCounter, Waiting
 
 FETCHED = 16
 """So many tokens are copied from host memory in the time of computing one, or more."""
-MANY, FEW = 512, 2048
+MIN_FETCHED_TOKENS, MAX_OTHER_TOKENS = 512, 2048
 """If many tokens of a request are copied from host memory, and the step has other work but computes few prompt tokens,
 the request's chunk comes in the next step: this one need not wait for the copy."""
 
@@ -269,12 +269,16 @@ class Scheduler:
             self.cache.catch_up(request)
             try:
                 fetched += self.cache.fetch(request)
-                if fetched >= MANY and (self.running.decoding or builder.requests) and sum(builder.counts) < FEW:
+                if (
+                    fetched >= MIN_FETCHED_TOKENS
+                    and (self.running.decoding or builder.requests)
+                    and sum(builder.counts) < MAX_OTHER_TOKENS
+                ):
                     return fetched // FETCHED
                 count = min(max(1, budget - fetched // FETCHED), builder.max_count(request))
                 if request.checkpoints:
                     count = until_checkpoint(request, count)
-                if not count:  # the step scores MOST_SCORED tokens already
+                if not count:  # the step scores MAX_SCORED_TOKENS tokens already
                     return fetched // FETCHED
                 self.cache.reserve(request, request.computed + count)
                 break

@@ -22,9 +22,9 @@ NAME = re.compile(r"#(?:/(\$defs|definitions)/([^/]+))?")
 """References that keep their meaning when the schema around them is moved."""
 DEPTH = 64
 """The deepest nesting of objects and lists in a schema that is rewritten."""
-MOST_WITHIN = 16
+MAX_MERGE_DEPTH = 16
 """The deepest nesting of `allOf` and references between them."""
-MOST_PARTS = 20_000
+MAX_PARTS = 20_000
 """The most parts of a schema that are visited or written to merge objects."""
 UNSAFE = r"\"\\\n\r"
 """Characters that JSON strings escape, as written within a character class."""
@@ -112,7 +112,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 class _TooLarge(Exception):
-    """The merged schema would have more than MOST_PARTS parts."""
+    """The merged schema would have more than MAX_PARTS parts."""
 
 
 class _AllOf(_Patterns):
@@ -124,7 +124,7 @@ class _AllOf(_Patterns):
         self._root = root
         self._names: dict[int, str] = {}
         """By id() of the schema with the `allOf`."""
-        self._left = MOST_PARTS
+        self._left = MAX_PARTS
 
     def fit(self, value: Any) -> Any:
         """See _Patterns."""
@@ -134,7 +134,7 @@ class _AllOf(_Patterns):
         if not isinstance(value, dict) or not _needs_merge(value):
             return super().fit(value)
         if id(value) not in self._names:
-            if (one := _merge_objects(self._objects(value, MOST_WITHIN))) is None:
+            if (one := _merge_objects(self._objects(value, MAX_MERGE_DEPTH))) is None:
                 return super().fit(value)
             name = f"all of {len(self._names)}"
             while name in self._root.get("$defs", {}):

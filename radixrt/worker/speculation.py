@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from radixrt.worker.cache import OutOfPages, PageCache
-from radixrt.worker.drafting import MOST_ROWS, Drafter
+from radixrt.worker.drafting import MAX_ROWS, Drafter
 from radixrt.worker.matching import draft_all
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
@@ -21,10 +21,10 @@ from radixrt.worker.running import Running
 PROMPTS_SHARE = 0.75
 """While prompts are to be computed, so much of a step is left to them, of what is not for the last tokens of requests
 that generate: with a small `max_num_batched_tokens` drafts would otherwise take it all."""
-MOST_NOTED = 1 << 17
+MAX_NOTED_TOKENS = 1 << 17
 """Tokens after which no further requests are looked at for the first time after a step: their tokens are noted then, 23
 ns each, and 64 requests with long prompts that begin to decode at once would stop all others."""
-LEAST_STATES = 2
+MIN_STATES = 2
 """A request begins to draft only if it and each other that drafts can have this many recurrent states."""
 
 
@@ -40,18 +40,18 @@ class Speculation:
         """Start drafting for decoding requests that have begun to repeat earlier text."""
         running, states = self._running, self._cache.states
         requests = running.generating
-        if requests > MOST_ROWS // 2:
+        if requests > MAX_ROWS // 2:
             return
         most = requests
         if states is not None:
-            most = (states.drafted + states.draftable) // LEAST_STATES - len(running.drafting)
+            most = (states.drafted + states.draftable) // MIN_STATES - len(running.drafting)
         decoding = self._noted(request for request in running.decoding if not _is_slow(request))
         if most > 0 and (found := [r for r in decoding if drafter.begins(r, requests)]):
             running.draft(found[:most])
 
     def _noted(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Those whose tokens are noted already, and others until MOST_NOTED of theirs are to be."""
-        left = MOST_NOTED
+        """Those whose tokens are noted already, and others until MAX_NOTED_TOKENS of theirs are to be."""
+        left = MAX_NOTED_TOKENS
         for request in requests:
             noted = request.draft_state is not None
             if noted or left > 0:
@@ -100,7 +100,7 @@ class Speculation:
         most = self._most_tokens
         if prompts:
             most = min(most, requests + int((1 - PROMPTS_SHARE) * max(0, most - requests)))
-        return min(MOST_ROWS, most)
+        return min(MAX_ROWS, most)
 
     def _allowed(self, request: Request, ids: list[int]) -> list[int]:
         """As `Matcher.drafted`; empty if the request is slow."""

@@ -57,7 +57,7 @@ FIRST_STEPS = 4
 """The first steps with prompt tokens, of which slow ones do not count."""
 SLOW = 3.0
 """Steps that took so many times as long for each token as half of the first ones are slow."""
-MOST_TOKENS, MOST_STEPS = 16_384, 64
+MAX_TOKENS, MAX_STEPS = 16_384, 64
 """What came so many tokens, or steps, before counts a third (1/e) of what is new."""
 
 
@@ -123,8 +123,8 @@ class Rates:
     """Moving averages of speed, for placement."""
 
     def __init__(self) -> None:
-        self._prefill = Speed(KNOWN_TOKENS, FIRST_STEPS, MOST_TOKENS)
-        self._step = Speed(KNOWN_STEPS, KNOWN_STEPS, MOST_STEPS)
+        self._prefill = Speed(KNOWN_TOKENS, FIRST_STEPS, MAX_TOKENS)
+        self._step = Speed(KNOWN_STEPS, KNOWN_STEPS, MAX_STEPS)
 
     @property
     def prefill(self) -> float:

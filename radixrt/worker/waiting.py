@@ -13,7 +13,7 @@ tokens are compared by powers of two, and among equals the older request comes f
 
 To rule out starvation, the oldest request may be overtaken only by a fixed multiple of the tokens that it needs itself,
 however many hits there are and however long the queue is. For a prompt that nearly fills the pool that would take
-minutes, so after MOST_SECONDS the multiple is 1.
+minutes, so after MAX_SECONDS the multiple is 1.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OVERTAKING = 3
 """The most tokens, answers included, by which others may overtake the oldest request, as a multiple of its own."""
 OVERTAKING_WITHOUT_ROOM = 15
 """The same multiple while the oldest would fit only if retained contexts were released; beyond it, they are."""
-MOST_SECONDS = 30.0
+MAX_SECONDS = 30.0
 """When a request has been the oldest for this long, both multiples are 1. At 40,000 tokens a second that concerns
 prompts of 100,000 tokens and more."""
 ANSWER = 64
 """The cost of an answer, roughly, as the number of prompt tokens that take the device as long."""
-MOST_GROUPS = 1024
+MAX_GROUPS = 1024
 """Groups whose arrival is remembered; a group is complete within seconds."""
 OTHERS = 16
 """Other tenants whose requests are tried when there is no room for the request of the tenant whose turn it is."""
@@ -55,7 +55,7 @@ class Arrivals:
         """Set the age of a request that arrives at `clock`, in tokens scheduled so far."""
         first, group = (clock, request.id), request.group
         if group:
-            while len(self._groups) >= MOST_GROUPS and group not in self._groups:
+            while len(self._groups) >= MAX_GROUPS and group not in self._groups:
                 del self._groups[next(iter(self._groups))]
             first = self._groups.setdefault(group, first)
         request.age = *first, request.id
@@ -92,11 +92,11 @@ class _Queue:
         return self._by_need[0][2]
 
     def is_due(self, times: int) -> bool:
-        """Whether the oldest request has been overtaken by `times` its cost or, after MOST_SECONDS, by its cost."""
+        """Whether the oldest request has been overtaken by `times` its cost or, after MAX_SECONDS, by its cost."""
         oldest = self.by_age[0][1]
         tokens_before, since = self._since[oldest.id]
         overtaken, cost = self._overtaking_tokens - tokens_before, _cost(oldest)
-        return overtaken >= times * cost or (overtaken >= cost and time.monotonic() - since >= MOST_SECONDS)
+        return overtaken >= times * cost or (overtaken >= cost and time.monotonic() - since >= MAX_SECONDS)
 
     def add(self, request: Request) -> None:
         insort(self.by_age, (request.age, request))

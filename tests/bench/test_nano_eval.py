@@ -13,7 +13,7 @@ from bench.common import RESULTS
 from bench.nano import card, eval, quality
 from bench.nano.quality import REFERENCE, SETTINGS, Result, Setting
 from bench.nano.score import Share, sign_test
-from bench.nano.solve import MOST_TURNS, Endpoint, Refused, serve
+from bench.nano.solve import MAX_TURNS, Endpoint, Refused, serve
 from bench.nano.tasks import TAGS, Example, make
 from bench.nano.tasks.example import calls, says
 from radixrt.config import NANO
@@ -105,7 +105,7 @@ def test_thoughts_do_not_count():
 def test_calls_without_end_and_calls_that_cannot_be_read():
     example = make("arithmetic", "2", 0)
     outcome, seen = solve(example, lambda body, turn: calls(("other", {"a": 1}), first=turn))
-    assert len(seen) == MOST_TURNS == len(outcome.calls) and not outcome.right
+    assert len(seen) == MAX_TURNS == len(outcome.calls) and not outcome.right
     bad = calls(("other", {}))
     for text in ("{", "[1]", "3"):
         bad["tool_calls"][0]["function"]["arguments"] = text

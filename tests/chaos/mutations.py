@@ -23,7 +23,7 @@ NUMBERS = (
 )  # fmt: skip
 
 
-MOST_PLACES = 5000
+MAX_PLACES = 5000
 
 
 def flip(rng: random.Random, data: bytes) -> bytes:
@@ -112,10 +112,10 @@ def nested(depth: int, maps: bool) -> Any:
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """(Container, key or index) of the values within a value, of up to MOST_PLACES."""
+    """(Container, key or index) of the values within a value, of up to MAX_PLACES."""
     found: list[tuple[Any, Any]] = []
     left = [value]
-    while left and len(found) < MOST_PLACES:
+    while left and len(found) < MAX_PLACES:
         one = left.pop()
         keys = one.keys() if isinstance(one, dict) else range(len(one)) if isinstance(one, list) else ()
         found += [(one, key) for key in keys]

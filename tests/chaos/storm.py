@@ -19,7 +19,7 @@ SHORT = 0.2, 0.8
 LONG = 1.5 * WORKER_TIMEOUT, 2.5 * WORKER_TIMEOUT
 YOUNG_SECONDS = 4.0
 """A process that was started so recently may not serve yet: it is no reason to spare no other."""
-MOST_KILLS = 3
+MAX_KILLS = 3
 """Kills of a process of each role, for each process of it, between two starts of the stack: a process that ends often
 is started again after longer and longer times."""
 
@@ -73,7 +73,7 @@ class Storm:
             return
         victim = self.rng.choice(grown)
         if verb == "kill":
-            if self._kills[role] >= MOST_KILLS * (len(running) + 1):
+            if self._kills[role] >= MAX_KILLS * (len(running) + 1):
                 return
             self._kills[role] += 1
             victim.kill()

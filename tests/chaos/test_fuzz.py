@@ -37,7 +37,7 @@ from tests.chaos.stack import Serve
 FAST = ("--fake", "0,0", "--max-total-tokens", "20000", "--max-model-len", "400")
 LONGEST_SECONDS = 15.0
 """Of a request of the client that behaves."""
-MOST_GROWTH = 400 * MEBIBYTE
+MAX_GROWTH = 400 * MEBIBYTE
 """By which a process may be larger at its peak than at the start."""
 PEERS = 50
 """Of so many messages, one is of a foreign protocol, and one of a wrong number of frames."""
@@ -72,7 +72,7 @@ def unimpressed(serve: Serve, notes: Notes, seed: int, *, pins: bool = False) ->
         assert not (bad := serve.bad_lines()), f"{len(bad)} in the log: {bad[0]}"
         assert max(normal.seconds) < LONGEST_SECONDS, normal.summary
         grown = [f"{s.name}: {s.samples[0].rss} -> {s.peak}" for s in series.values()]
-        assert all(s.peak - s.samples[0].rss < MOST_GROWTH for s in series.values()), grown
+        assert all(s.peak - s.samples[0].rss < MAX_GROWTH for s in series.values()), grown
         serve.check_idle(pinned_share=0.25 if pins else 0.0)
 
 

@@ -16,7 +16,7 @@ from tests.chaos.traffic import make_jobs
 FLAGS = ("--fake", "0,0.001", "--max-total-tokens", "30000", "--max-model-len", "4096")
 FLAGS += ("--report-tokens", "100000", "--session-tokens", "50000", "--state-bytes", "1000000")
 """All that is kept is full before the measurement begins."""
-MOST_GROWTH = 24 * MEBIBYTE
+MAX_GROWTH = 24 * MEBIBYTE
 """By which a process may grow in the measured part, by the line through its samples."""
 MORE_DESCRIPTORS, MORE_THREADS = 24, 4
 
@@ -44,6 +44,6 @@ def test_memory_does_not_grow_under_mixed_traffic(tmp_path, seed, notes):
         assert not (bad := serve.bad_lines()), bad[0]
     for one in series.values():
         first, last = one.samples[0], one.samples[-1]
-        assert one.growth(since) * measured < MOST_GROWTH, f"{one.name}: {first} -> {last}"
+        assert one.growth(since) * measured < MAX_GROWTH, f"{one.name}: {first} -> {last}"
         assert last.descriptors <= first.descriptors + MORE_DESCRIPTORS, f"{one.name}: {first} -> {last}"
         assert last.threads <= first.threads + MORE_THREADS, f"{one.name}: {first} -> {last}"

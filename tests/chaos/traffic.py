@@ -24,7 +24,7 @@ from tests.chaos.stack import Serve
 VOCAB = 2048
 ATTEMPT_SECONDS = 60.0
 """An attempt that has neither an answer nor an error by then hangs."""
-MOST_ATTEMPTS = 60
+MAX_ATTEMPTS = 60
 RETRIED = {429, 503}
 """Statuses that ask to try again. Any other error fails the run."""
 LOST = "workers were lost while they served this request"
@@ -117,7 +117,7 @@ class Job:
 async def answered(job: Job, site: Site) -> Any:
     """Do a job until it is answered. Raises AssertionError if it hangs or is never answered, and whatever the server
     says that does not ask to try again."""
-    for _ in range(MOST_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         try:
             async with asyncio.timeout(ATTEMPT_SECONDS):
                 answer = await job.run(site)
@@ -134,7 +134,7 @@ async def answered(job: Job, site: Site) -> Any:
             why = f"{refused.code} {refused.message}"[:70]
         site.tally.retries[why] += 1
         await asyncio.sleep(RETRY_SECONDS)
-    raise AssertionError(f"{job.name}: not answered in {MOST_ATTEMPTS} attempts, the last one: {why}")
+    raise AssertionError(f"{job.name}: not answered in {MAX_ATTEMPTS} attempts, the last one: {why}")
 
 
 def size(answer: Any) -> int:

@@ -196,7 +196,7 @@ def test_tokenize_and_detokenize(http):
 
 
 def test_a_text_of_very_many_tokens_is_not_listed(http, monkeypatch):
-    monkeypatch.setattr("radixrt.frontend.tokenization.MOST_LISTED", 1000)
+    monkeypatch.setattr("radixrt.frontend.tokenization.MAX_LISTED_TOKENS", 1000)
     for prompt in ("The dog barks. " * 300, "The dog barks. " * 30_000):
         refused = http.post("/tokenize", json={"prompt": prompt})
         assert refused.status_code == 400 and "more than 1000 tokens" in error_of(refused)["message"]

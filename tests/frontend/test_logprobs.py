@@ -98,7 +98,7 @@ def test_many_log_probabilities_are_written_in_a_thread(model, monkeypatch, fiel
     written = Reply.body
     monkeypatch.setattr(Reply, "body", lambda *args: threads.append(threading.get_ident()) or written(*args))
     few = complete(model, **fields)
-    monkeypatch.setattr(exchange, "MANY", 3)
+    monkeypatch.setattr(exchange, "MAX_INLINE_LOGPROBS", 3)
     assert complete(model, **fields) == few
     complete(model)
     assert threads[1] != threads[0] == threads[2]

@@ -14,7 +14,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from radixrt.frontend.protocol import LEAVING, MOST_HEAD_BYTES, PatientProtocol
+from radixrt.frontend.protocol import LEAVING, MAX_HEAD_BYTES, PatientProtocol
 
 PATIENCE = 60.0
 """Seconds after which a server here ends a silent connection: so many that no busy machine is taken for one."""
@@ -469,7 +469,7 @@ def test_a_head_without_end_is_refused(sent, before, size):
         if before:
             writer.write(before)
             await reader.readuntil(b"done")
-        await write_in_parts(writer, sent(MOST_HEAD_BYTES), size)
+        await write_in_parts(writer, sent(MAX_HEAD_BYTES), size)
         await asyncio.sleep(0.01)
         assert server.state.connections and not reader.at_eof()
         writer.write(b"\r")
@@ -492,8 +492,8 @@ def test_the_longest_head(over, size):
         writer.transport.set_write_buffer_limits(1 << 20)
         body = b"Upgrade: a\r\n\r\n" * 7_000
         longest = head("/", len(body), *OFFER, "Upgrade: h2c")
-        longest = longest[:-2] + b"a: " + b"b" * (MOST_HEAD_BYTES - len(longest) - 5 + over) + b"\r\n\r\n"
-        assert len(longest) == MOST_HEAD_BYTES + over
+        longest = longest[:-2] + b"a: " + b"b" * (MAX_HEAD_BYTES - len(longest) - 5 + over) + b"\r\n\r\n"
+        assert len(longest) == MAX_HEAD_BYTES + over
         for _ in range(2):
             await write_in_parts(writer, longest if over else longest + body, size)
             if over:
@@ -532,14 +532,14 @@ def test_a_request_under_way_ends_with_what_is_too_long_behind_it(more, size):
     @served
     async def test(server: Server) -> None:
         reader, writer = await server.connect()
-        flood = lines(MOST_HEAD_BYTES) if more != "a trailer" else b"a: " + b"b" * MOST_HEAD_BYTES
+        flood = lines(MAX_HEAD_BYTES) if more != "a trailer" else b"a: " + b"b" * MAX_HEAD_BYTES
         if more == "a head":
             writer.write(head("/wait", 0))
             flood = head("/", 0)[:-2] + flood
         else:
             writer.write(chunked("/wait") + b"3\r\nabc\r\n0\r\n")
         await server.eventually(lambda: server.app.running)
-        await write_in_parts(writer, flood[: MOST_HEAD_BYTES + 1], size)
+        await write_in_parts(writer, flood[: MAX_HEAD_BYTES + 1], size)
         async with asyncio.timeout(10):
             assert not await reader.read(-1)
         await server.eventually(lambda: not server.app.running)
@@ -594,7 +594,7 @@ async def test_trailers_of_a_request_that_is_answered(server: Server) -> None:
     reader, writer = await server.connect()
     writer.write(chunked("/") + b"0\r\n")
     await reader.readuntil(b"no")
-    await write_in_parts(writer, lines(MOST_HEAD_BYTES)[: MOST_HEAD_BYTES + 1], 1000)
+    await write_in_parts(writer, lines(MAX_HEAD_BYTES)[: MAX_HEAD_BYTES + 1], 1000)
     async with asyncio.timeout(10):
         assert not await reader.read(-1)
     writer.close()
@@ -603,6 +603,6 @@ async def test_trailers_of_a_request_that_is_answered(server: Server) -> None:
 @served
 async def test_what_is_no_head_is_so_within_a_long_one(server: Server) -> None:
     reader, writer, writes = await connect_noted(server)
-    writer.write(b"GET / HTTP/1.1\r\n" + b"\0" * (MOST_HEAD_BYTES + 1000))  # one read
+    writer.write(b"GET / HTTP/1.1\r\n" + b"\0" * (MAX_HEAD_BYTES + 1000))  # one read
     assert (await reader.read(-1)).startswith(b"HTTP/1.1 400 ") and len(writes) == 1
     writer.close()

@@ -17,7 +17,7 @@ from radixrt.messages import Adapter, Load, Origin, Register, Sampling, StepDone
 from radixrt.ports import free_tcp_address
 from radixrt.report import Report, to_text
 from radixrt.report.metrics import render
-from radixrt.report.workers import GONE_SECONDS, KEPT_SECONDS, MOST_GONE
+from radixrt.report.workers import GONE_SECONDS, KEPT_SECONDS, MAX_GONE_WORKERS
 from radixrt.router.core import RouterCore
 
 SHORT = Sampling(max_tokens=4)
@@ -210,7 +210,7 @@ def test_a_thousand_workers_come_and_go(seconds, leaves):
         for who in (name, name, "stays"):
             fleet.step(who)
         if number % 50 == 49:
-            assert len(fleet.scrape()) <= 2 + MOST_GONE
+            assert len(fleet.scrape()) <= 2 + MAX_GONE_WORKERS
         if leaves:
             fleet.core.leave(name, fleet.now)
         else:
@@ -218,14 +218,14 @@ def test_a_thousand_workers_come_and_go(seconds, leaves):
         fleet.now += seconds
     lines = fleet.scrape()
     assert lines["stays"] == 10 + 11 and lines["host-999"] == 10, "all is shown of who serves, sums of who is gone"
-    assert len(lines) == 1 + min(MOST_GONE, KEPT_SECONDS / seconds)
+    assert len(lines) == 1 + min(MAX_GONE_WORKERS, KEPT_SECONDS / seconds)
     assert sum(row["steps"] for row in fleet.report.to_json()["workers"]) == 3 * 1000, "the report forgets no sum"
     fleet.now += GONE_SECONDS
     fleet.join("new")
     fleet.step("new")
-    assert len(fleet.report.workers) <= 2 + MOST_GONE, "nor is much more kept than is shown"
+    assert len(fleet.report.workers) <= 2 + MAX_GONE_WORKERS, "nor is much more kept than is shown"
     names = {row["worker"] for row in fleet.report.to_json()["workers"]}
-    assert names >= {"(other)", "new"} and len(names) <= 3 + MOST_GONE
+    assert names >= {"(other)", "new"} and len(names) <= 3 + MAX_GONE_WORKERS
     assert fleet.scrape()["new"] == 10 + 11
 
 
@@ -245,12 +245,12 @@ def test_workers_that_nobody_asks_for_are_forgotten():
     for number in range(1000):
         fleet.report.load(f"w{number}", Load(steps=1))
         fleet.now += 1.0
-    assert len(fleet.report._workers.states) <= MOST_GONE + GONE_SECONDS + 2
+    assert len(fleet.report._workers.states) <= MAX_GONE_WORKERS + GONE_SECONDS + 2
 
 
 def test_all_that_serve_are_shown():
     fleet = Fleet()
-    names = [f"host-{number}" for number in range(3 * MOST_GONE)]
+    names = [f"host-{number}" for number in range(3 * MAX_GONE_WORKERS)]
     for _ in range(2):
         for name in names:
             fleet.join(name)

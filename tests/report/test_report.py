@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from radixrt.messages import Load, Origin
 from radixrt.report import Report, to_text
 from radixrt.report.causes import Misses, explain
-from radixrt.report.report import MOST_DEPTH, MOST_NAME, MOST_PROGRAMS, OTHER, VERSION
-from radixrt.report.text import MOST_ROWS, WIDTH
+from radixrt.report.report import MAX_DEPTH, MAX_NAME_CHARS, MAX_PROGRAMS, OTHER, VERSION
+from radixrt.report.text import MAX_ROWS, WIDTH
 
 
 def ids(*tokens: int) -> bytes:
@@ -149,23 +149,23 @@ def test_a_tenant_sees_its_own():
 
 def test_names_that_callers_choose_are_bounded():
     report = Report(10**6)
-    for i in range(MOST_PROGRAMS + 50):
+    for i in range(MAX_PROGRAMS + 50):
         finish(report, (1, 2), 0, origin=Origin(f"p{i}" + "x" * 1000, "", i * 10))
     data = report.to_json()
     names = {r["program"] for r in data["programs"]}
-    assert len(names) == MOST_PROGRAMS + 1 and OTHER in names and max(map(len, names)) == MOST_NAME
-    assert max(r["depth"] for r in data["programs"]) == MOST_DEPTH
-    assert data["total"]["requests"] == MOST_PROGRAMS + 50
+    assert len(names) == MAX_PROGRAMS + 1 and OTHER in names and max(map(len, names)) == MAX_NAME_CHARS
+    assert max(r["depth"] for r in data["programs"]) == MAX_DEPTH
+    assert data["total"]["requests"] == MAX_PROGRAMS + 50
     text = to_text(data)
-    assert len(text.splitlines()) < 50 and f"and {len(data['programs']) - MOST_ROWS} more" in text
+    assert len(text.splitlines()) < 50 and f"and {len(data['programs']) - MAX_ROWS} more" in text
 
 
 def test_lines_are_bounded_also_by_depth():
     report = Report(10**6)
-    for i in range(MOST_PROGRAMS):
+    for i in range(MAX_PROGRAMS):
         for depth in range(4):
             finish(report, (1, 2), 0, origin=Origin(f"p{i}", "", depth))
-    assert len(report.to_json()["programs"]) == MOST_PROGRAMS + 4
+    assert len(report.to_json()["programs"]) == MAX_PROGRAMS + 4
 
 
 def test_beyond_the_budget_the_bound_is_a_lower_one():

@@ -18,12 +18,12 @@ from radixrt.messages import ChatPrompt
 from radixrt.report import Report, to_text
 from radixrt.report.volatile import (
     HEAD,
-    LEAST_CHANGES,
-    LEAST_SAME,
     LONG,
-    MOST_KINDS,
-    MOST_NAMESPACES,
-    MOST_SPAN,
+    MAX_KINDS,
+    MAX_NAMESPACES,
+    MAX_SPAN_TOKENS,
+    MIN_CHANGES,
+    MIN_SAME_TOKENS,
     NEAR,
     Change,
     PrefixBreakingTexts,
@@ -77,7 +77,7 @@ def test_a_nonce_is_named_with_what_it_cost(seed):
     without it would have hit, from the second request on."""
     rng, feed = random.Random(seed), Feed()
     head, trunk = some(rng, rng.choice((0, 1, 5, 300, NEAR - 200))), some(rng, LONG + rng.randrange(400))
-    size = rng.choice((1, 2, 8, 40, MOST_SPAN - 20))
+    size = rng.choice((1, 2, 8, 40, MAX_SPAN_TOKENS - 20))
     sessions = [trunk + some(rng, 5) for _ in range(3)]
     tails: list[Ids] = []
     lost = []
@@ -176,7 +176,7 @@ def test_it_is_named_as_soon_as_it_is_sure():
     head, trunk = some(rng, 10), some(rng, LONG + 50)
     for requests in range(1, 13):
         feed.ask(head + some(rng, 4) + trunk)
-        assert bool(feed.rows()) == (requests > LEAST_CHANGES)
+        assert bool(feed.rows()) == (requests > MIN_CHANGES)
 
 
 # ---------------------------------------------------------------- what is not
@@ -208,7 +208,7 @@ def test_a_name_that_stays_for_a_session_is_none():
 
 
 @pytest.mark.parametrize(
-    ("span", "same"), [(MOST_SPAN * 2, LONG * 4), (4, LONG - 40)], ids=["a long text changes", "little follows"]
+    ("span", "same"), [(MAX_SPAN_TOKENS * 2, LONG * 4), (4, LONG - 40)], ids=["a long text changes", "little follows"]
 )
 def test_what_is_no_short_text_before_a_long_one(span, same):
     rng, feed = random.Random(7), Feed()
@@ -221,7 +221,7 @@ def test_alignment_is_exact():
     rng = random.Random(8)
     for _ in range(300):
         head, trunk = some(rng, rng.randrange(60)), some(rng, LONG + rng.randrange(99))
-        old, new = some(rng, rng.randrange(MOST_SPAN)), some(rng, rng.randrange(MOST_SPAN))
+        old, new = some(rng, rng.randrange(MAX_SPAN_TOKENS)), some(rng, rng.randrange(MAX_SPAN_TOKENS))
         same = common(old + trunk, new + trunk)
         found = aligned(to_bytes(head + old + trunk), to_bytes(head + new + trunk), len(head) + same)
         if old == new:
@@ -246,7 +246,7 @@ def test_alignment_of_dull_text_is_true():
         before = (0, 0)
         for change in aligned(to_bytes(one), to_bytes(other), common(one, other)):
             assert one[before[0] : change.old] == other[before[1] : change.new]
-            assert before == (0, 0) or change.old - before[0] >= LEAST_SAME
+            assert before == (0, 0) or change.old - before[0] >= MIN_SAME_TOKENS
             before, found = (change.old_end, change.new_end), found + 1
     assert found > 500
 
@@ -266,11 +266,11 @@ def test_a_span_is_short_in_both():
 
 def test_memory_is_bounded():
     rng, volatile = random.Random(9), PrefixBreakingTexts()
-    for tenant in range(MOST_NAMESPACES + 20):
-        for _ in range(MOST_KINDS + 3):
+    for tenant in range(MAX_NAMESPACES + 20):
+        for _ in range(MAX_KINDS + 3):
             volatile.arrived("t", f"n{tenant}", to_bytes(some(rng, 400)), 0)
     heads = [kind.head for kinds in volatile._kinds.values() for kind in kinds]
-    assert len(volatile._kinds) == MOST_NAMESPACES and len(heads) == MOST_NAMESPACES * MOST_KINDS
+    assert len(volatile._kinds) == MAX_NAMESPACES and len(heads) == MAX_NAMESPACES * MAX_KINDS
     volatile.arrived("t", "n", to_bytes(some(rng, HEAD + 99)), 0)
     assert len(volatile._kinds["t", "n"][0].head) == HEAD * 4
 

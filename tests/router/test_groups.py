@@ -179,7 +179,7 @@ def test_few_sequences_are_admitted_together():
 
 
 def test_a_worker_remembers_few_groups(monkeypatch):
-    monkeypatch.setattr("radixrt.worker.waiting.MOST_GROUPS", 3)
+    monkeypatch.setattr("radixrt.worker.waiting.MAX_GROUPS", 3)
     engine = Engine("w")
     arrivals = []
     for id, group in enumerate((1, 2, 3, 1, 4, 1, 0)):

@@ -92,7 +92,7 @@ def test_each_request_is_answered_once():
 
 
 def test_what_is_owed_is_bounded_and_forgotten(monkeypatch):
-    monkeypatch.setattr(links, "MOST_OWED", 5)
+    monkeypatch.setattr(links, "MAX_OWED_ERRORS", 5)
     clients, socket = make()
     for id in range(9):
         assert not clients.send(b"c", Info(id, None), lambda _: [])

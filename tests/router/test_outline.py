@@ -17,7 +17,7 @@ from radixrt.messages import (
     Segment,
     TextSegment,
 )
-from radixrt.router.outline import LEAST_ANSWERS, as_chat, bulk_render
+from radixrt.router.outline import MIN_ANSWERS, as_chat, bulk_render
 
 
 class Template:
@@ -115,7 +115,7 @@ def test_prompts_are_those_that_are_rendered_alone(kind):
     for _ in range(600):
         transcript = a_list(rng)
         prompts = alone(transcript, template)
-        many += len(prompts) >= LEAST_ANSWERS
+        many += len(prompts) >= MIN_ANSWERS
         if (found := bulk_render(template, [], None, transcript)) is not None:
             bulk_rendered += 1
             assert [found.text[:end] for end in found.ends] == prompts

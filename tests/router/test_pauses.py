@@ -110,7 +110,7 @@ def test_each_of_a_state_ends_when_its_own_time_has_passed(core):
 
 
 def test_there_are_only_so_many(core, monkeypatch):
-    monkeypatch.setattr(pauses, "MOST_PAUSES", 3)
+    monkeypatch.setattr(pauses, "MAX_PAUSES", 3)
     for number in (1, 1, 2):
         core.pause(STATE._replace(number=number), "n", SAID, None, 1.0)
     effects = core.pause(STATE._replace(number=3), "n", SAID, None, 2.0)
@@ -119,7 +119,7 @@ def test_there_are_only_so_many(core, monkeypatch):
 
 
 def test_who_has_most_pauses_gives(core, monkeypatch):
-    monkeypatch.setattr(pauses, "MOST_PAUSES", 8)
+    monkeypatch.setattr(pauses, "MAX_PAUSES", 8)
     other = Key("other", STATE.scope, 1)
     core.pause(other, "o", SAID, None, 1.0)
     for number in range(20):

@@ -291,7 +291,7 @@ def test_a_stop_string_that_no_answer_has_costs_little(running, text, monkeypatc
     decoded = []
     decode = TextService.decode_now
     monkeypatch.setattr(TextService, "decode_now", lambda self, ids: decoded.append(len(ids) // 4) or decode(self, ids))
-    monkeypatch.setattr(said, "MOST_DECODED", 5000)
+    monkeypatch.setattr(said, "MAX_DECODED_TOKENS", 5000)
     ids = text.encode_now(TextPrompt("The quick brown fox. " * 50))
     answer = GeneratedSegment(ids, "something else", "z" * 100_000, Sampling())
     delta = ask(client, 1, StatePrompt(SCOPE, 0, [TextSegment("x"), answer]))

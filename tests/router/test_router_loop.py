@@ -39,7 +39,7 @@ from radixrt.messages import (
     Unknown,
 )
 from radixrt.router.effects import Order
-from radixrt.router.links import MOST_ORDERS
+from radixrt.router.links import MAX_BATCH_MESSAGES
 from radixrt.router.loop import NAME_TAKEN, RouterServer
 from radixrt.router.tokens import TextService
 from tests.waiting import eventually
@@ -403,10 +403,10 @@ def test_orders_of_one_turn_go_together(monkeypatch):
         monkeypatch.setattr(socket, "send", lambda identity, order: sent.append((identity, order)) or True)
         monkeypatch.setattr(server.core, "lose", lambda name, now: lost.append(name) or [])
         server._workers.bind("w", b"1")
-        orders = [Abort([number]) for number in range(MOST_ORDERS + 2)]
+        orders = [Abort([number]) for number in range(MAX_BATCH_MESSAGES + 2)]
         for order in orders:
             server._perform([Order("w", order)])
-        assert len(sent) == 1 + MOST_ORDERS, "the first does not wait, nor do more than so many"
+        assert len(sent) == 1 + MAX_BATCH_MESSAGES, "the first does not wait, nor do more than so many"
         await asyncio.sleep(0.01)
         assert sent == [(b"1", wire.encode(order)) for order in orders]
         server._perform([Order("w", Abort([8])), Order("w", Abort([9]))])

@@ -225,7 +225,7 @@ def test_any_program_makes_the_prompts_of_the_reference(folder, data):
 def test_any_chat_makes_the_prompts_of_the_reference(folder, data):
     """Also where the template rewrites what was said, and with bulk renders of any list."""
     text = data.draw(st.sampled_from(services(folder)))
-    with mock.patch.object(outline, "LEAST_ANSWERS", data.draw(st.sampled_from([1, 8]))):
+    with mock.patch.object(outline, "MIN_ANSWERS", data.draw(st.sampled_from([1, 8]))):
         teller = Teller(text, data.draw(st.lists(st.booleans(), max_size=12)))
         for role, content, steps in data.draw(st.lists(TURN, min_size=1, max_size=4)):
             teller.say(MessageSegment(role, content))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from radixrt.messages import Run, Sampling, TokenLogprob
 from radixrt.worker.drafting import (
     ACCEPTANCE,
-    LEAST_ACCEPTANCE,
-    MOST_ROWS,
+    MAX_ROWS,
+    MIN_ACCEPTANCE,
     RECENT_NAMESPACES,
     SHORTEST,
     SHORTEST_IF_ALTERNATING,
@@ -229,11 +229,11 @@ def test_a_step_has_no_more_rows_than_are_free_of_cost():
     engine = Engine(runner, drafter=Prophet(64, False, 1000), rows=64)
     engine.generate(prompts(20, 5, 5, vocab_size=VOCAB))
     sizes = [tokens for _, tokens in runner.steps[1:]]
-    assert MOST_ROWS // 2 < max(sizes) <= MOST_ROWS
+    assert MAX_ROWS // 2 < max(sizes) <= MAX_ROWS
 
 
 @pytest.mark.parametrize("overlaps", [0, 1])
-@pytest.mark.parametrize("budget", [8, 32, MOST_ROWS])
+@pytest.mark.parametrize("budget", [8, 32, MAX_ROWS])
 def test_drafts_leave_most_of_a_small_step_to_prompts(budget, overlaps):
     runner = ways()[overlaps]
     engine = Engine(runner, chunk=budget, drafter=Prophet(budget, False, 1000))
@@ -253,7 +253,7 @@ def test_drafts_leave_most_of_a_small_step_to_prompts(budget, overlaps):
 
 def test_long_prompts_are_noted_one_after_the_other(monkeypatch):
     """That of one which does not draft takes nobody's turn."""
-    monkeypatch.setattr("radixrt.worker.speculation.MOST_NOTED", 100)
+    monkeypatch.setattr("radixrt.worker.speculation.MAX_NOTED_TOKENS", 100)
     engine = Engine(ways()[0], drafter=Drafter(4, False))
     engine.add([7] * 150, LONG, score_from=1)
     for prompt in prompts(4, 70, 70, vocab_size=VOCAB):
@@ -289,7 +289,7 @@ def test_what_drafts_gain_counts_between_tenants():
 def test_large_batches_do_without():
     runner, drafter = ways()[0], Prophet(5, False, 1000)
     engine = Engine(runner, rows=100, drafter=drafter)
-    engine.generate(prompts(MOST_ROWS // 2 + 1, 5, 5, vocab_size=VOCAB), Sampling(max_tokens=9, temperature=0.0))
+    engine.generate(prompts(MAX_ROWS // 2 + 1, 5, 5, vocab_size=VOCAB), Sampling(max_tokens=9, temperature=0.0))
     assert not drafter.drafted
 
 
@@ -626,7 +626,7 @@ def test_who_is_always_wrong_stops_until_it_is_sure():
         drafter.learn(Draft(short, ids, 0), 0)
         steps += 1
         assert steps < 20
-    assert short.draft_state.acceptance < LEAST_ACCEPTANCE and not drafter.begins(short, 1)
+    assert short.draft_state.acceptance < MIN_ACCEPTANCE and not drafter.begins(short, 1)
     assert drafter.drafted == 8 * steps and not drafter.accepted
     short.tokens.append(110 + SURE - 1)
     assert len(drafter.draft(short, 8, 1)) == 8 and drafter.begins(short, 1)

@@ -108,7 +108,7 @@ def test_nothing_stays_of_a_failed_step_that_two_share(kind):
 
 def one_left_out(monkeypatch) -> tuple[Bench, Plan]:
     """A step without request 2, which is admitted on what request 1 computes in it."""
-    monkeypatch.setattr("radixrt.worker.building.MOST_SCORED", 10)
+    monkeypatch.setattr("radixrt.worker.building.MAX_SCORED_TOKENS", 10)
     bench = Bench(chunk=100)
     bench.add(0, [4] * 20, 0, score_from=1)
     bench.add(1, [5] * 30, 2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
-from radixrt.worker.drafting import MOST_MATCHED, Drafter
+from radixrt.worker.drafting import MAX_MATCHED_REQUESTS, Drafter
 from radixrt.worker.fake import EOS
 from radixrt.worker.loading import load_runner
 from radixrt.worker.matching import fill_masks
@@ -194,7 +194,7 @@ def test_masks_after_a_draft(how, by_bytes):
 
 def test_among_many_those_with_a_grammar_do_not_draft():
     drafter, one = Drafter(8, False), request(repeating(9))
-    assert drafter.begins(one, MOST_MATCHED + 1)
+    assert drafter.begins(one, MAX_MATCHED_REQUESTS + 1)
     one.matcher = object()
-    assert drafter.begins(one, MOST_MATCHED) and not drafter.begins(one, MOST_MATCHED + 1)
-    assert drafter.draft(one, 8, MOST_MATCHED) and not drafter.draft(one, 8, MOST_MATCHED + 1)
+    assert drafter.begins(one, MAX_MATCHED_REQUESTS) and not drafter.begins(one, MAX_MATCHED_REQUESTS + 1)
+    assert drafter.draft(one, 8, MAX_MATCHED_REQUESTS) and not drafter.draft(one, 8, MAX_MATCHED_REQUESTS + 1)

@@ -581,9 +581,9 @@ def test_random_faults(
 ) -> None:
     seed = states * host_states + page_size
     rng = random.Random(seed)
-    monkeypatch.setattr("radixrt.worker.scheduler.MANY", rng.choice([1, 10, 512, 100_000]))
-    monkeypatch.setattr("radixrt.worker.scheduler.FEW", rng.choice([1, 10, 2048]))
-    monkeypatch.setattr("radixrt.worker.building.MOST_SCORED", 10)
+    monkeypatch.setattr("radixrt.worker.scheduler.MIN_FETCHED_TOKENS", rng.choice([1, 10, 512, 100_000]))
+    monkeypatch.setattr("radixrt.worker.scheduler.MAX_OTHER_TOKENS", rng.choice([1, 10, 2048]))
+    monkeypatch.setattr("radixrt.worker.building.MAX_SCORED_TOKENS", 10)
     faults = rng.choice([0.0, 0.03, 0.1])
     bench, expected = load(seed, page_size, pages, host, faults, states=states, host_states=host_states)
     for id, tokens in expected.items():

@@ -51,7 +51,7 @@ def plainly(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top_k: i
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize(("count", "length"), [(1, 16), (1, 700), (30, 45), (19, 513)])
 def test_the_highest_scores_are_selected(exact, count, length, monkeypatch):
-    monkeypatch.setitem(sparse.MOST_ELEMENTS, "cpu", 7 * 5 * length)  # 7 queries at once
+    monkeypatch.setitem(sparse.MAX_ELEMENTS, "cpu", 7 * 5 * length)  # 7 queries at once
     q, weights, keys = torch.randn(count, 5, 12), torch.randn(count, 5), torch.randn(length, 12)
     found = sparse.select(q, weights, keys, 16, exact)
     assert torch.equal(found, plainly(q, weights, keys, 16))

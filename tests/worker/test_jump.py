@@ -8,7 +8,7 @@ import json
 import pytest
 
 from radixrt.worker.grammar import _parsed
-from radixrt.worker.jump import LONGEST, MOST_FORCED, Spelling, forced_text, is_bounded
+from radixrt.worker.jump import LONGEST, MAX_FORCED_BYTES, Spelling, forced_text, is_bounded
 from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
 from tests.checkpoints import make_tokenizer
 
@@ -141,7 +141,7 @@ def test_the_shortest_text_counts():
     def bounded(size: int) -> bool:
         return is_bounded(_parsed("ebnf", f'root ::= "{"x" * size}" | y\ny ::= "{"x" * 200}" [a-z]').serialize_json())
 
-    assert bounded(MOST_FORCED) and not bounded(MOST_FORCED + 1)
+    assert bounded(MAX_FORCED_BYTES) and not bounded(MAX_FORCED_BYTES + 1)
 
 
 def test_long_text_comes_in_parts():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.drafting import MOST_MATCHED, MOST_ROWS, WAIT, Drafter
+from radixrt.worker.drafting import MAX_MATCHED_REQUESTS, MAX_ROWS, WAIT, Drafter
 from radixrt.worker.fake import EOS, FakeRunner
 from radixrt.worker.predictions import ACCEPTANCE, Passes, Proposals, best_count, expected
 from radixrt.worker.request import Request
@@ -75,7 +75,7 @@ def test_what_passes_and_rows_cost_decides_how_many_are_proposed():
         drafter.passes = Passes()
         drafter.passes.add(0.0065)
         assert drafter.proposes([]) == (0 if overlaps else 1)
-    assert Drafter(8, False, predicts=True).proposes([request([5])] * (MOST_ROWS // 2 + 1)) == 0
+    assert Drafter(8, False, predicts=True).proposes([request([5])] * (MAX_ROWS // 2 + 1)) == 0
 
 
 def test_the_better_of_what_is_looked_up_and_what_is_proposed_is_drafted():
@@ -100,7 +100,10 @@ def test_the_better_of_what_is_looked_up_and_what_is_proposed_is_drafted():
     assert drafter.begins(other, 1)
     assert drafter.draft(other, 8, 1) == [7, 8, 9]
     other.matcher = object()
-    assert drafter.draft(other, 8, MOST_MATCHED) == [7, 8, 9] and drafter.draft(other, 8, MOST_MATCHED + 1) == []
+    assert (
+        drafter.draft(other, 8, MAX_MATCHED_REQUESTS) == [7, 8, 9]
+        and drafter.draft(other, 8, MAX_MATCHED_REQUESTS + 1) == []
+    )
     other.matcher = None
     other.draft_state.proposals.acceptance = 0.3
     assert drafter.draft(other, 8, 1) == [7, 8], "what is proposed already costs rows alone"

@@ -288,7 +288,7 @@ def test_what_is_computed_while_a_request_waits_is_its_hit() -> None:
 
 def test_a_step_scores_no_more_than_its_rows_of_logits(monkeypatch) -> None:
     """Several long texts at once, beside one that generates: all are scored, some tokens a step."""
-    monkeypatch.setattr("radixrt.worker.building.MOST_SCORED", 10)
+    monkeypatch.setattr("radixrt.worker.building.MAX_SCORED_TOKENS", 10)
     bench = Bench(pages=300, chunk=64, rows=8)
     prompts = [[100 + i, *range(3, 43)] for i in range(3)]
     for i, prompt in enumerate(prompts):

@@ -10,7 +10,7 @@ from radixrt.messages import Run, Sampling
 from radixrt.worker.request import Request
 from radixrt.worker.waiting import (
     ANSWER,
-    MOST_SECONDS,
+    MAX_SECONDS,
     OTHERS,
     OVERTAKING,
     OVERTAKING_WITHOUT_ROOM,
@@ -371,7 +371,7 @@ def test_the_oldest_is_overtaken_once_and_for_so_long_at_most(clock):
     cache = Hits()
     cache.of = {2: 9_999}
     waiting = queue_of(cache, *(requests := [asked(id, 10_000, id) for id in range(3)]))
-    clock.now = MOST_SECONDS - 1
+    clock.now = MAX_SECONDS - 1
     assert [r.id for r in waiting.candidates()] == [2]
     waiting._queues["a"]._overtaking_tokens = 9_000 + ANSWER
     clock.now += 1
@@ -386,7 +386,7 @@ def test_the_oldest_is_overtaken_once_and_for_so_long_at_most(clock):
     assert [r.id for r in waiting.candidates()] == [2], "from when it is the oldest"
     waiting._queues["a"]._overtaking_tokens += 10_000 + ANSWER
     assert [r.id for r in waiting.candidates()] == [2]
-    clock.now += MOST_SECONDS
+    clock.now += MAX_SECONDS
     assert [r.id for r in waiting.candidates()] == [1, 2]
 
 

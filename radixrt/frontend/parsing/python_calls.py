@@ -33,10 +33,10 @@ _ARGUMENT = re.compile(r"""[^\n=,()\[\]{}"']""")
 _ANY_NAME = "[a-zA-Z_][a-zA-Z0-9_]*"
 """In grammars: the name of an argument that the schema does not define."""
 _DEFINITIONS = ("$defs", "definitions")
-MOST_ORDERED = 16
+MAX_ORDERED_ARGUMENTS = 16
 """The most optional arguments for which a grammar fixes the order, that of the schema: its size is quadratic in
 them."""
-MOST_WRITTEN = 1 << 20
+MAX_WRITTEN_BYTES = 1 << 20
 """The most bytes of definitions, counted for each argument, for which a grammar fixes the order of arguments."""
 _UNREADABLE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 _CONSTANTS = {"true": True, "false": False, "null": None}
@@ -132,7 +132,7 @@ def call_tag(function: Function) -> dict[str, Any]:
 def written(schema: Schema) -> dict[str, Any]:
     """A structural tag's format for named arguments: required ones first, in the order of the schema."""
     values = dict(_named_values(schema))
-    if values and len(values) * len(json.dumps(_shared(schema))) > MOST_WRITTEN:
+    if values and len(values) * len(json.dumps(_shared(schema))) > MAX_WRITTEN_BYTES:
         return _anything()
     if not values:
         closed = isinstance(schema, dict) and schema.get("additionalProperties") is False
@@ -142,7 +142,7 @@ def written(schema: Schema) -> dict[str, Any]:
     first = [part for name in required for part in (constant(", "), values[name])][1:]
     if required:
         return sequence(*first, *others)
-    if len(values) > MOST_ORDERED:
+    if len(values) > MAX_ORDERED_ARGUMENTS:
         return _some({"type": "or", "elements": list(values.values())})
     # Any of the optional arguments may be the first.
     begins = [sequence(value, *others[n + 1 :]) for n, value in enumerate(values.values())]

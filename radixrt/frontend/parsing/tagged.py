@@ -16,8 +16,8 @@ from radixrt.frontend.parsing.reader import Reader, Steps, marks
 _REFERENCE = re.compile(r"#/(?:\$defs|definitions)/([^/]+)")
 QUOTED = '">'
 """What comes after a name in quotes."""
-MOST_REFERENCES = 16
-MOST_SPACE = 2
+MAX_REFERENCES = 16
+MAX_SPACE_CHARS = 2
 """The most consecutive white-space characters that a grammar allows."""
 
 
@@ -95,7 +95,7 @@ def _kind(reader: Reader, schema: Schema, tags: Tags) -> Steps[Schema | None]:
 def content_of(function: Function, style: str) -> dict[str, Any]:
     """A structural tag's format for arguments in a `style` of xgrammar, optionally followed by a line feed."""
     schema = _with_items(function.schema)
-    return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": MOST_SPACE}
+    return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": MAX_SPACE_CHARS}
 
 
 def _with_items(schema: Schema) -> Schema:
@@ -152,7 +152,7 @@ def _line_end(reader: Reader) -> Steps[None]:
 def _of_key(schema: Schema, key: str) -> Schema:
     """The schema of an argument, references resolved; {} if there is none."""
     found = schema.get("properties", {}).get(key, {}) if isinstance(schema, dict) else {}
-    for _ in range(MOST_REFERENCES):
+    for _ in range(MAX_REFERENCES):
         match = _REFERENCE.fullmatch(found.get("$ref", "")) if isinstance(found, dict) else None
         if not match:
             break

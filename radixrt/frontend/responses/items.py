@@ -13,7 +13,7 @@ from radixrt.frontend.responses.tools import Listed
 
 Item = dict[str, Any]
 Message = dict[str, Any]
-MOST_ITEMS, DEFAULT_ITEMS = 100, 20
+MAX_ITEMS, DEFAULT_ITEMS = 100, 20
 """The largest and the default number of items of a page."""
 COMPLETED = {"status": "completed"}
 PREFIXES = {
@@ -43,8 +43,8 @@ def page(
     if order == "desc":
         items.reverse()
     limit = asked.get("limit", f"{DEFAULT_ITEMS}")
-    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MOST_ITEMS:
-        refuse("limit", f"must be a number from 1 to {MOST_ITEMS}")
+    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MAX_ITEMS:
+        refuse("limit", f"must be a number from 1 to {MAX_ITEMS}")
     first = 0
     if (after := asked.get("after")) is not None:
         first = next((n for n, item in enumerate(items, 1) if item["id"] == after), 0)

@@ -27,7 +27,7 @@ from radixrt.frontend.responses.store import LocalResponses
 from radixrt.frontend.responses.tools import listed
 
 RESPONSES_PATH = "/v1/responses"
-MANY_MESSAGES = 1024
+MAX_INLINE_CHAIN_MESSAGES = 1024
 """Chains of more messages are read in a thread."""
 _create = msgspec.json.Decoder(Create)
 
@@ -78,7 +78,9 @@ class Responses:
         turns, before = await self._before(namespace, body.previous_response_id, key)
         if isinstance(body.input, list) and any(map(is_reference, body.input)):
             body.input = await resolved(body.input, lambda response: self._store.body(namespace, response, key))
-        return await apart(is_large(request) or len(before) > MANY_MESSAGES, lambda: Asked(body, before)), turns
+        return await apart(
+            is_large(request) or len(before) > MAX_INLINE_CHAIN_MESSAGES, lambda: Asked(body, before)
+        ), turns
 
     async def get(self, request: Request, key: str) -> Response:
         if request.query_params.get("stream") == "true":
@@ -99,7 +101,7 @@ class Responses:
         body = await self._store.body(namespace, response_id, key)
         tools = listed(msgspec.json.decode(body)["tools"]) if body else []
         items = await apart(
-            len(messages) > MANY_MESSAGES, lambda: page(response_id, messages, request.query_params, tools)
+            len(messages) > MAX_INLINE_CHAIN_MESSAGES, lambda: page(response_id, messages, request.query_params, tools)
         )
         return Response(encode(items), media_type="application/json")
 

@@ -16,7 +16,7 @@ import tokenizers
 from radixrt.router.tokens.cuts import REGEXES, AddedToken, steps_of
 from radixrt.vocabularies import BYTE_TOKEN, SPACE, byte_level_bytes
 
-FEW_CHARS = 16_384
+MAX_UNBOUNDED_CHARS = 16_384
 """Texts of up to so many characters are encoded without looking at the bound."""
 COMPOSED = 4
 """By what factor NFC may shorten a text at most (3.5 in Unicode 15: U+1FBE U+0308 U+0301 becomes U+0390)."""
@@ -36,9 +36,11 @@ class LeastTokens(NamedTuple):
         if not self.longest:
             return 0
         chars = len(text)
-        if self.spaces_vanish and chars > FEW_CHARS:
-            chars = sum(len("".join(text[at : at + FEW_CHARS].split())) for at in range(0, chars, FEW_CHARS))
-        return chars // self.longest if chars > FEW_CHARS else 0
+        if self.spaces_vanish and chars > MAX_UNBOUNDED_CHARS:
+            chars = sum(
+                len("".join(text[at : at + MAX_UNBOUNDED_CHARS].split())) for at in range(0, chars, MAX_UNBOUNDED_CHARS)
+            )
+        return chars // self.longest if chars > MAX_UNBOUNDED_CHARS else 0
 
 
 NO_BOUND = LeastTokens()

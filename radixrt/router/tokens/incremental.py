@@ -14,7 +14,7 @@ from radixrt.router.tokens.cuts import ANCHOR, Cuts
 from radixrt.router.tokens.turns import LONG, Steps
 
 MEMORY_TOKENS = 4_000_000
-LEAST_BYTES = 32 * TOKEN_BYTES
+MIN_BYTES = 32 * TOKEN_BYTES
 """The least size that a part counts for: it takes about 250 bytes beside its ids."""
 
 STEP_CHARS = 16_384
@@ -26,7 +26,7 @@ EncodeMany = Callable[[list[str]], list[list[int]]]
 
 
 class Incremental:
-    """A cache of the ids of parts of texts, at most `max_tokens` ids. Each part counts for at least LEAST_BYTES, and
+    """A cache of the ids of parts of texts, at most `max_tokens` ids. Each part counts for at least MIN_BYTES, and
     for a byte per character. Beyond that the least recently used parts of the tenant with most are dropped.
 
     Texts are cut where the ids of the parts are the ids of the whole (`cuts.py`), so that the result is always what
@@ -136,7 +136,7 @@ class Incremental:
 
 def _size(part: str, ids: bytes) -> int:
     """Bytes that a part counts for. Its text counts as well, since some texts have very few ids."""
-    return max(len(ids), len(part), LEAST_BYTES)
+    return max(len(ids), len(part), MIN_BYTES)
 
 
 class PendingText:

@@ -18,7 +18,7 @@ from radixrt.router.tokens.tokenizer import Tokenizer
 from radixrt.router.tokens.turns import Steps, finished
 
 MEMORY_TOKENS = 4_000_000
-LEAST_TOKENS = 32
+MIN_TOKENS = 32
 """The fewest tokens that an answer counts for: it takes about 600 bytes beside its tokens."""
 MAX_VARIANTS = 8
 """The most answers that are kept with the same text but different thinking."""
@@ -69,7 +69,7 @@ class Sessions:
         max_tokens: int = MEMORY_TOKENS,
         keep_thinking: bool = False,
         *,
-        least_tokens: int = LEAST_TOKENS,
+        least_tokens: int = MIN_TOKENS,
     ) -> None:
         self._tokenizer = tokenizer
         self._speller = Speller(tokenizer, keep_thinking)

@@ -294,7 +294,7 @@ def attend(
 SYSTEM_SHARED = 1024
 """Bytes of shared memory that the system reserves for each program, beside the program's own (CUDA C++ Programming
 Guide, compute capabilities)."""
-MOST_PROGRAMS = 32
+MAX_PROGRAMS = 32
 """The most programs that a multiprocessor runs at once (same source)."""
 
 
@@ -325,7 +325,7 @@ def best_tiling(
     registers = variant.warps * 32 * (-(-compiled.n_regs // 8) * 8)
     shared = compiled.metadata.shared + SYSTEM_SHARED
     fit = min(chip.regs_per_multiprocessor // registers, chip.shared_memory_per_multiprocessor // shared)
-    return tiling(variant, shape, chip.multi_processor_count * max(1, min(fit, MOST_PROGRAMS)), single=causal)
+    return tiling(variant, shape, chip.multi_processor_count * max(1, min(fit, MAX_PROGRAMS)), single=causal)
 
 
 def merge(

@@ -24,7 +24,7 @@ from radixrt.worker.cuda.work import Tiles, Tiling, make_items, make_merges, seq
 HELD_BYTES = 1 << 29
 """The most bytes of partial results at a time, where the length of parts is fixed: those of a chunk after a long
 context would not all fit on the GPU."""
-MOST_ITEMS = (1 << 16) - 1
+MAX_ITEMS = (1 << 16) - 1
 """The most items of a launch: the limit of a grid's second size (CUDA C++ Programming Guide, compute capabilities)."""
 
 
@@ -114,7 +114,7 @@ class PagedStep:
         self._variants: dict[int | None, Variant] = {}
         self._pieces: dict[int | None, list[tuple[PackedArray | None, ...]]] = {window: [] for window in windows}
         self._partials = 1
-        most = min(MOST_ITEMS, HELD_BYTES // (4 * shape.heads * (shape.value_dim + 1)))
+        most = min(MAX_ITEMS, HELD_BYTES // (4 * shape.heads * (shape.value_dim + 1)))
         for window in windows:
             self._variants[window], how = plain if plain is not None and window is None else (variant, cut)
             tiles = sequence_tiles(

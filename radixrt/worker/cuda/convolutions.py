@@ -24,8 +24,8 @@ STEP_REGISTERS = 128
 the limit, the loop over a draft takes 142 for the same work."""
 CHANNELS = 512
 """Channels of a program for a chunk. It computes all tokens of a chunk, one after the other or, in steps of less than
-FEW chunks, ROWS tokens at once."""
-FEW, ROWS = 32, 4
+MAX_SPLIT_CHUNKS chunks, ROWS tokens at once."""
+MAX_SPLIT_CHUNKS, ROWS = 32, 4
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def conv_chunks(
     channels, bias, chunks, tokens = x.shape[1], _bias(net), lists.chunks, lists.tokens
     given = x, net.conv, net.conv if bias is None else bias, chunks, states, out, channels, x.stride(0)
     kinds = states.stride(0), net.conv.shape[1], bias is not None, not isinstance(net, ShortConv)
-    if len(chunks) < FEW:
+    if len(chunks) < MAX_SPLIT_CHUNKS:
         grid = triton.cdiv(channels, CHANNELS), len(chunks), triton.cdiv(tokens, ROWS)
         launch(_conv_part_kernel, grid, cache, *given, *kinds, ROWS, CHANNELS, CHUNK_FIELDS, whole, num_warps=4)
     else:

@@ -23,7 +23,7 @@ from radixrt.worker.cuda.decodes import Cuts, DecodeWork, Lists, Room
 from radixrt.worker.cuda.delta_step import DeltaStep, PackedRuns
 from radixrt.worker.cuda.layer_kinds import AttentionGroups, MixedAttention, Works
 from radixrt.worker.cuda.predicting import INTEGERS as REQUEST_INTEGERS
-from radixrt.worker.cuda.predicting import MOST_REQUESTS, Predicting
+from radixrt.worker.cuda.predicting import MAX_REQUESTS, Predicting
 from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.step import DecodeLists, StepAttention
 from radixrt.worker.cuda.work import MERGE_FIELDS, Items
@@ -174,7 +174,7 @@ class DecodeGraphs:
                             None if self._states is None else StateWork.nothing(),
                             none if adapted else None, none if self._predicting else None)  # fmt: skip
         room = packer.used + (DRAW_INTEGERS + COPY_INTEGERS) * size + 1024
-        room += REQUEST_INTEGERS * max(size, MOST_REQUESTS) if self._predicting else 0
+        room += REQUEST_INTEGERS * max(size, MAX_REQUESTS) if self._predicting else 0
         integers = torch.zeros(room, dtype=torch.int32, device=self._model.device)
         packer.send(integers)
         torch.cuda.synchronize(self._model.device)

@@ -47,7 +47,7 @@ DECODES = (4, Tile(16, 1)), (32, Tile(32, 2)), (1 << 30, Tile(64, 2))
 """For up to so many decoded and drafted tokens (bench/delta.py --sweep)."""
 DECODE_KEYS = 128
 """The most keys of a head whose states these tiles hold in registers."""
-MANY_ROWS = 1 << 14
+MIN_LARGE_ROWS = 1 << 14
 """Heads of all tokens from which on a program normalizes more of them."""
 
 
@@ -200,7 +200,7 @@ def _gated_norm_kernel(
 def norm_and_gate(x: torch.Tensor, z: torch.Tensor, net: DeltaNet, cache: KernelCache | None) -> None:
     """The gated norm of each head of x[T, Hv, Dv], in place, by the gates z[T, Hv * Dv]."""
     spec, rows = net.spec, x.shape[0] * x.shape[1]
-    each = 4 if rows <= MANY_ROWS else 16
+    each = 4 if rows <= MIN_LARGE_ROWS else 16
     launch(
         _gated_norm_kernel, (triton.cdiv(rows, each), 1, 1), cache,
         x, z, net.norm, rows, net.eps, z.stride(0), spec.value_heads, spec.value_dim, net.ups is not None, each,

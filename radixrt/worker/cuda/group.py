@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import distributed
 
-from radixrt.worker.cuda.peers import MOST_BYTES, CustomAllReduce
+from radixrt.worker.cuda.peers import MAX_BYTES, CustomAllReduce
 from radixrt.worker.group import TorchGroup
 from radixrt.worker.model.layers import NoNorm, Norm
 from radixrt.worker.model.ops import Ops
@@ -28,7 +28,7 @@ class CustomAllReduceGroup(TorchGroup):
     def meet(self, hidden: int, rows: int, dtype: torch.dtype) -> None:
         """Set up memory that all ranks can read, for sums of up to `rows` rows of `hidden` elements. A collective."""
         ranks = self.shard.size
-        rows = min(rows, MOST_BYTES.get(ranks, 0) // (hidden * dtype.itemsize))
+        rows = min(rows, MAX_BYTES.get(ranks, 0) // (hidden * dtype.itemsize))
         found, problem = None, f"{ranks} ranks"
         if not self.smallest(int(not CustomAllReduceGroup._has_met)):
             rows, problem = 0, "this process had such a worker before"

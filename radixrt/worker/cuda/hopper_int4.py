@@ -283,11 +283,11 @@ class Kind:
 
 
 KINDS = Kind(32, 8, 8), Kind(64, 8, 6), Kind(128, 5, 4), Kind(256, 4, 2)
-MOST_SPLITS = 4
+MAX_SPLITS = 4
 """The most programs that K is divided among."""
-MOST_PARTS = 512
+MAX_PARTS = 512
 """The most parts of tiles, of a product whose K is divided: their sums take up to 67 MB."""
-LEAST, EXPAND = 80, 24
+MIN_BLOCK_ROWS, EXPAND = 80, 24
 """A block costs as much as its product with this many rows of x, at least; and as one with this many rows more."""
 BEGIN, SUMS = 300, 0.4
 """Costs of a tile beside its blocks, and of sums that are written or read, per row of x: in rows of x that are
@@ -300,14 +300,14 @@ _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 @functools.cache
 def _counts(device: torch.device) -> torch.Tensor:
     """Programs of each half of a tile that have ended: all 0 before and after a product."""
-    return torch.zeros(2 * MOST_PARTS, dtype=torch.int32, device=device)
+    return torch.zeros(2 * MAX_PARTS, dtype=torch.int32, device=device)
 
 
 @functools.cache
 def plan(rows: int, columns: int, depth: int, programs: int) -> tuple[Kind, int]:
     """The tile and the number of programs that K is divided among (`splits`) for which
 
-        ceil(tiles * splits / programs) * (ceil(blocks / splits) * max(tokens + EXPAND, LEAST) + BEGIN + sums)
+        ceil(tiles * splits / programs) * (ceil(blocks / splits) * max(tokens + EXPAND, MIN_BLOCK_ROWS) + BEGIN + sums)
 
     is least, where sums is SUMS * tokens * (splits + 1) if K is divided.
     """
@@ -316,13 +316,13 @@ def plan(rows: int, columns: int, depth: int, programs: int) -> tuple[Kind, int]
     def cost(found: tuple[Kind, int]) -> float:
         kind, splits = found
         tiles = cdiv(rows, kind.tokens) * cdiv(columns, ROWS)
-        if splits > 1 and tiles * splits > MOST_PARTS:
+        if splits > 1 and tiles * splits > MAX_PARTS:
             return math.inf
         sums = SUMS * kind.tokens * (splits + 1) if splits > 1 else 0
-        each = cdiv(blocks, splits) * max(kind.tokens + EXPAND, LEAST) + BEGIN + sums
+        each = cdiv(blocks, splits) * max(kind.tokens + EXPAND, MIN_BLOCK_ROWS) + BEGIN + sums
         return cdiv(tiles * splits, programs) * each
 
-    splits = {cdiv(blocks, cdiv(blocks, splits)) for splits in range(1, MOST_SPLITS + 1)}
+    splits = {cdiv(blocks, cdiv(blocks, splits)) for splits in range(1, MAX_SPLITS + 1)}
     return min(itertools.product(KINDS, sorted(splits)), key=cost)
 
 

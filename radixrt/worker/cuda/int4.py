@@ -37,8 +37,8 @@ FEW, SOME, MANY = Tile(16, 64, WIDTH, 2, 3), Tile(32, 64, WIDTH, 4, 3), Tile(64,
 """Tiles for up to 16, 32 and 64 rows (bench/packed_linear.py --sweep). On Hopper, two warps multiply by mma.sync, which
 takes fewer instructions for few rows than wgmma, which four warps multiply by."""
 WIDE, LARGE = Tile(64, 128, WIDTH, 4, 2), Tile(128, 128, WIDTH, 8, 2)
-"""In place of MANY, where there is one for each multiprocessor, and for up to MOST_ROWS rows."""
-MOST_ROWS = 256
+"""In place of MANY, where there is one for each multiprocessor, and for up to MAX_ROWS rows."""
+MAX_ROWS = 256
 """The most rows for which the kernel here is used."""
 FEWEST_WEIGHTS = 1 << 25
 """The fewest weights for which it is used with more rows than MANY has: fewer are dequantized in less time than its few
@@ -47,11 +47,11 @@ HOPPER = 17, 2048
 """The fewest and the most rows for which the kernel for Hopper is used (`hopper_int4`; bench/packed_linear.py)."""
 PROGRAMS = {FEW: 7, SOME: 1.5, MANY: 1.5, WIDE: 1, LARGE: 1}
 """K is divided as long as there are no more programs than this for each multiprocessor."""
-LEAST = 2
+MIN_SPLIT_BLOCKS = 2
 """The fewest blocks of K of a program, if K is divided."""
-MOST_SPLITS = 4
+MAX_SPLITS = 4
 """The most programs that K is divided among: the last one adds the sums of all."""
-MOST_TILES = 1 << 12
+MAX_TILES = 1 << 12
 """The most tiles of a product whose K is divided."""
 AHEAD = 4
 """Blocks of a weight that are prefetched."""
@@ -161,7 +161,7 @@ _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 @functools.cache
 def _counts(device: torch.device) -> torch.Tensor:
     """Programs of each tile that have ended: all 0 before and after a product."""
-    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 def fitting_stages(tile: Tile, words: int, facts: int, weights: int, memory: int, hopper: bool) -> int:
@@ -209,14 +209,16 @@ def multiply(
 def plan_for(rows: int, columns: int, depth: int, device: torch.device) -> tuple[Tile, int] | None:
     """The tile and the number of programs that K is divided among; None where it is faster to dequantize the weight
     (bench/packed_linear.py)."""
-    if rows > MOST_ROWS or (rows > MANY.rows and columns * depth < FEWEST_WEIGHTS):
+    if rows > MAX_ROWS or (rows > MANY.rows and columns * depth < FEWEST_WEIGHTS):
         return None
     tile = next((tile for tile in (FEW, SOME, MANY) if rows <= tile.rows), LARGE)
     if tile is MANY and triton.cdiv(columns, WIDE.columns) >= num_sms(device):
         tile = WIDE
     tiles = triton.cdiv(columns, tile.columns) * triton.cdiv(rows, tile.rows)
-    splits = MOST_SPLITS if tiles <= MOST_TILES else 1
-    while splits > 1 and (tiles * splits > PROGRAMS[tile] * num_sms(device) or depth < splits * LEAST * WIDTH):
+    splits = MAX_SPLITS if tiles <= MAX_TILES else 1
+    while splits > 1 and (
+        tiles * splits > PROGRAMS[tile] * num_sms(device) or depth < splits * MIN_SPLIT_BLOCKS * WIDTH
+    ):
         splits //= 2
     return tile, splits
 

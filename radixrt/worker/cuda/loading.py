@@ -15,7 +15,7 @@ import torch
 
 from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
-from radixrt.worker.building import MOST_SCORED
+from radixrt.worker.building import MAX_SCORED_TOKENS
 from radixrt.worker.cache import PageCache
 from radixrt.worker.choices import Loaded
 from radixrt.worker.cuda import full_chunks, ops
@@ -27,8 +27,8 @@ from radixrt.worker.cuda.pieces import kept_bytes, most_tokens
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.sampler import Thresholds, find_thresholds
-from radixrt.worker.cuda.segments import MOST_COPIES
-from radixrt.worker.cuda.sparse import MOST_SCORES
+from radixrt.worker.cuda.segments import MAX_COPIES
+from radixrt.worker.cuda.sparse import MAX_SCORES
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.group import TorchGroup
 from radixrt.worker.kv import KVPool, StatePool
@@ -193,9 +193,9 @@ def step_bytes(
     a chunk after a long context, the logits of scored prompts with their softmax, and the short chunks of recurrent
     layers at the ends and marks of prompts."""
     spec = loaded.spec
-    copies = (1 + MOST_COPIES) * config.max_num_batched_tokens * spec.num_heads * spec.head_dim * loaded.dtype.itemsize
+    copies = (1 + MAX_COPIES) * config.max_num_batched_tokens * spec.num_heads * spec.head_dim * loaded.dtype.itemsize
     other = (2 * copies if flashinfer else 0) + (HELD_BYTES if config.deterministic else 0)
-    other += 3 * MOST_SCORED * spec.vocab_size * 4
+    other += 3 * MAX_SCORED_TOKENS * spec.vocab_size * 4
     if spec.writers < spec.num_layers:
         inner = max(own.intermediate_size for own in spec.layers[spec.writers :])
         other += 3 * inner * config.max_num_batched_tokens * loaded.dtype.itemsize
@@ -204,7 +204,7 @@ def step_bytes(
     if spec.index is not None:
         # Scores, and the places of the highest. Slots that are selected, of two layers for a moment, and twice as much
         # for what else such queries take: a short measured step has none.
-        other += 2 * 4 * max(MOST_SCORES, spec.max_model_len) + 24 * spec.index.top_k * config.max_num_batched_tokens
+        other += 2 * 4 * max(MAX_SCORES, spec.max_model_len) + 24 * spec.index.top_k * config.max_num_batched_tokens
     # Even with full heads, short chunks take the absorbed form, and may take more memory.
     ways = [None] if full is None else [None, full]
     return other + max(_largest_step(config, loaded, model, flashinfer, way, group) for way in ways)

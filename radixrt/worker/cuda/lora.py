@@ -24,11 +24,11 @@ from radixrt.worker.model.lora import Rows, Stack
 FEW = Tile(16, 32, 256, 4, 3), Tile(16, 128, 64, 4, 2)
 """(shrink, expand) for few rows. The depth of shrink is along K, that of expand along the rank."""
 MANY = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 2)
-FEW_ROWS = 512
+MAX_SMALL_ROWS = 512
 """The most rows that are computed with FEW."""
 PROGRAMS = 132
 """Shrink has about this many programs at least, if K can be split so: the multiprocessors of an H100."""
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 EXACT_SPLITS = 4
 """Splits if results must not depend on the batch."""
 EXPANDING = 8 * PROGRAMS
@@ -189,7 +189,7 @@ def lora(x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: f
     if not count:
         return
     assert x.stride(1) == out.stride(1) == 1
-    down, up = FEW if batch_invariant or count <= FEW_ROWS else MANY
+    down, up = FEW if batch_invariant or count <= MAX_SMALL_ROWS else MANY
     found = work(rows, len(stack.a), down.rows)
     splits = EXACT_SPLITS if batch_invariant else best_splits(len(found.tiles), stack, down)
     expand(shrink(x, stack, found, down, splits), stack, found, out, factor, up)
@@ -198,7 +198,7 @@ def lora(x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: f
 def best_splits(tiles: int, stack: Stack, tile: Tile) -> int:
     """Parts of K for so many tiles of rows."""
     _, ranks, depth = stack.a.shape
-    return max(1, min(MOST_SPLITS, PROGRAMS // (tiles * triton.cdiv(ranks, tile.columns)), depth // tile.depth))
+    return max(1, min(MAX_SPLITS, PROGRAMS // (tiles * triton.cdiv(ranks, tile.columns)), depth // tile.depth))
 
 
 def shrink(x: torch.Tensor, stack: Stack, found: Work, tile: Tile, splits: int) -> torch.Tensor:

@@ -37,7 +37,7 @@ ELEMENTS = 16_384
 """The most elements of a state that a program of `_mixed_kernel` holds."""
 FULL, FEW_COLUMNS = 128, 64
 """See `columns`."""
-MANY = 2048
+MIN_JOINED_CHUNKS = 2048
 """From so many pairs of a chunk and a head on, a program computes several heads of a chunk."""
 
 
@@ -194,7 +194,7 @@ def columns(spec: MambaSpec, sequences: int, most: int) -> int:
 def together(spec: MambaSpec, chunks: int, most: int) -> int:
     """Heads that a program computes, a power of two that divides those of a group."""
     heads = spec.heads // spec.groups
-    return min(most, heads & -heads) if chunks * spec.heads >= MANY else 1
+    return min(most, heads & -heads) if chunks * spec.heads >= MIN_JOINED_CHUNKS else 1
 
 
 def by_chunks(

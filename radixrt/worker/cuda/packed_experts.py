@@ -52,7 +52,7 @@ ALIKE = 2e-2
 """The largest relative error at which the kernel is used (see `there`)."""
 
 
-MOST_SPLITS, LEAST, PROGRAMS = 6, 3, 6
+MAX_SPLITS, MIN_SPLIT_BLOCKS, PROGRAMS = 6, 3, 6
 """Limits of `splits_for`: splits of a product, blocks of a split, programs per multiprocessor."""
 
 
@@ -71,7 +71,7 @@ def splits_for(tiles: int, blocks: int, device: torch.device) -> int:
     programs = PROGRAMS * num_sms(device)
     if not 0 < tiles <= programs:
         return 1
-    most = max(1, min(max(2, programs // tiles), MOST_SPLITS, blocks // LEAST))
+    most = max(1, min(max(2, programs // tiles), MAX_SPLITS, blocks // MIN_SPLIT_BLOCKS))
     return triton.cdiv(blocks, triton.cdiv(blocks, most))  # none without blocks
 
 

@@ -42,10 +42,10 @@ PROGRAMS = 128
 """The most programs of a call. All of them must be resident at once, or a barrier could wait for one that was never
 started."""
 
-TILE, FEW_TILE, MANY_TILE = 4096, 2048, 8192
-"""Values that a program adds at a time: in one shot; by shares, for less than MANY_BYTES, and for more."""
+TILE, SMALL_TILE, LARGE_TILE = 4096, 2048, 8192
+"""Values that a program adds at a time: in one shot; by shares, for less than MIN_LARGE_BYTES, and for more."""
 
-MANY_BYTES = 16 << 20
+MIN_LARGE_BYTES = 16 << 20
 
 SHARED_BYTES = {4: 1 << 20, 8: 256 << 10}
 """By number of ranks: from this many bytes on, each rank adds only its share. It then reads 2 (ranks - 1) / ranks times
@@ -53,7 +53,7 @@ the bytes instead of (ranks - 1) times, but has a second barrier, which takes 4 
 and always add in one shot. With 4 H200, 0.5, 1 and 2 MiB take 9.4, 14.1 and 24 us in one shot, 12.0, 13.9 and 19 by
 shares (bench.peers); the value for 8 ranks is extrapolated."""
 
-MOST_BYTES = {2: 128 << 20, 4: 128 << 20, 8: 128 << 20}
+MAX_BYTES = {2: 128 << 20, 4: 128 << 20, 8: 128 << 20}
 """By number of ranks: larger sums are left to NCCL. As far as was measured (up to this size, 2 and 4 ranks), NCCL
 without multicast is slower: 2 to 3 times for few rows, by 2/5 (2 ranks) or a tenth (4 ranks) for 8192."""
 
@@ -238,8 +238,8 @@ class CustomAllReduce:
     ):
         """`rooms`: the memory of every rank as mapped in this process, uint8[room_bytes], initially zero. `keep` is
         kept alive with this object."""
-        if len(rooms) not in MOST_BYTES and len(rooms) != 1:
-            raise ValueError(f"a group has {', '.join(map(str, MOST_BYTES))} ranks, not {len(rooms)}")
+        if len(rooms) not in MAX_BYTES and len(rooms) != 1:
+            raise ValueError(f"a group has {', '.join(map(str, MAX_BYTES))} ranks, not {len(rooms)}")
         size = most_rows * hidden * dtype.itemsize
         self.rank, self.ranks, self.hidden, self.most_rows = rank, len(rooms), hidden, most_rows
         self._buffers = [tuple(room[turn * _aligned(size) :][:size].view(dtype) for room in rooms) for turn in range(2)]
@@ -269,8 +269,8 @@ class CustomAllReduce:
         return cls(group.rank(), rooms, hidden, most_rows, dtype, keep=(mine, handle))
 
     def fits(self, rows: int) -> bool:
-        """Whether sums of `rows` rows fit, and are faster here than by NCCL (MOST_BYTES)."""
-        return rows <= self.most_rows and rows * self._bytes <= MOST_BYTES.get(self.ranks, 0)
+        """Whether sums of `rows` rows fit, and are faster here than by NCCL (MAX_BYTES)."""
+        return rows <= self.most_rows and rows * self._bytes <= MAX_BYTES.get(self.ranks, 0)
 
     def buffer(self, turn: int, rows: int) -> torch.Tensor:
         """The view that this rank's product [rows, hidden] has to be written to before `add` with the same `turn`, 0 or
@@ -299,7 +299,7 @@ class CustomAllReduce:
     ) -> None:
         self._take(turn, rows, residual)
         if tile is None:
-            tile = TILE if not shares else FEW_TILE if rows * self._bytes < MANY_BYTES else MANY_TILE
+            tile = TILE if not shares else SMALL_TILE if rows * self._bytes < MIN_LARGE_BYTES else LARGE_TILE
         groups = triton.cdiv(rows * self.hidden, tile * (self.ranks if shares else 1))
         launch(
             _add_kernel, (min(groups, programs),), None,

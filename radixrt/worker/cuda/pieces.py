@@ -39,7 +39,7 @@ SIZES = (
     *range(2048, 4096 + 256, 256),
 )  # fmt: skip
 """Numbers of tokens that graphs are captured for; a step is padded to the next one."""
-LEAST = 512
+MIN_GRAPH_TOKENS = 512
 """Graphs are captured at least up to this many tokens."""
 INPUTS_COPIES = 8
 """Tensors of the size of all layers' inputs, of 16 bits, that computing these takes in the memory pool of graphs."""
@@ -52,7 +52,7 @@ def most_tokens(spec: ModelSpec, narrow: bool) -> int:
     anyway. With `narrow` weights, in FP8 or INT4, that is so of twice as many: those in FP8 take the device half the
     time; of those in INT4, which are dequantized a part at a time, the host launches more kernels."""
     longest = PRODUCTS // spec.layer_elements * (2 if narrow else 1)
-    return next((size for size in SIZES if size >= max(LEAST, longest)), SIZES[-1])
+    return next((size for size in SIZES if size >= max(MIN_GRAPH_TOKENS, longest)), SIZES[-1])
 
 
 def sizes_up_to(tokens: int) -> list[int]:

@@ -24,16 +24,16 @@ from radixrt.worker.cuda.staging import PackedArray, Packer
 from radixrt.worker.cuda.step import append
 from radixrt.worker.cuda.variants import Shape
 from radixrt.worker.cuda.work import FIELDS, MERGE_FIELDS
-from radixrt.worker.drafting import MOST_ROWS
+from radixrt.worker.drafting import MAX_ROWS
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.latent import LatentHeads
 from radixrt.worker.model.layers import Projected
 from radixrt.worker.plan import Plan
 from radixrt.worker.predicting import sequences
 
-MOST_PARTS = 32
+MAX_PARTS = 32
 """The most parts that a request's keys are divided into."""
-MOST_REQUESTS = MOST_ROWS // 2
+MAX_REQUESTS = MAX_ROWS // 2
 """The most requests for which a pass is captured."""
 INTEGERS = 8
 """Integers that `PackedRequests` takes for each request."""
@@ -286,7 +286,7 @@ class Predicting:
 
     def _make_pass(self, size: int) -> Pass:
         device, shape = self._model.device, self._shape
-        parts = max(1, min(MOST_PARTS, 4 * self._num_sms // (size * shape.blocks)))
+        parts = max(1, min(MAX_PARTS, 4 * self._num_sms // (size * shape.blocks)))
         integers = torch.zeros((4, size), dtype=torch.int32, device=device)
         integers[0] = self._padding
         merges = np.zeros((size, MERGE_FIELDS), dtype=np.int32)

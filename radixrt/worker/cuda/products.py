@@ -189,15 +189,15 @@ def _product_kernel(
 _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
 """By everything that the kernel is compiled for and that may differ between calls. (Steps without graphs launch it for
 every layer.)"""
-MOST_TILES = 4096
+MAX_TILES = 4096
 """The most tiles whose K can be divided."""
 
 
 @functools.cache
 def split_counts(device: torch.device) -> torch.Tensor:
-    """int32[MOST_TILES], programs of each tile that have ended: all 0 before and after a product. Created where kernels
+    """int32[MAX_TILES], programs of each tile that have ended: all 0 before and after a product. Created where kernels
     are compiled, which is before graphs are captured."""
-    return torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 def multiply(
@@ -217,7 +217,7 @@ def multiply(
     across, down = triton.cdiv(columns, tile.columns), triton.cdiv(rows, tile.rows)
     sums = counts = out
     if splits > 1:
-        assert across * down <= MOST_TILES
+        assert across * down <= MAX_TILES
         sums = torch.empty(splits * across * down * tile.rows * tile.columns, dtype=torch.float32, device=x.device)
         counts = split_counts(x.device)
     pointers = x, of_x, weight, of_weight, more, out, sums, counts
@@ -279,7 +279,7 @@ def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> T
     return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
 
 
-MOST_SPLITS, FEWEST_SPLITS, LEAST = 8, 3, 2
+MAX_SPLITS, FEWEST_SPLITS, MIN_SPLIT_BLOCKS = 8, 3, 2
 """Limits of `splits_for`: splits of a product, and steps along K of a split (bench/splits.py)."""
 
 
@@ -289,7 +289,7 @@ def splits_for(columns: int, depth: int, device: torch.device) -> int:
     as there are multiprocessors for, if that is at least FEWEST_SPLITS. (With half of the multiprocessors a weight is
     read as fast as with two splits.)"""
     blocks = triton.cdiv(depth, BYTES // 2)
-    most = min(MOST_SPLITS, num_sms(device) // triton.cdiv(columns, COLUMNS), blocks // LEAST)
+    most = min(MAX_SPLITS, num_sms(device) // triton.cdiv(columns, COLUMNS), blocks // MIN_SPLIT_BLOCKS)
     if most < FEWEST_SPLITS:
         return 1
     return triton.cdiv(blocks, triton.cdiv(blocks, most))  # none without steps
@@ -328,7 +328,7 @@ def small_linear(
 
 # ---------------------------------------------------------------- products of many rows with a gate
 
-MANY = 1024
+MIN_GATED_ROWS = 1024
 """The fewest rows for which one kernel may compute a product and its gate (bench/gated.py)."""
 TILE = 128, 128
 """Rows and inner features of that kernel's tiles."""
@@ -341,7 +341,7 @@ WORTH = 0.975
 
 def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
     """See `Ops.gated_linear`."""
-    if len(x) < MANY or x.dim() != 2 or not (x.dtype == weight.dtype == torch.bfloat16):
+    if len(x) < MIN_GATED_ROWS or x.dim() != 2 or not (x.dtype == weight.dtype == torch.bfloat16):
         return None
     if x.shape[1] % WHOLE or len(weight) // 2 % WHOLE or not (x.is_contiguous() and weight.is_contiguous()):
         return None

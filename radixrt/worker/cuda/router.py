@@ -25,7 +25,7 @@ def _router_kernel(
     x_ptr, router_ptr, router_bias_ptr, bias_ptr, logits_ptr, weights_ptr, experts_ptr, places_ptr, tokens_ptr,
     tiles_ptr, counts_ptr, depth, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, JITTER: tl.constexpr, FIELDS: tl.constexpr,
+    KEPT: tl.constexpr, FACTOR: tl.constexpr, MIN_SUM: tl.constexpr, JITTER: tl.constexpr, FIELDS: tl.constexpr,
     BIAS: tl.constexpr, PROGRAMS: tl.constexpr, EXPERTS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
@@ -42,7 +42,7 @@ def _router_kernel(
     if all_ended(counts_ptr, PROGRAMS):
         experts = route_token(
             logits_ptr, bias_ptr, weights_ptr, experts_ptr, 0, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID,
-            BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST, JITTER,
+            BIASED, SIZE, GROUPS, KEPT, FACTOR, MIN_SUM, JITTER,
         )  # fmt: skip
         place_single(experts, places_ptr, tokens_ptr, tiles_ptr, CHOSEN, SLOTS, FIELDS)
 

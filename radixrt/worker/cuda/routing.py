@@ -66,7 +66,7 @@ def _mixed_share(logits, left, best, JITTER: tl.constexpr):
 def route_token(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, JITTER: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, MIN_SUM: tl.constexpr, JITTER: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of one token, and store their weights and numbers; returns the numbers."""
     e = tl.arange(0, BLOCK)
@@ -100,7 +100,7 @@ def route_token(
         experts = tl.where(slot == i, best.to(tl.int32), experts)
         left = tl.where(e == best, float("-inf"), left)
     if NORMALIZED:
-        shares = shares / tl.maximum(tl.sum(shares, 0), LEAST)
+        shares = shares / tl.maximum(tl.sum(shares, 0), MIN_SUM)
     if FACTOR != 1.0:
         shares = shares * FACTOR
     shares = tl.where(nan, float("nan"), shares)
@@ -128,14 +128,14 @@ def place_single(
 def _route_kernel(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, count, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr,
-    GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, LEAST: tl.constexpr, JITTER: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, FACTOR: tl.constexpr, MIN_SUM: tl.constexpr, JITTER: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
     token = tl.program_id(0).to(tl.int64)
     route_token(
         logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID,
-        BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST, JITTER,
+        BIASED, SIZE, GROUPS, KEPT, FACTOR, MIN_SUM, JITTER,
     )  # fmt: skip
 
 
@@ -323,7 +323,7 @@ def _begin_kernel(
     logits_ptr, bias_ptr, weights_ptr, experts_ptr, places_ptr, tokens_ptr, tiles_ptr, x_ptr, values_ptr, scales_ptr,
     count, size, stride, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    FACTOR: tl.constexpr, LEAST: tl.constexpr, JITTER: tl.constexpr, FIELDS: tl.constexpr, SINGLE: tl.constexpr,
+    FACTOR: tl.constexpr, MIN_SUM: tl.constexpr, JITTER: tl.constexpr, FIELDS: tl.constexpr, SINGLE: tl.constexpr,
     LIMIT: tl.constexpr, GROUP: tl.constexpr, ALL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait(EARLY)
@@ -331,7 +331,7 @@ def _begin_kernel(
     if tl.program_id(1) == 0:
         experts = route_token(
             logits_ptr, bias_ptr, weights_ptr, experts_ptr, token, count, CHOSEN, NORMALIZED, BLOCK, SLOTS, SIGMOID,
-            BIASED, SIZE, GROUPS, KEPT, FACTOR, LEAST, JITTER,
+            BIASED, SIZE, GROUPS, KEPT, FACTOR, MIN_SUM, JITTER,
         )  # fmt: skip
         if SINGLE:
             place_single(experts, places_ptr, tokens_ptr, tiles_ptr, CHOSEN, SLOTS, FIELDS)

@@ -27,7 +27,7 @@ from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens
 from radixrt.worker.cuda.full_chunks import FullHeads
 from radixrt.worker.cuda.layer_kinds import AttentionGroups, PlannedStep, Works
 from radixrt.worker.cuda.pieces import PiecewiseGraphs, sizes_up_to
-from radixrt.worker.cuda.predicting import MOST_REQUESTS, Predicting
+from radixrt.worker.cuda.predicting import MAX_REQUESTS, Predicting
 from radixrt.worker.cuda.ragged import FlashInfer
 from radixrt.worker.cuda.sampler import CudaSampler, Thresholds
 from radixrt.worker.cuda.sparse import Sparse, SparseAttention
@@ -139,7 +139,7 @@ class CudaRunner(ModelRunner):
         self._table = torch.zeros((self._rows + 1, table.shape[1]), dtype=torch.int32, device=self._device)
         with garbage.held():
             if self._model.predictor is not None:
-                most = min(MOST_REQUESTS, self._rows) if self._graphs_wanted else 0
+                most = min(MAX_REQUESTS, self._rows) if self._graphs_wanted else 0
                 self._predicting = Predicting(
                     self._model, self._pages, self._table, self.page_size, self._num_sms, graph_sizes(most)
                 )

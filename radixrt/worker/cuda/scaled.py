@@ -17,14 +17,14 @@ from radixrt.worker.cuda.products import STREAMED, Tile, multiply, num_sms, of_h
 from radixrt.worker.cuda.rounding import padded, quantize
 from radixrt.worker.model.scaled import BLOCK, Fp8Activations, Fp8Scaling, Fp8Weight
 
-MOST_ROWS, MANY_ROWS = 64, 256
+MAX_ROWS, MIN_LARGE_ROWS = 64, 256
 """The most rows for which the kernel here is used: in general, and where each program has a multiprocessor of its own
 (on a GPU, block scales that torch does not support are always computed here)."""
 ALONE, SOME, MORE = Tile(64, 32, 256, 4, 6), Tile(32, 64, 128, 4, 6), Tile(64, 64, 128, 4, 6)
 """Tiles for more than 16 rows with row scales: ALONE where each program has a multiprocessor of its own; otherwise SOME
 for up to 32 rows, and MORE (bench/products.py)."""
 MANY = Tile(64, 64, 256, 4, 6), Tile(128, 64, 128, 4, 8)
-"""Tiles for more than MOST_ROWS on Hopper: the first one that leaves each program a multiprocessor of its own."""
+"""Tiles for more than MAX_ROWS on Hopper: the first one that leaves each program a multiprocessor of its own."""
 BLOCKS_ALONE, BLOCKS, BLOCKS_WIDE = Tile(64, 32, 128, 4, 3), Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 4)
 """Tiles with block scales: for 17 to 32 rows where each program has a multiprocessor of its own; for weights of fewer
 than WIDE rows; and for others. The number of rows of the latter two is chosen by the input's."""
@@ -43,11 +43,11 @@ def product(
 def tile_for(rows: int, weight: Fp8Weight) -> Tile | None:
     """The tile of the kernel here for `rows` rows; None where torch's product is faster."""
     columns, depth = weight.values.shape
-    device, few = weight.values.device, next((most for most in STREAMED if rows <= most), MOST_ROWS)
-    beyond = rows > MOST_ROWS and _on_gpu(weight)
+    device, few = weight.values.device, next((most for most in STREAMED if rows <= most), MAX_ROWS)
+    beyond = rows > MAX_ROWS and _on_gpu(weight)
     if weight.fp8_scaling is Fp8Scaling.ROWS:
         if beyond:
-            fitting = rows <= MANY_ROWS and of_hopper(device)
+            fitting = rows <= MIN_LARGE_ROWS and of_hopper(device)
             return next((tile for tile in MANY if fitting and _alone(rows, columns, tile, device)), None)
         if few == STREAMED[0]:
             return streaming(few, columns, 1, device)
@@ -56,7 +56,7 @@ def tile_for(rows: int, weight: Fp8Weight) -> Tile | None:
         return None
     if few == STREAMED[1] and _alone(rows, columns, BLOCKS_ALONE, device):
         return BLOCKS_ALONE
-    return replace(BLOCKS if columns < WIDE and rows <= MOST_ROWS else BLOCKS_WIDE, rows=few)
+    return replace(BLOCKS if columns < WIDE and rows <= MAX_ROWS else BLOCKS_WIDE, rows=few)
 
 
 def _on_gpu(weight: Fp8Weight) -> bool:

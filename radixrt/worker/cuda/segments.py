@@ -27,13 +27,13 @@ from radixrt.worker.runner import ranges
 from radixrt.worker.sharing import Cost, Path, Sharing, find_sharing, with_sharers
 
 FA3_QUERIES = 128
-MOST_PARTS = 16
+MAX_PARTS = 16
 SHORTEST_PART = 512
 """The fewest keys of a part."""
 PART_COST = 300
 """Fixed cost of a part, in keys."""
 
-MOST_COPIES = 3
+MAX_COPIES = 3
 """The most copies of a query, on average."""
 PREFIXES, TAILS, SHARED_PREFIXES = 1 << 16, 1 << 17, 1 << 18
 """Numbers of FlashInfer's wrappers (see `FlashInfer.wrapper`), beyond those that `RaggedStep` uses."""
@@ -54,7 +54,7 @@ class Chip:
         keys of one round: the chip computes the parts in rounds, and a part takes the time of its keys plus
         PART_COST."""
         tiles = -(-queries // FA3_QUERIES) * self.heads
-        goals = -(-int(keys.max()) // np.arange(1, MOST_PARTS + 1))
+        goals = -(-int(keys.max()) // np.arange(1, MAX_PARTS + 1))
         goals = goals[: max(1, int((goals >= SHORTEST_PART).sum()))]
         parts = tiles @ -(-keys[:, None] // goals)
         times = np.maximum(-(-parts // self.num_sms) * (tiles @ keys / parts + PART_COST), goals + PART_COST)
@@ -106,7 +106,7 @@ def cut_shared(
     before = np.concatenate([[0], np.cumsum(counts[sharing.order])])
     queries, keys = before[first + places] - before[first], end - begin
     own = part.starts.astype(np.int64) + counts - sharing.own
-    fits = keys.sum() + own.sum() <= room and queries.sum() <= MOST_COPIES * counts.sum()
+    fits = keys.sum() + own.sum() <= room and queries.sum() <= MAX_COPIES * counts.sum()
     if not fits or int((queries * keys).sum()) < fewest:
         return None
     return Cut(chosen, sharing, chip.cut(queries, keys)[0])

@@ -28,7 +28,7 @@ from radixrt.worker.model.latent import LatentHeads
 from radixrt.worker.plan import Plan
 from radixrt.worker.runner import ranges
 
-MOST_SCORES = 1 << 26
+MAX_SCORES = 1 << 26
 """Index scores that are computed at once."""
 
 
@@ -58,7 +58,7 @@ class SparseQueries:
         rows = np.repeat(plan.rows, plan.counts)[tokens]
         self._packed = packer.add(np.stack([tokens, rows, positions[tokens]], axis=1).astype(np.int32))
         owners = np.repeat(np.arange(len(plan.counts)), plan.counts)[tokens]
-        self._rounds = _rounds(owners, max(1, MOST_SCORES // self._columns))
+        self._rounds = _rounds(owners, max(1, MAX_SCORES // self._columns))
         self._packed_tiles = [packer.add(tiles) for _, _, tiles in self._rounds]
         others = np.flatnonzero(positions < sparse.top_k)
         self._packed_others: PackedArray | None = packer.add(others) if len(others) else None

@@ -13,7 +13,7 @@ from radixrt.worker.cuda.launching import KernelCache
 from radixrt.worker.cuda.work import Tiling
 from radixrt.worker.model.spec import ModelSpec
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """The most rows of a tile of latent attention: its accumulator fills half of the registers."""
 WIDE = 256
 """Elements of the largest heads for which tiles need not be smaller."""
@@ -53,10 +53,10 @@ class Shape:
     @property
     def group(self) -> int:
         """Heads of a query in one tile: those of a KV head. In latent attention, the largest divisor of the number of
-        heads that is at most MOST_ROWS."""
+        heads that is at most MAX_ROWS."""
         if self.latent is None:
             return self.heads // self.kv_heads
-        return next(n for n in range(min(self.heads, MOST_ROWS), 0, -1) if self.heads % n == 0)
+        return next(n for n in range(min(self.heads, MAX_ROWS), 0, -1) if self.heads % n == 0)
 
     @property
     def blocks(self) -> int:
@@ -117,7 +117,7 @@ def decode_variant(shape: Shape, itemsize: int) -> Variant:
 def shared_variant(shape: Shape, itemsize: int) -> Variant:
     """For tiles of many sequences under one prefix."""
     if shape.latent is not None:
-        return latent_variant(MOST_ROWS, itemsize)
+        return latent_variant(MAX_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
     if not _fits(rows, shape, itemsize):
         return fitting_variant(rows, shape, itemsize)
@@ -127,7 +127,7 @@ def shared_variant(shape: Shape, itemsize: int) -> Variant:
 def chunk_variant(shape: Shape, itemsize: int) -> Variant:
     """For tiles of many queries."""
     if shape.latent is not None:
-        return latent_variant(MOST_ROWS, itemsize)
+        return latent_variant(MAX_ROWS, itemsize)
     rows = max(64, triton.next_power_of_2(shape.group))
     if not _fits(rows, shape, itemsize):
         return fitting_variant(rows, shape, itemsize)

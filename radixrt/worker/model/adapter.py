@@ -37,7 +37,7 @@ MATRICES = {".lora_A.weight": 0, ".lora_B.weight": 1}
 """Ends of tensors' names: A is [r, in], B is [out, r], so these are also the dimensions of the rank."""
 DTYPES = ("BF16", "F16", "F32", "F64")
 """As safetensors names them."""
-MOST_REPEATS = 2
+MAX_REPEATS = 2
 """In a pattern: `re` tries all ways in which repeats can share a name, and nothing else runs meanwhile."""
 Rank = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -197,9 +197,9 @@ def _pairs(
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """The value of the first pattern that fits a module's name, as in PEFT (`get_pattern_key`). Raises ValueError for
-    one that is no pattern, or could take very long: with repeated groups, or more than MOST_REPEATS repeats."""
+    one that is no pattern, or could take very long: with repeated groups, or more than MAX_REPEATS repeats."""
     for pattern, value in (patterns or {}).items():
-        if len(re.findall(r"[*+{]", pattern)) > MOST_REPEATS or re.search(r"\)[*+{]", pattern):
+        if len(re.findall(r"[*+{]", pattern)) > MAX_REPEATS or re.search(r"\)[*+{]", pattern):
             raise ValueError(f"{CONFIG} has the pattern {pattern!r}, which repeats too much")
         try:
             fits = re.match(rf"(.*\.)?({pattern})$", module)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 QUERIES, KEYS = 8, 256
 """Size of the products of exact scores."""
-MOST_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
+MAX_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
 """Elements of an intermediate result that is computed at once: products of index queries and keys, or gathered K. On a
 CPU, more than its caches hold take half as long again."""
 HIGHEST = torch.finfo(torch.float32).max
@@ -36,7 +36,7 @@ def select(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top_k: in
 
 def at_once(device: torch.device, elements: int) -> int:
     """How many queries are computed at once, of which each has an intermediate result of so many elements."""
-    return max(1, MOST_ELEMENTS[device.type] // elements)
+    return max(1, MAX_ELEMENTS[device.type] // elements)
 
 
 def _scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

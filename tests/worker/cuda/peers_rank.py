@@ -18,14 +18,14 @@ interpreter.prepare()
 
 from radixrt.worker.cuda.peers import CustomAllReduce, room_bytes  # noqa: E402
 
-HIDDEN, MOST_ROWS, TILE = 48, 7, 32
+HIDDEN, MAX_ROWS, TILE = 48, 7, 32
 DTYPE = torch.float16
 """Triton's interpreter rounds to float16 as a GPU does; conversions to bfloat16 truncate."""
 
 
 def rooms(folder: Path, ranks: int) -> list[torch.Tensor]:
     """The memory of all ranks, mapped from files."""
-    size, files = room_bytes(ranks, HIDDEN, MOST_ROWS, DTYPE), [str(folder / str(rank)) for rank in range(ranks)]
+    size, files = room_bytes(ranks, HIDDEN, MAX_ROWS, DTYPE), [str(folder / str(rank)) for rank in range(ranks)]
     return [torch.from_file(file, shared=True, size=size, dtype=torch.uint8) for file in files]
 
 
@@ -38,11 +38,11 @@ def added(residual: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
 
 
 def main(folder: Path, rank: int, ranks: int, count: int) -> None:
-    peers = CustomAllReduce(rank, rooms(folder, ranks), HIDDEN, MOST_ROWS, DTYPE)
+    peers = CustomAllReduce(rank, rooms(folder, ranks), HIDDEN, MAX_ROWS, DTYPE)
     same, own = random.Random(0), random.Random(rank)  # all ranks make the same calls, each at its own pace
     torch.manual_seed(0)
     for k in range(count):
-        rows, shares, programs = same.randint(1, MOST_ROWS), same.random() < 0.5, same.randint(1, 4)
+        rows, shares, programs = same.randint(1, MAX_ROWS), same.random() < 0.5, same.randint(1, 4)
         parts = torch.randn(ranks, rows, HIDDEN).to(DTYPE)
         residual = torch.randn(rows, HIDDEN).to(DTYPE)
         expected = added(residual, parts)

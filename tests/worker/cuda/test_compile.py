@@ -148,7 +148,7 @@ for down, up in (lora.FEW, lora.MANY) if every else (lora.FEW,):
     pointers = ["*fp32", "*bf16", "*i32", "*i64", "*i32", "*bf16"]
     build(lora._expand_kernel, pointers, numbers, tile, up.warps, up.stages)
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8}
-names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "LEAST", "JITTER"
+names = "SIGMOID", "BIASED", "SIZE", "GROUPS", "KEPT", "FACTOR", "MIN_SUM", "JITTER"
 kinds = (True, True, 32, 8, 4, 2.5, 0.0, -1.0), (False, False, 128, 1, 1, 1.0, 0.0, 0.01)
 kinds += ((False, True, 128, 1, 1, 1.0, 0.1, -1.0),)
 for ways in kinds if every else kinds[1:2]:

@@ -142,7 +142,7 @@ WAYS = [("by_chunks", 32), ("by_tokens", 0), pytest.param("by_chunks", 0, marks=
 )
 def test_many_tokens(way, few, device, monkeypatch):
     """Of sequences of 1, 2, 64, 65 and 130 tokens. With the convolution of whole chunks and of parts."""
-    monkeypatch.setattr(convolutions, "FEW", few)
+    monkeypatch.setattr(convolutions, "MAX_SPLIT_CHUNKS", few)
     bounds = FEW_TOKENS if way == "by_tokens" and device.type == "cpu" else BOUNDS
     for spec in specs(device):
         recurrent.check_many_tokens(Case(spec, bounds[-1], device), way, bounds, device)
@@ -309,7 +309,7 @@ def test_lists_are_cut_where_states_are_stored():
 @pytest.mark.usefixtures("steady_products")
 @pytest.mark.parametrize(("way", "few"), WAYS)
 def test_states_are_stored_within_a_step(way, few, device, monkeypatch):
-    monkeypatch.setattr(convolutions, "FEW", few)
+    monkeypatch.setattr(convolutions, "MAX_SPLIT_CHUNKS", few)
     stops = recurrent.stops(way, device)
     for spec in some(device):
         recurrent.check_states_within_a_step(Case(spec, stops[2] + 5, device), way, stops)

@@ -37,7 +37,7 @@ def build(kernel, x, constants, whole, warps, stages=3):
 
 
 routed = {"CHOSEN": 8, "NORMALIZED": True, "BLOCK": 128, "SLOTS": 8, "FIELDS": 3, "LIMIT": 448.0}
-routed |= {"SIGMOID": False, "BIASED": False, "SIZE": 128, "GROUPS": 1, "KEPT": 1, "FACTOR": 1.0, "LEAST": 0.0}
+routed |= {"SIGMOID": False, "BIASED": False, "SIZE": 128, "GROUPS": 1, "KEPT": 1, "FACTOR": 1.0, "MIN_SUM": 0.0}
 routed["JITTER"] = -1.0
 kinds = (True, 128, 2048), (False, 4096, 4096), (True, 0, 2048), (False, 0, 2048)
 for single, group, all_ in kinds:

@@ -158,7 +158,7 @@ def test_what_tiles_the_kernel_for_hopper_takes():
     for rows, columns, depth in itertools.product((1, 16, 17, 100, 256, 300, 2000), (1024, 28672), (256, 1280, 14336)):
         kind, splits = hopper_int4.plan(rows, columns, depth, 132)
         blocks = -(-depth // 256)
-        assert kind.tokens < 2 * max(rows, 17) and 1 <= splits <= hopper_int4.MOST_SPLITS
+        assert kind.tokens < 2 * max(rows, 17) and 1 <= splits <= hopper_int4.MAX_SPLITS
         assert (splits - 1) * -(-blocks // splits) < blocks, "a part of K is empty"
     # As few rounds as possible, of as many tiles as there are multiprocessors.
     assert hopper_int4.plan(128, 28672, 4096, 132)[1] == 1 and hopper_int4.plan(128, 4096, 14336, 132)[1] == 4
@@ -201,7 +201,7 @@ def test_a_weight_is_dequantized_a_part_at_a_time(half, device, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_linear(rows, batch_invariant, half, device, monkeypatch):
     """As torch's reference: the result alone, written to a place, and added to another result."""
-    monkeypatch.setattr(int4, "MOST_ROWS", 128)
+    monkeypatch.setattr(int4, "MAX_ROWS", 128)
     weight, bias = make(70, 768, 128, False, half, device), torch.randn(70, device=device).to(half)
     ours, torchs = (Int4Linear(weight, bias, batch_invariant, way) for way in (ops, TorchOps()))
     x, residual = torch.randn(rows, 768, device=device).to(half), torch.randn(rows, 70, device=device).to(half)
@@ -252,7 +252,7 @@ def test_exact_results_do_not_depend_on_the_batch(half, device):
 def test_plans():
     """K is divided where there would be few programs, and never into less than a few blocks."""
     cpu = torch.device("cpu")
-    for rows in (1, 16, 17, 33, 100, int4.MOST_ROWS):
+    for rows in (1, 16, 17, 33, 100, int4.MAX_ROWS):
         for columns in (64, 4096, 28672, 1 << 20):
             for depth in (128, 1024, 4096, 14336):
                 if (found := int4.plan_for(rows, columns, depth, cpu)) is None:
@@ -261,13 +261,13 @@ def test_plans():
                 tile, splits = found
                 assert tile.rows >= min(rows, 128) and splits in (1, 2, 4) and (splits == 1 or depth >= splits * 512)
                 tiles = -(-columns // tile.columns) * -(-rows // tile.rows)
-                assert splits == 1 or (tiles * splits <= int4.PROGRAMS[tile] * 132 and tiles <= int4.MOST_TILES)
+                assert splits == 1 or (tiles * splits <= int4.PROGRAMS[tile] * 132 and tiles <= int4.MAX_TILES)
     assert int4.plan_for(1, 4096, 14336, cpu) == (int4.FEW, 4)
     assert int4.plan_for(64, 4096, 4096, cpu) == (int4.MANY, 2)
     assert int4.plan_for(64, 28672, 4096, cpu) == (int4.WIDE, 1)
     assert int4.plan_for(128, 4096, 14336, cpu) == (int4.LARGE, 4)
     assert int4.plan_for(128, 4096, 4096, cpu) is None
-    assert int4.plan_for(int4.MOST_ROWS + 1, 28672, 4096, cpu) is None
+    assert int4.plan_for(int4.MAX_ROWS + 1, 28672, 4096, cpu) is None
 
 
 @pytest.mark.parametrize("tile", [*TILES, None])

@@ -96,7 +96,7 @@ def test_exact_results_do_not_depend_on_the_batch(device, steady_products):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "depth", "splits"), [(1, 4096, lora.MOST_SPLITS), (1, 800, 3), (1, 50, 1), (512, 4096, 1)]
+    ("tiles", "depth", "splits"), [(1, 4096, lora.MAX_SPLITS), (1, 800, 3), (1, 50, 1), (512, 4096, 1)]
 )
 def test_nothing_is_split_beyond_its_blocks(tiles, depth, splits):
     stack = Stack(torch.empty(1, 48, depth), torch.empty(1, 40, 16), (20, 10, 10))

@@ -141,7 +141,7 @@ def test_one_token_each(elements, device):
 )
 def test_many_tokens(way, many, device, monkeypatch):
     """Of sequences of 1, 2, 64, 65 and 130 tokens. Heads one by one and together."""
-    monkeypatch.setattr(mamba_chunks, "MANY", many)
+    monkeypatch.setattr(mamba_chunks, "MIN_JOINED_CHUNKS", many)
     bounds = FEW_TOKENS if way == "by_tokens" and device.type == "cpu" else BOUNDS
     for spec in specs(device):
         recurrent.check_many_tokens(Case(spec, bounds[-1], device), way, bounds, device)

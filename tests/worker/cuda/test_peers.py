@@ -16,7 +16,7 @@ from radixrt.worker.cuda.group import CustomAllReduceGroup  # noqa: E402
 from radixrt.worker.cuda.peers import PROGRAMS, CustomAllReduce, room_bytes  # noqa: E402
 from radixrt.worker.model.layers import NoNorm, Norm  # noqa: E402
 from radixrt.worker.model.scaled import Fp8Scaling  # noqa: E402
-from tests.worker.cuda.peers_rank import DTYPE, HIDDEN, MOST_ROWS, TILE, added  # noqa: E402
+from tests.worker.cuda.peers_rank import DTYPE, HIDDEN, MAX_ROWS, TILE, added  # noqa: E402
 from tests.worker.cuda.test_compile import run  # noqa: E402
 
 COMPILED = """
@@ -63,8 +63,8 @@ ROOT = Path(__file__).parents[3]
 
 def group(ranks: int, dtype: torch.dtype = DTYPE) -> list[CustomAllReduce]:
     """All ranks in one process."""
-    rooms = [torch.zeros(room_bytes(ranks, HIDDEN, MOST_ROWS, dtype), dtype=torch.uint8) for _ in range(ranks)]
-    return [CustomAllReduce(rank, rooms, HIDDEN, MOST_ROWS, dtype) for rank in range(ranks)]
+    rooms = [torch.zeros(room_bytes(ranks, HIDDEN, MAX_ROWS, dtype), dtype=torch.uint8) for _ in range(ranks)]
+    return [CustomAllReduce(rank, rooms, HIDDEN, MAX_ROWS, dtype) for rank in range(ranks)]
 
 
 def told(peers: CustomAllReduce) -> torch.Tensor:
@@ -84,7 +84,7 @@ def come(peers: CustomAllReduce, met: int) -> None:
 def test_sums_in_the_order_of_ranks(ranks, dtype):
     """Of any number of rows; in float32 another order shows."""
     peers = group(ranks, dtype)
-    for turn, rows, programs in ((0, 1, 4), (1, MOST_ROWS, 1), (0, 5, 3), (1, 2, PROGRAMS)):
+    for turn, rows, programs in ((0, 1, 4), (1, MAX_ROWS, 1), (0, 5, 3), (1, 2, PROGRAMS)):
         parts, residual = torch.randn(ranks, rows, HIDDEN).to(dtype), torch.randn(rows, HIDDEN).to(dtype)
         expected = added(residual, parts)
         for each, part in zip(peers, parts, strict=True):
@@ -126,7 +126,7 @@ def test_numbers_go_round(met):
 def test_add_norm_is_add_then_norm(fp8_scaling, wide):
     peers, weight = group(2), torch.rand(HIDDEN).to(torch.float32 if wide else DTYPE)
     first = peers[0]
-    for rows in (1, MOST_ROWS):
+    for rows in (1, MAX_ROWS):
         residual = torch.randn(rows, HIDDEN).to(DTYPE)
         apart, together = residual.clone(), residual.clone()
         for each in peers:
@@ -167,17 +167,17 @@ def test_turns_alternate_and_rows_fit():
     with pytest.raises(ValueError, match="turn 1 twice"):
         peers.add(1, 1, torch.zeros(1, HIDDEN, dtype=DTYPE))
     with pytest.raises(ValueError, match="rows onto"):
-        peers.add(0, MOST_ROWS + 1, torch.zeros(MOST_ROWS + 1, HIDDEN, dtype=DTYPE))
+        peers.add(0, MAX_ROWS + 1, torch.zeros(MAX_ROWS + 1, HIDDEN, dtype=DTYPE))
     with pytest.raises(ValueError, match="ranks"):
         group(3)
-    assert not group(2)[0].fits(MOST_ROWS + 1)
+    assert not group(2)[0].fits(MAX_ROWS + 1)
 
 
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 20), pytest.param(4, 10, marks=pytest.mark.slow)])
 def test_processes_meet(ranks, calls, tmp_path):
     """Each rank in a process, at its own pace: all at once and by shares, with more and fewer programs in turn."""
     for rank in range(ranks):
-        (tmp_path / str(rank)).write_bytes(bytes(room_bytes(ranks, HIDDEN, MOST_ROWS, DTYPE)))
+        (tmp_path / str(rank)).write_bytes(bytes(room_bytes(ranks, HIDDEN, MAX_ROWS, DTYPE)))
     command = [sys.executable, "-m", "tests.worker.cuda.peers_rank", str(tmp_path)]
     started = [
         subprocess.Popen([*command, str(rank), str(ranks), str(calls)], cwd=ROOT, stderr=subprocess.PIPE, text=True)

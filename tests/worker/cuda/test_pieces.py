@@ -14,7 +14,7 @@ from radixrt.config import WorkerConfig
 from radixrt.worker.cuda.loading import graph_tokens
 from radixrt.worker.cuda.pieces import (
     INPUTS_COPIES,
-    LEAST,
+    MIN_GRAPH_TOKENS,
     SIZES,
     PiecewiseGraphs,
     ending,
@@ -45,7 +45,7 @@ def test_small_layers_have_graphs_of_longer_steps():
     """As measured on an H200 (bench/results/pieces.json): beyond, a step without graphs takes as long or less."""
     large, small = read_spec(SHAPES["llama-8b"]), read_spec(SHAPES["llama-8b"] | LLAMA_1B)
     sparse = read_spec(SHAPES["qwen3-30b"])
-    assert most_tokens(read_spec(SHAPES["llama-70b"]), False) == LEAST
+    assert most_tokens(read_spec(SHAPES["llama-70b"]), False) == MIN_GRAPH_TOKENS
     assert 700 <= most_tokens(large, False) <= 1000 and 2500 <= most_tokens(small, False) <= 3000
     assert 2500 <= most_tokens(sparse, False) <= 3300
     assert most_tokens(sparse, True) == SIZES[-1]

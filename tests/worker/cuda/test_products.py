@@ -308,7 +308,7 @@ def test_gated_is_for_many_whole_rows_in_bfloat16(monkeypatch):
 
     monkeypatch.setattr(products, "of_hopper", lambda device: True)
     monkeypatch.setattr(products, "_hopper_gated", lambda device: Kernel)
-    x, weight = torch.zeros(products.MANY, 64).bfloat16(), torch.zeros(2 * 2112, 64).bfloat16()
+    x, weight = torch.zeros(products.MIN_GATED_ROWS, 64).bfloat16(), torch.zeros(2 * 2112, 64).bfloat16()
     assert products.gated_linear(x, weight, "silu") == "silu"
     assert products.gated_linear(x[1:], weight, "silu") is None
     assert products.gated_linear(x.half(), weight.half(), "silu") is None

@@ -226,7 +226,11 @@ class Late(HostPool):
 @slow_without_gpu
 def test_states_come_back_before_they_are_read(tmp_path, monkeypatch):
     """A step in which other requests decode does not wait for them; the device has room for two of three requests."""
-    for name, value in (("branching.MIN_CHECKPOINT_TOKENS", 2), ("branching.TAIL", 2), ("scheduler.MANY", 1)):
+    for name, value in (
+        ("branching.MIN_CHECKPOINT_TOKENS", 2),
+        ("branching.TAIL", 2),
+        ("scheduler.MIN_FETCHED_TOKENS", 1),
+    ):
         monkeypatch.setattr(f"radixrt.worker.{name}", value)
     layers = {"num_hidden_layers": 3, "layer_types": [*["linear_attention"] * 2, "full_attention"]}
     make_model(tmp_path, "qwen3_next", **SIZES | LINEAR | layers)

@@ -40,7 +40,7 @@ def run(step, batch: Forest, packer: Packer) -> torch.Tensor:
 def test_chunks_that_share(seed, page_size, sinks):
     """Whatever is chosen is computed as plain attention does, and nothing else is touched."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("MOST_COPIES", 9), ("SHORTEST_PART", 8), ("PART_COST", 2)):
+        for name, value in (("MAX_COPIES", 9), ("SHORTEST_PART", 8), ("PART_COST", 2)):
             patch.setattr(f"radixrt.worker.cuda.segments.{name}", value)
         batch = Forest(seed, (1, 3, 17), shape=shape(page_size), sinks=sinks)
         cut = cut_shared(batch.paths, batch.sequences, batch.shape, 64, Chip(4, 12), 3000, 1)  # keys are worth much

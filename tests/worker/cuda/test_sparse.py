@@ -98,7 +98,7 @@ def test_tiles():
 @pytest.mark.parametrize(("page_size", "kv_dtype", "heads"), [(1, "float32", 4), (4, "fp8_e4m3", 20)])
 def test_queries_attend_to_what_is_selected(page_size, kv_dtype, heads, device, monkeypatch):
     """Scores are computed for a few queries at a time."""
-    monkeypatch.setattr(sparse, "MOST_SCORES", 7 * 256)
+    monkeypatch.setattr(sparse, "MAX_SCORES", 7 * 256)
     plan, table, index_keys, q, weights = pages_and_queries(page_size, 16, 12, device)
     rank, rope = 32, 16
     pool = KVPool(1, len(index_keys), 1, rank + rope, DTYPES[kv_dtype], device, rank)
