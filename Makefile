@@ -5,7 +5,7 @@
 # make bench  runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
 BIN := .venv/bin
-SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/router/tokens/*.cpp radixrt/wire/*.cpp radixrt/frontend/*.cpp radixrt/worker/*.cpp)
+SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/tokens/*.cpp radixrt/wire/*.cpp radixrt/frontend/http/*.cpp radixrt/worker/speculative/*.cpp)
 
 GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout \
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
@@ -110,7 +110,7 @@ lint: .venv/installed-test
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf .venv build .demo *.egg-info radixrt/tree/*.so radixrt/router/tokens/*.so radixrt/frontend/*.so radixrt/worker/*.so
+	rm -rf .venv build .demo *.egg-info radixrt/tree/*.so radixrt/tokens/*.so radixrt/frontend/http/*.so radixrt/worker/speculative/*.so
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.12"; exit 1; }

@@ -28,17 +28,17 @@ from torch.nn import functional as F
 
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
-from radixrt.worker.cuda import attend, variants
-from radixrt.worker.cuda.attend import Scratch
-from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Lists, SharedPrefixes, sharing_cost
-from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
-from radixrt.worker.cuda.segments import Chip, SegmentStep, SharedKeys, cut_alone, cut_shared
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
-from radixrt.worker.cuda.variants import Shape, Variant
-from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
-from radixrt.worker.kv import DTYPES
+from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention.attend import Scratch
+from radixrt.worker.cuda.attention.chunks import PagedStep, Pages, Sequences
+from radixrt.worker.cuda.attention.decodes import Cuts, DecodePlanner, Lists, SharedPrefixes, sharing_cost
+from radixrt.worker.cuda.attention.ragged import FlashInfer, RaggedStep
+from radixrt.worker.cuda.attention.segments import Chip, SegmentStep, SharedKeys, cut_alone, cut_shared
+from radixrt.worker.cuda.attention.step import DecodeLists, Kernels, StepAttention
+from radixrt.worker.cuda.attention.variants import Shape, Variant
+from radixrt.worker.cuda.attention.work import make_items, make_merges, sequence_tiles
+from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.execution.kv_pool import DTYPES
 
 HEADS = 32, 8, 128
 """(query heads, KV heads, head size)."""

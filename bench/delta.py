@@ -24,13 +24,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
-from radixrt.worker.cuda import convolutions, delta, delta_chunks, launching
-from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs
-from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
-from radixrt.worker.cuda.delta_chunks import Tiles
-from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
-from radixrt.worker.model.delta_net import DeltaNet
-from radixrt.worker.model.delta_spec import DeltaSpec
+from radixrt.worker.cuda.elementwise import launching
+from radixrt.worker.cuda.recurrent import convolutions, delta, delta_chunks
+from radixrt.worker.cuda.recurrent.cutting import TOKENS, Cut, Runs
+from radixrt.worker.cuda.recurrent.delta import DeltaInputs, LayerStates
+from radixrt.worker.cuda.recurrent.delta_chunks import Tiles
+from radixrt.worker.model.layers.recurrent.delta import gated_delta, gated_norm, short_conv
+from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet
+from radixrt.worker.model.spec.delta_spec import DeltaSpec
 from radixrt.worker.plan import StateWork
 
 SHAPES = {

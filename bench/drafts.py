@@ -29,15 +29,15 @@ from tokenizers import Tokenizer
 from bench.common import RESULTS, save, table
 from bench.grammar import EOS, tokenizer_folder
 from radixrt.messages import Grammar, Run, Sampling
-from radixrt.worker.cache import PageCache
-from radixrt.worker.drafting import Drafter
-from radixrt.worker.grammar import Grammars
-from radixrt.worker.jump import Spelling
-from radixrt.worker.matching import Matcher
+from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.plan import FROM_DEVICE, Plan, Result
 from radixrt.worker.request import Request
-from radixrt.worker.scheduler import Limits, Scheduler
-from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
+from radixrt.worker.scheduler.scheduler import Limits, Scheduler
+from radixrt.worker.speculative.ngram import Drafter
+from radixrt.worker.structured.compile import Grammars
+from radixrt.worker.structured.jump_forward import Spelling
+from radixrt.worker.structured.matcher import Matcher
+from radixrt.worker.structured.vocabulary import Vocabulary, read_vocabulary
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TRACES = {"mini-swe-agent": "miniswe", "Magentic-One": "magagent", "tau-bench": "taubench"}

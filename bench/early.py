@@ -22,8 +22,8 @@ from bench.common import save, table
 from bench.shapes import SHAPES
 from bench.worker import STEPS, Bench
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.cuda import launching
-from radixrt.worker.loading import load_runner
+from radixrt.worker.cuda.elementwise import launching
+from radixrt.worker.load.runner import load_runner
 
 ALL = ("llama-8b", "llama-8b:quantization=fp8", "qwen3-30b", "deepseek-v2-lite", "gpt-oss-20b")
 BATCHES = (1, 16, 64)

@@ -17,9 +17,9 @@ import numpy as np
 from bench.common import save, table
 from bench.scheduler import NullLink
 from radixrt.messages import Run, Sampling
-from radixrt.worker.fake import FakeRunner
+from radixrt.worker.execution.fake_runner import FakeRunner
 from radixrt.worker.loop import Identity, Worker
-from radixrt.worker.scheduler import Limits
+from radixrt.worker.scheduler.scheduler import Limits
 
 CALLS, CHOICES, LENGTH = 30, 128, 6
 POOL = 160_000

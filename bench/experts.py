@@ -22,14 +22,15 @@ from torch.nn import functional as F
 from bench.common import save, table
 from bench.products import blocks_of
 from bench.worker import ceilings, median_ms
-from radixrt.worker.cuda import experts as ours
-from radixrt.worker.cuda import kernels, routing, scaled_experts
-from radixrt.worker.cuda.products import Tile
-from radixrt.worker.cuda.rounding import quantize
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts, ScaledStack
-from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import BLOCK, Fp8Scaling, Fp8Weight
+from radixrt.worker.cuda.elementwise import kernels
+from radixrt.worker.cuda.linear.gemm import Tile
+from radixrt.worker.cuda.linear.quantize_activations import quantize
+from radixrt.worker.cuda.moe import experts as ours
+from radixrt.worker.cuda.moe import fp8_experts, routing
+from radixrt.worker.model.layers.fp8 import BLOCK, Fp8Scaling, Fp8Weight
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.moe import Experts, ScaledStack
+from radixrt.worker.model.layers.ops import TorchOps
 
 SHAPES = {"Qwen3 30B A3B": (128, 8, 2048, 768), "Mixtral 8x7B": (8, 2, 4096, 14336)}
 """(experts, experts per token, hidden size, intermediate size)."""
@@ -167,10 +168,10 @@ def swept(layers: list[Experts], x: torch.Tensor) -> list[str]:
         order = routing.sort(chosen, len(down), tile.rows)
         if known is not None:
             ways: dict[str, Way] = {
-                "gate and up": lambda e, x, _, o=order, t=tile: scaled_experts.product(
+                "gate and up": lambda e, x, _, o=order, t=tile: fp8_experts.product(
                     known[0], o, e.gate_up, t, x.dtype, of_tokens=True
                 ),
-                "down": lambda e, x, _, o=order, t=tile: scaled_experts.product(known[1], o, e.down, t, x.dtype),
+                "down": lambda e, x, _, o=order, t=tile: fp8_experts.product(known[1], o, e.down, t, x.dtype),
             }
         else:
             ways = {

@@ -30,10 +30,10 @@ from bench.common import save, table
 from bench.load import prompt_ids
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo.checkpoint import make_checkpoint
-from radixrt.launch import Stack
-from radixrt.ports import free_tcp_address
-from radixrt.router.tokens import load_tokenizer
-from radixrt.worker.fake import fake_token
+from radixrt.launch.launcher import Stack
+from radixrt.process.ports import free_tcp_address
+from radixrt.tokens import load_tokenizer
+from radixrt.worker.execution.fake_runner import fake_token
 
 STREAMS = 64, 128
 TOKENS, PROMPT, VOCAB = 400, 64, 512

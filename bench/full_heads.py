@@ -7,15 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from radixrt.worker.cuda import full_heads
-from radixrt.worker.cuda.chunks import Pages, Sequences
-from radixrt.worker.cuda.full_chunks import FullHeads, FullStep, find
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.variants import Variant
-from radixrt.worker.kv import DTYPES
-from radixrt.worker.model.deepseek_v2 import DEFAULTS, latent_decoder
-from radixrt.worker.model.latent import UpProjections
-from radixrt.worker.model.linear import HeadLinear
+from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.variants import Variant
+from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.cuda.latent import full_heads
+from radixrt.worker.cuda.latent.full_chunks import FullHeads, FullStep, find
+from radixrt.worker.execution.kv_pool import DTYPES
+from radixrt.worker.model.families.deepseek_v2 import DEFAULTS, latent_decoder
+from radixrt.worker.model.layers.latent import UpProjections
+from radixrt.worker.model.layers.linear import HeadLinear
 
 RANK, ROPE, NOPE, WIDTH = 512, 64, 128, 128
 DEVICE = torch.device("cuda")

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from bench.common import save, table
-from radixrt.worker.cuda import products
-from radixrt.worker.cuda.kernels import gate
+from radixrt.worker.cuda.elementwise.kernels import gate
+from radixrt.worker.cuda.linear import gemm
 
 SHAPES = {
     "Llama 3.1 8B": (14336, 4096),
@@ -64,7 +64,7 @@ def measure(model: str, tokens: int) -> dict[str, Any]:
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     weight = (0.02 * torch.randn(2 * inner, hidden, device="cuda")).bfloat16()
     room = torch.empty(tokens, 2 * inner, device="cuda", dtype=torch.bfloat16)
-    kernel = products._hopper_gated(x.device)
+    kernel = gemm._hopper_gated(x.device)
     assert kernel is not None, "there is no such kernel here"
 
     def apart() -> torch.Tensor:
@@ -80,7 +80,7 @@ def measure(model: str, tokens: int) -> dict[str, Any]:
     assert error < 1e-2, error
     row = {"model": model, "tokens": tokens, "same_bits": torch.equal(one, other)}
     row |= in_turns({"product_and_gate": apart, "gated": together})
-    taken = products.gated_linear(x, weight, "silu") is not None
+    taken = gemm.gated_linear(x, weight, "silu") is not None
     return row | {"ratio": row["gated_us"] / row["product_and_gate_us"], "taken": taken}
 
 

@@ -27,12 +27,12 @@ import torch
 
 from bench.common import save, table
 from radixrt.messages import Grammar, Run, Sampling
-from radixrt.worker.grammar import Grammars
-from radixrt.worker.jump import SHORTEST, Spelling
-from radixrt.worker.matching import Matcher, fill_masks
+from radixrt.worker.execution.sampler import Masks, TorchSampler
 from radixrt.worker.request import Request
-from radixrt.worker.sample import Masks, TorchSampler
-from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
+from radixrt.worker.structured.compile import Grammars
+from radixrt.worker.structured.jump_forward import SHORTEST, Spelling
+from radixrt.worker.structured.matcher import Matcher, fill_masks
+from radixrt.worker.structured.vocabulary import Vocabulary, read_vocabulary
 
 EOS = 2
 BATCH = 64

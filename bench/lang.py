@@ -31,10 +31,10 @@ from typing import Any
 
 from bench.common import save, table
 from radixrt.client import AsyncClient
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo.checkpoint import make_checkpoint
 from radixrt.lang import Branch, assistant, gen, program, trace, user
-from radixrt.local import LocalStack
 from radixrt.messages import ChatPrompt, Origin, PartsPrompt, Sampling, TextPrompt, TokenPrompt
 
 FAN, DEPTH = 5, 3

@@ -24,11 +24,12 @@ from bench.attention import graph_ms
 from bench.common import save, table
 from bench.full_heads import FullCase
 from bench.worker import ceilings
-from radixrt.worker.cuda import attend, latent, variants
-from radixrt.worker.cuda.attend import Scratch
-from radixrt.worker.cuda.variants import Shape, Variant
-from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
-from radixrt.worker.kv import DTYPES
+from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention.attend import Scratch
+from radixrt.worker.cuda.attention.variants import Shape, Variant
+from radixrt.worker.cuda.attention.work import make_items, make_merges, sequence_tiles
+from radixrt.worker.cuda.latent import latent
+from radixrt.worker.execution.kv_pool import DTYPES
 
 RANK, ROPE, SCALE = 512, 64, 192**-0.5
 DEVICE = torch.device("cuda")

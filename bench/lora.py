@@ -23,10 +23,10 @@ from bench.common import save, table
 from bench.shapes import LLAMA_8B
 from bench.worker import STEPS, Bench
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker import loading
-from radixrt.worker.cuda import lora
-from radixrt.worker.model.adapter import Adapter, Pair
-from radixrt.worker.model.lora import Rows, Stack, add_by_adapter
+from radixrt.worker.cuda.linear import lora
+from radixrt.worker.load import runner as loading
+from radixrt.worker.model.lora.adapter import Adapter, Pair
+from radixrt.worker.model.lora.lora import Rows, Stack, add_by_adapter
 
 ADAPTERS = 8
 BATCHES = 1, 64, 256

@@ -24,16 +24,16 @@ from torch.nn import functional as F
 
 from bench import delta
 from bench.delta import CACHE, DEVICE, drawn
-from radixrt.worker.cuda import convolutions, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs
-from radixrt.worker.cuda.delta import LayerStates
-from radixrt.worker.cuda.mamba import MambaInputs
-from radixrt.worker.cuda.mamba_chunks import Tiles
-from radixrt.worker.model.delta import short_conv
-from radixrt.worker.model.delta_net import Recurrence
-from radixrt.worker.model.mamba import gated, state_space
-from radixrt.worker.model.mamba_mixer import Mamba
-from radixrt.worker.model.mamba_spec import MambaSpec
+from radixrt.worker.cuda.recurrent import convolutions, mamba, mamba_chunks
+from radixrt.worker.cuda.recurrent.cutting import TOKENS, Cut, Runs
+from radixrt.worker.cuda.recurrent.delta import LayerStates
+from radixrt.worker.cuda.recurrent.mamba import MambaInputs
+from radixrt.worker.cuda.recurrent.mamba_chunks import Tiles
+from radixrt.worker.model.layers.recurrent.delta import short_conv
+from radixrt.worker.model.layers.recurrent.delta_net import Recurrence
+from radixrt.worker.model.layers.recurrent.mamba import gated, state_space
+from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
+from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.plan import StateWork
 
 

@@ -25,10 +25,10 @@ from bench.common import save, table
 from bench.shapes import SHAPES
 from bench.worker import Bench
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.drafting import Drafter
-from radixrt.worker.loading import load_runner
-from radixrt.worker.predictions import expected
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.request import Request
+from radixrt.worker.speculative.mtp_cost import expected
+from radixrt.worker.speculative.ngram import Drafter
 
 PROMPT, TOKENS = 1024, 192
 

@@ -21,13 +21,13 @@ from bench.common import save, table
 from bench.experts import Way, layer_ms, limit_ms, make
 from bench.packed_linear import random_weight
 from bench.worker import ceilings
-from radixrt.worker.cuda import experts as ours
-from radixrt.worker.cuda import packed_experts, routing
-from radixrt.worker.cuda.products import Tile
-from radixrt.worker.model.int4 import Int4
-from radixrt.worker.model.moe import Experts
-from radixrt.worker.model.mxfp4 import BLOCK, WIDTH, PackedStack
-from radixrt.worker.model.ops import TorchOps
+from radixrt.worker.cuda.linear.gemm import Tile
+from radixrt.worker.cuda.moe import experts as ours
+from radixrt.worker.cuda.moe import packed_experts, routing
+from radixrt.worker.model.layers.int4 import Int4
+from radixrt.worker.model.layers.moe import Experts
+from radixrt.worker.model.layers.mxfp4 import BLOCK, WIDTH, PackedStack
+from radixrt.worker.model.layers.ops import TorchOps
 
 SHAPES = {"gpt-oss 20b": (32, 4, 2880, 2880), "gpt-oss 120b": (128, 4, 2880, 2880)}
 """(experts, experts per token, hidden size, intermediate size)."""

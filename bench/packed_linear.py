@@ -22,10 +22,11 @@ import triton
 from bench.common import save, table
 from bench.products import SHAPES, drawn, graph_us
 from bench.worker import ceilings
-from radixrt.worker.cuda import dequantizing, int4, ops
-from radixrt.worker.cuda.products import Tile, num_sms
-from radixrt.worker.model.int4 import WIDTH, Int4, Int4Linear
-from radixrt.worker.model.linear import Linear
+from radixrt.worker.cuda import ops
+from radixrt.worker.cuda.linear import dequant, int4
+from radixrt.worker.cuda.linear.gemm import Tile, num_sms
+from radixrt.worker.model.layers.int4 import WIDTH, Int4, Int4Linear
+from radixrt.worker.model.layers.linear import Linear
 
 TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 SWEPT = (16, 64, 256, 1024, 1, 32, 128)
@@ -137,9 +138,9 @@ def print_swept(
         print(f"    {us(x, packed[:1] * len(packed), run, 7):.2f} the same weight again", flush=True)
         print_with(int4, "AHEAD", AHEAD, lambda: us(x, packed, run, 7))
     if len(x) >= 64:
-        check(x, packed[0], dequantizing.by_torch)
-        chunks = dequantizing.CHUNK, *CHUNKS
-        print_with(dequantizing, "CHUNK", chunks, lambda: us(x, packed[:4], dequantizing.by_torch, 7))
+        check(x, packed[0], dequant.by_torch)
+        chunks = dequant.CHUNK, *CHUNKS
+        print_with(dequant, "CHUNK", chunks, lambda: us(x, packed[:4], dequant.by_torch, 7))
 
 
 def print_with(module: ModuleType, name: str, values: tuple[int, ...], time_us: Callable[[], float]) -> None:
@@ -173,7 +174,7 @@ def measure(x: torch.Tensor, wide: list[torch.Tensor], packed: list[Int4], limit
         row |= {"hopper_us": us(x, packed, lambda *a: kernel.multiply(*a, *plan), 15)}
     if (found := int4.plan_for(len(x), *packed[0].shape, x.device)) is not None:
         row |= {"tile_us": us(x, packed, by_tile(*found), 15)}
-    row |= {"dequantized_us": us(x, packed, dequantizing.by_torch, 9)} if len(x) >= 64 else {}
+    row |= {"dequantized_us": us(x, packed, dequant.by_torch, 9)} if len(x) >= 64 else {}
     row |= {
         f"{name}_limit_us": max(nbytes / limits["copy_gbs"] / 1e3, flops)
         for name, nbytes in (("bf16", wide[0].nbytes), ("int4", packed[0].nbytes))

@@ -26,9 +26,16 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from bench.common import save, table
-from radixrt.worker.cuda import kernels
-from radixrt.worker.cuda.peers import LARGE_TILE, MAX_BYTES, PROGRAMS, SMALL_TILE, TILE, CustomAllReduce
-from radixrt.worker.model.scaled import Fp8Scaling
+from radixrt.worker.cuda.comm.custom_all_reduce import (
+    LARGE_TILE,
+    MAX_BYTES,
+    PROGRAMS,
+    SMALL_TILE,
+    TILE,
+    CustomAllReduce,
+)
+from radixrt.worker.cuda.elementwise import kernels
+from radixrt.worker.model.layers.fp8 import Fp8Scaling
 
 ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """Turns off multicast over NVLink, which can make GPUs unusable, also for others on the same host."""

@@ -34,17 +34,21 @@ import numpy as np
 from bench.common import save, table
 from radixrt.config import RouterConfig, WorkerConfig
 from radixrt.messages import Deltas, Generate, Register, Sampling, TokenPrompt
-from radixrt.router import placement
-from radixrt.router.core import RouterCore
-from radixrt.router.effects import Effect, Order
-from radixrt.router.index import StateCheckpoints
-from radixrt.router.placement import Candidate
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Effect, Order
+from radixrt.router.placement import cost
+from radixrt.router.placement.cost import Candidate
+from radixrt.router.placement.index import StateCheckpoints
 from radixrt.tree import RadixTree
-from radixrt.worker import cache, fake, kept, loop, waiting
-from radixrt.worker.fake import FakeRunner
+from radixrt.worker import loop
+from radixrt.worker.cache import page_cache as cache
+from radixrt.worker.cache import retention
+from radixrt.worker.execution import fake_runner
+from radixrt.worker.execution.fake_runner import FakeRunner
 from radixrt.worker.loop import Identity, Worker
-from radixrt.worker.scheduler import Limits
-from radixrt.worker_setup import most_running
+from radixrt.worker.scheduler import queue
+from radixrt.worker.scheduler.scheduler import Limits
+from radixrt.worker.setup import most_running
 
 WORKERS, CACHE, BUDGET, ROWS = 4, 300_000, 8192, 256
 PREFILL_RATE, DECODE_SECONDS, EACH_SECONDS = 40_000.0, 0.0043, 0.00003
@@ -377,8 +381,8 @@ def in_turn() -> Choice:
 
 BY_ARRIVAL = "by arrival"
 CHOICES: dict[str, Callable[[], Choice]] = {
-    "radixrt": lambda: placement.place,
-    BY_ARRIVAL: lambda: placement.place,
+    "radixrt": lambda: cost.place,
+    BY_ARRIVAL: lambda: cost.place,
     "most hits": lambda: most_hits,
     "fewest requests": lambda: fewest,
     "in turn": in_turn,
@@ -398,12 +402,12 @@ def simulated(choice: str) -> Iterator[Clock]:
     clock = Clock()
     plain = patch.multiple(loop, time=clock, _decode=lambda message: message, _encode=lambda message: message)
     with ExitStack() as patches:
-        for one in (plain, *(patch.object(module, "time", clock) for module in (fake, kept, waiting))):
+        for one in (plain, *(patch.object(module, "time", clock) for module in (fake_runner, retention, queue))):
             patches.enter_context(one)
-        patches.enter_context(patch.object(placement, "place", (CHOICES | WITH_STATES | WITH_HOST)[choice]()))
+        patches.enter_context(patch.object(cost, "place", (CHOICES | WITH_STATES | WITH_HOST)[choice]()))
         if choice == BY_ARRIVAL:
-            patches.enter_context(patch.object(waiting, "OVERTAKING", 0))
-            patches.enter_context(patch.object(kept, "MIN_CONTINUATION_RATE", 2.0))  # nothing is kept
+            patches.enter_context(patch.object(queue, "OVERTAKING", 0))
+            patches.enter_context(patch.object(retention, "MIN_CONTINUATION_RATE", 2.0))  # nothing is kept
         if choice == CONTEXTS_KEPT:
             patches.enter_context(patch.object(cache, "KEPT", 1e9))
         if choice == BY_CACHED:

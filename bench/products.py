@@ -22,11 +22,11 @@ import triton
 
 from bench.common import save, table
 from bench.worker import ceilings
-from radixrt.worker.cuda import products, scaled
-from radixrt.worker.cuda.kernels import gate, norm
-from radixrt.worker.cuda.products import Tile
-from radixrt.worker.cuda.rounding import quantize
-from radixrt.worker.model.scaled import BLOCK, FP8, Fp8Activations, Fp8Scaling, Fp8Weight
+from radixrt.worker.cuda.elementwise.kernels import gate, norm
+from radixrt.worker.cuda.linear import fp8, gemm
+from radixrt.worker.cuda.linear.gemm import Tile
+from radixrt.worker.cuda.linear.quantize_activations import quantize
+from radixrt.worker.model.layers.fp8 import BLOCK, FP8, Fp8Activations, Fp8Scaling, Fp8Weight
 
 SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
 TOKENS = (1, 16, 32, 64, 128, 256, 1024, 8192)
@@ -78,22 +78,22 @@ def weight_of(fp8_scaling: Fp8Scaling | None, columns: int, depth: int) -> Weigh
 def chosen(x: Inputs, weight: Weight) -> Tile | None:
     """The tile that radixrt uses; None for torch's product."""
     if isinstance(weight, Fp8Weight):
-        return scaled.tile_for(len(x), weight)
-    return products.tile_for(len(x), *weight.shape, weight.device)
+        return fp8.tile_for(len(x), weight)
+    return gemm.tile_for(len(x), *weight.shape, weight.device)
 
 
 def multiply(x: Inputs, weight: Weight, out: torch.Tensor, tile: Tile | None, add: bool = False) -> None:
     """Write x @ weight.T to `out`, or with `add` add it; by torch if `tile` is None."""
     if isinstance(weight, Fp8Weight):
         if tile is not None:
-            scaled.product(x, weight, None, out, tile, add)
+            fp8.product(x, weight, None, out, tile, add)
         elif add:
-            out.add_(scaled._by_torch(x, weight, None, torch.bfloat16))
+            out.add_(fp8._by_torch(x, weight, None, torch.bfloat16))
         else:
-            scaled._by_torch(x, weight, None, torch.bfloat16)
+            fp8._by_torch(x, weight, None, torch.bfloat16)
     elif tile is not None:
-        splits = products.splits_for(*weight.shape, x.device) if tile == chosen(x, weight) else 1
-        products.multiply(x, weight, out, tile, splits=splits, add=add)
+        splits = gemm.splits_for(*weight.shape, x.device) if tile == chosen(x, weight) else 1
+        gemm.multiply(x, weight, out, tile, splits=splits, add=add)
     elif add:
         out.addmm_(x, weight.t())
     else:

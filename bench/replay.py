@@ -30,7 +30,7 @@ import numpy as np
 
 from bench.common import save, table
 from bench.placement import BY_ARRIVAL, CONTEXTS_KEPT, NO_HOST, VOCAB, WORKERS, Fleet, results, simulated
-from radixrt.worker import kept
+from radixrt.worker.cache import retention
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 BLOCK = 64
@@ -104,7 +104,7 @@ def measure(sessions: list[dict[str, Any]], choice: str, at_once: int, cache: in
     briefly = choice == KEPT_BRIEFLY
     with simulated("radixrt" if briefly else choice) as clock, ExitStack() as patches:
         if briefly:
-            patches.enter_context(patch.object(kept, "SECONDS", (5.0,)))
+            patches.enter_context(patch.object(retention, "SECONDS", (5.0,)))
         fleet = Fleet(clock, 0, 0, 0 if choice == NO_HOST else host, cache, LONGEST + 40_000)
         left = deque(sessions)
 

@@ -24,8 +24,8 @@ from typing import Any
 from bench.common import save, table
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo.checkpoint import make_checkpoint
-from radixrt.launch import Stack
-from radixrt.ports import free_tcp_address
+from radixrt.launch.launcher import Stack
+from radixrt.process.ports import free_tcp_address
 
 TURNS, ANSWER = 30, 64
 WORDS = "the quick dog thinks about the question again and then it jumps over the answer of the fox ".split()

@@ -22,11 +22,12 @@ import torch
 from bench.attention import graph_ms
 from bench.common import save, table
 from bench.worker import ceilings
-from radixrt.worker.cuda import attend, index_scores, variants
-from radixrt.worker.cuda.chunks import Pages
-from radixrt.worker.cuda.sparse import Sparse
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.variants import Shape
+from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention.chunks import Pages
+from radixrt.worker.cuda.attention.variants import Shape
+from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.cuda.latent import index_scores
+from radixrt.worker.cuda.latent.sparse import Sparse
 from radixrt.worker.plan import Plan
 
 HEADS, RANK, ROPE, SCALE = 128, 512, 64, 192**-0.5

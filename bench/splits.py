@@ -20,10 +20,11 @@ from bench.common import save, table
 from bench.experts import Way, layer_ms, make
 from bench.packed_experts import in_mxfp4
 from bench.products import CACHE, drawn, graph_us
-from radixrt.worker.cuda import packed_experts, products, routing
-from radixrt.worker.cuda.kernels import norm
-from radixrt.worker.cuda.products import Tile, multiply
-from radixrt.worker.model.mxfp4 import WIDTH
+from radixrt.worker.cuda.elementwise.kernels import norm
+from radixrt.worker.cuda.linear import gemm
+from radixrt.worker.cuda.linear.gemm import Tile, multiply
+from radixrt.worker.cuda.moe import packed_experts, routing
+from radixrt.worker.model.layers.mxfp4 import WIDTH
 
 SHAPES = {
     "Qwen3 30B output": (2048, 4096), "Qwen3 30B qkv": (5120, 2048), "Qwen3 30B router": (128, 2048),
@@ -62,12 +63,12 @@ def product_row(name: str, rows: int) -> dict[str, Any]:
         return graph_us(lambda: [one(weight) for weight in weights], copies, 12)
 
     row["torch"] = us(None, 1)
-    high = next(most for most in products.STREAMED if rows <= most)
+    high = next(most for most in gemm.STREAMED if rows <= most)
     for splits in SPLITS:
-        programs = splits * triton.cdiv(columns, products.COLUMNS)
-        if programs <= 3 * products.num_sms(x.device) and depth >= splits * 128:
+        programs = splits * triton.cdiv(columns, gemm.COLUMNS)
+        if programs <= 3 * gemm.num_sms(x.device) and depth >= splits * 128:
             for stages in (8, 4):
-                row[f"{splits}/{stages}"] = us(Tile(high, products.COLUMNS, 128, 4, stages), splits)
+                row[f"{splits}/{stages}"] = us(Tile(high, gemm.COLUMNS, 128, 4, stages), splits)
     return row
 
 

@@ -24,7 +24,7 @@ from bench.serve.loads import Ask, Load, make_load, segment_ids
 from bench.shapes import LLAMA_8B
 from bench.worker import Bench
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import load_runner
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.plan import Plan, Result, Runner
 
 KINDS = {

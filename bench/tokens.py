@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.common import save, table
 from radixrt.messages import ChatPrompt
-from radixrt.router.tokens import Sessions, Tokenizer, load_tokenizer
+from radixrt.tokens import Sessions, Tokenizer, load_tokenizer
 from tests.checkpoints import TRAINING_TEXT, make_tokenizer
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

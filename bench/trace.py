@@ -25,7 +25,7 @@ import torch
 from bench.shapes import SHAPES
 from bench.worker import Bench
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import load_runner
+from radixrt.worker.load.runner import load_runner
 
 NAME, SHOWN, RUNS = 44, 12, 3
 

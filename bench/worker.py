@@ -33,25 +33,25 @@ from bench.grammar import EOS, GRAMMARS, made_vocabulary
 from bench.shapes import SHAPES
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
-from radixrt.worker.compiling import Compiling
-from radixrt.worker.cuda.variants import Shape
-from radixrt.worker.drafting import Drafter
-from radixrt.worker.grammar import Grammars
-from radixrt.worker.loading import load_runner
+from radixrt.worker.cuda.attention.variants import Shape
+from radixrt.worker.execution.sampler import TorchSampler
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.loop import Identity, Worker
-from radixrt.worker.model.blocks import NoMlp, NoOutput
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.experts_beside import MlpWithExperts
-from radixrt.worker.model.int4 import Int4
-from radixrt.worker.model.latent import Latent
-from radixrt.worker.model.layers import Layer, Product
-from radixrt.worker.model.linear import HeadLinear, Linear
-from radixrt.worker.model.mlp import Mixture, UngatedMlp, UngatedShared
-from radixrt.worker.model.scaled import Fp8Linear
+from radixrt.worker.model.layers.fp8 import Fp8Linear
+from radixrt.worker.model.layers.hybrid_layers import NoMlp, NoOutput
+from radixrt.worker.model.layers.int4 import Int4
+from radixrt.worker.model.layers.latent import Latent
+from radixrt.worker.model.layers.layers import Layer, Product
+from radixrt.worker.model.layers.linear import HeadLinear, Linear
+from radixrt.worker.model.layers.mlp import Mixture, UngatedMlp, UngatedShared
+from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
 from radixrt.worker.plan import Runner
 from radixrt.worker.request import Request
-from radixrt.worker.sample import TorchSampler
-from radixrt.worker.scheduler import Limits
+from radixrt.worker.scheduler.scheduler import Limits
+from radixrt.worker.speculative.ngram import Drafter
+from radixrt.worker.structured.compile import Grammars
+from radixrt.worker.structured.compile_queue import Compiling
 
 STEPS = 48
 SPARSE = Mixture, MlpWithExperts

@@ -24,12 +24,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixrt import __version__, launch
-from radixrt.checkpoint_files import check_files, check_model
+from radixrt import __version__
+from radixrt.checkpoint.files import check_files, check_model
+from radixrt.checkpoint.lora_modules import check_lora_modules
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
-from radixrt.lora_modules import check_lora_modules
-from radixrt.roles import ROLES, check_role, follow_parent, read_config, run_role
-from radixrt.shutdown import Pulse
+from radixrt.launch import launcher
+from radixrt.launch.process_main import ROLES, check_role, follow_parent, read_config, run_role
+from radixrt.process.shutdown import Pulse
 from radixrt.wire.keys import is_private, make_secret_key, public_suffix
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _serve(args: argparse.Namespace) -> int:
     configs = {role: from_args(config, args) for role, config in ROLES.items()}
     _check_adapters(configs["worker"])
     own = {field.name: vars(args)[field.name] for field in dataclasses.fields(StackConfig) if field.name in vars(args)}
-    return launch.run_stack(StackConfig(**configs, **own))
+    return launcher.run_stack(StackConfig(**configs, **own))
 
 
 def _check_here(check: Callable[[str], None], name: str) -> None:

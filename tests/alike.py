@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from radixrt.router import placement
+from radixrt.router.placement import cost
 
 
 @contextmanager
@@ -16,5 +16,5 @@ def workers_alike() -> Iterator[None]:
     """All workers count as equally fast, whatever was measured: on a busy machine, noise would decide now and then
     where a request goes, and so whether it hits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "SAME", math.inf)
+        patch.setattr(cost, "SAME", math.inf)
         yield

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from radixrt.garbage import settle
+from radixrt.process.gc_tuning import settle
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # By default OpenMP's threads spin while they wait: if other processes use the cores, a step of a small model takes ten

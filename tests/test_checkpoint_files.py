@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from radixrt import cli, launch
-from radixrt.checkpoint_files import check_files, check_model
+from radixrt import cli
+from radixrt.checkpoint.files import check_files, check_model
 from radixrt.config import WorkerConfig, resolve
-from radixrt.router.tokens import load_tokenizer
-from radixrt.worker.loading import load_runner
-from radixrt.worker.model.checkpoint import read_json
-from radixrt.worker.model.rope import frequencies
+from radixrt.launch import launcher
+from radixrt.tokens import load_tokenizer
+from radixrt.worker.load.runner import load_runner
+from radixrt.worker.model.layers.rope import frequencies
+from radixrt.worker.model.weights.checkpoint import read_json
 from tests.checkpoints import make_tokenizer
 
 MODEL = {
@@ -116,7 +117,7 @@ def said(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(("file", "field", "value"), cases(READ_BY_ALL + READ_BY_WORKERS))
 def test_nothing_is_started_with_a_bad_file(folder, monkeypatch, capsys, file, field, value):
     begin = spoil(folder / file, field, value)
-    monkeypatch.setattr(launch, "start_subprocess", lambda *_, **__: pytest.fail("a child is started"))
+    monkeypatch.setattr(launcher, "start_subprocess", lambda *_, **__: pytest.fail("a child is started"))
     monkeypatch.setattr(cli, "run_role", lambda *_: pytest.fail("it begins"))
     for command in (["serve", str(folder)], ["worker", "--router", "tcp://127.0.0.1:1", "--model", str(folder)]):
         line = said(command, capsys)
@@ -132,7 +133,7 @@ def test_a_tokenizer_says_the_same(folder, monkeypatch, capsys, file, field, val
     with pytest.raises(ValueError) as caught:
         load_tokenizer(folder)
     assert str(caught.value).startswith(begin)
-    monkeypatch.setattr(launch, "start_subprocess", lambda *_, **__: pytest.fail("a child is started"))
+    monkeypatch.setattr(launcher, "start_subprocess", lambda *_, **__: pytest.fail("a child is started"))
     for command in (["serve", "nano"], ["router", "--worker-address", "tcp://127.0.0.1:1"], ["frontend"]):
         assert said([*command, "--tokenizer", str(folder)], capsys).startswith(begin)
 
@@ -210,7 +211,7 @@ def test_what_is_not_served_is_said_first(folder):
 def test_without_a_model_its_family_does_not_matter(folder, role, monkeypatch, capsys):
     (folder / "config.json").write_text(json.dumps({"model_type": "none", "vocab_size": 512}))
     began = []
-    monkeypatch.setattr(launch, "run_stack", lambda config: began.append(config) or 0)
+    monkeypatch.setattr(launcher, "run_stack", lambda config: began.append(config) or 0)
     monkeypatch.setattr(cli, "run_role", lambda role, config, pulse: began.append(config))
     named = [str(folder)] if role == "serve" else ["--model", str(folder), "--router", "tcp://127.0.0.1:1"]
     assert not cli.main([role, *named, "--fake", "0,0.01"]) and began

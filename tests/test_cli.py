@@ -64,7 +64,7 @@ def test_a_key_on_the_command_line_is_warned_of(told, caplog):
 @pytest.mark.parametrize("command", ["serve", "frontend"])
 def test_keys_of_a_server_are_in_files(monkeypatch, tmp_path, caplog, command, flag):
     configs: list = []
-    monkeypatch.setattr(cli.launch, "run_stack", lambda config: configs.append(config.router) or 0)
+    monkeypatch.setattr(cli.launcher, "run_stack", lambda config: configs.append(config.router) or 0)
     monkeypatch.setattr(cli, "run_role", lambda role, config, pulse: configs.append(config) or 0)
     file = tmp_path / "keys"
     file.write_text("acme:s3cret\n")

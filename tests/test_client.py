@@ -18,13 +18,13 @@ import pytest
 
 from radixrt import Branch, gen, program
 from radixrt.client import AsyncClient, Client, ServerError, as_prompt, token_bytes, token_list
+from radixrt.client.local import LocalStack, local_stack
+from radixrt.client.transports import HttpTransport, ZmqTransport
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.server import FrontendThread
-from radixrt.local import LocalStack, local_stack
+from radixrt.frontend.http.server import FrontendThread
 from radixrt.messages import ChatPrompt, Forget, Sampling, TextPrompt, TokenPrompt
-from radixrt.ports import free_tcp_address
-from radixrt.router.process import RouterThread
-from radixrt.transports import HttpTransport, ZmqTransport
+from radixrt.process.ports import free_tcp_address
+from radixrt.router.server.process import RouterThread
 from tests.checkpoints import make_model, make_tokenizer
 from tests.waiting import eventually
 
@@ -371,7 +371,7 @@ def test_in_process_cancelled_while_it_begins(tmp_path, monkeypatch):
     make_model(tmp_path)
     make_tokenizer(tmp_path)
     stack, before = local_stack(str(tmp_path)), threading.active_count()
-    monkeypatch.setattr("radixrt.local.local_stack", lambda _: stack)
+    monkeypatch.setattr("radixrt.client.local.local_stack", lambda _: stack)
 
     async def impatient():
         async with asyncio.timeout(0.001):

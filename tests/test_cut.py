@@ -16,11 +16,11 @@ import pytest
 from radixrt import wire
 from radixrt.config import RouterConfig
 from radixrt.messages import ClientReply, Deltas, Generate, Sampling, TokenPrompt
-from radixrt.router.process import RouterThread
-from radixrt.router.tokens import TextService
-from radixrt.worker.fake import FakeRunner, fake_token
+from radixrt.router.server.process import RouterThread
+from radixrt.tokens import TextService
+from radixrt.worker.execution.fake_runner import FakeRunner, fake_token
 from radixrt.worker.loop import Worker
-from radixrt.worker.scheduler import Limits
+from radixrt.worker.scheduler.scheduler import Limits
 from radixrt.worker.status import Identity
 
 _reply = wire.Decoder(ClientReply)

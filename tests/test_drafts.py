@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from radixrt import Client, Sampling
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.local import LocalStack
 from radixrt.messages import Grammar
-from radixrt.worker.drafting import MAX_SPARSE_REQUESTS
-from radixrt.worker.fake import FakeRunner
-from radixrt.worker_setup import make_drafter
+from radixrt.worker.execution.fake_runner import FakeRunner
+from radixrt.worker.setup import make_drafter
+from radixrt.worker.speculative.ngram import MAX_SPARSE_REQUESTS
 from tests.checkpoints import make_tokenizer
 from tests.worker.families import make_model
 from tests.worker.multi_token import add_layer, make_markov

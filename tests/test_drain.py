@@ -16,18 +16,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 
-from radixrt import children, launch, watchdog
-from radixrt.children import Child, stop_subprocesses
 from radixrt.client import Client, ServerError
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.server import FrontendThread
-from radixrt.local import LocalStack
+from radixrt.frontend.http.server import FrontendThread
+from radixrt.launch import launcher
+from radixrt.launch.process_main import say_leave
 from radixrt.messages import Sampling
-from radixrt.ports import free_tcp_address
-from radixrt.roles import say_leave
-from radixrt.shutdown import BUSY, DRAINED, DRAINING, IDLE, MAX_LOOK_SECONDS, Ending, Pulse, Pulses
+from radixrt.process import subprocesses, watchdog
+from radixrt.process.ports import free_tcp_address
+from radixrt.process.shutdown import BUSY, DRAINED, DRAINING, IDLE, MAX_LOOK_SECONDS, Ending, Pulse, Pulses
+from radixrt.process.subprocesses import Child, stop_subprocesses
 from radixrt.worker import loop
-from radixrt.worker.fake import FakeRunner, fake_token
+from radixrt.worker.execution.fake_runner import FakeRunner, fake_token
 from radixrt.worker.status import INCARNATION
 from tests.waiting import eventually
 
@@ -297,12 +298,12 @@ def test_a_worker_that_hangs_is_started_again():
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["frontend-0", "worker-0", "router"])
 def test_a_process_that_is_stopped_is_replaced(monkeypatch, role):
-    monkeypatch.setattr(launch, "SILENT_SECONDS", dict.fromkeys(children.SILENT_SECONDS, 3.0))
+    monkeypatch.setattr(launcher, "SILENT_SECONDS", dict.fromkeys(subprocesses.SILENT_SECONDS, 3.0))
     address, inner, http = (free_tcp_address() for _ in range(3))
     router = RouterConfig(model="nano", client_address=address, worker_address=inner, worker_timeout=2.0)
     frontend = FrontendConfig(model="nano", port=int(http.rpartition(":")[2]))
     worker = WorkerConfig(model="nano", fake="0,0.001")
-    stack = launch.Stack(StackConfig(resolve(router), worker, resolve(frontend), 2, 2, ready_timeout=60.0))
+    stack = launcher.Stack(StackConfig(resolve(router), worker, resolve(frontend), 2, 2, ready_timeout=60.0))
     codes: list[int] = []
     with stack:
         stack.start()

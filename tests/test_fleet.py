@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from radixrt import fleet
-from radixrt.children import Child
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.fleet import Host, RayWorkers
-from radixrt.launch import Stack, StartError
+from radixrt.launch import ray_workers as fleet
+from radixrt.launch.launcher import Stack, StartError
+from radixrt.launch.ray_workers import Host, RayWorkers
 from radixrt.messages import Sampling
-from radixrt.ports import free_tcp_address
-from radixrt.shutdown import Pulses
+from radixrt.process.ports import free_tcp_address
+from radixrt.process.shutdown import Pulses
+from radixrt.process.subprocesses import Child
 from radixrt.wire.keys import make_secret_key, public_suffix
 from tests.waiting import eventually
 

@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from radixrt.garbage import held
+from radixrt.process.gc_tuning import held
 
 CODE = """
 import gc
-from radixrt.garbage import settle
+from radixrt.process.gc_tuning import settle
 
 table = [[] for _ in range(10_000)]
 settle()
@@ -40,7 +40,7 @@ def test_what_lives_at_the_start_is_never_looked_at_again():
 
 BLOCKS = """
 import resource
-from radixrt.garbage import keep_heap
+from radixrt.process.gc_tuning import keep_heap
 
 def step():
     blocks = [b"." * (4 << 20) for _ in range(6)]

@@ -10,12 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from radixrt import children, cli, launch, ports, roles, wire, worker_setup
+from radixrt import cli, wire
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.server import listen
+from radixrt.frontend.http.server import listen
+from radixrt.launch import launcher, process_main
 from radixrt.messages import Leave, ToRouter
+from radixrt.process import ports, subprocesses
 from radixrt.wire import watch
 from radixrt.wire.addresses import is_loopback
+from radixrt.worker import setup
 from radixrt.worker.plan import DeviceLost, GroupLost
 from radixrt.worker.status import INCARNATION
 from tests.waiting import eventually
@@ -23,10 +26,12 @@ from tests.waiting import eventually
 
 def shares(monkeypatch, gpus: int, workers: int, **worker) -> list[tuple[str, int]]:
     """(device, threads) of each."""
-    monkeypatch.setattr(launch, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(launcher, "gpu_count", lambda: gpus)
     monkeypatch.setattr("radixrt.config.gpu_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    configs = launch.worker_configs(StackConfig(RouterConfig(), WorkerConfig(**worker), FrontendConfig(), workers), "x")
+    configs = launcher.worker_configs(
+        StackConfig(RouterConfig(), WorkerConfig(**worker), FrontendConfig(), workers), "x"
+    )
     return [(config.device, config.cpu_threads) for config in configs]
 
 
@@ -36,21 +41,21 @@ def forbidden(*_kind):
 
 def test_own_workers_come_by_a_unix_socket(monkeypatch):
     """Where there are such without a file; else by a port of this machine."""
-    monkeypatch.setattr(launch.sys, "platform", "linux")
-    first, second = (launch.near_address() for _ in range(2))
+    monkeypatch.setattr(launcher.sys, "platform", "linux")
+    first, second = (launcher.near_address() for _ in range(2))
     assert first != second and first.startswith("ipc://@radixrt-") and second.startswith("ipc://@radixrt-")
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "free_tcp_address", lambda: "tcp://127.0.0.1:7")
-        patch.setattr(launch.socket, "socket", forbidden)
-        assert launch.near_address() == "tcp://127.0.0.1:7"
-    monkeypatch.setattr(launch.sys, "platform", "darwin")
-    assert is_loopback(launch.near_address())
+        patch.setattr(launcher, "free_tcp_address", lambda: "tcp://127.0.0.1:7")
+        patch.setattr(launcher.socket, "socket", forbidden)
+        assert launcher.near_address() == "tcp://127.0.0.1:7"
+    monkeypatch.setattr(launcher.sys, "platform", "darwin")
+    assert is_loopback(launcher.near_address())
 
 
 def test_each_start_has_a_secret_for_its_workers():
     """Without --worker-address nobody else can join."""
     config = StackConfig(RouterConfig(), WorkerConfig(fake="0,0"), FrontendConfig())
-    first, second = (launch.Stack(config) for _ in range(2))
+    first, second = (launcher.Stack(config) for _ in range(2))
     for stack in (first, second):
         (worker,), router = stack._worker_configs(), stack._config.router
         assert worker.router == f"{router.near_address}#plain:{router.near_password}"
@@ -118,10 +123,10 @@ def test_a_worker_that_ends_says_which_process_it_was(monkeypatch, caplog, dismi
 
     monkeypatch.setattr(wire, "Link", Link)
     worker = SimpleNamespace(run=lambda: None, dismissed=dismissed, restart=False)
-    monkeypatch.setattr(roles, "make_worker", lambda config: worker)
-    monkeypatch.setattr(roles, "settle", lambda: None)
-    monkeypatch.setattr(roles.signal, "signal", lambda *_: None)
-    code = roles.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
+    monkeypatch.setattr(process_main, "make_worker", lambda config: worker)
+    monkeypatch.setattr(process_main, "settle", lambda: None)
+    monkeypatch.setattr(process_main.signal, "signal", lambda *_: None)
+    code = process_main.run_role("worker", WorkerConfig(name="w", router="tcp://127.0.0.1:1"))
     assert code == (1 if dismissed else 0)
     assert said == [Leave("w", "stopped", os.getpid(), INCARNATION, planned=True)] and INCARNATION
     assert ("worker w ends: another" in caplog.text) == bool(dismissed)
@@ -131,12 +136,12 @@ def test_a_worker_that_ends_says_which_process_it_was(monkeypatch, caplog, dismi
 def test_a_worker_that_cannot_go_on_is_started_again(monkeypatch, lost):
     """It ends with a code other than 0, at once: nothing waits for what its GPU does not do."""
     codes = []
-    monkeypatch.setattr(roles.os, "_exit", codes.append)
+    monkeypatch.setattr(process_main.os, "_exit", codes.append)
 
     def run() -> None:
         raise lost
 
-    roles._serve(SimpleNamespace(run=run))
+    process_main._serve(SimpleNamespace(run=run))
     assert codes == [1]
 
 
@@ -166,7 +171,7 @@ def test_a_worker_that_cannot_go_on_is_started_again(monkeypatch, lost):
     ],
 )
 def test_settings_that_cannot_be_are_named_before_anything_is_started(monkeypatch, capsys, flag, values):
-    monkeypatch.setattr(launch, "start_subprocess", lambda *_, **__: pytest.fail("a child is started"))
+    monkeypatch.setattr(launcher, "start_subprocess", lambda *_, **__: pytest.fail("a child is started"))
     for value in values:
         assert cli.main(["serve", "nano", flag, value]) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -194,22 +199,22 @@ def test_so_are_those_of_one_process(monkeypatch, capsys, arguments):
 
 
 def test_what_is_set_by_default_may_be():
-    launch.check_stack(StackConfig(RouterConfig(), WorkerConfig(), FrontendConfig()))
+    launcher.check_stack(StackConfig(RouterConfig(), WorkerConfig(), FrontendConfig()))
     for config in (WorkerConfig(router="ipc:///tmp/x"), RouterConfig(worker_address="tcp://127.0.0.1:*")):
-        roles.check_role(resolve(config))
+        process_main.check_role(resolve(config))
 
 
 def test_a_device_that_is_not_there(monkeypatch):
     def load(config: WorkerConfig) -> None:
         raise AssertionError("Torch not compiled with CUDA enabled\nand more")
 
-    monkeypatch.setattr("radixrt.worker.loading.load_runner", load)
-    monkeypatch.setattr(worker_setup, "gpu_count", lambda: 1)
+    monkeypatch.setattr("radixrt.worker.load.runner.load_runner", load)
+    monkeypatch.setattr(setup, "gpu_count", lambda: 1)
     with pytest.raises(ValueError, match=r"--device cuda:1: there is none \(Torch not compiled with CUDA enabled\)$"):
-        worker_setup.make_runner(WorkerConfig(device="cuda:1"))
+        setup.make_runner(WorkerConfig(device="cuda:1"))
     for device in ("cuda:0", "cuda", "cpu"):
         with pytest.raises(AssertionError):
-            worker_setup.make_runner(WorkerConfig(device=device))
+            setup.make_runner(WorkerConfig(device=device))
 
 
 # ---------------------------------------------------------------- keys, logs
@@ -237,7 +242,7 @@ def test_keys_of_a_file(tmp_path, caplog, capsys):
 
 def test_children_log_as_their_parent(monkeypatch):
     run = []
-    monkeypatch.setattr(launch, "run_stack", lambda config: run.append(config) or 0)
+    monkeypatch.setattr(launcher, "run_stack", lambda config: run.append(config) or 0)
     cli.main(["--log-level", "debug", "serve", "nano"])
     assert run[0].log_level == "debug"
     started = []
@@ -246,8 +251,8 @@ def test_children_log_as_their_parent(monkeypatch):
         started.append(command)
         return SimpleNamespace(stdin=io.BytesIO())
 
-    monkeypatch.setattr(children.subprocess, "Popen", popen)
-    children.start_subprocess("worker", "w", WorkerConfig(), run[0].log_level)
+    monkeypatch.setattr(subprocesses.subprocess, "Popen", popen)
+    subprocesses.start_subprocess("worker", "w", WorkerConfig(), run[0].log_level)
     args = cli.build_parser().parse_args(started[0][3:])
     assert (args.command, args.log_level, args.config_from_stdin) == ("worker", "debug", True)
 

@@ -106,7 +106,7 @@ def test_the_scheduler_runs_without_torch():
     import subprocess
     import sys
 
-    code = "import sys, radixrt.worker.loop, radixrt.worker.fake; sys.exit('torch' in sys.modules)"
+    code = "import sys, radixrt.worker.loop, radixrt.worker.execution.fake_runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
     code = "import sys; from radixrt import roles; from types import SimpleNamespace as Fake"
     code += "; roles._serve(Fake(run=lambda: None)); sys.exit('torch' in sys.modules)"

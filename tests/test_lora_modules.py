@@ -8,8 +8,8 @@ import json
 import pytest
 
 from radixrt import cli
+from radixrt.checkpoint.lora_modules import CONFIG, WEIGHTS, lora_modules, most_loaded, num_slots
 from radixrt.config import RouterConfig, WorkerConfig
-from radixrt.lora_modules import CONFIG, WEIGHTS, lora_modules, most_loaded, num_slots
 
 
 def modules(*texts: str, **changes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from radixrt.client import Client
-from radixrt.launch import Stack, start_subprocess
+from radixrt.launch.launcher import Stack, start_subprocess
 from radixrt.messages import Sampling
 from tests.adapters import make_adapter, merged
 from tests.checkpoints import make_model, make_tokenizer

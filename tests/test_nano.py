@@ -16,16 +16,16 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixrt.client import Client
+from radixrt.client.local import LocalStack, local_stack
 from radixrt.config import NANO, FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo import program as demo
 from radixrt.demo import world
 from radixrt.demo.__main__ import Marks, run_chat
 from radixrt.demo.program import calculator, describe
-from radixrt.frontend.server import FrontendThread
+from radixrt.frontend.http.server import FrontendThread
 from radixrt.lang import Branch, assistant, gen, program, race, select, system, user
-from radixrt.local import LocalStack, local_stack
 from radixrt.messages import Sampling
-from radixrt.ports import free_tcp_address
+from radixrt.process.ports import free_tcp_address
 
 GREEDY = Sampling(max_tokens=64, temperature=0)
 NOTES = (

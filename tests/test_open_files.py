@@ -17,11 +17,12 @@ import httpx
 import msgspec
 import pytest
 
-from radixrt import open_files, roles
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, resolve
-from radixrt.open_files import ConnectionLimit, FileWatch
-from radixrt.ports import free_tcp_address
+from radixrt.launch import process_main
+from radixrt.process import open_files
+from radixrt.process.open_files import ConnectionLimit, FileWatch
+from radixrt.process.ports import free_tcp_address
 from tests.checkpoints import make_tokenizer
 from tests.waiting import eventually
 
@@ -30,7 +31,7 @@ LIMIT = 160
 
 def test_the_soft_limit_is_raised_to_the_hard_one():
     limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 150))"
-    code = f"{limited}; from radixrt.open_files import raise_file_limit; print(raise_file_limit())"
+    code = f"{limited}; from radixrt.process.open_files import raise_file_limit; print(raise_file_limit())"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "150\n"
 
@@ -38,11 +39,17 @@ def test_the_soft_limit_is_raised_to_the_hard_one():
 @pytest.mark.parametrize(("role", "raised"), [("router", 1), ("frontend", 1), ("worker", 0)])
 def test_processes_with_connections_raise_their_limit(monkeypatch, role, raised):
     calls = []
-    monkeypatch.setattr(roles, "raise_file_limit", lambda: calls.append(role))
-    for name in ("radixrt.router.process.run", "radixrt.frontend.server.run", "radixrt.roles.make_worker"):
+    monkeypatch.setattr(process_main, "raise_file_limit", lambda: calls.append(role))
+    for name in (
+        "radixrt.router.server.process.run",
+        "radixrt.frontend.http.server.run",
+        "radixrt.launch.process_main.make_worker",
+    ):
         monkeypatch.setattr(name, stop)
     with pytest.raises(InterruptedError):
-        roles.run_role(role, resolve(roles.ROLES[role](router="inproc://x") if role != "router" else RouterConfig()))
+        process_main.run_role(
+            role, resolve(process_main.ROLES[role](router="inproc://x") if role != "router" else RouterConfig())
+        )
     assert len(calls) == raised
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from radixrt.ports import _first_of_connections, free_tcp_address
+from radixrt.process.ports import _first_of_connections, free_tcp_address
 
 
 def test_addresses_are_nobody_elses():

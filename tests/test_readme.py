@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.server import FrontendThread
-from radixrt.local import LocalStack
-from radixrt.ports import free_tcp_address
+from radixrt.frontend.http.server import FrontendThread
+from radixrt.process.ports import free_tcp_address
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -74,8 +74,8 @@ def test_curl(addresses):
 
 def test_every_file_of_the_gpu_is_in_its_readme():
     folder = ROOT / "radixrt/worker/cuda"
-    linked = set(re.findall(r"\]\((\w+\.py)\)", (folder / "README.md").read_text()))
-    assert linked == {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    linked = set(re.findall(r"\]\(([\w/]+\.py)\)", (folder / "README.md").read_text()))
+    assert linked == {p.relative_to(folder).as_posix() for p in folder.rglob("*.py") if p.name != "__init__.py"}
 
 
 def test_links_lead_somewhere():

@@ -22,8 +22,8 @@ import zmq
 from radixrt import wire
 from radixrt.config import RouterConfig
 from radixrt.messages import Ask, Generate, Info, Load, Output, Register, Sampling, StepDone, TokenPrompt
-from radixrt.ports import free_tcp_address
-from radixrt.router.process import RouterThread
+from radixrt.process.ports import free_tcp_address
+from radixrt.router.server.process import RouterThread
 from radixrt.wire.sockets import connect
 from tests.waiting import eventually
 

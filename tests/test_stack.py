@@ -20,11 +20,12 @@ import httpx
 import psutil
 import pytest
 
-from radixrt import children, launch, wire
+from radixrt import wire
 from radixrt.client import Client, ServerError
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.launch import Child, Stack, StartError, start_subprocess
-from radixrt.local import LocalStack
+from radixrt.launch import launcher
+from radixrt.launch.launcher import Child, Stack, StartError, start_subprocess
 from radixrt.messages import (
     Cancel,
     Generate,
@@ -34,8 +35,9 @@ from radixrt.messages import (
     Sampling,
     TokenPrompt,
 )
-from radixrt.ports import free_tcp_address
-from radixrt.shutdown import BUSY, DRAINED, DRAINING, IDLE, Pulses
+from radixrt.process import subprocesses
+from radixrt.process.ports import free_tcp_address
+from radixrt.process.shutdown import BUSY, DRAINED, DRAINING, IDLE, Pulses
 from tests.checkpoints import make_model, make_tokenizer
 from tests.waiting import eventually
 from tests.worker.engine import prompts
@@ -269,7 +271,9 @@ def test_a_killed_rank_costs_nothing(folder):
 
     def followers() -> list[psutil.Process]:
         found = children_of(os.getpid())
-        return [p for p in found if p.status() != psutil.STATUS_ZOMBIE and "radixrt.worker.follower" in p.cmdline()]
+        return [
+            p for p in found if p.status() != psutil.STATUS_ZOMBIE and "radixrt.worker.parallel.follower" in p.cmdline()
+        ]
 
     with stack(folder, 2, tensor_parallel_size=2) as running, Client(running._client_address) as client:
         assert len(followers()) == 2
@@ -303,7 +307,7 @@ def act(monkeypatch, ends: dict[str, str]) -> dict[str, list[float]]:
     def start_router(running: Stack, http: object, deadline: float) -> None:
         running._subprocesses.append(start("router", "router"))
 
-    monkeypatch.setattr(launch, "start_subprocess", start)
+    monkeypatch.setattr(launcher, "start_subprocess", start)
     monkeypatch.setattr(Stack, "_start_router", start_router)
     monkeypatch.setattr(Stack, "_wait", lambda self, deadline: None)
     return begun
@@ -311,12 +315,12 @@ def act(monkeypatch, ends: dict[str, str]) -> dict[str, list[float]]:
 
 def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monkeypatch):
     """Each time after twice the time; one that was told to leave is not started again; when none is left, all end."""
-    monkeypatch.setattr(launch, "RESTART_SECONDS", 0.1)
-    monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(launch, "MAX_SECONDS", 0.4)
+    monkeypatch.setattr(launcher, "RESTART_SECONDS", 0.1)
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launcher, "MAX_SECONDS", 0.4)
     ends = {"router": "exec sleep 60", "worker-0": "exit 3", "worker-1": "exec sleep 60", "worker-2": "exit 0"}
     begun = act(monkeypatch, ends)
-    monkeypatch.setattr(launch, "Life", partial(launch.Incarnation, delay=0.05))
+    monkeypatch.setattr(launcher, "Life", partial(launcher.Incarnation, delay=0.05))
     with Stack(config(folder, 3)) as running:
         running.start()
         codes: list[int] = []
@@ -341,12 +345,12 @@ def test_workers_that_end_together_are_not_expected_again(folder, monkeypatch, c
     assert "no worker is left: stopping" in caplog.text and "started again" not in caplog.text
 
 
-@pytest.mark.parametrize("code", [children.RESTART_CODE, children.HANG_CODE])
+@pytest.mark.parametrize("code", [subprocesses.RESTART_CODE, subprocesses.HANG_CODE])
 def test_a_worker_that_ends_in_order_to_be_replaced_is_started_again_though_it_is_the_last(folder, monkeypatch, code):
     """At once if it was told to; else as one that failed."""
-    monkeypatch.setattr(launch, "RESTART_SECONDS", 0.05)
-    monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(launch, "Life", partial(launch.Incarnation, delay=0.02))
+    monkeypatch.setattr(launcher, "RESTART_SECONDS", 0.05)
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launcher, "Life", partial(launcher.Incarnation, delay=0.02))
     begun = act(monkeypatch, {"router": "exec sleep 60", "worker-0": f"exit {code}"})
     with watched(Stack(config(folder, 1))) as running:
         eventually(lambda: len(begun["worker-0"]) == 3)
@@ -355,15 +359,15 @@ def test_a_worker_that_ends_in_order_to_be_replaced_is_started_again_though_it_i
 
 def test_a_child_that_does_not_get_on_is_replaced(folder, monkeypatch, caplog):
     """A worker by another process; without its router the stack ends, and says so by its code."""
-    monkeypatch.setattr(launch, "RESTART_SECONDS", 0.05)
-    monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(launch, "Life", partial(launch.Incarnation, delay=0.02))
+    monkeypatch.setattr(launcher, "RESTART_SECONDS", 0.05)
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launcher, "Life", partial(launcher.Incarnation, delay=0.02))
     begun = act(monkeypatch, {"router": "exec sleep 60", "worker-0": "exec sleep 60"})
     silent = {"worker-0": 0}
     look = Child.end_if_silent
 
     def end_if_silent(child: Child, seconds: float, now: float) -> bool:
-        assert seconds == children.SILENT_SECONDS[child.role]
+        assert seconds == subprocesses.SILENT_SECONDS[child.role]
         if silent.get(child.name) != child.process.pid:
             return look(child, seconds, now)
         child.process.kill()
@@ -383,7 +387,7 @@ def test_a_child_that_does_not_get_on_is_replaced(folder, monkeypatch, caplog):
 
 
 def test_a_stack_drains_until_router_and_front_ends_say_so(folder, monkeypatch):
-    monkeypatch.setattr(launch, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
     running = Stack(dataclasses.replace(config(folder, 1), api_server_count=2))
     sent: list[int] = []
     process = SimpleNamespace(poll=lambda: None, send_signal=sent.append, stdin=None)
@@ -419,7 +423,7 @@ def test_a_stack_drains_until_router_and_front_ends_say_so(folder, monkeypatch):
 
 
 def test_a_front_end_that_fails_is_started_again(folder, monkeypatch):
-    monkeypatch.setattr(launch, "Life", partial(launch.Incarnation, delay=0.05))
+    monkeypatch.setattr(launcher, "Life", partial(launcher.Incarnation, delay=0.05))
     several = dataclasses.replace(config(folder, 1, fake="0,0.001"), api_server_count=2)
     with watched(Stack(several)) as running:
         (victim,) = (child for child in running._subprocesses if child.name == "frontend-0")
@@ -474,11 +478,11 @@ def test_a_stack_on_free_ports_says_which(folder, caplog):
 
 def test_a_worker_that_lasted_is_started_again_soon(folder):
     started: list[str] = []
-    incarnation = launch.Incarnation("worker-0", lambda: started.append("worker-0"), began=100.0)
+    incarnation = launcher.Incarnation("worker-0", lambda: started.append("worker-0"), began=100.0)
     running, child = Stack(config(folder, 2)), Child("worker", "worker-0", SimpleNamespace(returncode=3))
     running._incarnations["worker-0"] = incarnation
     waits = []
-    for ended in (101.0, 102.0, 103.0, 103.0 + 2 * launch.STEADY_SECONDS):
+    for ended in (101.0, 102.0, 103.0, 103.0 + 2 * launcher.STEADY_SECONDS):
         running._expect(child, ended)
         waits.append(incarnation.due - ended)
         incarnation.began = ended
@@ -486,7 +490,7 @@ def test_a_worker_that_lasted_is_started_again_soon(folder):
     incarnation.began = 5000.0
     for _ in range(9):
         running._expect(child, 5000.0)
-    assert incarnation.due == 5000.0 + launch.MAX_SECONDS
+    assert incarnation.due == 5000.0 + launcher.MAX_SECONDS
     for now in (5001.0, 5100.0, 5200.0):
         running._revive(now)
     assert started == ["worker-0"]
@@ -635,7 +639,7 @@ def test_a_stack_whose_worker_cannot_start_says_so(folder):
 
 
 def test_no_worker_is_503():
-    from radixrt.router.process import RouterThread
+    from radixrt.router.server.process import RouterThread
 
     router = RouterThread(RouterConfig(tokenizer="none", client_address="inproc://lonely", worker_address="inproc://w"))
     try:

@@ -15,10 +15,10 @@ import pytest
 
 from radixrt import wire
 from radixrt.config import WorkerConfig, resolve
-from radixrt.ports import free_tcp_address
+from radixrt.process.ports import free_tcp_address
 from radixrt.wire import event_loop, keys, monitor, sockets, watch
 from radixrt.wire.watch import Watch
-from radixrt.worker_setup import make_worker
+from radixrt.worker.setup import make_worker
 from tests.test_wire import run, until
 
 

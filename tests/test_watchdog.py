@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from radixrt import watchdog
-from radixrt.watchdog import KNOWN_STEPS, MIN_RESTART_SECONDS, MIN_SECONDS, WINDOW_STEPS, Watchdog
+from radixrt.process import watchdog
+from radixrt.process.watchdog import KNOWN_STEPS, MIN_RESTART_SECONDS, MIN_SECONDS, WINDOW_STEPS, Watchdog
 
 
 def after(steps: int, seconds: float = 0.05, tokens: int = 100, hard: float = 300.0) -> Watchdog:

@@ -10,7 +10,8 @@ import pytest
 import uvloop
 import zmq
 
-from radixrt import ports, wire
+from radixrt import wire
+from radixrt.process import ports
 from radixrt.wire import addresses, keys, sockets
 
 

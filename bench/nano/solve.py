@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 
 from bench.nano.tasks import Call, Example
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.server import FrontendThread
-from radixrt.local import LocalStack
-from radixrt.ports import free_tcp_address
+from radixrt.frontend.http.server import FrontendThread
+from radixrt.process.ports import free_tcp_address
 
 MAX_TURNS = 8
 """Of the assistant."""

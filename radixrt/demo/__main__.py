@@ -15,8 +15,8 @@ from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo import world
 from radixrt.demo.program import MAX_CALLS, act, calculator, carry_out, fill_in, judge, recall
-from radixrt.launch import Stack, StartError
-from radixrt.ports import free_tcp_address
+from radixrt.launch.launcher import Stack, StartError
+from radixrt.process.ports import free_tcp_address
 from radixrt.report import to_text
 
 ASKED = 5

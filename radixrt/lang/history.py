@@ -17,9 +17,9 @@ from radixrt.messages import (
 
 
 class History:
-    """Everything that was said, in order. The server builds prompts from it (`radixrt.router.said`) and keeps them as
-    states; a request names the last one and sends what was said since. The whole history is kept here as well, in case
-    the server forgets a state.
+    """Everything that was said, in order. The server builds prompts from it (`radixrt.router.programs.prompt_builder`)
+    and keeps them as states; a request names the last one and sends what was said since. The whole history is kept here
+    as well, in case the server forgets a state.
 
         said   text  answer  text  message ...
                ----- state -----  -- new ---

@@ -15,7 +15,7 @@ from radixrt.report.report import Report
 from radixrt.report.workers import MAX_GONE_WORKERS, WorkerState
 
 if TYPE_CHECKING:
-    from radixrt.router.core import RouterCore
+    from radixrt.router.core.core import RouterCore
 
 
 def render(report: Report, core: RouterCore, tenant: str | None = None) -> str:

@@ -20,18 +20,18 @@ from typing import Protocol
 import msgspec
 
 from radixrt import messages as m
-from radixrt.lora_modules import num_slots
-from radixrt.watchdog import Watchdog
+from radixrt.checkpoint.lora_modules import num_slots
+from radixrt.process.watchdog import Watchdog
 from radixrt.worker import status
-from radixrt.worker.adapter_slots import AdapterSlots
-from radixrt.worker.cache import PageCache
-from radixrt.worker.compiling import POLL_SECONDS, Compiling
-from radixrt.worker.drafting import Drafter
-from radixrt.worker.grammar import BadGrammar, Grammars
+from radixrt.worker.cache.page_cache import PageCache
+from radixrt.worker.lora_slots import AdapterSlots
 from radixrt.worker.plan import DeviceLost, Plan, Result, Runner
 from radixrt.worker.request import from_run
-from radixrt.worker.scheduler import Limits, Scheduler
+from radixrt.worker.scheduler.scheduler import Limits, Scheduler
+from radixrt.worker.speculative.ngram import Drafter
 from radixrt.worker.status import Identity, Rates
+from radixrt.worker.structured.compile import BadGrammar, Grammars
+from radixrt.worker.structured.compile_queue import POLL_SECONDS, Compiling
 
 log = logging.getLogger("radixrt.worker")
 

@@ -16,7 +16,7 @@ from radixrt.messages import TokenLogprob
 from radixrt.worker.request import Request
 
 if TYPE_CHECKING:
-    from radixrt.lora_modules import LoraModule
+    from radixrt.checkpoint.lora_modules import LoraModule
 
 STATE_TOKENS = 4096
 """To copy a recurrent state from host memory takes about as long as the pages of so many tokens: a state of Qwen3-Next

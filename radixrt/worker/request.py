@@ -14,8 +14,8 @@ from radixrt.tree import Lease
 
 if TYPE_CHECKING:
     from radixrt.messages import Output, TokenLogprob
-    from radixrt.worker.drafting import DraftState
-    from radixrt.worker.matching import Matcher
+    from radixrt.worker.speculative.ngram import DraftState
+    from radixrt.worker.structured.matcher import Matcher
 
 _numbers = itertools.count()
 GREEDY_BELOW = 1e-5

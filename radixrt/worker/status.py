@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixrt.messages import Adapter, Load, Register
-from radixrt.worker.cache import PageCache
+from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.plan import Plan, Runner
-from radixrt.worker.scheduler import Limits, Scheduler
+from radixrt.worker.scheduler.scheduler import Limits, Scheduler
 
 INCARNATION = secrets.randbits(63)
 """Random id of this process; see `Register`."""

@@ -26,8 +26,8 @@ from radixrt.config import WorkerConfig, resolve
 from radixrt.frontend.parsing.detect import PROBE, tool_format
 from radixrt.frontend.parsing.hermes import Hermes
 from radixrt.messages import ChatPrompt
-from radixrt.router.tokens import load_tokenizer
-from radixrt.worker.loading import load_runner
+from radixrt.tokens import load_tokenizer
+from radixrt.worker.load.runner import load_runner
 from tests.worker.engine import GREEDY, Engine
 
 SHAPE = Shape(width=64, layers=2, heads=2, kv_heads=1, head_dim=32, hidden=96, positions=512)

@@ -16,7 +16,7 @@ import psutil
 
 from radixrt.client import Client, ServerError
 from radixrt.config import RouterConfig
-from radixrt.ports import free_tcp_address
+from radixrt.process.ports import free_tcp_address
 from tests.chaos.processes import family, zombies
 from tests.waiting import eventually
 

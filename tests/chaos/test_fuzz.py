@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from radixrt import wire
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.local import LocalStack
 from radixrt.messages import Ask, Generate, Register, Run, Sampling, TokenPrompt, ToWorker
 from tests.chaos.conftest import MEBIBYTE, Notes, messages
 from tests.chaos.corpus import PATHS, Kinds, bodies, client_messages, ids, worker_messages

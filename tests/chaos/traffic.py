@@ -18,7 +18,7 @@ from radixrt import Branch, assistant, gen, program, select, system, user
 from radixrt.client import AsyncClient, ServerError, token_list
 from radixrt.lang import ProgramError
 from radixrt.messages import Grammar, Origin, Sampling, Usage
-from radixrt.worker.fake import fake_token
+from radixrt.worker.execution.fake_runner import fake_token
 from tests.chaos.stack import Serve
 
 VOCAB = 2048

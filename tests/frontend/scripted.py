@@ -12,12 +12,12 @@ from typing import Any
 import openai
 import pytest
 
-from radixrt import worker_setup
 from radixrt.frontend.parsing import Piece
 from radixrt.frontend.parsing.pieces import CallStart
 from radixrt.messages import ChatPrompt, Generate, Sampling
-from radixrt.router.tokens import Encoded, load_tokenizer
-from radixrt.worker.fake import EOS, FakeRunner
+from radixrt.tokens import Encoded, load_tokenizer
+from radixrt.worker import setup
+from radixrt.worker.execution.fake_runner import EOS, FakeRunner
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.request import Request
 from tests.checkpoints import make_tokenizer
@@ -302,7 +302,7 @@ def scripted(family: str, folder: Path, num_pages: int = 1 << 16, **settings: An
     make_family(folder, family)
     script = Script(vocab_size=512 + len(FAMILIES[family][1]), num_pages=num_pages)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_setup, "make_runner", lambda config: script)
+        patch.setattr(setup, "make_runner", lambda config: script)
         with serving(folder, workers=1, jump_forward=False, **settings) as frontend:  # the script contains all tokens
             model = Model(frontend.url, folder, script, frontend._server._frontend)
             with model.client:

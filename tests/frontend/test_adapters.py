@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from radixrt.client import Client, ServerError
+from radixrt.client.local import LocalStack
+from radixrt.client.transports import NATIVE_PATH
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.server import FrontendThread
-from radixrt.local import LocalStack
+from radixrt.frontend.http.server import FrontendThread
 from radixrt.messages import Sampling
-from radixrt.transports import NATIVE_PATH
 from tests.adapters import make_adapter, merged
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import prompts

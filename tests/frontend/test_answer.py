@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from radixrt.frontend.answer import StreamAnswer, watch
-from radixrt.frontend.mailbox import MAX_BACKLOG, Disconnected, Outbox
-from radixrt.frontend.native import NativeExchange
-from radixrt.frontend.protocol import LEAVING
+from radixrt.frontend.http.outbox import MAX_BACKLOG, Disconnected, Outbox
+from radixrt.frontend.http.protocol import LEAVING
+from radixrt.frontend.http.responses import StreamAnswer, watch
+from radixrt.frontend.native.routes import NativeExchange
 from radixrt.messages import TextPrompt, Tokenize, Tokens
 
 

@@ -6,11 +6,11 @@ import anthropic
 import numpy as np
 import pytest
 
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.anthropic.caching import common_length, prefix_tokens
-from radixrt.frontend.server import FrontendThread
-from radixrt.local import LocalStack
-from radixrt.router.tokens import load_tokenizer
+from radixrt.frontend.http.server import FrontendThread
+from radixrt.tokens import load_tokenizer
 
 
 @pytest.fixture(scope="module")

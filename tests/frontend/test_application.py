@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from radixrt.frontend.guard import Application, headers_of
+from radixrt.frontend.http.auth import Application, headers_of
 
 
 class Broken:

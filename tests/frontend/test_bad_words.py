@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import openai
 import pytest
 
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.bad_words import spellings
-from radixrt.frontend.server import FrontendThread
-from radixrt.local import LocalStack
-from radixrt.router.tokens import load_tokenizer
+from radixrt.frontend.generate.bad_words import spellings
+from radixrt.frontend.http.server import FrontendThread
+from radixrt.tokens import load_tokenizer
 from tests.checkpoints import make_model, make_tokenizer
 
 HELLO = [{"role": "user", "content": "What is in the table?"}]

@@ -8,7 +8,7 @@ import logging
 import httpx
 import pytest
 
-from radixrt.frontend.defaults import sampling_defaults
+from radixrt.frontend.generate.defaults import sampling_defaults
 from tests.frontend import scripted as scripted_module
 from tests.frontend.scripted import make_family, scripted
 

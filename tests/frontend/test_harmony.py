@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.frontend.output import Formats, probe_text
+from radixrt.frontend.formats.output import Formats, probe_text
+from radixrt.frontend.formats.structured import constraint
+from radixrt.frontend.formats.tools import NO_TOOLS, tool_use
 from radixrt.frontend.parsing import (
     CallArguments,
     CallStart,
@@ -25,10 +27,8 @@ from radixrt.frontend.parsing import (
     Reasoning,
     tool_format,
 )
-from radixrt.frontend.structured import constraint
-from radixrt.frontend.tools import NO_TOOLS, tool_use
 from radixrt.messages import ChatPrompt
-from radixrt.router.tokens import Sessions, load_tokenizer
+from radixrt.tokens import Sessions, load_tokenizer
 from tests.frontend.scripted import HARMONY, MARKS, Model, gathered, joined, make_family, scripted
 
 NAMES = frozenset({"f", "weather"})

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from radixrt.config import FrontendConfig
-from radixrt.frontend.errors import ApiError
-from radixrt.frontend.hosts import Hosts, RequestFilter
+from radixrt.frontend.http.errors import ApiError
+from radixrt.frontend.http.hosts import Hosts, RequestFilter
 from tests.frontend.conftest import serving
 
 CHAT = "/v1/chat/completions"

@@ -14,14 +14,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from radixrt.client import Client, ServerError
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.protocol import MAX_PIPELINED
-from radixrt.frontend.server import FrontendThread, listen
-from radixrt.launch import start_subprocess, stop_subprocesses
-from radixrt.local import LocalStack
+from radixrt.frontend.http.protocol import MAX_PIPELINED
+from radixrt.frontend.http.server import FrontendThread, listen
+from radixrt.launch.launcher import start_subprocess, stop_subprocesses
 from radixrt.messages import Origin, Sampling
-from radixrt.ports import free_tcp_address
-from radixrt.router.process import RouterThread
+from radixrt.process.ports import free_tcp_address
+from radixrt.router.server.process import RouterThread
 from tests.frontend.conftest import serving
 from tests.waiting import eventually
 
@@ -196,7 +196,7 @@ def test_tokenize_and_detokenize(http):
 
 
 def test_a_text_of_very_many_tokens_is_not_listed(http, monkeypatch):
-    monkeypatch.setattr("radixrt.frontend.tokenization.MAX_LISTED_TOKENS", 1000)
+    monkeypatch.setattr("radixrt.frontend.openai.tokenization.MAX_LISTED_TOKENS", 1000)
     for prompt in ("The dog barks. " * 300, "The dog barks. " * 30_000):
         refused = http.post("/tokenize", json={"prompt": prompt})
         assert refused.status_code == 400 and "more than 1000 tokens" in error_of(refused)["message"]
@@ -562,7 +562,7 @@ def test_a_stop_string_ends_the_work(slow_url):
 
 
 def test_a_client_that_does_not_read_is_cut_off(slow_url, monkeypatch):
-    monkeypatch.setattr("radixrt.frontend.mailbox.MAX_BACKLOG", 20_000)
+    monkeypatch.setattr("radixrt.frontend.http.outbox.MAX_BACKLOG", 20_000)
     wait_until_idle(slow_url)
     host, port = slow_url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True, "n": 64}).encode()

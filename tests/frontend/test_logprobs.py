@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from radixrt.frontend import exchange
-from radixrt.frontend.replies import Reply
+from radixrt.frontend.generate import exchange
+from radixrt.frontend.openai.replies import Reply
 from radixrt.messages import TokenLogprob
-from radixrt.worker.fake import fake_logprob
+from radixrt.worker.execution.fake_runner import fake_logprob
 from radixrt.worker.request import Request
 from tests.frontend.scripted import Model, scripted
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from radixrt.frontend.mailbox import MAX_BACKLOG, Disconnected, Outbox
+from radixrt.frontend.http.outbox import MAX_BACKLOG, Disconnected, Outbox
 
 LARGE = b"x" * (MAX_BACKLOG + 1)
 

@@ -10,10 +10,10 @@ import httpx
 import openai
 import pytest
 
-from radixrt.frontend.logprobs import Offsets
-from radixrt.frontend.replies import Reply
+from radixrt.frontend.generate.logprobs import Offsets
+from radixrt.frontend.openai.replies import Reply
 from radixrt.messages import TokenLogprob
-from radixrt.worker.fake import EOS
+from radixrt.worker.execution.fake_runner import EOS
 from tests.frontend.conftest import serving
 
 HELLO = [{"role": "user", "content": "hello there"}]

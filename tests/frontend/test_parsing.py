@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.frontend.choice import Choice
-from radixrt.frontend.output import Formats, probe_text
+from radixrt.frontend.formats.output import Formats, probe_text
+from radixrt.frontend.formats.tools import Tool, ToolUse
+from radixrt.frontend.generate.choice import Choice
 from radixrt.frontend.parsing import (
     PROBE,
     CallArguments,
@@ -37,9 +38,8 @@ from radixrt.frontend.parsing.olmo import Olmo
 from radixrt.frontend.parsing.pythonic import END, START, Pythonic
 from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
 from radixrt.frontend.parsing.sections import DeepSeek, Kimi
-from radixrt.frontend.tools import Tool, ToolUse
 from radixrt.messages import Delta, Sampling, TokenLogprob, Usage
-from radixrt.router.tokens import TextService, load_tokenizer
+from radixrt.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.frontend.scripted import joined, make_family
 

@@ -14,8 +14,8 @@ import pytest
 
 from radixrt.client import ServerError
 from radixrt.config import FrontendConfig, resolve
-from radixrt.frontend.peers import SharedStore
-from radixrt.frontend.server import FrontendThread
+from radixrt.frontend.generate.shared_store import SharedStore
+from radixrt.frontend.http.server import FrontendThread
 from radixrt.messages import Done, Error, Info, Recall, Share
 from tests.frontend.scripted import Model, scripted
 from tests.frontend.test_sessions import CALL, WEATHER, cached, echoed, odd, sequences, user
@@ -189,7 +189,7 @@ class Deaf:
 
 @pytest.mark.parametrize("answer", [None, Error(1, 401, "no"), ServerError(503, "the router does not read")])
 def test_a_router_that_does_not_answer_knows_nothing(monkeypatch, answer):
-    monkeypatch.setattr("radixrt.frontend.peers.SECONDS", 0.01)
+    monkeypatch.setattr("radixrt.frontend.generate.shared_store.SECONDS", 0.01)
     transport = Deaf(answer)
     shared_store = SharedStore(lambda: transport)
 

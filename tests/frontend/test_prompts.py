@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from radixrt.config import FrontendConfig, resolve
-from radixrt.frontend.errors import ApiError
-from radixrt.frontend.prompts import Prompts, Ready
-from radixrt.frontend.schema import Chat, cut_prompt, parse_completion
-from radixrt.frontend.tools import NO_TOOLS
+from radixrt.frontend.formats.tools import NO_TOOLS
+from radixrt.frontend.generate.prepare import Prompts, Ready
+from radixrt.frontend.http.errors import ApiError
+from radixrt.frontend.openai.schema import Chat, cut_prompt, parse_completion
 from radixrt.messages import TextPrompt
-from radixrt.router.tokens import TextService
+from radixrt.tokens import TextService
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -14,7 +14,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from radixrt.frontend.protocol import LEAVING, MAX_HEAD_BYTES, PatientProtocol
+from radixrt.frontend.http.protocol import LEAVING, MAX_HEAD_BYTES, PatientProtocol
 
 PATIENCE = 60.0
 """Seconds after which a server here ends a silent connection: so many that no busy machine is taken for one."""

@@ -15,8 +15,8 @@ import pytest
 from radixrt.client import Client, token_bytes
 from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.messages import ChatPrompt
-from radixrt.router.conversations import Conversations, facts
-from radixrt.router.tokens import Encoded, TextService, load_tokenizer
+from radixrt.tokens import Encoded, TextService, load_tokenizer
+from radixrt.tokens.chat_history import Conversations, facts
 from tests.frontend.scripted import FAMILIES, HERMES, Model, make_family, scripted
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

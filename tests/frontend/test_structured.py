@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from radixrt.messages import Grammar
-from radixrt.router.grammar import MAX_TEXT
+from radixrt.requests.grammar import MAX_TEXT
 from tests.frontend.scripted import Model, scripted
 
 pytest.importorskip("xgrammar")
@@ -73,7 +73,7 @@ def test_choices_are_what_was_asked_for():
     import xgrammar
     from xgrammar.testing import _is_grammar_accept_string as accepts
 
-    from radixrt.frontend.structured import constraint
+    from radixrt.frontend.formats.structured import constraint
 
     choices = ["a", 'b"', "c\\n", "d\n", "é😀", "]", "#", "root ::= x", "\x01"]
     grammar = xgrammar.Grammar.from_ebnf(constraint({"guided_choice": choices}).grammar.text)

@@ -13,9 +13,9 @@ import pytest
 
 from radixrt.cli import main
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, http_url
-from radixrt.launch import Stack
-from radixrt.ports import free_tcp_address
-from radixrt.tls import tls_context
+from radixrt.launch.launcher import Stack
+from radixrt.process.ports import free_tcp_address
+from radixrt.process.tls import tls_context
 from tests.frontend.conftest import serving
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")

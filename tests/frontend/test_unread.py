@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from radixrt.client import Client
-from radixrt.frontend import mailbox, unread
-from radixrt.frontend.mailbox import Outbox
-from radixrt.frontend.unread import Claim, Unread
+from radixrt.frontend.http import outbox, unread
+from radixrt.frontend.http.outbox import Outbox
+from radixrt.frontend.http.unread import Claim, Unread
 from radixrt.messages import Sampling
 from tests.frontend.conftest import serving
 from tests.waiting import eventually
@@ -142,7 +142,7 @@ def test_responses_that_nobody_reads_are_bounded_for_a_tenant(served, caplog):
 def test_streams_that_nobody_reads_are_bounded_for_a_tenant(served, monkeypatch):
     """By what waits in their mailboxes as well."""
     monkeypatch.setattr(unread, "MAX_TENANT_UNREAD_BYTES", 2 * MB)
-    monkeypatch.setattr(mailbox, "CLAIM_BYTES", 16 << 10)
+    monkeypatch.setattr(outbox, "CLAIM_BYTES", 16 << 10)
     all = served._server.server_state.unread
     body = {"prompt": "a", "max_tokens": 1_000_000, "ignore_eos": True, "stream": True, "n": 32, "logprobs": 5}
     readers = [slow_reader(served.url, "/v1/completions", body, "ka") for _ in range(4)]

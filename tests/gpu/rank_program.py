@@ -12,7 +12,7 @@ from pathlib import Path
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker.loading import load_runner
+from radixrt.worker.load.runner import load_runner
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_drafting import Told
 

@@ -8,17 +8,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from radixrt.worker.attention import TorchAttention  # noqa: E402
-from radixrt.worker.cuda import attend, variants  # noqa: E402
-from radixrt.worker.cuda.attend import Scratch  # noqa: E402
-from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences  # noqa: E402
-from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep  # noqa: E402
-from radixrt.worker.cuda.segments import Cut, SegmentStep  # noqa: E402
-from radixrt.worker.cuda.staging import Packer  # noqa: E402
-from radixrt.worker.cuda.variants import Shape  # noqa: E402
-from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles  # noqa: E402
-from radixrt.worker.kv import DTYPES, KVPool  # noqa: E402
-from radixrt.worker.sharing import Sharing  # noqa: E402
+from radixrt.worker.cuda.attention import attend, variants  # noqa: E402
+from radixrt.worker.cuda.attention.attend import Scratch  # noqa: E402
+from radixrt.worker.cuda.attention.chunks import PagedStep, Pages, Sequences  # noqa: E402
+from radixrt.worker.cuda.attention.ragged import FlashInfer, RaggedStep  # noqa: E402
+from radixrt.worker.cuda.attention.segments import Cut, SegmentStep  # noqa: E402
+from radixrt.worker.cuda.attention.variants import Shape  # noqa: E402
+from radixrt.worker.cuda.attention.work import make_items, make_merges, sequence_tiles  # noqa: E402
+from radixrt.worker.cuda.elementwise.staging import Packer  # noqa: E402
+from radixrt.worker.execution.attention import TorchAttention  # noqa: E402
+from radixrt.worker.execution.kv_pool import DTYPES, KVPool  # noqa: E402
+from radixrt.worker.execution.prefix_sharing import Sharing  # noqa: E402
 from tests.worker.pages import make_plan  # noqa: E402
 
 HEADS, KV_HEADS, DIM = 8, 2, 128

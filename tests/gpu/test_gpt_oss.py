@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixrt.worker.model.mxfp4 import dequantize
+from radixrt.worker.model.layers.mxfp4 import dequantize
 from tests.gpu.test_models import OF_FAMILY, SIZES, last_logits, load
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import make_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from radixrt.worker.cuda.pieces import PiecewiseGraphs
+from radixrt.worker.cuda.graphs.piecewise_graphs import PiecewiseGraphs
 from tests.checkpoints import make_model
 from tests.gpu.test_models import SIZES, load
 from tests.worker.engine import Engine, prompts

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker import branching
-from radixrt.worker.cuda import host_pool
-from radixrt.worker.cuda.host_pool import CudaHostPool
-from radixrt.worker.cuda.pinned import PinnedMemory
-from radixrt.worker.kv import DTYPES, KVPool, StatePool
-from radixrt.worker.model.mamba_spec import MambaSpec
+from radixrt.worker.cache import state_checkpoints
+from radixrt.worker.cuda.host import host_pool
+from radixrt.worker.cuda.host.host_pool import CudaHostPool
+from radixrt.worker.cuda.host.pinned import PinnedMemory
+from radixrt.worker.execution.kv_pool import DTYPES, KVPool, StatePool
+from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.plan import Moves
 from tests.gpu.test_models import OF_FAMILY, SIZES, load
 from tests.worker.engine import Engine, prompts
@@ -113,7 +113,7 @@ def test_conversations_go_on_from_host_memory(tmp_path, family, settings):
     ids = [engine.add(prompt) for prompt in asked]
     engine.finish()
     assert [engine.tokens(id) for id in ids] == cold
-    marks = [len(prompt) - branching.TAIL for prompt in asked]
+    marks = [len(prompt) - state_checkpoints.TAIL for prompt in asked]
     hits = [engine.last(id).cached_tokens for id in ids]
     assert all(hit >= mark - mark % runner.page_size for hit, mark in zip(hits, marks, strict=True))
     assert engine.cache.host.states.fetched > 0 and engine.cache.host.fetched_pages * runner.page_size > 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from radixrt.lora_modules import LoraModule
+from radixrt.checkpoint.lora_modules import LoraModule
 from radixrt.messages import Sampling
 from tests.adapters import DENSE, make_adapter, merged
 from tests.checkpoints import make_model

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
-from radixrt.worker.runner import ModelRunner
+from radixrt.worker.execution.torch_runner import ModelRunner
 
 runner = SimpleNamespace(_device=torch.device("cuda"))
 assert ModelRunner.works(runner)

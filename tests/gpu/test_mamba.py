@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.loading import load_runner
+from radixrt.worker.load.runner import load_runner
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import make_model
 from tests.worker.test_drafting import Told

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from radixrt.worker.model.mlp import Mlp
-from radixrt.worker.model.scaled import Fp8Linear
+from radixrt.worker.model.layers.fp8 import Fp8Linear
+from radixrt.worker.model.layers.mlp import Mlp
 from tests.checkpoints import make_model
 from tests.gpu.test_models import SIZES, last_logits, load, median_errors
 from tests.worker.engine import Engine, prompts

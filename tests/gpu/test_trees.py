@@ -7,18 +7,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from radixrt.worker.cuda import decodes, variants  # noqa: E402
-from radixrt.worker.cuda.decodes import (  # noqa: E402
-    Cuts,
-    SharedPrefixes,
-    sharing_cost,  # noqa: E402
-)
-from radixrt.worker.cuda.ragged import FlashInfer  # noqa: E402
-from radixrt.worker.cuda.segments import Chip, SegmentStep, cut_shared  # noqa: E402
-from radixrt.worker.cuda.staging import Packer  # noqa: E402
-from radixrt.worker.cuda.step import Kernels  # noqa: E402
-from radixrt.worker.cuda.variants import Shape  # noqa: E402
-from radixrt.worker.kv import DTYPES  # noqa: E402
+from radixrt.worker.cuda.attention import decodes, variants  # noqa: E402
+from radixrt.worker.cuda.attention.decodes import Cuts, SharedPrefixes, sharing_cost
+from radixrt.worker.cuda.attention.ragged import FlashInfer  # noqa: E402
+from radixrt.worker.cuda.attention.segments import Chip, SegmentStep, cut_shared  # noqa: E402
+from radixrt.worker.cuda.attention.step import Kernels  # noqa: E402
+from radixrt.worker.cuda.attention.variants import Shape  # noqa: E402
+from radixrt.worker.cuda.elementwise.staging import Packer  # noqa: E402
+from radixrt.worker.execution.kv_pool import DTYPES  # noqa: E402
 from tests.worker.cuda.forest import Forest  # noqa: E402
 
 DEVICE = torch.device("cuda")

@@ -1,5 +1,5 @@
-"""The slow reference of `radixrt.router.said`: the client builds a branch's prompt from parts, which the server encodes
-again for each request. It has the server render and decode, and keeps no state there."""
+"""The slow reference of `radixrt.router.programs.prompt_builder`: the client builds a branch's prompt from parts, which
+the server encodes again for each request. It has the server render and decode, and keeps no state there."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ import pytest
 
 from radixrt import Branch, Sampling, assistant, gen, program, select, user
 from radixrt.client import Client, ServerError
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.lang.speaker import Speaker
-from radixrt.local import LocalStack
 from radixrt.messages import Error, Fork, Pause, StatePrompt, TextSegment
-from radixrt.ports import free_tcp_address
+from radixrt.process.ports import free_tcp_address
 from tests.lang.conftest import reached, stack
 
 SHORT = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)

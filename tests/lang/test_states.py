@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from radixrt import Branch, Sampling, assistant, gen, program, select, use_client, user
 from radixrt.client import AsyncClient, Client
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.lang.speaker import Speaker
-from radixrt.local import LocalStack
 from radixrt.messages import Fork, Generate, Pause, Score, StatePrompt
-from radixrt.router.states import Key
-from radixrt.router.validate import Refused
+from radixrt.requests.validate import Refused
+from radixrt.router.programs.state_store import Key
 from tests.lang.conftest import reached, stack
 from tests.lang.oracle import Oracle
 from tests.lang.test_examples import EXAMPLES

@@ -12,7 +12,7 @@ from radixrt.messages import TOKEN_BYTES, Generate, Load, Output, Register, Samp
 from radixrt.report import Report
 from radixrt.report.latency import EACH, FIRST, WHOLE, Histogram
 from radixrt.report.metrics import render
-from radixrt.router.core import RouterCore
+from radixrt.router.core.core import RouterCore
 
 PROMPT = TokenPrompt(bytes(range(5 * TOKEN_BYTES)))
 KINDS = {"first": "time_to_first_token", "each": "time_per_output_token", "whole": "sequence"}

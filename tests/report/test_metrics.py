@@ -11,14 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from radixrt.cli import main
 from radixrt.client import Client, ServerError
+from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig
-from radixrt.local import LocalStack
 from radixrt.messages import Adapter, Load, Origin, Register, Sampling, StepDone
-from radixrt.ports import free_tcp_address
+from radixrt.process.ports import free_tcp_address
 from radixrt.report import Report, to_text
 from radixrt.report.metrics import render
 from radixrt.report.workers import GONE_SECONDS, KEPT_SECONDS, MAX_GONE_WORKERS
-from radixrt.router.core import RouterCore
+from radixrt.router.core.core import RouterCore
 
 SHORT = Sampling(max_tokens=4)
 PAGE_STATES = ("free", "evictable", "leased")

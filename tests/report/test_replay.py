@@ -9,8 +9,8 @@ import pytest
 from radixrt.config import RouterConfig
 from radixrt.messages import Generate, Origin, Sampling, Score, TokenPrompt
 from radixrt.report import Report, to_text
-from radixrt.router.core import RouterCore
-from radixrt.router.effects import Order
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Order
 from radixrt.tree import RadixTree
 from tests.router.sim_workers import SimWorker, ids, register
 

@@ -29,7 +29,7 @@ from radixrt.report.volatile import (
     PrefixBreakingTexts,
     aligned,
 )
-from radixrt.router.tokens import Tokenizer, load_tokenizer
+from radixrt.tokens import Tokenizer, load_tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.frontend.conftest import serving
 from tests.recorded import CORPORA, chats

@@ -16,8 +16,8 @@ from sim_workers import SimWorker, register
 from radixrt import wire
 from radixrt.config import RouterConfig
 from radixrt.messages import ClientReply, Delta, Deltas, Heartbeat, StepDone, Stop, ToWorker
-from radixrt.router.loop import RouterServer
-from radixrt.router.tokens import TextService
+from radixrt.router.server.loop import RouterServer
+from radixrt.tokens import TextService
 from radixrt.tree import RadixTree
 from tests.waiting import eventually
 

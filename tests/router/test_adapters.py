@@ -18,10 +18,10 @@ from radixrt.messages import (
     Run,
     UnloadAdapter,
 )
-from radixrt.router import status
-from radixrt.router.core import RouterCore
-from radixrt.router.effects import Order, Reply
-from radixrt.router.validate import Refused
+from radixrt.requests.validate import Refused
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Order, Reply
+from radixrt.router.server import status
 from tests.router.test_core import error, generate, only_run, step
 
 ADMIN = b"admin"

@@ -28,8 +28,8 @@ from radixrt.messages import (
     TokenPrompt,
     UnloadAdapter,
 )
-from radixrt.router.core import RouterCore
-from radixrt.router.effects import Order
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Order
 
 MOST = 2
 NAMES = ("a", "b", "c")

@@ -13,8 +13,8 @@ from stack import stack
 
 from radixrt import wire
 from radixrt.messages import ClientReply, Done, Error, Generate, Info, Recall, Sampling, Share, TokenPrompt
-from radixrt.router import backlogs, handlers
-from radixrt.router.backlogs import Backlogs
+from radixrt.router.server import backlogs, handlers
+from radixrt.router.server.backlogs import Backlogs
 from radixrt.wire import event_loop
 from tests.waiting import eventually
 

@@ -31,10 +31,11 @@ from radixrt.messages import (
     TokenPrompt,
 )
 from radixrt.messages.digests import prefix_digest
-from radixrt.router import placement, status
-from radixrt.router.core import RouterCore
-from radixrt.router.effects import Order, Reply
-from radixrt.router.request import Request
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Order, Reply
+from radixrt.router.core.request import Request
+from radixrt.router.placement import cost
+from radixrt.router.server import status
 
 PROMPT = ids(5, 6, 7, 8)
 
@@ -767,7 +768,7 @@ def test_who_decodes_behind_the_same_beginning_is_counted():
         name, run = only_run(core.submit(b"c", generate(number, ids(*prompt, 9), api_key=key), 0.0))
         if number != 5:  # which waits for its first token
             core.step(name, step(Output(run.id, [9])), 0.1)
-    with patch.object(placement, "place", wraps=placement.place) as place:
+    with patch.object(cost, "place", wraps=cost.place) as place:
         core.submit(b"c", generate(9, ids(*trunk, 8), api_key="x"), 0.2)
         assert place.call_args.args[2] == [2, 2, 2, 2, 2, 1, 1, 1]
         core.submit(b"c", generate(10, ids(*trunk[:200], 8), api_key="x"), 0.2)

@@ -24,8 +24,8 @@ from radixrt.messages import (
     StepDone,
     TokenPrompt,
 )
-from radixrt.router.core import RouterCore
-from radixrt.router.effects import Effect, Reply
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Effect, Reply
 from radixrt.tree import RadixTree
 
 
@@ -171,7 +171,7 @@ class World:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_every_stream_is_what_one_worker_would_have_given(seed, monkeypatch):
-    monkeypatch.setattr("radixrt.router.recovery.MAX_LOSSES", 1000)
+    monkeypatch.setattr("radixrt.router.core.recovery.MAX_LOSSES", 1000)
     world = World(seed)
     world.start_worker()
     for _ in range(220):
@@ -202,7 +202,7 @@ def test_every_stream_is_what_one_worker_would_have_given(seed, monkeypatch):
 def test_a_request_never_hits_what_it_has_computed_itself(seed, monkeypatch):
     """Its prompt is new: however often its workers are lost with what they have computed of it, and come back, nothing
     of it was cached."""
-    monkeypatch.setattr("radixrt.router.recovery.MAX_LOSSES", 1000)
+    monkeypatch.setattr("radixrt.router.core.recovery.MAX_LOSSES", 1000)
     world = World(seed)
     world.fresh = True
     for _ in range(3):
@@ -263,7 +263,7 @@ class Failing(World):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_among_bad_workers_and_poison_all_other_requests_end_well(seed, monkeypatch):
-    monkeypatch.setattr("radixrt.router.recovery.MAX_LOSSES", 1000)
+    monkeypatch.setattr("radixrt.router.core.recovery.MAX_LOSSES", 1000)
     world = Failing(seed)
     while len(world.workers) < 4:
         world.start_worker()

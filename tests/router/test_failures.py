@@ -24,12 +24,13 @@ from radixrt.messages import (
 )
 from radixrt.report import Report
 from radixrt.report.metrics import render
-from radixrt.router import failures, status
-from radixrt.router.core import RouterCore
-from radixrt.router.effects import Effect, Order
-from radixrt.router.failures import Record
-from radixrt.router.request import PROGRESS_TOKENS
-from radixrt.router.states import ProgramStateStore
+from radixrt.router.core import failures
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Effect, Order
+from radixrt.router.core.failures import Record
+from radixrt.router.core.request import PROGRESS_TOKENS
+from radixrt.router.programs.state_store import ProgramStateStore
+from radixrt.router.server import status
 from radixrt.tree import RadixTree
 
 

@@ -12,8 +12,8 @@ from stack import Client, stack
 
 from radixrt import wire
 from radixrt.messages import Ask, Cancel, ChatPrompt, ClearCache, Error, Generate, Sampling, Tokenize, TokenPrompt
-from radixrt.router import gate, loop
-from radixrt.router.gate import MIN_BYTES, Gate
+from radixrt.router.server import gate, loop
+from radixrt.router.server.gate import MIN_BYTES, Gate
 from radixrt.wire.heads import DEPTH, ENTRIES, FINE, MALFORMED, NUMBERS, VALUES, read_head
 from tests.waiting import eventually
 

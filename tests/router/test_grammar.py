@@ -11,11 +11,11 @@ from typing import get_args
 import pytest
 
 from radixrt.messages import Generate, Grammar, GrammarKind, Sampling, TokenPrompt
-from radixrt.router import grammar as module
-from radixrt.router.errors import FieldError
-from radixrt.router.grammar import MAX_BYTES, MAX_DEPTH, MAX_TEXT, check_aside, check_grammar, is_checked
-from radixrt.router.streams import encode, is_encoded
-from radixrt.router.validate import Refused, check_sampling
+from radixrt.requests import grammar as module
+from radixrt.requests.grammar import MAX_BYTES, MAX_DEPTH, MAX_TEXT, check_aside, check_grammar, is_checked
+from radixrt.requests.validate import Refused, check_sampling
+from radixrt.router.server.streams import encode, is_encoded
+from radixrt.tokens.errors import FieldError
 
 TAG = '{"type": "structural_tag", "format": {"type": "token", "token": "<|im_end|>"}}'
 

@@ -10,15 +10,15 @@ from sim_workers import ids, register
 
 from radixrt.config import RouterConfig
 from radixrt.messages import Generate, Load, Output, Run, Sampling, StepDone, TokenPrompt
-from radixrt.router import groups
-from radixrt.router.core import RouterCore
-from radixrt.router.groups import Group, Groups
-from radixrt.router.placement import Candidate
-from radixrt.router.states import Key
-from radixrt.worker.cache import PageCache
-from radixrt.worker.fake import FakeRunner
+from radixrt.router.core.core import RouterCore
+from radixrt.router.placement import fork_groups
+from radixrt.router.placement.cost import Candidate
+from radixrt.router.placement.fork_groups import Group, Groups
+from radixrt.router.programs.state_store import Key
+from radixrt.worker.cache.page_cache import PageCache
+from radixrt.worker.execution.fake_runner import FakeRunner
 from radixrt.worker.request import Request
-from radixrt.worker.scheduler import Limits, Scheduler
+from radixrt.worker.scheduler.scheduler import Limits, Scheduler
 
 PAGES, CHUNK = 60_000, 256
 STATE = Key("default", "s" * 16, 1)
@@ -163,7 +163,7 @@ def test_a_group_ends():
     assert first and group_of(2, 0.5, None) == 0 and group_of(3, 0.5, STATE._replace(tenant="other")) == 0
     assert group_of(4, 0.5) == first and group_of(5, 0.5) == 0, "so many as the fork has"
     world.core.groups.open(STATE, 2, 1.0)
-    assert group_of(6, 1.0 + groups.GROUP_SECONDS + 0.01) == 0, "too late"
+    assert group_of(6, 1.0 + fork_groups.GROUP_SECONDS + 0.01) == 0, "too late"
     world.core.tick(3.0)
     assert len(world.core.groups) == 0
 
@@ -179,7 +179,7 @@ def test_few_sequences_are_admitted_together():
 
 
 def test_a_worker_remembers_few_groups(monkeypatch):
-    monkeypatch.setattr("radixrt.worker.waiting.MAX_GROUPS", 3)
+    monkeypatch.setattr("radixrt.worker.scheduler.queue.MAX_GROUPS", 3)
     engine = Engine("w")
     arrivals = []
     for id, group in enumerate((1, 2, 3, 1, 4, 1, 0)):

@@ -10,7 +10,7 @@ from sim_workers import EVENTS, ids
 
 from radixrt.messages import Cleared, Dropped, Load, Removed, Saved, StepDone, Stored
 from radixrt.messages.digests import prefix_digest, prefix_digests
-from radixrt.router.index import Index
+from radixrt.router.placement.index import Index
 from radixrt.tree import RadixTree
 
 

@@ -24,9 +24,9 @@ from radixrt.messages import (
     Tokens,
     Usage,
 )
-from radixrt.router import links
-from radixrt.router.links import ClientConnections
-from radixrt.router.members import FORGET_SECONDS
+from radixrt.router.core.workers import FORGET_SECONDS
+from radixrt.router.server import connections
+from radixrt.router.server.connections import ClientConnections
 from tests.waiting import eventually
 
 _reply = wire.Decoder(ClientReply)
@@ -92,7 +92,7 @@ def test_each_request_is_answered_once():
 
 
 def test_what_is_owed_is_bounded_and_forgotten(monkeypatch):
-    monkeypatch.setattr(links, "MAX_OWED_ERRORS", 5)
+    monkeypatch.setattr(connections, "MAX_OWED_ERRORS", 5)
     clients, socket = make()
     for id in range(9):
         assert not clients.send(b"c", Info(id, None), lambda _: [])

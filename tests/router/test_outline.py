@@ -17,7 +17,7 @@ from radixrt.messages import (
     Segment,
     TextSegment,
 )
-from radixrt.router.outline import MIN_ANSWERS, as_chat, bulk_render
+from radixrt.router.programs.batch_render import MIN_ANSWERS, as_chat, bulk_render
 
 
 class Template:

@@ -23,11 +23,11 @@ from radixrt.messages import (
     Unpin,
 )
 from radixrt.report import Report, to_html, to_text
-from radixrt.router import pauses
-from radixrt.router.core import RouterCore
-from radixrt.router.effects import Order
-from radixrt.router.states import Key
-from radixrt.router.streams import _Choice, _gather, _Gathered
+from radixrt.router.core import tool_waits
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Order
+from radixrt.router.programs.state_store import Key
+from radixrt.router.server.streams import _Choice, _gather, _Gathered
 
 STATE = Key("default", "s" * 16, 1)
 SAID = ids(*range(1, 9))
@@ -46,7 +46,7 @@ def core() -> RouterCore:
 @pytest.fixture(autouse=True)
 def numbered(monkeypatch):
     """Pauses are called 1, 2, 3."""
-    monkeypatch.setattr(pauses, "fresh_numbers", lambda: itertools.count(1))
+    monkeypatch.setattr(tool_waits, "fresh_numbers", lambda: itertools.count(1))
 
 
 def waits(core: RouterCore) -> dict:
@@ -93,8 +93,8 @@ def test_a_scope_that_has_ended_and_one_that_is_never_heard_of_again(core):
         core.pause(STATE._replace(number=number), "n", SAID, None, 1.0)
     core.pause(STATE._replace(scope="t" * 16), "n", SAID, None, 1.0)
     assert len(core.pauses.forget("default", STATE.scope)) == 3 and len(core.pauses) == 1
-    assert core.pauses.expire(1.0 + pauses.LONGEST_SECONDS) == []
-    assert core.pauses.expire(2.0 + pauses.LONGEST_SECONDS) == [Order("w1", Unpin(4))] and len(core.pauses) == 0
+    assert core.pauses.expire(1.0 + tool_waits.LONGEST_SECONDS) == []
+    assert core.pauses.expire(2.0 + tool_waits.LONGEST_SECONDS) == [Order("w1", Unpin(4))] and len(core.pauses) == 0
     found = waits(core)
     assert (found["now"], found["ended"], found["dropped"], found["seconds"]) == (0, 0, 4, 0.0), "nobody went on"
     for words in to_text(core._recorder._report.to_json()), to_html(core._recorder._report.to_json()):
@@ -105,12 +105,12 @@ def test_each_of_a_state_ends_when_its_own_time_has_passed(core):
     """Others that pause there do not keep it."""
     for now in (1.0, 1000.0):
         core.pause(STATE, "n", SAID, None, now)
-    assert core.pauses.expire(2.0 + pauses.LONGEST_SECONDS) == [Order("w1", Unpin(1))] and len(core.pauses) == 1
-    assert core.pauses.expire(1001.0 + pauses.LONGEST_SECONDS) == [Order("w1", Unpin(2))] and len(core.pauses) == 0
+    assert core.pauses.expire(2.0 + tool_waits.LONGEST_SECONDS) == [Order("w1", Unpin(1))] and len(core.pauses) == 1
+    assert core.pauses.expire(1001.0 + tool_waits.LONGEST_SECONDS) == [Order("w1", Unpin(2))] and len(core.pauses) == 0
 
 
 def test_there_are_only_so_many(core, monkeypatch):
-    monkeypatch.setattr(pauses, "MAX_PAUSES", 3)
+    monkeypatch.setattr(tool_waits, "MAX_PAUSES", 3)
     for number in (1, 1, 2):
         core.pause(STATE._replace(number=number), "n", SAID, None, 1.0)
     effects = core.pause(STATE._replace(number=3), "n", SAID, None, 2.0)
@@ -119,7 +119,7 @@ def test_there_are_only_so_many(core, monkeypatch):
 
 
 def test_who_has_most_pauses_gives(core, monkeypatch):
-    monkeypatch.setattr(pauses, "MAX_PAUSES", 8)
+    monkeypatch.setattr(tool_waits, "MAX_PAUSES", 8)
     other = Key("other", STATE.scope, 1)
     core.pause(other, "o", SAID, None, 1.0)
     for number in range(20):

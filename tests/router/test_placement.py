@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixrt.router.placement import (
+from radixrt.router.placement.cost import (
     CROWDING_WEIGHT,
     FAILURE_SECONDS,
     RECOMPUTE_WEIGHT,

@@ -39,12 +39,12 @@ from radixrt.messages import (
     TextSegment,
     Tokenize,
 )
-from radixrt.router import programs, said
-from radixrt.router.core import RouterCore
-from radixrt.router.loop import RouterServer
-from radixrt.router.said import NOTHING, PromptBuilder
-from radixrt.router.states import Key
-from radixrt.router.tokens import TextService, load_tokenizer
+from radixrt.router.core.core import RouterCore
+from radixrt.router.programs import programs, prompt_builder
+from radixrt.router.programs.prompt_builder import NOTHING, PromptBuilder
+from radixrt.router.programs.state_store import Key
+from radixrt.router.server.loop import RouterServer
+from radixrt.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.waiting import eventually
 
@@ -291,7 +291,7 @@ def test_a_stop_string_that_no_answer_has_costs_little(running, text, monkeypatc
     decoded = []
     decode = TextService.decode_now
     monkeypatch.setattr(TextService, "decode_now", lambda self, ids: decoded.append(len(ids) // 4) or decode(self, ids))
-    monkeypatch.setattr(said, "MAX_DECODED_TOKENS", 5000)
+    monkeypatch.setattr(prompt_builder, "MAX_DECODED_TOKENS", 5000)
     ids = text.encode_now(TextPrompt("The quick brown fox. " * 50))
     answer = GeneratedSegment(ids, "something else", "z" * 100_000, Sampling())
     delta = ask(client, 1, StatePrompt(SCOPE, 0, [TextSegment("x"), answer]))
@@ -325,7 +325,7 @@ def test_messages_that_are_worked_on_are_bounded_in_bytes(running, monkeypatch):
         await asyncio.sleep(60)
 
     monkeypatch.setattr(server.programs, "prompt", never)
-    monkeypatch.setattr("radixrt.router.tasks.MAX_TENANT_BYTES", 10_000)
+    monkeypatch.setattr("radixrt.router.server.tasks.MAX_TENANT_BYTES", 10_000)
     client.send(Generate(id=1, prompt=say("y" * 20_000)))
     refused = client.ask(Generate(id=2, prompt=say("y")))
     assert refused.code == 429 and "too many bytes" in refused.message

@@ -26,13 +26,13 @@ from radixrt.messages import (
 )
 from radixrt.report import Report
 from radixrt.report.metrics import render
-from radixrt.router import status
-from radixrt.router.core import RouterCore
-from radixrt.router.effects import Order, Reply
-from radixrt.router.recovery import MAX_LOSSES
-from radixrt.router.states import ProgramStateStore
-from radixrt.router.suspects import MIN_HANGS
-from radixrt.router.validate import Refused
+from radixrt.requests.validate import Refused
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Order, Reply
+from radixrt.router.core.recovery import MAX_LOSSES
+from radixrt.router.core.suspects import MIN_HANGS
+from radixrt.router.programs.state_store import ProgramStateStore
+from radixrt.router.server import status
 from tests.waiting import eventually
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixrt.messages import Sampling
-from radixrt.router.validate import Refused, check_sampling
+from radixrt.requests.validate import Refused, check_sampling
 
 
 @pytest.mark.parametrize(

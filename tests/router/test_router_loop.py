@@ -38,10 +38,10 @@ from radixrt.messages import (
     ToWorker,
     Unknown,
 )
-from radixrt.router.effects import Order
-from radixrt.router.links import MAX_BATCH_MESSAGES
-from radixrt.router.loop import NAME_TAKEN, RouterServer
-from radixrt.router.tokens import TextService
+from radixrt.router.core.effects import Order
+from radixrt.router.server.connections import MAX_BATCH_MESSAGES
+from radixrt.router.server.loop import NAME_TAKEN, RouterServer
+from radixrt.tokens import TextService
 from tests.waiting import eventually
 
 PROMPT = ids(5, 6, 7)
@@ -169,7 +169,7 @@ def test_nobody_takes_the_name_of_a_worker_that_serves(caplog):
 
 def test_a_worker_that_nobody_knows_is_told_again_in_time(monkeypatch):
     """What it was told, or its answer, may be lost with a connection."""
-    monkeypatch.setattr("radixrt.router.links.REFUSED_SECONDS", 0.1)
+    monkeypatch.setattr("radixrt.router.server.connections.REFUSED_SECONDS", 0.1)
     with stack(workers=0) as (router, _, _):
         with wire.Link(router.server.worker_address, b"earlier") as link:
             for _ in range(2):
@@ -218,7 +218,7 @@ def test_a_cancel_with_a_negative_count_is_refused_and_changes_nothing():
 
 
 def test_a_client_that_vanishes_is_cancelled(monkeypatch):
-    monkeypatch.setattr("radixrt.router.core.KEEPALIVE_SECONDS", 0.1)
+    monkeypatch.setattr("radixrt.router.core.core.KEEPALIVE_SECONDS", 0.1)
     with stack(worker_timeout=0.5, pace=0.02) as (router, workers, client):
         ghost = Client(router.server.client_address)
         ghost.send(generate(1, max_tokens=4000, stream=False), generate(2, max_tokens=4000))
@@ -280,7 +280,7 @@ def test_errors_name_the_field_and_carry_the_id():
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    from radixrt.router.tokens import TextService, load_tokenizer
+    from radixrt.tokens import TextService, load_tokenizer
     from tests.checkpoints import make_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")

@@ -23,11 +23,11 @@ from radixrt.messages import (
     Sampling,
     TextSegment,
 )
-from radixrt.router import outline
-from radixrt.router.errors import FieldError, Room
-from radixrt.router.said import NOTHING, PromptBuilder, ids_of_text
-from radixrt.router.tokens import TextService, load_tokenizer
-from radixrt.router.tokens.turns import Steps, finished
+from radixrt.router.programs import batch_render
+from radixrt.router.programs.prompt_builder import NOTHING, PromptBuilder, ids_of_text
+from radixrt.tokens import TextService, load_tokenizer
+from radixrt.tokens.errors import FieldError, Room
+from radixrt.tokens.turns import Steps, finished
 from tests.checkpoints import make_tokenizer
 from tests.lang.oracle import Oracle
 
@@ -225,7 +225,7 @@ def test_any_program_makes_the_prompts_of_the_reference(folder, data):
 def test_any_chat_makes_the_prompts_of_the_reference(folder, data):
     """Also where the template rewrites what was said, and with bulk renders of any list."""
     text = data.draw(st.sampled_from(services(folder)))
-    with mock.patch.object(outline, "MIN_ANSWERS", data.draw(st.sampled_from([1, 8]))):
+    with mock.patch.object(batch_render, "MIN_ANSWERS", data.draw(st.sampled_from([1, 8]))):
         teller = Teller(text, data.draw(st.lists(st.booleans(), max_size=12)))
         for role, content, steps in data.draw(st.lists(TURN, min_size=1, max_size=4)):
             teller.say(MessageSegment(role, content))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from radixrt.router.shared import ENTRY_BYTES, SharedMemory
+from radixrt.router.server.kv_store import ENTRY_BYTES, SharedMemory
 
 
 def test_values_are_of_a_tenant():

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from radixrt.router.shares import SPARE, Shares
+from radixrt.tokens.quota import SPARE, Shares
 
 
 def test_the_largest_is_the_largest():

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radixrt.messages import GONE, GeneratedSegment, Sampling
-from radixrt.router.said import NOTHING, Generated, Message, Part, Piece, State
-from radixrt.router.states import Key, ProgramStateStore
-from radixrt.router.validate import Refused
+from radixrt.requests.validate import Refused
+from radixrt.router.programs.prompt_builder import NOTHING, Generated, Message, Part, Piece, State
+from radixrt.router.programs.state_store import Key, ProgramStateStore
 
 
 def state(parts=(), turns=(), answer=None, open=None) -> State:

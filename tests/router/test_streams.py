@@ -7,9 +7,9 @@ from sim_workers import ids, register
 
 from radixrt.config import RouterConfig
 from radixrt.messages import Abort, Deltas, Error, Generate, Load, Output, Sampling, StepDone, TokenPrompt
-from radixrt.router.core import RouterCore
-from radixrt.router.streams import TextStreams, core_streams
-from radixrt.router.tokens import TextService, load_tokenizer
+from radixrt.router.core.core import RouterCore
+from radixrt.router.server.streams import TextStreams, core_streams
+from radixrt.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
 
 SAID = [40, 41, 42, 43, 44, 45]

@@ -9,11 +9,11 @@ import pytest
 
 from radixrt.config import RouterConfig
 from radixrt.messages import Done, Error, TextPrompt, Tokenize, Unpin
-from radixrt.router.core import RouterCore
-from radixrt.router.effects import Order, Reply
-from radixrt.router.states import Key
-from radixrt.router.tasks import Tasks
-from radixrt.router.validate import Refused
+from radixrt.requests.validate import Refused
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Order, Reply
+from radixrt.router.programs.state_store import Key
+from radixrt.router.server.tasks import Tasks
 
 STATE = Key("default", "s" * 16, 1)
 ASK = Tokenize(id=4, prompt=TextPrompt("x"))

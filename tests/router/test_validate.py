@@ -7,7 +7,7 @@ import math
 import pytest
 
 from radixrt.messages import Grammar, Sampling
-from radixrt.router.validate import Refused, check_sampling
+from radixrt.requests.validate import Refused, check_sampling
 
 VOCAB = 100
 REFUSED = [

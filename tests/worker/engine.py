@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from radixrt.messages import Output, Run, Sampling
-from radixrt.worker.cache import PageCache
-from radixrt.worker.drafting import Drafter
+from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.plan import Runner
 from radixrt.worker.request import Request
-from radixrt.worker.scheduler import Limits, Scheduler
+from radixrt.worker.scheduler.scheduler import Limits, Scheduler
+from radixrt.worker.speculative.ngram import Drafter
 
 GREEDY = Sampling(max_tokens=64, temperature=0.0, ignore_eos=True)
 

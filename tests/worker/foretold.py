@@ -8,9 +8,9 @@ import random
 from hypothesis import strategies as st
 
 from radixrt.messages import Sampling
-from radixrt.worker.drafting import Drafter
-from radixrt.worker.fake import fake_token
+from radixrt.worker.execution.fake_runner import fake_token
 from radixrt.worker.request import Request
+from radixrt.worker.speculative.ngram import Drafter
 from tests.worker.engine import Engine, prompts
 
 VOCAB = 512

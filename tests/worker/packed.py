@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from radixrt.worker.model.checkpoint import read_json
+from radixrt.worker.model.weights.checkpoint import read_json
 
 
 def pack_experts(folder: Path, model: PreTrainedModel) -> None:

@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from radixrt.lora_modules import LoraModule
-from radixrt.worker.model.adapter import read_adapter
+from radixrt.checkpoint.lora_modules import LoraModule
+from radixrt.worker.model.lora.adapter import read_adapter
 from tests.adapters import make_adapter, merged
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.test_lora import load
@@ -178,7 +178,7 @@ def test_a_rank_that_is_not_served_is_refused_before_its_matrices_are_read(adapt
                 keys=file.keys, get_slice=file.get_slice, get_tensor=lambda name: pytest.fail(f"{name} was read")
             )
 
-    monkeypatch.setattr("radixrt.worker.model.adapter.safe_open", unreadable)
+    monkeypatch.setattr("radixrt.worker.model.lora.adapter.safe_open", unreadable)
     with pytest.raises(ValueError, match="its rank is 64; --max-lora-rank 64 serves it"):
         read_adapter(LoraModule("a0", str(adapter)), 16)
 

@@ -19,9 +19,9 @@ from radixrt.messages import (
     Unknown,
     UnloadAdapter,
 )
-from radixrt.worker.fake import FakeRunner
+from radixrt.worker.execution.fake_runner import FakeRunner
 from radixrt.worker.loop import Identity, Worker
-from radixrt.worker.scheduler import Limits
+from radixrt.worker.scheduler.scheduler import Limits
 from radixrt.worker.structured.fair import Job
 from tests.worker.test_loop import Router, run
 

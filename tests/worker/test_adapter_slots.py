@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from radixrt.messages import Adapter
-from radixrt.worker import adapter_slots
-from radixrt.worker.adapter_slots import AdapterSlots
+from radixrt.worker import lora_slots
+from radixrt.worker.lora_slots import AdapterSlots
 from tests.waiting import eventually
 
 
@@ -147,7 +147,7 @@ def test_files_that_cannot_be_read_do_not_keep_others_waiting(slots, runner, mon
     slots.load(Adapter("lost", 1, "nfs"))
     slots.load(Adapter("sql", 2, "sql"))
     assert not slots.is_ready(set)
-    monkeypatch.setattr(adapter_slots, "READ_SECONDS", 60.0)
+    monkeypatch.setattr(lora_slots, "READ_SECONDS", 60.0)
     slots._read_until = 0.0
     found = slots.take() if slots.is_ready(set) else None
     assert found.adapter.name == "lost" and found.error == "lost: reading it took more than 60 s"

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.choices import look_up, no_kernels
+from radixrt.worker.load.options import look_up, no_kernels
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.blocks import paired
-from radixrt.worker.model.checkpoint import read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.quantized import Products
-from radixrt.worker.model.random_weights import RandomWeights
+from radixrt.worker.model.layers.hybrid_layers import paired
+from radixrt.worker.model.layers.ops import TorchOps
+from radixrt.worker.model.weights.checkpoint import read_json
+from radixrt.worker.model.weights.quantized import Products
+from radixrt.worker.model.weights.random_weights import RandomWeights
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_models import all_logits, load
 

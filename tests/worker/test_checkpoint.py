@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.choices import look_up
-from radixrt.worker.loading import load_runner
-from radixrt.worker.model import checkpoint as files
+from radixrt.worker.load.options import look_up
+from radixrt.worker.load.runner import load_runner
+from radixrt.worker.model.weights import checkpoint as files
 from radixrt.worker.plan import Runner
 from tests.checkpoints import make_tokenizer
 from tests.worker.engine import Engine, prompts

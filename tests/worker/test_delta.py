@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.model.delta import gated_delta, short_conv
+from radixrt.worker.model.layers.recurrent.delta import gated_delta, short_conv
 from radixrt.worker.plan import StateWork
 
 

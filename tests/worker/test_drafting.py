@@ -11,7 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.messages import Run, Sampling, TokenLogprob
-from radixrt.worker.drafting import (
+from radixrt.worker.execution.fake_runner import EOS, FakeRunner
+from radixrt.worker.plan import Draft
+from radixrt.worker.request import Request
+from radixrt.worker.scheduler.running import Running
+from radixrt.worker.speculative.ngram import (
     ACCEPTANCE,
     MAX_ROWS,
     MIN_ACCEPTANCE,
@@ -24,10 +28,6 @@ from radixrt.worker.drafting import (
     RecentOutputs,
     Repeats,
 )
-from radixrt.worker.fake import EOS, FakeRunner
-from radixrt.worker.plan import Draft
-from radixrt.worker.request import Request
-from radixrt.worker.running import Running
 from tests.worker.engine import Engine, prompts
 from tests.worker.foretold import VOCAB, Prophet, random_load, said
 from tests.worker.test_models import load
@@ -253,7 +253,7 @@ def test_drafts_leave_most_of_a_small_step_to_prompts(budget, overlaps):
 
 def test_long_prompts_are_noted_one_after_the_other(monkeypatch):
     """That of one which does not draft takes nobody's turn."""
-    monkeypatch.setattr("radixrt.worker.speculation.MAX_NOTED_TOKENS", 100)
+    monkeypatch.setattr("radixrt.worker.speculative.speculation.MAX_NOTED_TOKENS", 100)
     engine = Engine(ways()[0], drafter=Drafter(4, False))
     engine.add([7] * 150, LONG, score_from=1)
     for prompt in prompts(4, 70, 70, vocab_size=VOCAB):

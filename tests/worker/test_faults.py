@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from radixrt.messages import Sampling
-from radixrt.worker.fake import fake_logprob
+from radixrt.worker.execution.fake_runner import fake_logprob
+from radixrt.worker.execution.prefix_sharing import Cost
 from radixrt.worker.plan import Plan
-from radixrt.worker.sharing import Cost
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_simulation import Bench, alone
 
@@ -108,7 +108,7 @@ def test_nothing_stays_of_a_failed_step_that_two_share(kind):
 
 def one_left_out(monkeypatch) -> tuple[Bench, Plan]:
     """A step without request 2, which is admitted on what request 1 computes in it."""
-    monkeypatch.setattr("radixrt.worker.building.MAX_SCORED_TOKENS", 10)
+    monkeypatch.setattr("radixrt.worker.scheduler.plan_builder.MAX_SCORED_TOKENS", 10)
     bench = Bench(chunk=100)
     bench.add(0, [4] * 20, 0, score_from=1)
     bench.add(1, [5] * 30, 2)
@@ -216,8 +216,8 @@ class Whole:
 
 def test_a_whole_hit_does_not_end_sharing_for_all():
     pytest.importorskip("triton")
-    from radixrt.worker.cuda.decodes import Cuts, DecodePlanner
-    from radixrt.worker.cuda.work import Tiling
+    from radixrt.worker.cuda.attention.decodes import Cuts, DecodePlanner
+    from radixrt.worker.cuda.attention.work import Tiling
 
     planner = DecodePlanner({None}, Cuts(Tiling(4, 16, 32, 20), Tiling(16, 16, 32, 12), Cost(256, 4096, 16)))
     batch = [Whole(row) for row in range(8)]
@@ -260,7 +260,7 @@ def test_graphs_keep_what_they_write_to(tmp_path, monkeypatch):
 
     import torch
 
-    from radixrt.worker.cuda.attend import Scratch
+    from radixrt.worker.cuda.attention.attend import Scratch
     from tests.checkpoints import make_model
     from tests.worker.cuda.test_runner import SIZES, runners
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker import choices
-from radixrt.worker.attention import BatchInvariantAttention, TorchAttention, attend
-from radixrt.worker.kv import KVPool
+from radixrt.worker.execution.attention import BatchInvariantAttention, TorchAttention, attend
+from radixrt.worker.execution.kv_pool import KVPool
+from radixrt.worker.load import options
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.mxfp4 import LARGEST, PackedStack, dequantize, fits
-from radixrt.worker.model.random_weights import RandomWeights
+from radixrt.worker.model.layers.mxfp4 import LARGEST, PackedStack, dequantize, fits
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.weights.random_weights import RandomWeights
 from tests.checkpoints import make_model
 from tests.worker.engine import Engine, prompts
 from tests.worker.packed import pack_experts
@@ -100,19 +100,19 @@ def test_experts_stay_packed_where_they_are_to(packed, caplog):
 
 def test_mxfp4_is_kept_where_kernels_for_it_work(packed, monkeypatch):
     config = resolve(WorkerConfig(model=str(packed[0]), device="cpu"))
-    on_cpu = choices.look_up(config)
+    on_cpu = options.look_up(config)
     on_gpu = dataclasses.replace(on_cpu, device=torch.device("cuda"), dtype=torch.bfloat16)
     works = [True]
-    monkeypatch.setattr("radixrt.worker.cuda.packed_experts.there", lambda device: works[0])
-    assert choices.keeps_packed("auto", on_gpu, kernels=True) and choices.keeps_packed("fp8", on_gpu, kernels=True)
-    assert not choices.keeps_packed("none", on_gpu, kernels=True)
-    assert not choices.keeps_packed("auto", on_gpu, kernels=False)
-    assert not choices.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
-    assert not choices.keeps_packed("auto", on_cpu, kernels=True)
+    monkeypatch.setattr("radixrt.worker.cuda.moe.packed_experts.there", lambda device: works[0])
+    assert options.keeps_packed("auto", on_gpu, kernels=True) and options.keeps_packed("fp8", on_gpu, kernels=True)
+    assert not options.keeps_packed("none", on_gpu, kernels=True)
+    assert not options.keeps_packed("auto", on_gpu, kernels=False)
+    assert not options.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
+    assert not options.keeps_packed("auto", on_cpu, kernels=True)
     plain = dataclasses.replace(on_gpu, hf_config={"model_type": "gpt_oss"})
-    assert not choices.keeps_packed("auto", plain, kernels=True)
+    assert not options.keeps_packed("auto", plain, kernels=True)
     works[0] = False
-    assert not choices.keeps_packed("auto", on_gpu, kernels=True)
+    assert not options.keeps_packed("auto", on_gpu, kernels=True)
 
 
 def test_scales_that_kernels_cannot_have_are_dequantized(packed, tmp_path):

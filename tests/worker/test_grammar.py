@@ -24,16 +24,16 @@ from tokenizers import Tokenizer
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, GrammarKind, Run, Sampling
-from radixrt.worker import grammar as module
-from radixrt.worker.fake import EOS
-from radixrt.worker.grammar import Grammars, _compile_by
-from radixrt.worker.loading import load_runner
-from radixrt.worker.matching import DEAD_END, STRAYED, Matcher, fill_masks
+from radixrt.worker.execution.fake_runner import EOS
+from radixrt.worker.execution.sampler import Masks, TorchSampler
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.request import NONE_ALLOWED, Request
-from radixrt.worker.sample import Masks, TorchSampler
-from radixrt.worker.schema import adapt_schema, safe_pattern
+from radixrt.worker.structured import compile as module
+from radixrt.worker.structured.compile import Grammars, _compile_by
 from radixrt.worker.structured.grammar_cache import ENTRY_BYTES
-from radixrt.worker.vocabulary import read_vocabulary
+from radixrt.worker.structured.matcher import DEAD_END, STRAYED, Matcher, fill_masks
+from radixrt.worker.structured.schema import adapt_schema, safe_pattern
+from radixrt.worker.structured.vocabulary import read_vocabulary
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import Engine, prompts
 
@@ -668,7 +668,7 @@ def test_a_slow_grammar_is_not_waited_for(folder, monkeypatch):
 
 @pytest.mark.parametrize("name", ["made", "falcon-tokenizer", "phi-3-mini", "t5-small", "mistral"])
 def test_the_vocabulary_is_what_the_router_decodes(name, folder, shared_data, tmp_path):
-    from radixrt.router.tokens.tokenizer import load_tokenizer
+    from radixrt.tokens.tokenizer import load_tokenizer
 
     if name != "made":
         folder = tmp_path

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
-from radixrt.worker.drafting import MAX_MATCHED_REQUESTS, Drafter
-from radixrt.worker.fake import EOS
-from radixrt.worker.loading import load_runner
-from radixrt.worker.matching import fill_masks
+from radixrt.worker.execution.fake_runner import EOS
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.request import Request
+from radixrt.worker.speculative.ngram import MAX_MATCHED_REQUESTS, Drafter
+from radixrt.worker.structured.matcher import fill_masks
 from tests.checkpoints import make_model
 from tests.worker.engine import prompts
 from tests.worker.test_drafting import Told, repeating, request

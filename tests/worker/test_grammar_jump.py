@@ -17,16 +17,16 @@ from tokenizers import Tokenizer
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
-from radixrt.worker.fake import EOS, FakeRunner
-from radixrt.worker.grammar import Grammars
-from radixrt.worker.jump import Spelling, on_one_line
-from radixrt.worker.loading import load_runner
-from radixrt.worker.matching import Matcher, fill_masks
-from radixrt.worker.picking import SampleStep
+from radixrt.worker.execution.fake_runner import EOS, FakeRunner
+from radixrt.worker.execution.sample_step import SampleStep
+from radixrt.worker.execution.sampler import TorchSampler
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.plan import FROM_DEVICE
-from radixrt.worker.sample import TorchSampler
 from radixrt.worker.status import KNOWN_STEPS, Rates
-from radixrt.worker.vocabulary import Vocabulary
+from radixrt.worker.structured.compile import Grammars
+from radixrt.worker.structured.jump_forward import Spelling, on_one_line
+from radixrt.worker.structured.matcher import Matcher, fill_masks
+from radixrt.worker.structured.vocabulary import Vocabulary
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_grammar import regexes
@@ -345,7 +345,8 @@ def test_masks_are_made_for_what_is_sampled_alone(overlapped, by_bytes, monkeypa
     """Not for the draw in flight whose place a forced token has taken."""
     made = []
     monkeypatch.setattr(
-        "radixrt.worker.fake.fill_masks", lambda requests, out, **_: made.extend(requests) or fill_masks(requests, out)
+        "radixrt.worker.execution.fake_runner.fill_masks",
+        lambda requests, out, **_: made.extend(requests) or fill_masks(requests, out),
     )
     engine = Follower(by_bytes, fake(overlaps=overlapped))
     said = engine.say([9, 9], Sampling(max_tokens=90, grammar=ZONE))

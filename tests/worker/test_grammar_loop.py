@@ -11,13 +11,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from radixrt.messages import Abort, Grammar, Register, Sampling, StepDone, Stop, Unknown
-from radixrt.worker import compiling
-from radixrt.worker.fake import EOS, FakeRunner
-from radixrt.worker.grammar import Grammars
+from radixrt.worker.execution.fake_runner import EOS, FakeRunner
 from radixrt.worker.loop import Identity, Worker
-from radixrt.worker.matching import Matcher
 from radixrt.worker.request import Request
-from radixrt.worker.scheduler import Limits
+from radixrt.worker.scheduler.scheduler import Limits
+from radixrt.worker.structured import compile_queue
+from radixrt.worker.structured.compile import Grammars
+from radixrt.worker.structured.matcher import Matcher
 from tests.checkpoints import make_tokenizer
 from tests.worker.test_loop import Router, overlaps, run  # noqa: F401  (a fixture)
 
@@ -123,7 +123,7 @@ def test_a_router_that_started_anew_gets_no_answer_to_what_is_compiled(folder):
 
 
 def test_it_is_not_waited_for_without_end(folder, monkeypatch):
-    monkeypatch.setattr(compiling, "LIMIT_SECONDS", 0.05)
+    monkeypatch.setattr(compile_queue, "LIMIT_SECONDS", 0.05)
     with worker(folder, threading.Event()) as (router, _):
         router.tell(run(1, [9, 9], DIGITS))
         router.finished(1)

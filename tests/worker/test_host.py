@@ -10,7 +10,7 @@ import pytest
 
 from radixrt.messages import TOKEN_BYTES
 from radixrt.worker import status
-from radixrt.worker.host import HostTier
+from radixrt.worker.cache.host_tier import HostTier
 from radixrt.worker.plan import Plan
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
 from tests.worker.test_states import Mirror
@@ -152,8 +152,8 @@ def test_an_emptied_cache_is_empty_on_the_host_as_well() -> None:
 
 def test_the_copy_of_a_long_context_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its chunk comes a step later, if the step has other work, but not many prompt tokens."""
-    monkeypatch.setattr("radixrt.worker.scheduler.MIN_FETCHED_TOKENS", 20)
-    monkeypatch.setattr("radixrt.worker.scheduler.MAX_OTHER_TOKENS", 10)
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.MIN_FETCHED_TOKENS", 20)
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.MAX_OTHER_TOKENS", 10)
     bench = Bench(pages=90, chunk=64, host=1000)
     plans: list[Plan] = []
     launch = bench.runner.launch
@@ -176,8 +176,8 @@ def test_the_copy_of_a_long_context_is_not_waited_for(monkeypatch: pytest.Monkey
 
 
 def test_the_copy_is_waited_for_beside_many_prompt_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixrt.worker.scheduler.MIN_FETCHED_TOKENS", 20)
-    monkeypatch.setattr("radixrt.worker.scheduler.MAX_OTHER_TOKENS", 10)
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.MIN_FETCHED_TOKENS", 20)
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.MAX_OTHER_TOKENS", 10)
     bench = Bench(pages=200, chunk=64, host=1000)
     prompts = [fill(bench, id) for id in range(6)]
     bench.add(9, [*range(200, 300)], 1)
@@ -190,7 +190,7 @@ def test_the_copy_is_waited_for_beside_many_prompt_tokens(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("tokens", [5, 45])
 def test_copies_take_a_part_of_a_step(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixrt.worker.scheduler.FETCHED", 2)
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.FETCHED", 2)
     bench = Bench(pages=120, chunk=40, host=1000)
     prompts = [fill(bench, id) for id in range(4)]
     bench.add(10, [*prompts[0], *range(200, 200 + tokens)], 1)
@@ -289,7 +289,7 @@ def test_of_a_request_that_failed_nothing_stays_in_host_memory() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_many_pages_are_evicted_at_a_time(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixrt.worker.cache.EVICTED", share)
+    monkeypatch.setattr("radixrt.worker.cache.page_cache.EVICTED", share)
     bench = Bench(pages=60, chunk=64, host=1000)
     fill(bench, 0)
     bench.add(1, [*range(200, 220)], 1)
@@ -328,7 +328,7 @@ def test_only_evictions_lose_pages() -> None:
 @pytest.mark.parametrize("end", ["fail behind", "abort", "preempt", "pin"])
 def test_nobody_finds_what_a_failed_step_was_to_copy_back(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The request for which it copies is not in the failed step, and may be in the one behind it, or gone."""
-    monkeypatch.setattr("radixrt.worker.scheduler.MIN_FETCHED_TOKENS", 20)
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.MIN_FETCHED_TOKENS", 20)
     bench = Bench(pages=90, chunk=64, host=1000)
     prompts = [fill(bench, id) for id in range(3)]
     bench.add(9, [7, 8, 9], 30)
@@ -370,7 +370,7 @@ def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:
 
 def test_who_decodes_after_a_copy_that_failed_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was preempted, so that all but its last token comes back: it is behind no more, and not in the step."""
-    monkeypatch.setattr("radixrt.worker.scheduler.MIN_FETCHED_TOKENS", 20)
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.MIN_FETCHED_TOKENS", 20)
     bench = Bench(pages=90, chunk=64, host=1000)
     prompt = [100, *range(3, 43)]
     request = bench.add(10, prompt, 10)

@@ -10,8 +10,8 @@ import pytest
 
 from radixrt.messages import TOKEN_BYTES, Sampling
 from radixrt.tree import RadixTree
-from radixrt.worker.fake import FakeRunner
-from radixrt.worker.host import HostTier
+from radixrt.worker.cache.host_tier import HostTier
+from radixrt.worker.execution.fake_runner import FakeRunner
 from tests.worker.engine import Engine
 
 SCORED = Sampling(max_tokens=0)

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from radixrt.worker.scheduler import Scheduler
+from radixrt.worker.scheduler.scheduler import Scheduler
 from tests.worker.foretold import Prophet
 from tests.worker.test_simulation import VOCAB, Bench, alone, overlaps, random_prompt  # noqa: F401
 
@@ -109,9 +109,9 @@ def load(
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 def test_random_faults(seed: int, page_size: int, pages: int, host: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr("radixrt.worker.scheduler.MIN_FETCHED_TOKENS", rng.choice([1, 10, 512]))
-    monkeypatch.setattr("radixrt.worker.scheduler.MAX_OTHER_TOKENS", rng.choice([1, 10, 2048]))
-    monkeypatch.setattr("radixrt.worker.building.MAX_SCORED_TOKENS", 10)
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.MIN_FETCHED_TOKENS", rng.choice([1, 10, 512]))
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.MAX_OTHER_TOKENS", rng.choice([1, 10, 2048]))
+    monkeypatch.setattr("radixrt.worker.scheduler.plan_builder.MAX_SCORED_TOKENS", 10)
     bench, expected = load(seed, page_size, pages, host, rng.choice([0.0, 0.03, 0.1]))
     for id, tokens in expected.items():
         found = bench.tokens[id]

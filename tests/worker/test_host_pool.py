@@ -10,13 +10,14 @@ import torch
 
 from radixrt.config import WorkerConfig, check, resolve
 from radixrt.messages import Sampling
-from radixrt.worker import branching, pools
-from radixrt.worker.host_pool import HostPool, host_bytes
-from radixrt.worker.kv import KVPool, StatePool
-from radixrt.worker.loading import load_runner
-from radixrt.worker.memory import available_bytes
-from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.sharding import Shard
+from radixrt.worker.cache import state_checkpoints
+from radixrt.worker.execution.host_pool import HostPool, host_bytes
+from radixrt.worker.execution.kv_pool import KVPool, StatePool
+from radixrt.worker.load import pools
+from radixrt.worker.load.memory import available_bytes
+from radixrt.worker.load.runner import load_runner
+from radixrt.worker.model.parallel.sharding import Shard
+from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.plan import Moves
 from tests.worker.engine import Engine, prompts
 
@@ -82,7 +83,7 @@ def test_recurrent_states_come_back_as_they_were(checkpoint, family, settings):
         ids = [engine.add(prompt, few) for prompt in asked]
         engine.finish()
         assert [engine.tokens(id) for id in ids] == cold
-        marks = [len(prompt) - branching.TAIL for prompt in asked]
+        marks = [len(prompt) - state_checkpoints.TAIL for prompt in asked]
         assert [engine.last(id).cached_tokens for id in ids] == [mark - mark % runner.page_size for mark in marks]
         host = engine.cache.host
         assert host.fetched_pages > 0 and host.states.fetched > 0 and engine.cache.evicted_tokens == 0
@@ -177,7 +178,7 @@ def test_available_memory_is_that_of_the_container(tmp_path):
 
 def test_all_ranks_together_get_what_is_asked_for(monkeypatch):
     """Rank 0 compares that with what is available; when others ask, some of it may be taken already."""
-    monkeypatch.setattr("radixrt.worker.host_pool.available_bytes", lambda: 3 << 30)
+    monkeypatch.setattr("radixrt.worker.execution.host_pool.available_bytes", lambda: 3 << 30)
     config, cpu = WorkerConfig(kv_offloading_size="4"), torch.device("cpu")
     with pytest.raises(ValueError, match="4.3 GB, of 3.2 GB"):
         host_bytes(config, cpu, Shard(0, 2))
@@ -217,8 +218,8 @@ def test_all_ranks_have_as_many_states_and_pages():
 def test_memory_that_cannot_be_locked(asked, locks, theirs, monkeypatch):
     """By default a worker starts without it, and so does one whose other rank cannot lock it."""
     pytest.importorskip("triton")
-    from radixrt.worker.cuda import host_pool as cuda_host_pool
-    from radixrt.worker.cuda import pinned
+    from radixrt.worker.cuda.host import host_pool as cuda_host_pool
+    from radixrt.worker.cuda.host import pinned
 
     def locked(memory: pinned.PinnedMemory) -> torch.Tensor:
         if not locks:
@@ -241,8 +242,8 @@ def test_memory_that_cannot_be_locked(asked, locks, theirs, monkeypatch):
 
 
 def test_by_default_the_gpus_of_a_machine_share_a_quarter(monkeypatch):
-    monkeypatch.setattr("radixrt.worker.host_pool.available_bytes", lambda: 800 << 30)
-    monkeypatch.setattr("radixrt.worker.host_pool.gpu_count", lambda: 8)
+    monkeypatch.setattr("radixrt.worker.execution.host_pool.available_bytes", lambda: 800 << 30)
+    monkeypatch.setattr("radixrt.worker.execution.host_pool.gpu_count", lambda: 8)
     for gpu_gigabytes, expected in ((80, 25), (16, 16)):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device, n=gpu_gigabytes: (0, n << 30))
         config, gpu = WorkerConfig(kv_offloading_size="auto"), torch.device("cuda", 0)

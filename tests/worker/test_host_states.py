@@ -9,13 +9,14 @@ import random
 import numpy as np
 import pytest
 
-from radixrt.worker import branching, status
-from radixrt.worker.cache import PageCache
-from radixrt.worker.host import HostTier
-from radixrt.worker.host_states import HostRecurrentStatePool
+from radixrt.worker import status
+from radixrt.worker.cache import state_checkpoints
+from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool
+from radixrt.worker.cache.host_tier import HostTier
+from radixrt.worker.cache.page_cache import PageCache
+from radixrt.worker.cache.recurrent_states import RecurrentStatePool
+from radixrt.worker.cache.snapshot_order import CheckpointOrder
 from radixrt.worker.plan import STATE_TOKENS, Plan
-from radixrt.worker.snapshot_order import CheckpointOrder
-from radixrt.worker.states import RecurrentStatePool
 from tests.worker.test_host_faults import load
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
 from tests.worker.test_states import TRUNK, Mirror, often, run  # noqa: F401
@@ -57,7 +58,7 @@ def test_a_conversation_goes_on_from_host_memory(page_size: int) -> None:
     assert computed[False] >= prompts
     # An answer that does not fill its last page leaves no checkpoint, and the prompt's own may be MIN_CHECKPOINT_TOKENS
     # tokens earlier.
-    again = 0 if page_size == 1 else branching.TAIL + branching.MIN_CHECKPOINT_TOKENS
+    again = 0 if page_size == 1 else state_checkpoints.TAIL + state_checkpoints.MIN_CHECKPOINT_TOKENS
     assert computed[True] <= 6 * (len(text(1000)) + 8 + 3 * (28 + again))
 
 
@@ -136,7 +137,7 @@ def test_marks_are_set_by_what_both_have() -> None:
     request = bench.add(50, TRUNK[:300] + [2] * 100, 1)
     assert bench.cache.tree.match("", np.array(TRUNK, np.int32)).length not in (0, 300, 400)
     bench.plan()
-    assert request.checkpoints == [300, 400 - branching.TAIL]
+    assert request.checkpoints == [300, 400 - state_checkpoints.TAIL]
 
 
 def test_marks_begin_after_the_state_that_comes_back() -> None:
@@ -144,7 +145,9 @@ def test_marks_begin_after_the_state_that_comes_back() -> None:
     run(bench, text(1))
     run(bench, text(2))
     run(bench, text(3))
-    request = bench.add(50, [*text(1), *range(branching.MIN_CHECKPOINT_TOKENS // 2)], 1, pin=[(200, 60.0), (310, 60.0)])
+    request = bench.add(
+        50, [*text(1), *range(state_checkpoints.MIN_CHECKPOINT_TOKENS // 2)], 1, pin=[(200, 60.0), (310, 60.0)]
+    )
     plan = bench.plan()
     assert plan.starts.tolist() == [300] and request.checkpoints == []
 
@@ -201,7 +204,7 @@ def test_a_state_is_not_waited_for_beside_decodes(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_state_takes_a_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixrt.worker.scheduler.FETCHED", STATE_TOKENS // 10)
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.FETCHED", STATE_TOKENS // 10)
     bench = bench_of(states=3, chunk=40)
     for n in range(1, 5):
         run(bench, text(n))
@@ -581,9 +584,9 @@ def test_random_faults(
 ) -> None:
     seed = states * host_states + page_size
     rng = random.Random(seed)
-    monkeypatch.setattr("radixrt.worker.scheduler.MIN_FETCHED_TOKENS", rng.choice([1, 10, 512, 100_000]))
-    monkeypatch.setattr("radixrt.worker.scheduler.MAX_OTHER_TOKENS", rng.choice([1, 10, 2048]))
-    monkeypatch.setattr("radixrt.worker.building.MAX_SCORED_TOKENS", 10)
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.MIN_FETCHED_TOKENS", rng.choice([1, 10, 512, 100_000]))
+    monkeypatch.setattr("radixrt.worker.scheduler.scheduler.MAX_OTHER_TOKENS", rng.choice([1, 10, 2048]))
+    monkeypatch.setattr("radixrt.worker.scheduler.plan_builder.MAX_SCORED_TOKENS", 10)
     faults = rng.choice([0.0, 0.03, 0.1])
     bench, expected = load(seed, page_size, pages, host, faults, states=states, host_states=host_states)
     for id, tokens in expected.items():

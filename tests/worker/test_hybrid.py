@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker import branching
-from radixrt.worker.kv import StatePool
+from radixrt.worker.cache import state_checkpoints
+from radixrt.worker.execution.kv_pool import StatePool
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import read_json
-from radixrt.worker_setup import make_drafter, most_running
+from radixrt.worker.model.weights.checkpoint import read_json
+from radixrt.worker.setup import make_drafter, most_running
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.test_drafting import Told
 from tests.worker.test_models import all_logits, computed, greedy, load
@@ -60,7 +60,7 @@ def test_forks_and_branches(model):
     folder, answer = model
     engine = Engine(load(folder), chunk=100)
     trunk, *others = prompts(4, 150, 150)
-    assert cached(engine, *[trunk] * 3) == ([answer(trunk)] * 3, [0] + [150 - branching.TAIL] * 2)
+    assert cached(engine, *[trunk] * 3) == ([answer(trunk)] * 3, [0] + [150 - state_checkpoints.TAIL] * 2)
     branches = [trunk[:110] + other[:60] for other in others]
     expected = [answer(branch) for branch in branches]
     assert cached(engine, branches[0]) == ([expected[0]], [0]), "nobody knew that it would branch there"
@@ -79,7 +79,7 @@ def test_few_states_and_pages(model, states):
 
 
 def test_requests_are_resumed(model, monkeypatch):
-    monkeypatch.setattr(branching, "MIN_CHECKPOINT_TOKENS", 8)
+    monkeypatch.setattr(state_checkpoints, "MIN_CHECKPOINT_TOKENS", 8)
     folder, answer = model
     engine = Engine(load(folder, max_total_tokens=130))
     asked = prompts(4, 40, 50, seed=2)

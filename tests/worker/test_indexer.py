@@ -12,16 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.attention import BatchInvariantAttention, TorchAttention
-from radixrt.worker.choices import look_up
-from radixrt.worker.kv import IndexPool, KVPool
-from radixrt.worker.model import read_spec, sparse
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.execution.attention import BatchInvariantAttention, TorchAttention
+from radixrt.worker.execution.kv_pool import IndexPool, KVPool
+from radixrt.worker.load.kv_scales import _Observer
+from radixrt.worker.load.options import look_up
+from radixrt.worker.load.pools import pool_tokens
+from radixrt.worker.model import read_spec
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.quantized import Products
-from radixrt.worker.model.scaled import Fp8Linear
-from radixrt.worker.pools import pool_tokens
-from radixrt.worker.scales import _Observer
+from radixrt.worker.model.layers import sparse
+from radixrt.worker.model.layers.fp8 import Fp8Linear
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.weights.quantized import Products
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.pages import make_plan
 from tests.worker.test_models import all_logits, load
@@ -186,7 +187,7 @@ def test_what_a_token_of_deepseek_v3_2_takes():
 def test_memory_is_divided_by_all_that_a_token_takes(checkpoint, monkeypatch):
     folder, _ = checkpoint("deepseek_v32")
     loaded = look_up(resolve(WorkerConfig(model=str(folder), device="cpu", kv_cache_dtype="fp8_e4m3")))
-    monkeypatch.setattr("radixrt.worker.pools._free_bytes", lambda device: 4 * (2 * (40 + 12 * 4) * 1000))
+    monkeypatch.setattr("radixrt.worker.load.pools._free_bytes", lambda device: 4 * (2 * (40 + 12 * 4) * 1000))
     assert pool_tokens(loaded, 0.9) == 1000
 
 

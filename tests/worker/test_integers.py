@@ -11,19 +11,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker import choices, loading
-from radixrt.worker.model import integers, read_spec
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.load import options, runner
+from radixrt.worker.model import read_spec
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.delta_net import DeltaNet
-from radixrt.worker.model.int4 import Int4, Int4Linear, concatenate_int4
-from radixrt.worker.model.integers import Integers
-from radixrt.worker.model.layers import Layer, Product
-from radixrt.worker.model.mlp import Mixture
-from radixrt.worker.model.mxfp4 import E2M1
-from radixrt.worker.model.quantized import stored_as
-from radixrt.worker.model.random_weights import RandomWeights
-from radixrt.worker.model.sharding import Part
+from radixrt.worker.model.layers.int4 import Int4, Int4Linear, concatenate_int4
+from radixrt.worker.model.layers.layers import Layer, Product
+from radixrt.worker.model.layers.mlp import Mixture
+from radixrt.worker.model.layers.mxfp4 import E2M1
+from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet
+from radixrt.worker.model.parallel.sharding import Part
+from radixrt.worker.model.weights import integers
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.weights.integers import Integers
+from radixrt.worker.model.weights.quantized import stored_as
+from radixrt.worker.model.weights.random_weights import RandomWeights
 from tests.worker.test_published import edit, logits, rewrite
 from tests.worker.test_sharding import mix
 from tests.worker.thread_group import on_ranks
@@ -391,26 +392,26 @@ def test_ranks_have_parts_in_int4(checkpoint, tmp_path, form):
 
 def test_int4_is_kept_where_kernels_for_it_work(checkpoint, tmp_path, monkeypatch):
     folder, _ = store(checkpoint("llama")[0], tmp_path, "awq", ("proj.weight",))
-    on_cpu = choices.look_up(resolve(WorkerConfig(model=str(folder), device="cpu")))
+    on_cpu = options.look_up(resolve(WorkerConfig(model=str(folder), device="cpu")))
     on_gpu = dataclasses.replace(on_cpu, device=torch.device("cuda"), dtype=torch.bfloat16)
     works = [True, False]
-    monkeypatch.setattr("radixrt.worker.cuda.int4.there", lambda device, dtype: works[0])
-    monkeypatch.setattr("radixrt.worker.cuda.packed_experts.there", lambda device, dtype: works[1])
-    assert choices.keeps_packed("auto", on_gpu, kernels=True)
-    assert choices.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
-    assert not choices.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float32), kernels=True)
-    assert not any(choices.keeps_packed(name, on_gpu, kernels=True) for name in ("none", "fp8"))
-    assert not choices.keeps_packed("auto", on_gpu, kernels=False)
-    assert not choices.keeps_packed("auto", on_cpu, kernels=True)
+    monkeypatch.setattr("radixrt.worker.cuda.linear.int4.there", lambda device, dtype: works[0])
+    monkeypatch.setattr("radixrt.worker.cuda.moe.packed_experts.there", lambda device, dtype: works[1])
+    assert options.keeps_packed("auto", on_gpu, kernels=True)
+    assert options.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float16), kernels=True)
+    assert not options.keeps_packed("auto", dataclasses.replace(on_gpu, dtype=torch.float32), kernels=True)
+    assert not any(options.keeps_packed(name, on_gpu, kernels=True) for name in ("none", "fp8"))
+    assert not options.keeps_packed("auto", on_gpu, kernels=False)
+    assert not options.keeps_packed("auto", on_cpu, kernels=True)
     for form, (_, quantization, _) in FORMS.items():
         other = dataclasses.replace(on_gpu, hf_config={"quantization_config": quantization})
-        assert choices.keeps_packed("auto", other, kernels=True) == (form in KEPT or form in REORDERED), form
+        assert options.keeps_packed("auto", other, kernels=True) == (form in KEPT or form in REORDERED), form
     mixture = dataclasses.replace(on_gpu, spec=read_spec(read_json(checkpoint("qwen3_moe")[0] / "config.json")))
-    assert not choices.keeps_packed("auto", mixture, kernels=True)
+    assert not options.keeps_packed("auto", mixture, kernels=True)
     works[1] = True
-    assert choices.keeps_packed("auto", mixture, kernels=True)
+    assert options.keeps_packed("auto", mixture, kernels=True)
     works[0] = False
-    assert not choices.keeps_packed("auto", on_gpu, kernels=True)
+    assert not options.keeps_packed("auto", on_gpu, kernels=True)
 
 
 @pytest.mark.usefixtures("wider")
@@ -418,10 +419,10 @@ def test_int4_is_kept_where_kernels_for_it_work(checkpoint, tmp_path, monkeypatc
 def test_what_is_dequantized_beside_int4_is_said(checkpoint, tmp_path, monkeypatch, caplog, form, words):
     folder, _ = store(checkpoint("llama")[0], tmp_path, form, ("proj.weight",))
     config = resolve(WorkerConfig(model=str(folder), device="cpu"))
-    loaded = dataclasses.replace(choices.look_up(config), dtype=torch.bfloat16)
-    monkeypatch.setattr(loading, "keeps_packed", lambda *_: True)
+    loaded = dataclasses.replace(options.look_up(config), dtype=torch.bfloat16)
+    monkeypatch.setattr(runner, "keeps_packed", lambda *_: True)
     with caplog.at_level(logging.WARNING):
-        loading.load_model(config, loaded)
+        runner.load_model(config, loaded)
     assert ("dequantized at load" in caplog.text) == bool(words) and words in caplog.text
 
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from radixrt.worker.grammar import _parsed
-from radixrt.worker.jump import LONGEST, MAX_FORCED_BYTES, Spelling, forced_text, is_bounded
-from radixrt.worker.vocabulary import Vocabulary, read_vocabulary
+from radixrt.worker.structured.compile import _parsed
+from radixrt.worker.structured.jump_forward import LONGEST, MAX_FORCED_BYTES, Spelling, forced_text, is_bounded
+from radixrt.worker.structured.vocabulary import Vocabulary, read_vocabulary
 from tests.checkpoints import make_tokenizer
 
 
@@ -93,7 +93,7 @@ def test_a_tokenizer_that_cannot_write_it_writes_nothing():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr("radixrt.worker.jump.REMEMBERED", 3)
+    monkeypatch.setattr("radixrt.worker.structured.jump_forward.REMEMBERED", 3)
     spelling = Spelling([b"a", b"b"])
     for n in range(1, 9):
         assert spelling.before("ab" * n) == (0, 1) * n and len(spelling._known) <= 3

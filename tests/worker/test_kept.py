@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker import kept
-from radixrt.worker.admission import Admission
-from radixrt.worker.kept import MAX_CONTEXTS, MIN_CONTINUATION_RATE, OVERLAP, SECONDS, RetainedContexts
+from radixrt.worker.cache import retention as kept
+from radixrt.worker.cache.retention import MAX_CONTEXTS, MIN_CONTINUATION_RATE, OVERLAP, SECONDS, RetainedContexts
 from radixrt.worker.request import Request
-from radixrt.worker.running import Running
-from radixrt.worker.waiting import ANSWER, OVERTAKING_WITHOUT_ROOM
+from radixrt.worker.scheduler.admission import Admission
+from radixrt.worker.scheduler.queue import ANSWER, OVERTAKING_WITHOUT_ROOM
+from radixrt.worker.scheduler.running import Running
 from tests.worker.engine import Clock
 from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.execution.kv_pool import DTYPES, KVPool
 
 CPU = torch.device("cpu")
 

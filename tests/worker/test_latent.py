@@ -15,19 +15,19 @@ from transformers import AutoConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from radixrt.worker.kv import DTYPES, KVPool
+from radixrt.worker.execution.kv_pool import DTYPES, KVPool
+from radixrt.worker.execution.torch_runner import TorchRunner
+from radixrt.worker.load.kv_scales import choose_scales
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.expert_spec import Routing
-from radixrt.worker.model.linear import HeadLinear, Linear
-from radixrt.worker.model.moe import Experts
-from radixrt.worker.model.quantized import Products
-from radixrt.worker.model.random_weights import RandomWeights
-from radixrt.worker.model.rope import rotate
-from radixrt.worker.model.scaled import Fp8Linear
-from radixrt.worker.runner import TorchRunner
-from radixrt.worker.scales import choose_scales
+from radixrt.worker.model.layers.fp8 import Fp8Linear
+from radixrt.worker.model.layers.linear import HeadLinear, Linear
+from radixrt.worker.model.layers.moe import Experts
+from radixrt.worker.model.layers.rope import rotate
+from radixrt.worker.model.spec.expert_spec import Routing
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.weights.quantized import Products
+from radixrt.worker.model.weights.random_weights import RandomWeights
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.test_models import all_logits, load
 from tests.worker.test_scaled import BLOCK, of_blocks, store

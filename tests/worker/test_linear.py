@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.ops import TorchOps
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.ops import TorchOps
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
 from tests.checkpoints import make_model
 from tests.worker.test_scaled import logits, products_of
 

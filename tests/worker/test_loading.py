@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker import choices, loading
+from radixrt.worker.load import options, runner
 from tests.checkpoints import make_model
 
 
@@ -29,28 +29,28 @@ def config(folder, **settings) -> WorkerConfig:
 def test_bad_settings_are_named(folder):
     for name, value in (("attention_backend", "magic"), ("tree_attention", "maybe"), ("kv_scales", "some")):
         with pytest.raises(ValueError, match=f"{name} '{value}'"):
-            loading.load_runner(config(folder, **{name: value}))
+            runner.load_runner(config(folder, **{name: value}))
 
 
 @pytest.mark.parametrize(
     "wrong", [{"num_attention_heads": "6"}, {"quantization_config": [1]}, {"text_config": [1]}, {"head_dim": "x"}]
 )
 def test_a_config_with_values_of_another_kind(folder, monkeypatch, wrong):
-    read = choices.checkpoint.read_json
-    monkeypatch.setattr(choices.checkpoint, "read_json", lambda path: read(path) | wrong)
+    read = options.checkpoint.read_json
+    monkeypatch.setattr(options.checkpoint, "read_json", lambda path: read(path) | wrong)
     with pytest.raises(ValueError, match="config.json: a value is not of the kind that is expected"):
-        choices.look_up(config(folder))
+        options.look_up(config(folder))
 
 
-def on_gpu(folder, monkeypatch, capability) -> choices.Loaded:
+def on_gpu(folder, monkeypatch, capability) -> options.Loaded:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    return replace(choices.look_up(config(folder)), device=torch.device("cuda", 0))
+    return replace(options.look_up(config(folder)), device=torch.device("cuda", 0))
 
 
 def test_an_old_gpu_computes_by_torch_and_says_why(folder, monkeypatch):
-    assert "7.5, the kernels need 8.0" in choices.no_kernels(on_gpu(folder, monkeypatch, (7, 5)))
+    assert "7.5, the kernels need 8.0" in options.no_kernels(on_gpu(folder, monkeypatch, (7, 5)))
     ampere = replace(on_gpu(folder, monkeypatch, (8, 0)), kv_dtype=torch.float8_e4m3fn)
-    assert "8.0, kernels with e4m3 pages need 8.9" in choices.no_kernels(ampere)
+    assert "8.0, kernels with e4m3 pages need 8.9" in options.no_kernels(ampere)
 
 
 def test_layers_without_kernels_are_computed_by_torch(checkpoint, monkeypatch):
@@ -67,7 +67,7 @@ def test_layers_without_kernels_are_computed_by_torch(checkpoint, monkeypatch):
         ("phimoe", {}, ""),
         ("mimo_v2_flash", {}, ""),
     ):
-        found = choices.no_kernels(on_gpu(checkpoint(family, **changes)[0], monkeypatch, (9, 0)))
+        found = options.no_kernels(on_gpu(checkpoint(family, **changes)[0], monkeypatch, (9, 0)))
         assert reason in found and bool(reason) == bool(found)
 
 
@@ -79,11 +79,11 @@ def test_fp8_pages_are_the_default_from_hopper_on(monkeypatch):
         ((8, 9), torch.bfloat16),
     ):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
-        assert choices.choose_kv_dtype("auto", torch.bfloat16, gpu) == expected
-    assert choices.choose_kv_dtype("auto", torch.float32, torch.device("cpu")) == torch.float32
-    assert choices.choose_kv_dtype("fp8", torch.float32, gpu) == torch.float8_e4m3fn
+        assert options.choose_kv_dtype("auto", torch.bfloat16, gpu) == expected
+    assert options.choose_kv_dtype("auto", torch.float32, torch.device("cpu")) == torch.float32
+    assert options.choose_kv_dtype("fp8", torch.float32, gpu) == torch.float8_e4m3fn
     with pytest.raises(ValueError, match="kv_cache_dtype 'int3'"):
-        choices.choose_kv_dtype("int3", torch.float32, gpu)
+        options.choose_kv_dtype("int3", torch.float32, gpu)
 
 
 def test_out_of_memory_names_numbers_and_flags(folder, monkeypatch):
@@ -92,9 +92,9 @@ def test_out_of_memory_names_numbers_and_flags(folder, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(loading, "make_runner", fail)
+    monkeypatch.setattr(runner, "make_runner", fail)
     with pytest.raises(ValueError) as problem:
-        loading.load_runner(config(folder))
+        runner.load_runner(config(folder))
     text = str(problem.value)
     assert "80.0 GB in all, 3.0 GB free" in text
     assert "--gpu-memory-utilization (0.9)" in text and "--max-num-batched-tokens" in text
@@ -103,9 +103,9 @@ def test_out_of_memory_names_numbers_and_flags(folder, monkeypatch):
 def test_no_room_for_pages(folder, monkeypatch):
     loaded = on_gpu(folder, monkeypatch, (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (9 * 10**9, 80 * 10**9))
-    assert loading.pool_tokens(loaded, 0.9) == 10**9 // (loaded.spec.kv_elements * loaded.kv_dtype.itemsize)
+    assert runner.pool_tokens(loaded, 0.9) == 10**9 // (loaded.spec.kv_elements * loaded.kv_dtype.itemsize)
     with pytest.raises(ValueError, match=r"9.0 GB free, 2.0 GB needed by a step; see --gpu-memory-utilization"):
-        loading.pool_tokens(loaded, 0.9, reserved=2 * 10**9)
+        runner.pool_tokens(loaded, 0.9, reserved=2 * 10**9)
 
 
 @pytest.mark.parametrize(("backend", "fails"), [("auto", False), ("flashinfer", True), ("triton", False)])

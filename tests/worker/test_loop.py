@@ -31,16 +31,16 @@ from radixrt.messages import (
     Unknown,
 )
 from radixrt.messages.digests import prefix_digest
-from radixrt.watchdog import Watchdog
+from radixrt.process.watchdog import Watchdog
 from radixrt.worker import loop, status
-from radixrt.worker.branching import TAIL
-from radixrt.worker.drafting import Drafter
-from radixrt.worker.fake import FakeRunner, fake_token
+from radixrt.worker.cache.state_checkpoints import TAIL
+from radixrt.worker.execution.fake_runner import FakeRunner, fake_token
+from radixrt.worker.execution.torch_runner import ModelRunner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.plan import DeviceLost
 from radixrt.worker.request import from_run
-from radixrt.worker.runner import ModelRunner
-from radixrt.worker.scheduler import Limits
+from radixrt.worker.scheduler.scheduler import Limits
+from radixrt.worker.speculative.ngram import Drafter
 from radixrt.worker.status import INCARNATION
 from tests.waiting import eventually
 

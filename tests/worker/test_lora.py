@@ -10,20 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixrt.checkpoint.lora_modules import LoraModule, lora_modules
 from radixrt.config import WorkerConfig, resolve
-from radixrt.lora_modules import LoraModule, lora_modules
 from radixrt.messages import Sampling
-from radixrt.worker.loading import load_runner
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.adapter import read_adapter
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.int4 import Int4, Int4Linear
-from radixrt.worker.model.layers import Product
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.lora import LoraLinear, Rows, Stack, add_by_adapter
-from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import Fp8Linear, Fp8Weight
+from radixrt.worker.model.layers.fp8 import Fp8Linear, Fp8Weight
+from radixrt.worker.model.layers.int4 import Int4, Int4Linear
+from radixrt.worker.model.layers.layers import Product
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.ops import TorchOps
+from radixrt.worker.model.lora.adapter import read_adapter
+from radixrt.worker.model.lora.lora import LoraLinear, Rows, Stack, add_by_adapter
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.plan import Runner
 from tests.adapters import DENSE, make_adapter, merged
 from tests.worker.engine import GREEDY, Engine, prompts

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from radixrt.checkpoint.lora_modules import LoraModule
 from radixrt.config import WorkerConfig, resolve
-from radixrt.lora_modules import LoraModule
 from radixrt.messages import Sampling
-from radixrt.worker.loading import load_runner
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.adapter import read_adapter
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.lora_slots import Room
+from radixrt.worker.model.lora.adapter import read_adapter
+from radixrt.worker.model.lora.lora_slots import Room
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.plan import Runner
 from tests.adapters import DENSE, make_adapter, merged
 from tests.worker.engine import Engine, prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixrt.worker.model.mamba import gated, state_space
+from radixrt.worker.model.layers.recurrent.mamba import gated, state_space
 
 HEADS, DIM, GROUPS, STATE = 6, 5, 2, 7
 COUNTS, SLOTS = [1, 5, 1, 64, 1, 150], torch.tensor([3, 1, 6, 2, 7, 5])

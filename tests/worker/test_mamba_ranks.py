@@ -7,17 +7,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from radixrt.checkpoint.lora_modules import lora_modules
 from radixrt.config import WorkerConfig
-from radixrt.lora_modules import lora_modules
+from radixrt.worker.load.kv_scales import _states_of_one
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.adapter import read_adapter
-from radixrt.worker.model.blocks import odd_sums, paired, turn
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.int4 import Int4Linear
-from radixrt.worker.model.quantized import Products
-from radixrt.worker.model.scaled import Fp8Linear
-from radixrt.worker.scales import _states_of_one
+from radixrt.worker.model.layers.fp8 import Fp8Linear
+from radixrt.worker.model.layers.hybrid_layers import odd_sums, paired, turn
+from radixrt.worker.model.layers.int4 import Int4Linear
+from radixrt.worker.model.lora.adapter import read_adapter
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.weights.quantized import Products
 from tests.adapters import make_adapter, merged
 from tests.worker import test_integers as integers
 from tests.worker import test_scaled as scaled

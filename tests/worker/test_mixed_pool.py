@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from radixrt.worker.kv import DTYPES
-from radixrt.worker.mixed_pool import MixedKVPool
-from radixrt.worker.model.spec import LayerSpec
+from radixrt.worker.execution.kv_pool import DTYPES
+from radixrt.worker.execution.mixed_pool import MixedKVPool
+from radixrt.worker.model.spec.spec import LayerSpec
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import GEMMA_4_MOE
 from tests.worker.test_models import load

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixrt.worker.model.layers import NoNorm, Output
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.mlp import Mlp, SharedMlp
-from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import Fp8Linear, Fp8Weight
+from radixrt.worker.model.layers.fp8 import Fp8Linear, Fp8Weight
+from radixrt.worker.model.layers.layers import NoNorm, Output
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.mlp import Mlp, SharedMlp
+from radixrt.worker.model.layers.ops import TorchOps
 
 
 class Fused(TorchOps):

@@ -9,9 +9,9 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker.loading import load_runner
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import read_json
+from radixrt.worker.model.weights.checkpoint import read_json
 from radixrt.worker.plan import Plan, Result, Runner
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.families import FAMILIES, GEMMA_4_LARGE, GEMMA_4_MOE, YARN_QUERY_SCALING

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.cache import PageCache
+from radixrt.worker.cache.page_cache import PageCache
 from tests.worker.test_simulation import Bench
 
 A, B = "a\nm\n", "b\nm\n"
@@ -69,7 +69,7 @@ def test_a_pin_outlives_a_flood_until_its_time():
 
 def test_paths_of_pins_that_overlap_are_bounded_together(monkeypatch):
     """The oldest go, although all of them hold no more than a path."""
-    monkeypatch.setattr("radixrt.worker.pins.MAX_OVERLAP", 3)
+    monkeypatch.setattr("radixrt.worker.cache.pins.MAX_OVERLAP", 3)
     bench = Pinning()
     pins = bench.cache.pins
     for n in range(20):

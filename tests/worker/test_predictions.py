@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.drafting import MAX_MATCHED_REQUESTS, MAX_ROWS, WAIT, Drafter
-from radixrt.worker.fake import EOS, FakeRunner
-from radixrt.worker.predictions import ACCEPTANCE, Passes, Proposals, best_count, expected
+from radixrt.worker.execution.fake_runner import EOS, FakeRunner
 from radixrt.worker.request import Request
+from radixrt.worker.speculative.mtp_cost import ACCEPTANCE, Passes, Proposals, best_count, expected
+from radixrt.worker.speculative.ngram import MAX_MATCHED_REQUESTS, MAX_ROWS, WAIT, Drafter
 from tests.worker.engine import Engine, prompts
 from tests.worker.foretold import VOCAB, random_load, said
 

@@ -11,10 +11,10 @@ import torch
 
 from radixrt.config import WorkerConfig
 from radixrt.messages import Sampling
-from radixrt.worker.choices import predicts
-from radixrt.worker.drafting import Drafter
-from radixrt.worker.model.checkpoint import read_json
+from radixrt.worker.load.options import predicts
 from radixrt.worker.model.predictor import has_predictor
+from radixrt.worker.model.weights.checkpoint import read_json
+from radixrt.worker.speculative.ngram import Drafter
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.multi_token import FAMILIES, add_layer, make_markov
 from tests.worker.test_models import load
@@ -75,7 +75,7 @@ def test_as_the_reference(made, family):
     before = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
     expected, _ = reference.logits(tokens, before)
 
-    from radixrt.worker.scales import _Observer
+    from radixrt.worker.load.kv_scales import _Observer
 
     with torch.inference_mode():
         ids, positions = torch.tensor(tokens), torch.arange(len(tokens))

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.choices import choose_dtype, look_up
+from radixrt.worker.load.options import choose_dtype, look_up
 from radixrt.worker.model import FAMILIES, read_spec
-from radixrt.worker.model.rope import frequencies
-from radixrt.worker.model.spec import ModelSpec, QueryScaling
+from radixrt.worker.model.layers.rope import frequencies
+from radixrt.worker.model.spec.spec import ModelSpec, QueryScaling
 from tests.checkpoints import make_published, require
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import VISION_CONFIGS, YARN_QUERY_SCALING, make_multimodal

@@ -20,12 +20,12 @@ from torch import distributed
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Run, Sampling
-from radixrt.worker import ranks
-from radixrt.worker.group import TorchGroup
-from radixrt.worker.loading import load_runner, rank_device
-from radixrt.worker.model.sharding import Shard
+from radixrt.worker.load.runner import load_runner, rank_device
+from radixrt.worker.model.parallel.sharding import Shard
+from radixrt.worker.parallel import tensor_parallel
+from radixrt.worker.parallel.group import TorchGroup
+from radixrt.worker.parallel.tensor_parallel import GroupLost, Leader, StandIns, Step
 from radixrt.worker.plan import Moves, Plan, StateWork
-from radixrt.worker.ranks import GroupLost, Leader, StandIns, Step
 from radixrt.worker.request import Request
 from tests.checkpoints import make_model
 from tests.waiting import eventually
@@ -47,7 +47,7 @@ def plan_of(requests: tuple[Request, ...], step: int = 7) -> Plan:
 
 def told(plan: Plan, paths) -> Step:
     """What arrives."""
-    return ranks._decode(ranks._encode(Step.of(plan, paths)))
+    return tensor_parallel._decode(tensor_parallel._encode(Step.of(plan, paths)))
 
 
 # ---------------------------------------------------------------- what is told
@@ -103,7 +103,7 @@ def test_requests_are_known_again():
 
 
 def test_what_is_known_is_bounded(monkeypatch):
-    monkeypatch.setattr(ranks, "KEPT_REQUESTS", 3)
+    monkeypatch.setattr(tensor_parallel, "KEPT_REQUESTS", 3)
     book, known = StandIns(), [request(i) for i in range(9)]
     kept = book.plan(told(plan_of(tuple(known[:4])), {})).requests
     book.plan(told(plan_of(tuple(known[4:6])), {}))
@@ -118,7 +118,7 @@ def test_ranks_have_devices_side_by_side():
 
 
 def test_what_was_used_last_is_kept(monkeypatch):
-    monkeypatch.setattr(ranks, "KEPT_REQUESTS", 1)
+    monkeypatch.setattr(tensor_parallel, "KEPT_REQUESTS", 1)
     book, (a, b, c) = StandIns(), [request(i) for i in range(3)]
     book.plan(told(plan_of((a, b)), {}))
     (kept,) = book.plan(told(plan_of((a,)), {})).requests
@@ -137,7 +137,7 @@ def test_whether_logits_are_wanted_is_told(wants):
 def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
     """Unless nobody else has been told, or nobody else takes part."""
     left: list[str] = []
-    monkeypatch.setattr(ranks, "leave", lambda: left.append("the group"))
+    monkeypatch.setattr(tensor_parallel, "leave", lambda: left.append("the group"))
 
     class Failing:
         planned = None
@@ -189,12 +189,12 @@ def test_a_follower_waits_for_the_step_before():
             return lambda: under_way.remove(plan.step)
 
     theirs, mine = Pipe(duplex=False)
-    mine.send_bytes(ranks._encode(ranks.Bind(4, 9)))
+    mine.send_bytes(tensor_parallel._encode(tensor_parallel.Bind(4, 9)))
     for step in range(5):
-        mine.send_bytes(ranks._encode(Step.of(plan_of((request(1),), step), {})))
+        mine.send_bytes(tensor_parallel._encode(Step.of(plan_of((request(1),), step), {})))
     mine.close()
     with pytest.raises(EOFError):
-        ranks.follow(Slow(), theirs)
+        tensor_parallel.follow(Slow(), theirs)
     assert max(most) == 2 and under_way == [4]
 
 
@@ -219,11 +219,11 @@ def test_a_follower_writes_adapters_between_steps():
 
     theirs, mine = Pipe(duplex=False)
     steps = [Step.of(plan_of((request(1),), step), {}) for step in range(3)]
-    for message in (ranks.Bind(4, 9), steps[0], ranks.PutAdapter(3, "sql", "/a"), *steps[1:]):
-        mine.send_bytes(ranks._encode(message))
+    for message in (tensor_parallel.Bind(4, 9), steps[0], tensor_parallel.PutAdapter(3, "sql", "/a"), *steps[1:]):
+        mine.send_bytes(tensor_parallel._encode(message))
     mine.close()
     with pytest.raises(EOFError):
-        ranks.follow(Notes(), theirs)
+        tensor_parallel.follow(Notes(), theirs)
     assert done == ["step 0", "/a in 3", "step 1"]
 
 
@@ -272,7 +272,7 @@ def test_ranks_generate_what_one_does(folder, size, settings):
             runner.close()
         assert ranks_of == 1 or not runner._followers.folder.exists()
         running = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-        assert not any("radixrt.worker.follower" in p.cmdline() for p in running)
+        assert not any("radixrt.worker.parallel.follower" in p.cmdline() for p in running)
     assert found[0][0] == found[1][0]
     assert found[0][1] == found[1][1]
 

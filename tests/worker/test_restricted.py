@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
-from radixrt.worker.drafting import Drafter
-from radixrt.worker.loading import load_runner
-from radixrt.worker.picking import NOT_FINITE, SampleStep
+from radixrt.worker.execution.sample_step import NOT_FINITE, SampleStep
+from radixrt.worker.execution.sampler import TorchSampler, adjust, choose
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import NONE_ALLOWED, BadSampling, Request, from_run
-from radixrt.worker.sample import TorchSampler, adjust, choose
+from radixrt.worker.speculative.ngram import Drafter
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_sample import logits, request
 
@@ -153,7 +153,7 @@ def test_bad_logits_are_no_restriction():
 def test_a_grammar_and_allowed_ids_without_a_common_token_are_no_bad_logits(mask, stuck, monkeypatch):
     asked = request(Sampling(allowed_token_ids=(5, 7), bad_token_ids=((7,),), grammar=Grammar("regex", "a")))
     asked.matcher = object()
-    monkeypatch.setattr("radixrt.worker.picking.fill_masks", lambda _, out, ahead: out.fill(mask) or {})
+    monkeypatch.setattr("radixrt.worker.execution.sample_step.fill_masks", lambda _, out, ahead: out.fill(mask) or {})
     result = picked(asked, torch.zeros(1, 8))
     assert not result.failed and result.stuck == ({0: NONE_ALLOWED} if stuck else {})
     assert stuck or result.tokens == [5]

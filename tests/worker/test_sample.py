@@ -18,10 +18,8 @@ from transformers import (
 )
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.picking import SampleStep
-from radixrt.worker.plan import Plan
-from radixrt.worker.request import Request
-from radixrt.worker.sample import (
+from radixrt.worker.execution.sample_step import SampleStep
+from radixrt.worker.execution.sampler import (
     SamplingMetadata,
     TorchSampler,
     adjust,
@@ -32,6 +30,8 @@ from radixrt.worker.sample import (
     penalize,
     sample_tokens,
 )
+from radixrt.worker.plan import Plan
+from radixrt.worker.request import Request
 
 VOCAB = 200
 

@@ -11,16 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.choices import choose_products, look_up
-from radixrt.worker.loading import load_model
+from radixrt.worker.load.options import choose_products, look_up
+from radixrt.worker.load.runner import load_model
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.quantized import Products, dequantize, read_scaled
-from radixrt.worker.model.random_weights import RandomWeights
-from radixrt.worker.model.scaled import (
+from radixrt.worker.model.layers.fp8 import (
     BLOCK,
     FP8,
     LIMIT,
@@ -31,6 +26,11 @@ from radixrt.worker.model.scaled import (
     concatenate_fp8,
     quantize_activations,
 )
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.ops import TorchOps
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.weights.quantized import Products, dequantize, read_scaled
+from radixrt.worker.model.weights.random_weights import RandomWeights
 from tests.checkpoints import make_model
 
 CPU = torch.device("cpu")
@@ -379,7 +379,7 @@ def test_what_takes_16_bits_is_said(checkpoint, monkeypatch, caplog, family, qua
     config = resolve(WorkerConfig(model=str(checkpoint(family)[0]), device="cpu", load_format="dummy"))
     loaded = look_up(config)
     loaded.hf_config.update({"quantization_config": quantization} if quantization else {})
-    monkeypatch.setattr("radixrt.worker.loading.choose_products", lambda *_: products)
+    monkeypatch.setattr("radixrt.worker.load.runner.choose_products", lambda *_: products)
     with caplog.at_level("WARNING"):
         load_model(config, loaded)
     said = [record.message for record in caplog.records if "bits" in record.message]

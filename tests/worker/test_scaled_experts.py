@@ -8,14 +8,14 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts, ScaledStack
-from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.quantized import Products
-from radixrt.worker.model.random_weights import RandomWeights
-from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Fp8Scaling, Fp8Weight, quantize_activations
+from radixrt.worker.model.layers.fp8 import BLOCK, FP8, LIMIT, Fp8Scaling, Fp8Weight, quantize_activations
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.moe import Experts, ScaledStack
+from radixrt.worker.model.layers.ops import TorchOps
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.weights.quantized import Products
+from radixrt.worker.model.weights.random_weights import RandomWeights
 from tests.checkpoints import make_model
 from tests.worker.test_scaled import CPU, KINDS, decoder, error, logits, of_blocks, of_rows, of_tensor, store
 

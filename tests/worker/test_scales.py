@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker import scales
-from radixrt.worker.loading import load_runner
+from radixrt.worker.load import kv_scales
+from radixrt.worker.load.kv_scales import HEADROOM, SMALLEST, calibration_prompts, power_of_two
+from radixrt.worker.load.runner import load_runner
 from radixrt.worker.plan import Runner
-from radixrt.worker.scales import HEADROOM, SMALLEST, calibration_prompts, power_of_two
 from tests.worker.engine import GREEDY, Engine, prompts
 
 FP8 = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
@@ -72,7 +72,7 @@ def no_calibration(monkeypatch):
     def fail(*_):
         raise AssertionError("calibrated")
 
-    monkeypatch.setattr(scales, "largest_values", fail)
+    monkeypatch.setattr(kv_scales, "largest_values", fail)
 
 
 # ---------------------------------------------------------------- a power of two
@@ -106,7 +106,7 @@ def state(k_name: str, v_name: str, k: object = 0.75, v: object = 0.3125, layers
     return change
 
 
-@pytest.mark.parametrize(("k_name", "v_name"), scales.NAMES)
+@pytest.mark.parametrize(("k_name", "v_name"), kv_scales.NAMES)
 @pytest.mark.parametrize("wrap", [float, lambda x: [x]], ids=["scalar", "vector"])
 def test_scales_of_the_checkpoint(checkpoint, tmp_path, no_calibration, caplog, k_name, v_name, wrap):
     caplog.set_level(logging.INFO, "radixrt")
@@ -161,7 +161,7 @@ def test_calibration_sees_what_transformers_computes(checkpoint, family, changes
         seen = [[float(x.abs().max()) for x in (layer.keys, layer.values)] for layer in attention]
         largest = torch.maximum(largest, torch.tensor(seen))
     runner = load(folder, kv_cache_dtype=kv_dtype)
-    found = scales.largest_values(runner._model, bos_id=0)
+    found = kv_scales.largest_values(runner._model, bos_id=0)
     assert torch.allclose(torch.tensor(found), largest, rtol=1e-4)
     assert runner.pool.scales == [tuple(power_of_two(x, FP8[kv_dtype]) for x in pair) for pair in found]
 
@@ -224,7 +224,7 @@ def test_the_report(checkpoint, caplog):
     caplog.set_level(logging.DEBUG, "radixrt")
     folder, _ = checkpoint("llama")
     runner = load(folder, kv_cache_dtype="fp8_e4m3")
-    largest = scales.largest_values(runner._model, bos_id=0)
+    largest = kv_scales.largest_values(runner._model, bos_id=0)
     records = [record for record in caplog.records if record.name == "radixrt.scales"]
     (line,) = [record.getMessage() for record in records if record.levelno == logging.INFO]
     k, v = (max(values) for values in zip(*largest, strict=True))

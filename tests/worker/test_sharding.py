@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from radixrt.worker.load.kv_scales import _states_of_one
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.delta_spec import DeltaSpec
-from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.quantized import Products, part_of_scale
-from radixrt.worker.model.random_weights import RandomWeights
-from radixrt.worker.model.scaled import FP8, LIMIT
-from radixrt.worker.model.sharding import Part, Shard
-from radixrt.worker.scales import _states_of_one
+from radixrt.worker.model.layers.fp8 import FP8, LIMIT
+from radixrt.worker.model.parallel.sharding import Part, Shard
+from radixrt.worker.model.spec.delta_spec import DeltaSpec
+from radixrt.worker.model.spec.mamba_spec import MambaSpec
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
+from radixrt.worker.model.weights.quantized import Products, part_of_scale
+from radixrt.worker.model.weights.random_weights import RandomWeights
 from tests.worker.families import GEMMA_4_MOE
 from tests.worker.test_scaled import KINDS, SIZES, store
 from tests.worker.thread_group import on_ranks

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.tree import RadixTree
-from radixrt.worker.sharing import Cost, find_sharing, path_before, with_sharers
+from radixrt.worker.execution.prefix_sharing import Cost, find_sharing, path_before, with_sharers
 
 
 class Leased:

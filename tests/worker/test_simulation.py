@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.cache import PageCache
-from radixrt.worker.fake import EOS, FakeRunner, fake_logprob, fake_token
+from radixrt.worker.cache.page_cache import PageCache
+from radixrt.worker.execution.fake_runner import EOS, FakeRunner, fake_logprob, fake_token
 from radixrt.worker.plan import Plan
 from radixrt.worker.request import Request
-from radixrt.worker.scheduler import Limits, Scheduler
+from radixrt.worker.scheduler.scheduler import Limits, Scheduler
 
 VOCAB = 1000
 
@@ -288,7 +288,7 @@ def test_what_is_computed_while_a_request_waits_is_its_hit() -> None:
 
 def test_a_step_scores_no_more_than_its_rows_of_logits(monkeypatch) -> None:
     """Several long texts at once, beside one that generates: all are scored, some tokens a step."""
-    monkeypatch.setattr("radixrt.worker.building.MAX_SCORED_TOKENS", 10)
+    monkeypatch.setattr("radixrt.worker.scheduler.plan_builder.MAX_SCORED_TOKENS", 10)
     bench = Bench(pages=300, chunk=64, rows=8)
     prompts = [[100 + i, *range(3, 43)] for i in range(3)]
     for i, prompt in enumerate(prompts):
@@ -313,7 +313,7 @@ def test_a_step_scores_no_more_than_its_rows_of_logits(monkeypatch) -> None:
 
 
 def test_scores_come_for_each_token_from_score_from() -> None:
-    from radixrt.worker.fake import fake_logprob
+    from radixrt.worker.execution.fake_runner import fake_logprob
 
     for chunk in (3, 100):
         bench = Bench(chunk=chunk)
@@ -329,7 +329,7 @@ def test_scores_come_for_each_token_from_score_from() -> None:
 
 def test_what_is_generated_is_not_scored_after_a_preemption() -> None:
     """Its prompt was, and that is reported once."""
-    from radixrt.worker.fake import fake_logprob
+    from radixrt.worker.execution.fake_runner import fake_logprob
 
     bench = Bench(pages=60, chunk=64)
     prompts = {id: [10 * id + 3, *range(20, 36)] for id in range(4)}

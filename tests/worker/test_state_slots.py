@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from radixrt.worker.host_states import HostRecurrentStatePool
-from radixrt.worker.states import Path, RecurrentStatePool
+from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool
+from radixrt.worker.cache.recurrent_states import Path, RecurrentStatePool
 
 
 def pages(*numbers: int) -> np.ndarray:

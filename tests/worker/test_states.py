@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from radixrt.messages import Load, StepDone
-from radixrt.router.index import Index
-from radixrt.worker import branching
+from radixrt.router.placement.index import Index
+from radixrt.worker.cache import state_checkpoints
 from radixrt.worker.loop import _EVENTS
 from tests.worker.test_simulation import Bench, alone, overlaps  # noqa: F401
 
@@ -19,8 +19,8 @@ from tests.worker.test_simulation import Bench, alone, overlaps  # noqa: F401
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints at nearly every branching point."""
-    monkeypatch.setattr(branching, "MIN_CHECKPOINT_TOKENS", 2)
-    monkeypatch.setattr(branching, "TAIL", 2)
+    monkeypatch.setattr(state_checkpoints, "MIN_CHECKPOINT_TOKENS", 2)
+    monkeypatch.setattr(state_checkpoints, "TAIL", 2)
 
 
 class Mirror:
@@ -151,8 +151,8 @@ def test_a_stop_id_is_in_the_state_if_its_step_was_launched() -> None:
 
 def test_equal_prompts_are_computed_once_but_for_their_tails() -> None:
     bench = bench_of()
-    assert run(bench, *[TRUNK] * 4) == [0] + [len(TRUNK) - branching.TAIL] * 3
-    assert bench.runner.computed_tokens == len(TRUNK) + 3 * branching.TAIL
+    assert run(bench, *[TRUNK] * 4) == [0] + [len(TRUNK) - state_checkpoints.TAIL] * 3
+    assert bench.runner.computed_tokens == len(TRUNK) + 3 * state_checkpoints.TAIL
 
 
 def test_what_prompts_in_the_queue_share_is_computed_once() -> None:
@@ -175,14 +175,14 @@ def test_a_prompt_takes_one_step_whatever_checkpoints_are_taken_of_it() -> None:
     bench.add(0, TRUNK, 1, pin=[(100, 60.0), (200, 60.0)])
     plan = bench.plan()
     assert plan.counts.tolist() == [len(TRUNK)] and plan.samples.all()
-    assert plan.states.within[1].tolist() == [100, 200, len(TRUNK) - branching.TAIL]
+    assert plan.states.within[1].tolist() == [100, 200, len(TRUNK) - state_checkpoints.TAIL]
     assert plan.states.saves.shape == (2, 0)
 
 
 def test_a_step_ends_at_a_mark_that_is_too_near_to_be_passed() -> None:
-    for before, after in ((branching.NEAR, branching.TAIL), (branching.NEAR - 1, 0)):
+    for before, after in ((state_checkpoints.NEAR, state_checkpoints.TAIL), (state_checkpoints.NEAR - 1, 0)):
         bench = bench_of(chunk=200 - before)
-        bench.add(0, TRUNK[: 200 + branching.TAIL], 1)
+        bench.add(0, TRUNK[: 200 + state_checkpoints.TAIL], 1)
         bench.plan()
         plan = bench.plan()
         assert plan.counts.tolist() == [before + after]
@@ -200,7 +200,7 @@ def test_no_checkpoint_is_taken_for_few_tokens() -> None:
     bench = bench_of()
     run(bench, TRUNK)
     saved = len(bench.cache.states)
-    run(bench, TRUNK + [1] * (branching.MIN_CHECKPOINT_TOKENS - 1))
+    run(bench, TRUNK + [1] * (state_checkpoints.MIN_CHECKPOINT_TOKENS - 1))
     assert len(bench.cache.states) == saved + 1, "that of the whole"
 
 
@@ -303,7 +303,7 @@ def test_a_failed_step_leaves_no_checkpoints() -> None:
     bench = bench_of()
     bench.add(0, TRUNK, 4)
     plan = bench.plan()
-    assert plan.states.within[1].tolist() == [len(TRUNK) - branching.TAIL]
+    assert plan.states.within[1].tolist() == [len(TRUNK) - state_checkpoints.TAIL]
     bench.scheduler.fail(plan, "out of memory")
     bench.cache.check()
     assert not len(bench.cache.states) and not bench.cache.states.live
@@ -383,14 +383,14 @@ def test_a_preempted_request_goes_on_from_the_checkpoint_of_its_prompt() -> None
 def test_a_request_is_compared_with_so_many_tokens_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 40 that wait, with as long a prompt, three are compared."""
     compared: list[int] = []
-    common_length = branching.common_length
+    common_length = state_checkpoints.common_length
 
     def counted(one: bytes, other: bytes) -> int:
         compared.append(min(len(one), len(other)))
         return common_length(one, other)
 
-    monkeypatch.setattr(branching, "common_length", counted)
-    monkeypatch.setattr(branching, "COMPARED", 1000)
+    monkeypatch.setattr(state_checkpoints, "common_length", counted)
+    monkeypatch.setattr(state_checkpoints, "COMPARED", 1000)
     bench = Bench(20_000, chunk=64, rows=12, max_len=1000, states=30)
     asked = {id: [*range(3, 403), id, *range(20)] for id in range(40)}
     for id, prompt in asked.items():

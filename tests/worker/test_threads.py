@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker import runner as runner_module
-from radixrt.worker.loading import load_runner
+from radixrt.worker.execution import torch_runner as runner_module
+from radixrt.worker.load.runner import load_runner
 from tests.checkpoints import make_model
 from tests.worker.engine import GREEDY, Engine
 

@@ -8,7 +8,7 @@ import pytest
 
 from radixrt.messages import Run, Sampling
 from radixrt.worker.request import Request
-from radixrt.worker.waiting import (
+from radixrt.worker.scheduler.queue import (
     ANSWER,
     MAX_SECONDS,
     OTHERS,
@@ -24,7 +24,7 @@ from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr("radixrt.worker.waiting.time", found := Clock())
+    monkeypatch.setattr("radixrt.worker.scheduler.queue.time", found := Clock())
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from radixrt.worker.model.sharding import Shard
+from radixrt.worker.model.parallel.sharding import Shard
 
 
 class ThreadGroup:

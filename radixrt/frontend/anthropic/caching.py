@@ -19,10 +19,10 @@ import numpy as np
 from radixrt.frontend.anthropic.blocks import CHANGE, Block, blocks
 from radixrt.frontend.anthropic.schema import Counted
 from radixrt.frontend.anthropic.tools import served
-from radixrt.frontend.errors import refuse
-from radixrt.frontend.tools import ToolUse
+from radixrt.frontend.formats.tools import ToolUse
+from radixrt.frontend.http.errors import refuse
 from radixrt.messages import ChatPrompt
-from radixrt.router.tokens import Tokenizer
+from radixrt.tokens import Tokenizer
 
 MAX_BREAKPOINTS = 4
 SECONDS = {"5m": 300.0, "1h": 3600.0}

@@ -6,10 +6,10 @@ from typing import Any
 
 from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.replies import MessageReply, event
-from radixrt.frontend.choice import Choice
-from radixrt.frontend.errors import ApiError
-from radixrt.frontend.exchange import Exchange, OnAnswer
-from radixrt.frontend.output import TEXT, Output
+from radixrt.frontend.formats.output import TEXT, Output
+from radixrt.frontend.generate.choice import Choice
+from radixrt.frontend.generate.exchange import Exchange, OnAnswer
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.parsing import Piece
 from radixrt.messages import TOKEN_BYTES, Generate, TokenLogprob, TokenPrompt
 

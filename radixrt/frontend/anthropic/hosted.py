@@ -21,7 +21,7 @@ from radixrt.frontend.anthropic.blocks import (
     to_json,
 )
 from radixrt.frontend.anthropic.tools import template_id
-from radixrt.frontend.errors import refuse
+from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.responses.tools import flat_name
 
 CALLS = ("server_tool_use", "mcp_tool_use")

@@ -15,7 +15,7 @@ from radixrt.frontend.anthropic.history import INVALID_JSON
 from radixrt.frontend.anthropic.tools import shown_id
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.messages import Usage
-from radixrt.router.tokens import Tokenizer
+from radixrt.tokens import Tokenizer
 
 encode = msgspec.json.Encoder().encode
 HOUR = 3600.0

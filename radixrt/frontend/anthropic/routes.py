@@ -10,19 +10,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from radixrt.frontend.answer import StreamAnswer, WholeAnswer
 from radixrt.frontend.anthropic.caching import breakpoints, pinned
 from radixrt.frontend.anthropic.errors import REQUEST_ID, new_request_id
 from radixrt.frontend.anthropic.exchange import MessageExchange
 from radixrt.frontend.anthropic.replies import MessageReply
 from radixrt.frontend.anthropic.schema import Counted, Messages
-from radixrt.frontend.body import MIN_BYTES, apart, is_large
-from radixrt.frontend.generation import Generation
-from radixrt.frontend.guard import json_response
-from radixrt.frontend.prompts import Prompts
-from radixrt.frontend.schema import parse
-from radixrt.frontend.tools import ToolUse
-from radixrt.router.tokens import Tokenizer
+from radixrt.frontend.formats.tools import ToolUse
+from radixrt.frontend.generate.generation import Generation
+from radixrt.frontend.generate.prepare import Prompts
+from radixrt.frontend.http.auth import json_response
+from radixrt.frontend.http.body import MIN_BYTES, apart, is_large
+from radixrt.frontend.http.responses import StreamAnswer, WholeAnswer
+from radixrt.frontend.openai.schema import parse
+from radixrt.tokens import Tokenizer
 
 _messages = msgspec.json.Decoder(Messages)
 _counted = msgspec.json.Decoder(Counted)

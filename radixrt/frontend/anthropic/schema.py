@@ -14,11 +14,11 @@ from radixrt.frontend.anthropic.blocks import Block
 from radixrt.frontend.anthropic.errors import NO_THREADS
 from radixrt.frontend.anthropic.history import History
 from radixrt.frontend.anthropic.tools import tool_use
-from radixrt.frontend.defaults import Defaults
-from radixrt.frontend.errors import ApiError, refuse
-from radixrt.frontend.schema import Int, thinking_args
-from radixrt.frontend.structured import Constraint
-from radixrt.frontend.tools import ToolUse
+from radixrt.frontend.formats.structured import Constraint
+from radixrt.frontend.formats.tools import ToolUse
+from radixrt.frontend.generate.defaults import Defaults
+from radixrt.frontend.http.errors import ApiError, refuse
+from radixrt.frontend.openai.schema import Int, thinking_args
 from radixrt.messages import ChatPrompt, Grammar, Name, Prompt, Sampling
 
 UNSERVED = ("compaction", "container", "mcp_servers")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from radixrt.frontend.choice import Choice
-from radixrt.frontend.errors import ApiError
-from radixrt.frontend.exchange import Exchange
+from radixrt.frontend.generate.choice import Choice
+from radixrt.frontend.generate.exchange import Exchange
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.parsing import Piece
 from radixrt.frontend.responses.replies import ResponseReply, encode
 from radixrt.messages import TokenLogprob

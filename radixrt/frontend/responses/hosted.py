@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.errors import refuse
+from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.responses.tools import flat_name
 
 Item = dict[str, Any]

@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.logprobs import Tokens
+from radixrt.frontend.generate.logprobs import Tokens
+from radixrt.frontend.generate.reasoning import reasoning_tokens
+from radixrt.frontend.openai.replies import token_json
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
-from radixrt.frontend.reasoning import reasoning_tokens
-from radixrt.frontend.replies import token_json
 from radixrt.frontend.responses.references import RESPONSE, item_id
 from radixrt.frontend.responses.schema import Asked
 from radixrt.frontend.responses.tools import without_hosted
 from radixrt.messages import TokenLogprob, Usage
-from radixrt.router.tokens import Tokenizer
+from radixrt.tokens import Tokenizer
 
 encode = msgspec.json.Encoder().encode
 Event = dict[str, Any]

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.defaults import Defaults
-from radixrt.frontend.errors import ApiError, refuse
+from radixrt.frontend.formats.structured import OBJECT, Constraint
+from radixrt.frontend.formats.tools import Tool, ToolUse, tool_use
+from radixrt.frontend.generate.defaults import Defaults
+from radixrt.frontend.http.errors import ApiError, refuse
+from radixrt.frontend.openai.schema import Int, Seed, check_verbosity, effort_args
 from radixrt.frontend.responses.history import Message, messages_of
 from radixrt.frontend.responses.tools import Listed, chosen_of, field_in, flat_name, listed
-from radixrt.frontend.schema import Int, Seed, check_verbosity, effort_args
-from radixrt.frontend.structured import OBJECT, Constraint
-from radixrt.frontend.tools import Tool, ToolUse, tool_use
 from radixrt.messages import ChatPrompt, Grammar, Name, Prompt, Sampling
 
 UNSERVED = ("background", "context_management", "conversation", "moderation", "prompt")

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.peers import SharedStore, key_of
+from radixrt.frontend.generate.shared_store import SharedStore, key_of
 
 Message = dict[str, Any]
 _encode = msgspec.msgpack.Encoder().encode

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from radixrt.messages import tenant_of
-from radixrt.router.shares import Shares
+from radixrt.tokens.quota import Shares
 
 Message = dict[str, Any]
 Name = tuple[str, str]

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.errors import refuse
-from radixrt.frontend.tools import MAX_NAME
+from radixrt.frontend.formats.tools import MAX_NAME
+from radixrt.frontend.http.errors import refuse
 
 SEPARATOR = "__"
 HOSTED = re.compile(r"(web_search|web_search_preview|file_search|code_interpreter|image_generation)(_\d{4}_\d\d_\d\d)?")

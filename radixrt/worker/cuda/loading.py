@@ -15,28 +15,29 @@ import torch
 
 from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
-from radixrt.worker.building import MAX_SCORED_TOKENS
-from radixrt.worker.cache import PageCache
-from radixrt.worker.choices import Loaded
-from radixrt.worker.cuda import full_chunks, ops
-from radixrt.worker.cuda.chunks import HELD_BYTES
-from radixrt.worker.cuda.delta_step import chunk_bytes
-from radixrt.worker.cuda.full_chunks import FullHeads
-from radixrt.worker.cuda.host_pool import STAGING_BYTES
-from radixrt.worker.cuda.pieces import kept_bytes, most_tokens
-from radixrt.worker.cuda.ragged import FlashInfer
+from radixrt.worker.cache.page_cache import PageCache
+from radixrt.worker.cuda import ops
+from radixrt.worker.cuda.attention.chunks import HELD_BYTES
+from radixrt.worker.cuda.attention.ragged import FlashInfer
+from radixrt.worker.cuda.attention.segments import MAX_COPIES
+from radixrt.worker.cuda.attention.variants import Shape
+from radixrt.worker.cuda.graphs.piecewise_graphs import kept_bytes, most_tokens
+from radixrt.worker.cuda.host.host_pool import STAGING_BYTES
+from radixrt.worker.cuda.latent import full_chunks
+from radixrt.worker.cuda.latent.full_chunks import FullHeads
+from radixrt.worker.cuda.latent.sparse import MAX_SCORES
+from radixrt.worker.cuda.recurrent.delta_step import chunk_bytes
 from radixrt.worker.cuda.runner import CudaRunner
-from radixrt.worker.cuda.sampler import Thresholds, find_thresholds
-from radixrt.worker.cuda.segments import MAX_COPIES
-from radixrt.worker.cuda.sparse import MAX_SCORES
-from radixrt.worker.cuda.variants import Shape
-from radixrt.worker.group import TorchGroup
-from radixrt.worker.kv import KVPool, StatePool
-from radixrt.worker.loading import load_model, load_scales
+from radixrt.worker.cuda.sampling.sampler import Thresholds, find_thresholds
+from radixrt.worker.execution.kv_pool import KVPool, StatePool
+from radixrt.worker.load.options import Loaded
+from radixrt.worker.load.pools import make_pool, make_states, pool_tokens
+from radixrt.worker.load.runner import load_model, load_scales
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.pools import make_pool, make_states, pool_tokens
+from radixrt.worker.parallel.group import TorchGroup
 from radixrt.worker.request import Request
-from radixrt.worker.scheduler import Limits, Scheduler
+from radixrt.worker.scheduler.plan_builder import MAX_SCORED_TOKENS
+from radixrt.worker.scheduler.scheduler import Limits, Scheduler
 
 log = logging.getLogger("radixrt.cuda")
 

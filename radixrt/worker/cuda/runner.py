@@ -16,30 +16,31 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from radixrt import garbage
-from radixrt.worker.cuda import attend, kernels, variants
-from radixrt.worker.cuda.answers import Answer, LastTokens, Launched, PackedSamplingMetadata, make_result
-from radixrt.worker.cuda.chunk_plan import few_wanted
-from radixrt.worker.cuda.chunks import Pages
-from radixrt.worker.cuda.decode_graphs import DecodeGraphs, graph_sizes
-from radixrt.worker.cuda.decodes import DecodePlanner, Room
-from radixrt.worker.cuda.delta_step import PackedCopies, PackedDelta, by_tokens
-from radixrt.worker.cuda.full_chunks import FullHeads
-from radixrt.worker.cuda.layer_kinds import AttentionGroups, PlannedStep, Works
-from radixrt.worker.cuda.pieces import PiecewiseGraphs, sizes_up_to
-from radixrt.worker.cuda.predicting import MAX_REQUESTS, Predicting
-from radixrt.worker.cuda.ragged import FlashInfer
-from radixrt.worker.cuda.sampler import CudaSampler, Thresholds
-from radixrt.worker.cuda.sparse import Sparse, SparseAttention
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.kv import KVPool, StatePool
+from radixrt.process import gc_tuning
+from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention.attention_groups import AttentionGroups, PlannedStep, Works
+from radixrt.worker.cuda.attention.chunk_plan import few_wanted
+from radixrt.worker.cuda.attention.chunks import Pages
+from radixrt.worker.cuda.attention.decodes import DecodePlanner, Room
+from radixrt.worker.cuda.attention.ragged import FlashInfer
+from radixrt.worker.cuda.elementwise import kernels
+from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.cuda.graphs.decode_graphs import DecodeGraphs, graph_sizes
+from radixrt.worker.cuda.graphs.piecewise_graphs import PiecewiseGraphs, sizes_up_to
+from radixrt.worker.cuda.latent.full_chunks import FullHeads
+from radixrt.worker.cuda.latent.sparse import Sparse, SparseAttention
+from radixrt.worker.cuda.recurrent.delta_step import PackedCopies, PackedDelta, by_tokens
+from radixrt.worker.cuda.sampling.answers import Answer, LastTokens, Launched, PackedSamplingMetadata, make_result
+from radixrt.worker.cuda.sampling.mtp import MAX_REQUESTS, Predicting
+from radixrt.worker.cuda.sampling.sampler import CudaSampler, Thresholds
+from radixrt.worker.execution.kv_pool import KVPool, StatePool
+from radixrt.worker.execution.prefix_sharing import Path
+from radixrt.worker.execution.sample_step import SampleStep
+from radixrt.worker.execution.sampler import to_device
+from radixrt.worker.execution.torch_runner import ModelRunner, ranges, wanted
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.parallel import Group
-from radixrt.worker.picking import SampleStep
+from radixrt.worker.model.parallel.group import Group
 from radixrt.worker.plan import Plan, Result
-from radixrt.worker.runner import ModelRunner, ranges, wanted
-from radixrt.worker.sample import to_device
-from radixrt.worker.sharing import Path
 
 log = logging.getLogger("radixrt.cuda")
 
@@ -137,7 +138,7 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def bind(self, table: np.ndarray) -> None:
         self._table = torch.zeros((self._rows + 1, table.shape[1]), dtype=torch.int32, device=self._device)
-        with garbage.held():
+        with gc_tuning.held():
             if self._model.predictor is not None:
                 most = min(MAX_REQUESTS, self._rows) if self._graphs_wanted else 0
                 self._predicting = Predicting(

@@ -9,10 +9,10 @@ import dataclasses
 import importlib
 from typing import Any
 
-from radixrt.checkpoint_files import FAMILIES, not_served
-from radixrt.worker.model.quantized import check_quantization
-from radixrt.worker.model.rope import frequencies
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.checkpoint.files import FAMILIES, not_served
+from radixrt.worker.model.layers.rope import frequencies
+from radixrt.worker.model.spec.spec import ModelSpec
+from radixrt.worker.model.weights.quantized import check_quantization
 
 
 def read_spec(config: dict[str, Any], longest: int = 0) -> ModelSpec:
@@ -23,7 +23,7 @@ def read_spec(config: dict[str, Any], longest: int = 0) -> ModelSpec:
         raise ValueError(not_served(family))
     check_quantization(config)
     try:
-        spec: ModelSpec = importlib.import_module(f"{__name__}.{family}").spec(config)
+        spec: ModelSpec = importlib.import_module(f"{__name__}.families.{family}").spec(config)
     except KeyError as missing:
         raise ValueError(f"config.json has no {missing.args[0]}") from None
     if 0 < longest < spec.max_model_len:

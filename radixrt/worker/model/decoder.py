@@ -10,27 +10,27 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.adapter import Adapter
-from radixrt.worker.model.blocks import NoMixer, odd_sums
-from radixrt.worker.model.delta_net import DeltaNet, Mix
-from radixrt.worker.model.experts_beside import MlpWithExperts
-from radixrt.worker.model.int4 import Int4Linear
-from radixrt.worker.model.layers import Attend, Layer, NoNorm, Product
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.lora import LoraLinear
-from radixrt.worker.model.lora_slots import Adapters, Room
-from radixrt.worker.model.mamba_mixer import Mamba
-from radixrt.worker.model.mlp import Mixture
-from radixrt.worker.model.ops import Ops, TorchOps
-from radixrt.worker.model.parallel import AFTER_MLP, Group
+from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Linear
+from radixrt.worker.model.layers.hybrid_layers import NoMixer, odd_sums
+from radixrt.worker.model.layers.int4 import Int4Linear
+from radixrt.worker.model.layers.layers import Attend, Layer, NoNorm, Product
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.mlp import Mixture
+from radixrt.worker.model.layers.ops import Ops, TorchOps
+from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
+from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet, Mix
+from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
+from radixrt.worker.model.layers.recurrent.short_conv import ShortConv
+from radixrt.worker.model.layers.rope import frequencies
+from radixrt.worker.model.lora.adapter import Adapter
+from radixrt.worker.model.lora.lora import LoraLinear
+from radixrt.worker.model.lora.lora_slots import Adapters, Room
+from radixrt.worker.model.parallel.group import AFTER_MLP, Group
+from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.model.predictor import Predictor, read_predictor, reading_spec
-from radixrt.worker.model.reading import WeightLoader
-from radixrt.worker.model.rope import frequencies
-from radixrt.worker.model.scaled import Fp8Activations, Fp8Linear
-from radixrt.worker.model.sharding import Shard
-from radixrt.worker.model.short_conv import ShortConv
-from radixrt.worker.model.spec import ModelSpec
-from radixrt.worker.model.weights import Weights
+from radixrt.worker.model.spec.spec import ModelSpec
+from radixrt.worker.model.weights.weight_loader import WeightLoader
+from radixrt.worker.model.weights.weights import Weights
 
 RECURRENT = (DeltaNet, Mamba, ShortConv)
 """What stands in place of attention in layers with a recurrent state."""
@@ -330,7 +330,7 @@ class Decoder:
 
     def _logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         if x.is_cuda and x.dtype.itemsize == 2 and self._head.batch_invariant:
-            from radixrt.worker.cuda.invariant import product
+            from radixrt.worker.cuda.linear.invariant import product
 
             logits = product(x, self._head.weight, dtype=torch.float32)
             return logits if out is None else out.copy_(logits)

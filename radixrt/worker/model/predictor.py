@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from radixrt.worker.model.checkpoint import INDEX, SINGLE, read_json
-from radixrt.worker.model.layers import Attend, Layer, Norm, Product, Projected
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.layers.layers import Attend, Layer, Norm, Product, Projected
+from radixrt.worker.model.spec.spec import ModelSpec
+from radixrt.worker.model.weights.checkpoint import INDEX, SINGLE, read_json
 
 if TYPE_CHECKING:
-    from radixrt.worker.model.ops import Ops
-    from radixrt.worker.model.reading import WeightLoader
+    from radixrt.worker.model.layers.ops import Ops
+    from radixrt.worker.model.weights.weight_loader import WeightLoader
 
 NUMBERED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose checkpoints have it as one more layer, after all others."""

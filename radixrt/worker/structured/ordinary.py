@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from radixrt.messages import Grammar
-from radixrt.schema_keywords import DATA, NAMED
+from radixrt.requests.schema_keywords import DATA, NAMED
 
 MAX_BYTES = 32 << 10
 """The most bytes of an ordinary grammar."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from radixrt.router.tokens import Tokenizer, load_tokenizer
+from radixrt.tokens import Tokenizer, load_tokenizer
 from tests.checkpoints import make_tokenizer
 
 SENTENCEPIECE = {

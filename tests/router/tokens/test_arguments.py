@@ -7,11 +7,11 @@ import time
 import pytest
 
 from radixrt.messages import ChatPrompt
-from radixrt.router.errors import FieldError
-from radixrt.router.tokens.chain import keys_of
-from radixrt.router.tokens.chat import ChatTemplates
-from radixrt.router.tokens.rewriting import MAX_PARSED
-from radixrt.router.tokens.text import is_short_chat
+from radixrt.tokens.chain import keys_of
+from radixrt.tokens.chat import ChatTemplates
+from radixrt.tokens.errors import FieldError
+from radixrt.tokens.rewriting import MAX_PARSED
+from radixrt.tokens.text import is_short_chat
 
 TEMPLATE = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }};{% endfor %}"
 MANY = '{"a": [' + "[]," * 3_000_000 + "[]]}"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from radixrt.messages import ChatPrompt
-from radixrt.router.errors import FieldError
-from radixrt.router.tokens.chat import ChatTemplates, read_templates
+from radixrt.tokens.chat import ChatTemplates, read_templates
+from radixrt.tokens.errors import FieldError
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 TEMPLATES = (

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from radixrt.router.tokens import Detokenizer, Tokenizer
-from radixrt.router.tokens.backends import JsonBackend
-from radixrt.router.tokens.chat import ChatTemplates
-from radixrt.router.tokens.detok import WindowStream
-from radixrt.router.tokens.pieces import BytePieces, TextPieces, verified
+from radixrt.tokens import Detokenizer, Tokenizer
+from radixrt.tokens.backends import JsonBackend
+from radixrt.tokens.chat import ChatTemplates
+from radixrt.tokens.detok import WindowStream
+from radixrt.tokens.pieces import BytePieces, TextPieces, verified
 from tests.checkpoints import TRAINING_TEXT
 
 COMMON = settings(

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixrt.router import tokens
-from radixrt.router.tokens import cut_ids, ids_below
+from radixrt import tokens
+from radixrt.tokens import cut_ids, ids_below
 
 SOURCE = Path(tokens.__file__).parent / "ids.cpp"
 

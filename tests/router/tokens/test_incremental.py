@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
-from radixrt.router.tokens import Tokenizer, cuts
-from radixrt.router.tokens.backends import JsonBackend, SentencePieceBackend
-from radixrt.router.tokens.chat import ChatTemplates
-from radixrt.router.tokens.cuts import REGEXES, AddedToken, Cuts, proven_cuts, steps_of
-from radixrt.router.tokens.incremental import Incremental
+from radixrt.tokens import Tokenizer, cuts
+from radixrt.tokens.backends import JsonBackend, SentencePieceBackend
+from radixrt.tokens.chat import ChatTemplates
+from radixrt.tokens.cuts import REGEXES, AddedToken, Cuts, proven_cuts, steps_of
+from radixrt.tokens.incremental import Incremental
 from tests.checkpoints import TRAINING_TEXT
 
 REAL = ("mistral-v1", "mistral-v3", "mistral-v7", "phi-3-mini", "phi-2", "gpt2", "falcon-tokenizer", "t5-small")

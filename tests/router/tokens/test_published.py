@@ -11,9 +11,9 @@ import pytest
 
 from radixrt.config import FrontendConfig
 from radixrt.messages import ChatPrompt
-from radixrt.router.errors import FieldError
-from radixrt.router.tokens import Detokenizer, TextService, Tokenizer, load_tokenizer
-from radixrt.worker.model.checkpoint import eos_ids
+from radixrt.tokens import Detokenizer, TextService, Tokenizer, load_tokenizer
+from radixrt.tokens.errors import FieldError
+from radixrt.worker.model.weights.checkpoint import eos_ids
 from tests.checkpoints import make_tokenizer
 
 TEXTS = (

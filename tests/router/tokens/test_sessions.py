@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from radixrt.messages import ChatPrompt
-from radixrt.router.errors import FieldError
-from radixrt.router.tokens import Encoded, Sessions, TextService, Tokenizer, load_tokenizer
-from radixrt.router.tokens.chain import bare, keys_of
-from radixrt.router.tokens.chat import ChatTemplates
+from radixrt.tokens import Encoded, Sessions, TextService, Tokenizer, load_tokenizer
+from radixrt.tokens.chain import bare, keys_of
+from radixrt.tokens.chat import ChatTemplates
+from radixrt.tokens.errors import FieldError
 from tests.checkpoints import make_tokenizer
 from tests.recorded import chats, client_echo
 

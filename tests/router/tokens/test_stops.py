@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.router.tokens.stops import StopFinder
+from radixrt.tokens.stops import StopFinder
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:

@@ -11,9 +11,9 @@ import pytest
 
 from radixrt.config import RouterConfig
 from radixrt.messages import ChatPrompt, Delta, PartsPrompt, Sampling, TextPrompt, TokenPrompt
-from radixrt.router.errors import FieldError
-from radixrt.router.tokens import TextService, TextStream, Tokenizer
-from radixrt.router.tokens.text import INLINE_CHARS
+from radixrt.tokens import TextService, TextStream, Tokenizer
+from radixrt.tokens.errors import FieldError
+from radixrt.tokens.text import INLINE_CHARS
 
 
 def ids_of(data: bytes) -> list[int]:

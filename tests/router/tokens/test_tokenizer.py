@@ -13,9 +13,9 @@ import sentencepiece
 import tokenizers
 
 from radixrt.messages import ChatPrompt
-from radixrt.router.tokens import Tokenizer, load_tokenizer
-from radixrt.router.tokens.backends import SentencePieceBackend
-from radixrt.router.tokens.cuts import AddedToken
+from radixrt.tokens import Tokenizer, load_tokenizer
+from radixrt.tokens.backends import SentencePieceBackend
+from radixrt.tokens.cuts import AddedToken
 from tests.checkpoints import make_tokenizer
 
 MISTRAL_SAMPLES = ("get_weather_full", "get_weather_no_system_prompt", "parallel_calls")
@@ -205,5 +205,5 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_transformers_is_not_imported_for_it() -> None:
-    code = "import sys, radixrt.router.tokens; print([m for m in ('transformers', 'torch') if m in sys.modules])"
+    code = "import sys, radixrt.tokens; print([m for m in ('transformers', 'torch') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

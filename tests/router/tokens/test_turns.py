@@ -14,14 +14,14 @@ import tokenizers
 from tokenizers import normalizers
 
 from radixrt.messages import ChatPrompt, PartsPrompt, TextPrompt, TokenPrompt
-from radixrt.router.conversations import namespace_of
-from radixrt.router.errors import MAX_CONTEXT, FieldError, Room
-from radixrt.router.tokens import Sessions, TextService, Tokenizer
-from radixrt.router.tokens.backends import JsonBackend
-from radixrt.router.tokens.bounds import COMPOSED, NO_BOUND
-from radixrt.router.tokens.chat import ChatTemplates, Unbounded
-from radixrt.router.tokens.incremental import LONG_CHARS, STEP_CHARS
-from radixrt.router.tokens.turns import LONG, Interrupted, Turns, finished
+from radixrt.tokens import Sessions, TextService, Tokenizer
+from radixrt.tokens.backends import JsonBackend
+from radixrt.tokens.bounds import COMPOSED, NO_BOUND
+from radixrt.tokens.chat import ChatTemplates, Unbounded
+from radixrt.tokens.chat_history import namespace_of
+from radixrt.tokens.errors import MAX_CONTEXT, FieldError, Room
+from radixrt.tokens.incremental import LONG_CHARS, STEP_CHARS
+from radixrt.tokens.turns import LONG, Interrupted, Turns, finished
 
 COMPOSING = (
     range(0x3400),
@@ -326,7 +326,7 @@ def test_what_one_tenant_sent_is_not_known_to_another(service: TextService) -> N
 
 
 def test_texts_of_many_tenants_share_one_bounded_memory(made: Tokenizer) -> None:
-    from radixrt.router.tokens.incremental import Incremental
+    from radixrt.tokens.incremental import Incremental
 
     incremental = Incremental(made._backend.encode_many, made._backend.cuts(), max_tokens=20_000)
     small = words(1, 600)
@@ -360,7 +360,7 @@ def test_many_ids_are_decoded_in_steps(tokenizer: Tokenizer) -> None:
 
 def test_without_a_table_only_so_many_ids_are_decoded_at_once(service: TextService, monkeypatch) -> None:
     monkeypatch.setattr(service.tokenizer, "pieces", lambda skip: None)
-    monkeypatch.setattr("radixrt.router.tokens.text.MAX_WHOLE_IDS", 1000)
+    monkeypatch.setattr("radixrt.tokens.text.MAX_WHOLE_IDS", 1000)
     assert service.decode_now(b"\x20\0\0\0" * 1000)
     with pytest.raises(FieldError, match="at most 1000 at once"):
         service.decode_now(b"\x20\0\0\0" * 1001)
@@ -374,7 +374,7 @@ LOOP = "{%% for i in range(100000) %%}{%% for j in range(100000) %%}%s{%% endfor
 
 @pytest.mark.parametrize("source", [LOOP % "{{ i }} xxxxxxxxxxxx", LOOP % ""])
 def test_a_template_without_end_is_not_loaded(source: str, monkeypatch) -> None:
-    monkeypatch.setattr("radixrt.router.tokens.chat.PROBE_SECONDS", 0.1)
+    monkeypatch.setattr("radixrt.tokens.chat.PROBE_SECONDS", 0.1)
     with pytest.raises(ValueError, match="chat template 'default' does not come to an end for one short message"):
         ChatTemplates({"default": source}, {}).check()
 
@@ -399,7 +399,7 @@ def test_a_template_that_is_nested_too_deeply_is_not_loaded() -> None:
 
 
 def test_a_template_may_write_only_so_much_for_a_chat(monkeypatch) -> None:
-    monkeypatch.setattr("radixrt.router.tokens.chat.MAX_CHARS", 10_000)
+    monkeypatch.setattr("radixrt.tokens.chat.MAX_CHARS", 10_000)
     source = "{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}"
     templates = ChatTemplates({"default": source}, {})
     assert templates.render(ChatPrompt([{"role": "user", "content": "hi"}] * 20)) == "hi" * 400
@@ -409,7 +409,7 @@ def test_a_template_may_write_only_so_much_for_a_chat(monkeypatch) -> None:
 
 
 def test_a_template_may_take_only_so_much_time_for_a_chat(monkeypatch) -> None:
-    monkeypatch.setattr("radixrt.router.tokens.chat.MAX_SECONDS", 0.02)
+    monkeypatch.setattr("radixrt.tokens.chat.MAX_SECONDS", 0.02)
     source = "{% for m in messages %}{% for n in messages %}{{ '' }}{% endfor %}{% endfor %}"
     with pytest.raises(Unbounded, match=r"takes more than 0.02 s"):
         ChatTemplates({"default": source}, {}).render(ChatPrompt([{"role": "user", "content": "hi"}] * 1000))

@@ -7,15 +7,15 @@ import random
 import numpy as np
 import torch
 
-from radixrt.worker.attention import TorchAttention
-from radixrt.worker.cuda.attend import Scratch
-from radixrt.worker.cuda.chunks import Pages, Sequences
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Lists
-from radixrt.worker.cuda.segments import SharedKeys
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.step import DecodeLists, Kernels, StepAttention
-from radixrt.worker.cuda.variants import Shape
-from radixrt.worker.kv import KVPool
+from radixrt.worker.cuda.attention.attend import Scratch
+from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.decodes import Cuts, DecodePlanner, Lists
+from radixrt.worker.cuda.attention.segments import SharedKeys
+from radixrt.worker.cuda.attention.step import DecodeLists, Kernels, StepAttention
+from radixrt.worker.cuda.attention.variants import Shape
+from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.execution.attention import TorchAttention
+from radixrt.worker.execution.kv_pool import KVPool
 from radixrt.worker.plan import Plan
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from tests import interpreter
 
 interpreter.prepare()
 
-from radixrt.worker.cuda.peers import CustomAllReduce, room_bytes  # noqa: E402
+from radixrt.worker.cuda.comm.custom_all_reduce import CustomAllReduce, room_bytes  # noqa: E402
 
 HIDDEN, MAX_ROWS, TILE = 48, 7, 32
 DTYPE = torch.float16

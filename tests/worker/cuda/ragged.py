@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from radixrt.worker.cuda.variants import Shape
+from radixrt.worker.cuda.attention.variants import Shape
 
 
 class Wrapper:

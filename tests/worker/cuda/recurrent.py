@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from radixrt.worker.cuda.cutting import Runs
-from radixrt.worker.cuda.delta import LayerStates
-from radixrt.worker.cuda.delta_step import DeltaStep
-from radixrt.worker.kv import StatePool
+from radixrt.worker.cuda.recurrent.cutting import Runs
+from radixrt.worker.cuda.recurrent.delta import LayerStates
+from radixrt.worker.cuda.recurrent.delta_step import DeltaStep
+from radixrt.worker.execution.kv_pool import StatePool
 from radixrt.worker.plan import Parts, StateWork
 
 SLOTS = 7

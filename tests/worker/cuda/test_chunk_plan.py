@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.cuda import attend, chunk_plan
-from radixrt.worker.cuda.chunk_plan import ChunkPlanner, FlashInferOrHopper, FullOrAbsorbed
-from radixrt.worker.cuda.chunks import PagedStep, Pages, Sequences
-from radixrt.worker.cuda.full_chunks import FullHeads
-from radixrt.worker.cuda.layer_kinds import EXACT_PART
-from radixrt.worker.cuda.segments import Chip
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.variants import Shape, Variant, tiling
-from radixrt.worker.model.deepseek_v2 import DEFAULTS, latent_decoder
-from radixrt.worker.model.spec import LatentSpec
+from radixrt.worker.cuda.attention import attend, chunk_plan
+from radixrt.worker.cuda.attention.attention_groups import EXACT_PART
+from radixrt.worker.cuda.attention.chunk_plan import ChunkPlanner, FlashInferOrHopper, FullOrAbsorbed
+from radixrt.worker.cuda.attention.chunks import PagedStep, Pages, Sequences
+from radixrt.worker.cuda.attention.segments import Chip
+from radixrt.worker.cuda.attention.variants import Shape, Variant, tiling
+from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.cuda.latent.full_chunks import FullHeads
+from radixrt.worker.model.families.deepseek_v2 import DEFAULTS, latent_decoder
+from radixrt.worker.model.spec.spec import LatentSpec
 
 DEEPSEEK = DEFAULTS | {"num_attention_heads": 16, "num_hidden_layers": 2, "max_position_embeddings": 64}
 DEEPSEEK |= {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}

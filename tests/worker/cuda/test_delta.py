@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.cuda import convolutions, delta, delta_chunks, delta_step
-from radixrt.worker.cuda.cutting import Cut, Runs, cut
-from radixrt.worker.cuda.delta import DeltaInputs, LayerStates
-from radixrt.worker.kv import StatePool
-from radixrt.worker.model.delta import gated_delta, gated_norm, short_conv
-from radixrt.worker.model.delta_net import DeltaNet
-from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
+from radixrt.worker.cuda.recurrent import convolutions, delta, delta_chunks, delta_step
+from radixrt.worker.cuda.recurrent.cutting import Cut, Runs, cut
+from radixrt.worker.cuda.recurrent.delta import DeltaInputs, LayerStates
+from radixrt.worker.execution.kv_pool import StatePool
+from radixrt.worker.model.layers.recurrent.delta import gated_delta, gated_norm, short_conv
+from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet
+from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
 from tests.interpreter import slow_without_gpu
 from tests.worker.cuda import recurrent
 from tests.worker.cuda.recurrent import BOUNDS, DRAFTED, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of

@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.cuda import experts as fused
-from radixrt.worker.cuda import kernels, products, routing, scaled_experts
-from radixrt.worker.cuda.invariant import GROUP
-from radixrt.worker.cuda.rounding import quantize
-from radixrt.worker.model.expert_spec import Routing
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts, ScaledStack
-from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Fp8Activations, Fp8Scaling, Fp8Weight
-from radixrt.worker.model.spec import SQUARED_RELU
+from radixrt.worker.cuda.elementwise import kernels
+from radixrt.worker.cuda.linear import gemm
+from radixrt.worker.cuda.linear.invariant import GROUP
+from radixrt.worker.cuda.linear.quantize_activations import quantize
+from radixrt.worker.cuda.moe import experts as fused
+from radixrt.worker.cuda.moe import fp8_experts, routing
+from radixrt.worker.model.layers.fp8 import BLOCK, FP8, LIMIT, Fp8Activations, Fp8Scaling, Fp8Weight
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.moe import Experts, ScaledStack
+from radixrt.worker.model.layers.ops import TorchOps
+from radixrt.worker.model.spec.expert_spec import Routing
+from radixrt.worker.model.spec.spec import SQUARED_RELU
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
 
@@ -145,10 +147,10 @@ def test_all_of_it(tokens, count, chosen, hidden, inner, activation, invariant, 
 @pytest.mark.parametrize(("biased", "changes"), [(True, {}), (False, {}), (False, {"batch_invariant": True})])
 def test_logits_of_few_tokens(biased, changes, wide, device, monkeypatch):
     """By programs that divide K, in the dtype of the model or in float32."""
-    monkeypatch.setattr(products, "of_hopper", lambda device: True)
-    products.tile_for.cache_clear()
-    taken, real = [], products.multiply
-    monkeypatch.setattr(products, "multiply", lambda *args, **more: (taken.append(more["splits"]), real(*args, **more)))
+    monkeypatch.setattr(gemm, "of_hopper", lambda device: True)
+    gemm.tile_for.cache_clear()
+    taken, real = [], gemm.multiply
+    monkeypatch.setattr(gemm, "multiply", lambda *args, **more: (taken.append(more["splits"]), real(*args, **more)))
     half = torch.bfloat16 if device.type == "cuda" else torch.float16
     experts = make(6, 2, 1024, 8, device, routing=Routing(float32_logits=wide), **changes)
     bias = torch.randn(6, device=device).to(half) if biased and not wide else None
@@ -160,7 +162,7 @@ def test_logits_of_few_tokens(biased, changes, wide, device, monkeypatch):
         assert found.dtype == expected.dtype == (torch.float32 if wide else half)
         assert error(found, expected) < (1e-4 if wide else 4e-3)
     assert taken == ([] if changes else [4, 4])
-    products.tile_for.cache_clear()
+    gemm.tile_for.cache_clear()
 
 
 @pytest.mark.parametrize("tokens", [1, 9])
@@ -332,7 +334,7 @@ def test_what_begins_a_layer(tokens, fp8_scaling, device):
 
 
 @pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
-@pytest.mark.parametrize("tile", [scaled_experts.FEWEST, scaled_experts.FEW, scaled_experts.SOME, scaled_experts.MANY])
+@pytest.mark.parametrize("tile", [fp8_experts.FEWEST, fp8_experts.FEW, fp8_experts.SOME, fp8_experts.MANY])
 @pytest.mark.parametrize(("columns", "depth", "of_tokens"), [(256, 512, True), (144, 272, False), (48, 80, True)])
 def test_product_in_fp8(columns, depth, of_tokens, tile, fp8_scaling, device):
     """Sizes that tiles divide and that they do not; experts with one tile, with several, and one with no tokens."""
@@ -345,7 +347,7 @@ def test_product_in_fp8(columns, depth, of_tokens, tile, fp8_scaling, device):
     numbers = numbers[torch.randperm(len(numbers), device=device)]
     order = routing.sort(numbers, 4, tile.rows)
     x = quantize(torch.randn(len(numbers), depth, device=device).bfloat16(), fp8_scaling)
-    found = scaled_experts.product(x, order, weight, tile, torch.float32, of_tokens)
+    found = fp8_experts.product(x, order, weight, tile, torch.float32, of_tokens)
     for token, (place,) in enumerate(order.places.tolist()):
         row = x.dequantized()[token if of_tokens else place]
         assert error(found[place], weight[int(numbers[token])].dequantized() @ row) < 2e-3
@@ -353,12 +355,12 @@ def test_product_in_fp8(columns, depth, of_tokens, tile, fp8_scaling, device):
 
 def test_more_tiles_than_are_computed_side_by_side(device):
     """And no multiple of them: each is computed, and no other."""
-    weight, tile = stack_of(Fp8Scaling.ROWS, 8, 96, 64, device), scaled_experts.FEW
+    weight, tile = stack_of(Fp8Scaling.ROWS, 8, 96, 64, device), fp8_experts.FEW
     numbers = torch.rand(30, 8, device=device).argsort(1)[:, :2].int()
     order = routing.sort(numbers, 8, tile.rows)
     assert len(order.tiles) > GROUP and len(order.tiles) % GROUP
     x = quantize(torch.randn(30, 64, device=device).bfloat16(), Fp8Scaling.ROWS)
-    found = scaled_experts.product(x, order, weight, tile, torch.float32, of_tokens=True)
+    found = fp8_experts.product(x, order, weight, tile, torch.float32, of_tokens=True)
     expected = (
         torch.stack([weight[number].dequantized() for number in range(8)])[numbers.long()]
         @ x.dequantized()[:, None, :, None]
@@ -407,9 +409,9 @@ def test_what_is_nan_stays_with_its_token(device):
 def test_the_kinds_of_tiles_in_fp8(fp8_scaling):
     """Where scales are of blocks, they are as deep as a block, and lie within one."""
     weights = [stack_of(each, 1, 128, 128, torch.device("cpu")) for each in (Fp8Scaling.ROWS, fp8_scaling)]
-    found = [scaled_experts.tile_for(rows, *weights) for rows in (0.1, 0.3, 6, 7, 24, 25, 64, 65, 5000)]
+    found = [fp8_experts.tile_for(rows, *weights) for rows in (0.1, 0.3, 6, 7, 24, 25, 64, 65, 5000)]
     if fp8_scaling is Fp8Scaling.ROWS:
-        assert found[0] == scaled_experts.FEWEST and found[1] == scaled_experts.FEW
+        assert found[0] == fp8_experts.FEWEST and found[1] == fp8_experts.FEW
         assert [tile.rows for tile in found] == [16, 16, 16, 32, 32, 64, 64, 128, 128]
     else:
         assert [tile.rows for tile in found] == [16, 16, 16, 32, 32, 64, 64, 64, 64]

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.attention import TorchAttention
-from radixrt.worker.cuda import full_heads
-from radixrt.worker.cuda.chunks import Pages, Sequences
-from radixrt.worker.cuda.full_chunks import FullHeads, FullStep, _without_direct
-from radixrt.worker.cuda.full_heads import ALIGN
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.variants import Variant
-from radixrt.worker.cuda.work import Tiling, make_items, make_merges, sequence_tiles
-from radixrt.worker.kv import DTYPES, KVPool
-from radixrt.worker.model.deepseek_v2 import latent_decoder
-from radixrt.worker.model.latent import UpProjections
-from radixrt.worker.model.linear import HeadLinear
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.variants import Variant
+from radixrt.worker.cuda.attention.work import Tiling, make_items, make_merges, sequence_tiles
+from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.cuda.latent import full_heads
+from radixrt.worker.cuda.latent.full_chunks import FullHeads, FullStep, _without_direct
+from radixrt.worker.cuda.latent.full_heads import ALIGN
+from radixrt.worker.execution.attention import TorchAttention
+from radixrt.worker.execution.kv_pool import DTYPES, KVPool
+from radixrt.worker.model.families.deepseek_v2 import latent_decoder
+from radixrt.worker.model.layers.latent import UpProjections
+from radixrt.worker.model.layers.linear import HeadLinear
+from radixrt.worker.model.spec.spec import ModelSpec
 from tests.worker.cuda.test_kernels import error
 from tests.worker.pages import make_plan
 

@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from radixrt.worker.cuda import host_pool
-from radixrt.worker.cuda.host_pool import CudaHostPool, copy_rows
-from radixrt.worker.kv import KVPool, StatePool
-from radixrt.worker.model.mamba_spec import MambaSpec
+from radixrt.worker.cuda.host import host_pool
+from radixrt.worker.cuda.host.host_pool import CudaHostPool, copy_rows
+from radixrt.worker.execution.kv_pool import KVPool, StatePool
+from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.plan import Moves
 from tests.worker.cuda.streams import Device
 

@@ -8,13 +8,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from radixrt.worker.cuda import dequantizing, hopper_int4, int4, ops
-from radixrt.worker.cuda.products import of_hopper
+from radixrt.worker.cuda import ops
+from radixrt.worker.cuda.linear import dequant, hopper_int4, int4
+from radixrt.worker.cuda.linear.gemm import of_hopper
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.checkpoint import SafetensorsWeights, read_json
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.int4 import Int4, Int4Linear
-from radixrt.worker.model.ops import TorchOps
+from radixrt.worker.model.layers.int4 import Int4, Int4Linear
+from radixrt.worker.model.layers.ops import TorchOps
+from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
 
 TILES = int4.FEW, int4.SOME, int4.MANY, int4.WIDE, int4.LARGE
 KINDS = [(32, False), (32, True), (64, False), (64, True), (128, False), (128, True)]
@@ -48,18 +49,18 @@ def test_every_word_is_expanded_to_what_is_meant(size, has_zeros, half, device):
     for columns, depth in ((70, 256), (3, 3 * size)):
         weight = make(columns, depth, size, has_zeros, half, device)
         out = torch.full((columns - 2, depth), torch.nan, dtype=half, device=device)
-        dequantizing.dequantize(weight, out, 2)
+        dequant.dequantize(weight, out, 2)
         assert torch.equal(out, weight.dequantized()[2:])
 
 
 def test_a_kernel_that_dequantizes_is_found_again(half, device, monkeypatch):
     """By its cache, whichever rows of a weight it is launched for."""
     caches = []
-    monkeypatch.setattr(dequantizing, "launch", lambda kernel, grid, cache, *_, **__: caches.append(cache))
+    monkeypatch.setattr(dequant, "launch", lambda kernel, grid, cache, *_, **__: caches.append(cache))
     for depth in (256, 512):
         weight = make(130, depth, 64, True, half, device)
         for first in (0, 64):
-            dequantizing.dequantize(weight, torch.empty((64, depth), dtype=half, device=device), first)
+            dequant.dequantize(weight, torch.empty((64, depth), dtype=half, device=device), first)
     assert caches[0] is caches[1] and caches[2] is caches[3]
     assert not any(cache is None for cache in caches) and caches[0] is not caches[2]
 
@@ -185,15 +186,15 @@ def test_sums_are_always_added_in_the_same_order(half, device):
 
 
 def test_a_weight_is_dequantized_a_part_at_a_time(half, device, monkeypatch):
-    monkeypatch.setattr(dequantizing, "CHUNK", 50 * 256)
-    monkeypatch.setattr(dequantizing, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(dequant, "CHUNK", 50 * 256)
+    monkeypatch.setattr(dequant, "CHUNK_ROWS", 8)
     weight, (x, residual) = make(130, 256, 64, True, half, device), torch.randn(2, 70, 256, device=device).to(half)
     bias, residual = residual[0, :130].clone(), residual[:, :130].clone()
     expected = x.float() @ weight.dequantized().float().t() + bias.float()
     out = torch.empty_like(residual)
-    dequantizing.by_torch(x, weight, out, bias=bias)
+    dequant.by_torch(x, weight, out, bias=bias)
     assert error(out, expected) < 4e-3
-    dequantizing.by_torch(x, weight, residual.copy_(out), bias=bias, add=True)
+    dequant.by_torch(x, weight, residual.copy_(out), bias=bias, add=True)
     assert error(residual, 2 * expected) < 4e-3
 
 

@@ -10,21 +10,24 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.messages import Sampling
-from radixrt.worker import sample
-from radixrt.worker.attention import TorchAttention
-from radixrt.worker.cuda import attend, drawing, invariant, kernels, residuals, variants
-from radixrt.worker.cuda.attend import Scratch
-from radixrt.worker.cuda.rounding import quantize
-from radixrt.worker.cuda.sinks import add_sinks
-from radixrt.worker.cuda.variants import Shape, Variant, tiling
-from radixrt.worker.cuda.work import make_items, make_merges, sequence_tiles
-from radixrt.worker.kv import DTYPES, KVPool
-from radixrt.worker.mixed_pool import MixedKVPool
-from radixrt.worker.model.layers import Heads, NoNorm, Norm
-from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import Fp8Activations, Fp8Scaling
-from radixrt.worker.model.spec import LayerSpec
-from radixrt.worker.sample import SamplingMetadata
+from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention.attend import Scratch
+from radixrt.worker.cuda.attention.sinks import add_sinks
+from radixrt.worker.cuda.attention.variants import Shape, Variant, tiling
+from radixrt.worker.cuda.attention.work import make_items, make_merges, sequence_tiles
+from radixrt.worker.cuda.elementwise import kernels, residuals
+from radixrt.worker.cuda.linear import invariant
+from radixrt.worker.cuda.linear.quantize_activations import quantize
+from radixrt.worker.cuda.sampling import sampling_kernels
+from radixrt.worker.execution import sampler
+from radixrt.worker.execution.attention import TorchAttention
+from radixrt.worker.execution.kv_pool import DTYPES, KVPool
+from radixrt.worker.execution.mixed_pool import MixedKVPool
+from radixrt.worker.execution.sampler import SamplingMetadata
+from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling
+from radixrt.worker.model.layers.layers import Heads, NoNorm, Norm
+from radixrt.worker.model.layers.ops import TorchOps
+from radixrt.worker.model.spec.spec import LayerSpec
 from tests.worker.pages import make_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
@@ -38,10 +41,10 @@ def test_another_gluon_is_done_without(monkeypatch):
     """Whatever the GPU is, and whatever of it is elsewhere in another version."""
     from triton.experimental.gluon import language
 
-    name = "radixrt.worker.cuda.hopper"
+    name = "radixrt.worker.cuda.attention.hopper"
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("radixrt.worker.cuda.hopper", raising=False)
+    monkeypatch.delattr("radixrt.worker.cuda.attention.hopper", raising=False)
     monkeypatch.delattr(language, "shared_memory_descriptor")
     found = variants.find_specialised(Shape(8, 2, 128, 1), torch.float8_e4m3fn, torch.bfloat16, torch.device("cuda"))
     assert found is None
@@ -234,8 +237,10 @@ def test_samples_is_that_of_the_reference(device):
     metadata = SamplingMetadata.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
     logits = 4 * torch.randn(9, 5000, device=device)
     rows = torch.tensor([8, 0, 3, 3, 1, 5], dtype=torch.int32, device=device)
-    expected = sample.sample_tokens(logits[rows.long()], metadata)
-    assert drawing.sample_tokens(logits, rows, metadata.temperature, metadata.keys).tolist() == expected.tolist()
+    expected = sampler.sample_tokens(logits[rows.long()], metadata)
+    assert (
+        sampling_kernels.sample_tokens(logits, rows, metadata.temperature, metadata.keys).tolist() == expected.tolist()
+    )
 
 
 @pytest.mark.parametrize("vocab", [31, 5000])
@@ -243,9 +248,9 @@ def test_a_samples_of_nan_is_a_token_that_there_is(vocab, device):
     logits = torch.randn(3, vocab, device=device)
     ones, keys = torch.ones(3, 1, device=device), torch.arange(3, device=device)[:, None]
     rows = torch.arange(3, dtype=torch.int32, device=device)
-    fine = drawing.sample_tokens(logits, rows, ones, keys)
+    fine = sampling_kernels.sample_tokens(logits, rows, ones, keys)
     logits[0], logits[1] = torch.nan, -torch.inf
-    found = drawing.sample_tokens(logits, rows, ones, keys)
+    found = sampling_kernels.sample_tokens(logits, rows, ones, keys)
     assert found[2] == fine[2]
     assert ((found >= 0) & (found < vocab)).all()
 
@@ -257,7 +262,7 @@ def test_largest(vocab, device):
     logits[2, 5], logits[3] = torch.nan, torch.nan
     logits[4], logits[5, 7], logits[6, 8] = -torch.inf, torch.inf, -torch.inf
     logits[7, vocab - 1] = 99.0
-    found = drawing.largest(logits)
+    found = sampling_kernels.largest(logits)
     assert found.dtype == torch.int32
     assert found[:9].tolist() == [1, 1, 0, 0, 0, 0, 1, 1, 1]
     peaks, best = logits.max(-1)
@@ -266,8 +271,8 @@ def test_largest(vocab, device):
     best[1] = 3
     assert found[9:][right].tolist() == best[right].tolist()
     assert (found[9:] >= 0).all() and (found[9:] < vocab).all()
-    assert drawing.largest(logits[:0]).tolist() == []
-    assert drawing.largest(logits[2:4, : vocab - 1])[2:].max() < vocab
+    assert sampling_kernels.largest(logits[:0]).tolist() == []
+    assert sampling_kernels.largest(logits[2:4, : vocab - 1])[2:].max() < vocab
 
 
 class InTurn:
@@ -295,8 +300,8 @@ def test_largest_of_all_ranks(vocab, device):
             ids = range(rank * width, min(vocab, rank * width + width))
             own = torch.full((7, width), 1e9, device=device)
             own[:, : len(ids)] = logits[:, ids.start : ids.stop]
-            found = drawing.largest(own, ids, group)
-    expected = drawing.largest(logits)
+            found = sampling_kernels.largest(own, ids, group)
+    expected = sampling_kernels.largest(logits)
     assert found[:7].tolist() == expected[:7].tolist() == [1, 1, 0, 0, 0, 1, 1]
     assert found[7:][[0, 1, 5, 6]].tolist() == expected[7:][[0, 1, 5, 6]].tolist()
     assert int(found[8]) == 3
@@ -310,7 +315,7 @@ def test_mask(vocab, device):
     bits = np.packbits(allowed.cpu().numpy(), axis=1, bitorder="little").view(np.int32)
     expected = logits.clone()
     expected[rows] = expected[rows].masked_fill(~allowed[:, :vocab], -torch.inf)
-    drawing.mask(logits, rows, torch.from_numpy(bits).to(device))
+    sampling_kernels.mask(logits, rows, torch.from_numpy(bits).to(device))
     assert torch.equal(logits, expected)
 
 

@@ -9,19 +9,22 @@ import torch
 import triton
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.attention import TorchAttention
-from radixrt.worker.choices import look_up
-from radixrt.worker.cuda import attend, invariant, latent, routing, variants
-from radixrt.worker.cuda.attend import Scratch
-from radixrt.worker.cuda.chunks import Pages
+from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention.attend import Scratch
+from radixrt.worker.cuda.attention.chunks import Pages
+from radixrt.worker.cuda.attention.variants import Shape, Variant, tiling
+from radixrt.worker.cuda.attention.work import Items, make_items, make_merges, sequence_tiles
+from radixrt.worker.cuda.latent import latent
+from radixrt.worker.cuda.linear import invariant
 from radixrt.worker.cuda.loading import find_flashinfer
-from radixrt.worker.cuda.variants import Shape, Variant, tiling
-from radixrt.worker.cuda.work import Items, make_items, make_merges, sequence_tiles
-from radixrt.worker.kv import DTYPES, KVPool
-from radixrt.worker.model.expert_spec import Routing
-from radixrt.worker.model.latent import LatentHeads, UpProjections
-from radixrt.worker.model.linear import HeadLinear, Linear
-from radixrt.worker.model.moe import Experts
+from radixrt.worker.cuda.moe import routing
+from radixrt.worker.execution.attention import TorchAttention
+from radixrt.worker.execution.kv_pool import DTYPES, KVPool
+from radixrt.worker.load.options import look_up
+from radixrt.worker.model.layers.latent import LatentHeads, UpProjections
+from radixrt.worker.model.layers.linear import HeadLinear, Linear
+from radixrt.worker.model.layers.moe import Experts
+from radixrt.worker.model.spec.expert_spec import Routing
 from tests.checkpoints import make_model
 from tests.worker.cuda.test_kernels import SEQUENCES, error
 from tests.worker.pages import make_plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from radixrt.worker.cuda import launching
+from radixrt.worker.cuda.elementwise import launching
 
 
 class Kernel:

@@ -8,10 +8,12 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker import choices, loading
-from radixrt.worker.cuda import lora, ops
+from radixrt.worker.cuda import ops
+from radixrt.worker.cuda.linear import lora
 from radixrt.worker.cuda.runner import CudaRunner
-from radixrt.worker.model.lora import Rows, Stack, add_by_adapter
+from radixrt.worker.load import options
+from radixrt.worker.load import runner as loading
+from radixrt.worker.model.lora.lora import Rows, Stack, add_by_adapter
 from tests.adapters import make_adapter
 from tests.worker.cuda.test_runner import INDEXED, LAST_LINEAR, LINEAR, SIZES
 from tests.worker.engine import Engine, prompts
@@ -135,7 +137,7 @@ def runners(folder, family: str, device, exact: bool = False, **sizes):
             lora_modules=tuple(f"a{number}={path}" for number, path in enumerate(adapters)), max_mamba_cache_size=60,
         )
     )  # fmt: skip
-    loaded = choices.look_up(config)
+    loaded = options.look_up(config)
     pool, states = loading.make_pool(loaded, 1201, 1), loading.make_states(config, loaded)
     model = loading.load_model(config, loaded, exact, ops=ops)
     return loading.make_runner(config, loaded), CudaRunner(

@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.cuda import convolutions, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda.cutting import TOKENS, Cut, Runs
-from radixrt.worker.cuda.delta import LayerStates
-from radixrt.worker.cuda.delta_step import DeltaStep
-from radixrt.worker.cuda.mamba import MambaInputs
-from radixrt.worker.kv import StatePool
-from radixrt.worker.model.delta import short_conv
-from radixrt.worker.model.delta_net import Recurrence
-from radixrt.worker.model.delta_spec import DeltaSpec, ShortConvSpec
-from radixrt.worker.model.mamba import gated, state_space
-from radixrt.worker.model.mamba_mixer import Mamba
-from radixrt.worker.model.mamba_spec import MambaSpec
-from radixrt.worker.model.sharding import Shard
+from radixrt.worker.cuda.recurrent import convolutions, delta_step, mamba, mamba_chunks
+from radixrt.worker.cuda.recurrent.cutting import TOKENS, Cut, Runs
+from radixrt.worker.cuda.recurrent.delta import LayerStates
+from radixrt.worker.cuda.recurrent.delta_step import DeltaStep
+from radixrt.worker.cuda.recurrent.mamba import MambaInputs
+from radixrt.worker.execution.kv_pool import StatePool
+from radixrt.worker.model.layers.recurrent.delta import short_conv
+from radixrt.worker.model.layers.recurrent.delta_net import Recurrence
+from radixrt.worker.model.layers.recurrent.mamba import gated, state_space
+from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
+from radixrt.worker.model.parallel.sharding import Shard
+from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
+from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from tests.interpreter import slow_without_gpu
 from tests.worker.cuda import recurrent
 from tests.worker.cuda.recurrent import BOUNDS, DRAFTED, FEW_TOKENS, SLOTS, assert_alike, limit, parts_of

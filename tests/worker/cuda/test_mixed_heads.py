@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixrt.worker.cuda import mixed_append, variants
-from radixrt.worker.cuda.variants import Shape
-from radixrt.worker.kv import DTYPES
-from radixrt.worker.mixed_pool import MixedKVPool
-from radixrt.worker.model.mixed_heads import MixedHeads, MixedNorms
-from radixrt.worker.model.norms import HeadNorm
-from radixrt.worker.model.spec import LayerSpec
+from radixrt.worker.cuda.attention import mixed_append, variants
+from radixrt.worker.cuda.attention.variants import Shape
+from radixrt.worker.execution.kv_pool import DTYPES
+from radixrt.worker.execution.mixed_pool import MixedKVPool
+from radixrt.worker.model.layers.mixed_heads import MixedHeads, MixedNorms
+from radixrt.worker.model.layers.norms import HeadNorm
+from radixrt.worker.model.spec.spec import LayerSpec
 from tests.worker.cuda.test_kernels import error
 
 EPS, HEADS = 1e-5, 10

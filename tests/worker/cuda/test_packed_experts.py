@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.cuda import experts as fused
-from radixrt.worker.cuda import packed_experts, products, routing
-from radixrt.worker.cuda.int4 import fitting_stages
-from radixrt.worker.model.int4 import Int4
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts
-from radixrt.worker.model.mxfp4 import BLOCK, PackedStack
-from radixrt.worker.model.ops import TorchOps
+from radixrt.worker.cuda.linear import gemm
+from radixrt.worker.cuda.linear.int4 import fitting_stages
+from radixrt.worker.cuda.moe import experts as fused
+from radixrt.worker.cuda.moe import packed_experts, routing
+from radixrt.worker.model.layers.int4 import Int4
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.moe import Experts
+from radixrt.worker.model.layers.mxfp4 import BLOCK, PackedStack
+from radixrt.worker.model.layers.ops import TorchOps
 
 TILES = packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST
 
@@ -132,7 +133,7 @@ def test_splits_of_products(splits, activation, device):
         packed_experts.product(x, order, stack, tile, activation, bias, splits=n).float() for n in (1, splits)
     )
     assert error(found, expected) < (1e-5 if device.type == "cpu" else 1e-2)
-    assert not products.split_counts(x.device).any()
+    assert not gemm.split_counts(x.device).any()
 
 
 @pytest.mark.parametrize("pair", TILES)
@@ -213,7 +214,7 @@ def test_many_rows_on_hopper(rows, hidden, inner, before, changes, device, monke
 
 
 def test_kinds_of_tiles_on_hopper():
-    hopper = pytest.importorskip("radixrt.worker.cuda.hopper_packed_experts")
+    hopper = pytest.importorskip("radixrt.worker.cuda.moe.hopper_packed_experts")
     assert {hopper.kind_for(rows).rows for rows in (64, 128)} == {128}
     assert {hopper.kind_for(rows).rows for rows in (129, 5000)} == {256}
     assert hopper.fits(2880, 1440) and not hopper.fits(2880, 1444)

@@ -11,8 +11,7 @@ import torch
 
 from bench.shapes import SHAPES
 from radixrt.config import WorkerConfig
-from radixrt.worker.cuda.loading import graph_tokens
-from radixrt.worker.cuda.pieces import (
+from radixrt.worker.cuda.graphs.piecewise_graphs import (
     INPUTS_COPIES,
     MIN_GRAPH_TOKENS,
     SIZES,
@@ -22,8 +21,9 @@ from radixrt.worker.cuda.pieces import (
     most_tokens,
     sizes_up_to,
 )
+from radixrt.worker.cuda.loading import graph_tokens
 from radixrt.worker.model import read_spec
-from radixrt.worker.model.spec import ModelSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 from tests.worker.cuda.test_runner import runners
 from tests.worker.families import make_model
 

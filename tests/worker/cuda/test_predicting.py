@@ -9,12 +9,12 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker import choices, loading
 from radixrt.worker.cuda import ops
-from radixrt.worker.cuda.predicting import PackedRequests, _accept_kernel, _place_kernel
+from radixrt.worker.cuda.attention.work import FIELDS
+from radixrt.worker.cuda.elementwise.staging import Packer
 from radixrt.worker.cuda.runner import CudaRunner
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.work import FIELDS
+from radixrt.worker.cuda.sampling.mtp import PackedRequests, _accept_kernel, _place_kernel
+from radixrt.worker.load import options, runner
 from radixrt.worker.plan import Draft, Plan
 from tests.interpreter import slow_without_gpu
 from tests.worker.cuda.test_runner import LINEAR, SIZES
@@ -50,12 +50,12 @@ def runners(folder, page_size: int = 1, tokens: int = 600, kv: str = "auto"):
         kv_cache_dtype=kv,
     )  # fmt: skip
     config = resolve(config)
-    loaded = choices.look_up(config)
-    model, states = loading.load_model(config, loaded, ops=ops), loading.make_states(config, loaded)
-    pool = loading.make_pool(loaded, tokens // page_size + 1, page_size)
-    pool.scales = loading.load_scales(config, loaded, model)
+    loaded = options.look_up(config)
+    model, states = runner.load_model(config, loaded, ops=ops), runner.make_states(config, loaded)
+    pool = runner.make_pool(loaded, tokens // page_size + 1, page_size)
+    pool.scales = runner.load_scales(config, loaded, model)
     fast = CudaRunner(model, pool, page_size, rows=6, eos_ids=loaded.eos_ids, num_sms=4, states=states)
-    return loading.make_runner(config, loaded), fast
+    return runner.make_runner(config, loaded), fast
 
 
 @pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 8])

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from radixrt.worker.cuda import invariant, ops, products, scaled
-from radixrt.worker.cuda.products import (
+from radixrt.worker.cuda import ops
+from radixrt.worker.cuda.linear import fp8, gemm, invariant
+from radixrt.worker.cuda.linear.gemm import (
     AT_ONCE,
     Tile,
     blocks_at_once,
@@ -19,10 +20,10 @@ from radixrt.worker.cuda.products import (
     streaming,
     tile_for,
 )
-from radixrt.worker.cuda.rounding import quantize
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.scaled import BLOCK, Fp8Scaling, Fp8Weight
+from radixrt.worker.cuda.linear.quantize_activations import quantize
+from radixrt.worker.model.layers.fp8 import BLOCK, Fp8Scaling, Fp8Weight
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.ops import TorchOps
 
 SMALL, LARGE = 101_376, 232_448
 """Bytes of shared memory of a program: compute capabilities 8.9 and 9.0."""
@@ -75,26 +76,26 @@ def test_splits_of_a_product(rows, columns, depth, splits, half, device):
         wide = torch.full((rows, columns), torch.nan, device=device)
         multiply(x, weight, wide, tile, splits=splits)
         assert error(wide, expected) < 1e-5
-        assert not products.split_counts(x.device).any()
+        assert not gemm.split_counts(x.device).any()
 
 
 def test_nothing_behind_a_row_is_asked_for(monkeypatch):
     found = []
-    monkeypatch.setattr(products, "launch", lambda kernel, grid, again, *args, **options: found.append(args))
-    names = products._product_kernel.arg_names
+    monkeypatch.setattr(gemm, "launch", lambda kernel, grid, again, *args, **options: found.append(args))
+    names = gemm._product_kernel.arg_names
     for depth in (32, 96, 128, 1024):
         x, weight = torch.zeros(2, depth, dtype=torch.bfloat16), torch.zeros(64, depth, dtype=torch.bfloat16)
         multiply(x, weight, torch.zeros(2, 64), streaming(16, 64, 2, CPU))
         ahead = found[-1][names.index("AHEAD")]
-        assert ahead <= 2 * depth and ahead in (0, products.AHEAD)
-    assert ahead == products.AHEAD
+        assert ahead <= 2 * depth and ahead in (0, gemm.AHEAD)
+    assert ahead == gemm.AHEAD
 
 
 def test_what_is_launched_again(monkeypatch):
     """Of the same kinds alone, and aligned."""
     found = []
-    monkeypatch.setattr(products, "_kernel_caches", {})
-    monkeypatch.setattr(products, "launch", lambda kernel, grid, again, *args, **options: found.append(again))
+    monkeypatch.setattr(gemm, "_kernel_caches", {})
+    monkeypatch.setattr(gemm, "launch", lambda kernel, grid, again, *args, **options: found.append(again))
     tile = streaming(16, 64, 2, CPU)
 
     def again(rows=2, columns=64, depth=128, half=torch.bfloat16, wide=torch.bfloat16, bias=None, add=False, first=0):
@@ -131,7 +132,7 @@ def test_stages_fit():
 
 
 def test_a_program_alone_on_a_multiprocessor_streams_deeper(monkeypatch):
-    monkeypatch.setattr(products, "num_sms", lambda device: 100)
+    monkeypatch.setattr(gemm, "num_sms", lambda device: 100)
     assert streaming(16, 6400, 2, CPU) == Tile(16, 64, 128, 4, 8)
     assert streaming(32, 6401, 2, CPU) == Tile(32, 64, 128, 4, 4)
     assert streaming(16, 6400, 1, CPU) == Tile(16, 64, 256, 4, 8)
@@ -140,7 +141,7 @@ def test_a_program_alone_on_a_multiprocessor_streams_deeper(monkeypatch):
 @pytest.fixture
 def hopper(monkeypatch):
     tile_for.cache_clear()
-    monkeypatch.setattr(products, "of_hopper", lambda device: True)
+    monkeypatch.setattr(gemm, "of_hopper", lambda device: True)
     yield
     tile_for.cache_clear()
 
@@ -154,7 +155,7 @@ def test_which_products(monkeypatch):
     assert tile_for(1, 2048, 4096, CPU).stages == 8 and tile_for(1, 128, 2048, CPU).stages == 4
     assert tile_for(1, 5120, 2880, CPU) and tile_for(1, 4096, 64, CPU)
     tile_for.cache_clear()
-    monkeypatch.setattr(products, "of_hopper", lambda device: False)
+    monkeypatch.setattr(gemm, "of_hopper", lambda device: False)
     assert tile_for(1, 4096, 4096, CPU) is None
 
 
@@ -167,10 +168,10 @@ def test_how_many_splits(columns, depth, splits):
 
 
 def test_nowhere_but_on_hopper(monkeypatch):
-    assert not products.of_hopper.__wrapped__(CPU)
+    assert not gemm.of_hopper.__wrapped__(CPU)
     for capability in ((8, 0), (9, 0), (10, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert products.of_hopper.__wrapped__(torch.device("cuda")) is (capability == (9, 0))
+        assert gemm.of_hopper.__wrapped__(torch.device("cuda")) is (capability == (9, 0))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -197,7 +198,7 @@ def test_what_is_left_to_torch(half, device):
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_take_them(bias, half, device, monkeypatch):
     taken = []
-    monkeypatch.setattr(products, "multiply", lambda *args, **more: (taken.append(more), multiply(*args, **more)))
+    monkeypatch.setattr(gemm, "multiply", lambda *args, **more: (taken.append(more), multiply(*args, **more)))
     x, weight = (torch.randn(n, 128, device=device).to(half) for n in (3, 72))
     linear = Linear(weight, torch.randn(72, device=device).to(half) if bias else None, ops=ops)
     expected = x.float() @ weight.float().t() + (linear.bias.float() if bias else 0)
@@ -230,8 +231,8 @@ WITHOUT = """
 import sys
 sys.modules["triton"] = None
 import torch
-from radixrt.worker.model.ops import TorchOps
-from radixrt.worker.model.linear import Linear
+from radixrt.worker.model.layers.ops import TorchOps
+from radixrt.worker.model.layers.linear import Linear
 
 x, weight = torch.randn(3, 128), torch.randn(72, 128)
 for ops in (None, TorchOps()):
@@ -252,7 +253,7 @@ def test_on_the_device_at_hand(columns, depth, bias, device):
         found = linear(x)
         assert error(found, expected) < 4e-3 and torch.equal(linear(x), found)
         taken = ops.small_linear(x, weight, linear.bias)
-        assert (taken is not None) == (products.of_hopper(device) and rows <= 32)
+        assert (taken is not None) == (gemm.of_hopper(device) and rows <= 32)
 
 
 @ON_GPU
@@ -276,8 +277,8 @@ def test_sums_of_fp8_are_as_far_as_those_of_torch(rows, device):
     weight, known = Fp8Weight.of(wide), quantize(x.bfloat16(), Fp8Scaling.ROWS)
     expected = known.dequantized() @ weight.dequantized().t()
     out = torch.empty(rows, 4096, dtype=torch.bfloat16, device=device)
-    scaled.product(known, weight, None, out, scaled.tile_for(rows, weight))
-    ours, torchs = error(out, expected), error(scaled._by_torch(known, weight, None, torch.bfloat16), expected)
+    fp8.product(known, weight, None, out, fp8.tile_for(rows, weight))
+    ours, torchs = error(out, expected), error(fp8._by_torch(known, weight, None, torch.bfloat16), expected)
     assert ours < 1.2 * torchs + 1e-4, (ours, torchs)
 
 
@@ -286,7 +287,7 @@ def test_sums_of_fp8_are_as_far_as_those_of_torch(rows, device):
 @pytest.mark.parametrize(("rows", "inner", "hidden"), [(8448, 256, 128), (8400, 264, 200), (5000, 1096, 520)])
 def test_gated_on_hopper(rows, inner, hidden, activation, device):
     """Whole tiles and parts of them, as many as there are multiprocessors and more; the same each time."""
-    if not products.of_hopper(device):
+    if not gemm.of_hopper(device):
         pytest.skip("no GPU of Hopper")
     x = torch.randn(rows, hidden, device=device).bfloat16()
     weight = torch.randn(2 * inner, hidden, device=device).bfloat16()
@@ -306,20 +307,20 @@ def test_gated_is_for_many_whole_rows_in_bfloat16(monkeypatch):
         def product(x, weight, activation):
             return activation
 
-    monkeypatch.setattr(products, "of_hopper", lambda device: True)
-    monkeypatch.setattr(products, "_hopper_gated", lambda device: Kernel)
-    x, weight = torch.zeros(products.MIN_GATED_ROWS, 64).bfloat16(), torch.zeros(2 * 2112, 64).bfloat16()
-    assert products.gated_linear(x, weight, "silu") == "silu"
-    assert products.gated_linear(x[1:], weight, "silu") is None
-    assert products.gated_linear(x.half(), weight.half(), "silu") is None
-    assert products.gated_linear(x.float(), weight, "silu") is None
-    assert products.gated_linear(x[:, :63].contiguous(), weight[:, :63].contiguous(), "silu") is None
-    assert products.gated_linear(x, weight[8:], "silu") is None
-    assert products.gated_linear(x, weight.t().contiguous().t(), "silu") is None
-    monkeypatch.setattr(products, "gates", lambda *sizes: False)
-    assert products.gated_linear(x, weight, "silu") is None
+    monkeypatch.setattr(gemm, "of_hopper", lambda device: True)
+    monkeypatch.setattr(gemm, "_hopper_gated", lambda device: Kernel)
+    x, weight = torch.zeros(gemm.MIN_GATED_ROWS, 64).bfloat16(), torch.zeros(2 * 2112, 64).bfloat16()
+    assert gemm.gated_linear(x, weight, "silu") == "silu"
+    assert gemm.gated_linear(x[1:], weight, "silu") is None
+    assert gemm.gated_linear(x.half(), weight.half(), "silu") is None
+    assert gemm.gated_linear(x.float(), weight, "silu") is None
+    assert gemm.gated_linear(x[:, :63].contiguous(), weight[:, :63].contiguous(), "silu") is None
+    assert gemm.gated_linear(x, weight[8:], "silu") is None
+    assert gemm.gated_linear(x, weight.t().contiguous().t(), "silu") is None
+    monkeypatch.setattr(gemm, "gates", lambda *sizes: False)
+    assert gemm.gated_linear(x, weight, "silu") is None
     monkeypatch.undo()
-    assert products.gated_linear(x, weight, "silu") is None, "no GPU of Hopper"
+    assert gemm.gated_linear(x, weight, "silu") is None, "no GPU of Hopper"
 
 
 @pytest.mark.parametrize(
@@ -337,4 +338,4 @@ def test_gated_is_for_many_whole_rows_in_bfloat16(monkeypatch):
 )
 def test_where_one_kernel_is_worth_it(rows, inner, depth, worth):
     """By how full the last turn of the programs is, and how much of a product the gate takes."""
-    assert products.gates(rows, inner, depth, 132) is worth
+    assert gemm.gates(rows, inner, depth, 132) is worth

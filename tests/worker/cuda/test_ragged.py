@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.attention import TorchAttention
-from radixrt.worker.choices import look_up
-from radixrt.worker.cuda import attend
-from radixrt.worker.cuda.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention import attend
+from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.ragged import FlashInfer, RaggedStep
+from radixrt.worker.cuda.attention.variants import Shape
+from radixrt.worker.cuda.elementwise.staging import Packer
 from radixrt.worker.cuda.loading import find_flashinfer
-from radixrt.worker.cuda.ragged import FlashInfer, RaggedStep
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.variants import Shape
-from radixrt.worker.kv import KVPool
+from radixrt.worker.execution.attention import TorchAttention
+from radixrt.worker.execution.kv_pool import KVPool
+from radixrt.worker.load.options import look_up
 from tests.worker.cuda.forest import CPU
 from tests.worker.cuda.ragged import PlainFlashInfer
 from tests.worker.families import make_model
@@ -63,7 +63,9 @@ def test_what_merges_parts_is_compiled_when_it_is_tried_out(with_sinks, monkeypa
     monkeypatch.setattr(
         attend, "merge", lambda partials, merges, *_, sinks: merged.append((partials, merges, sinks is not None))
     )
-    monkeypatch.setattr("radixrt.worker.cuda.ragged.add_sinks", lambda out, lse, sinks: added.append(out.dtype))
+    monkeypatch.setattr(
+        "radixrt.worker.cuda.attention.ragged.add_sinks", lambda out, lse, sinks: added.append(out.dtype)
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(FlashInfer, "wrapper", lambda *_: SimpleNamespace(run=lambda *_, out: None))
     monkeypatch.setattr(FlashInfer, "plan", lambda *_: None)

@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from radixrt.worker.cuda import experts as fused
-from radixrt.worker.cuda import products, router, routing
-from radixrt.worker.model.expert_spec import Routing
-from radixrt.worker.model.linear import Linear
-from radixrt.worker.model.moe import Experts
+from radixrt.worker.cuda.linear import gemm
+from radixrt.worker.cuda.moe import experts as fused
+from radixrt.worker.cuda.moe import router, routing
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.moe import Experts
+from radixrt.worker.model.spec.expert_spec import Routing
 
 DEEPSEEK = Routing(sigmoid=True, groups=4, kept_groups=2, factor=2.5, float32_logits=True)
 KINDS = [Routing(), Routing(biased=True, min_weight_sum=0.1), DEEPSEEK, Routing(jitter=0.01)]
@@ -49,7 +50,7 @@ def test_what_is_begun(count, hidden, biased, kind, device):
         assert torch.allclose(weights.float(), expected.float(), atol=4e-3)
         for name in ("places", "tokens", "tiles", "experts"):
             assert torch.equal(getattr(order, name), getattr(known, name)), name
-        assert order.ends is None and not products.split_counts(x.device).any()
+        assert order.ends is None and not gemm.split_counts(x.device).any()
 
 
 def test_a_layer_takes_it(device, monkeypatch):

@@ -13,21 +13,23 @@ from torch.nn import functional as F
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
-from radixrt.worker import choices, loading
-from radixrt.worker.cuda import ops, segments, variants
-from radixrt.worker.cuda.chunk_plan import FlashInferOrTriton
-from radixrt.worker.cuda.chunks import Sequences
-from radixrt.worker.cuda.decode_graphs import graph_sizes
-from radixrt.worker.cuda.full_chunks import FullHeads, FullStep
+from radixrt.worker.cuda import ops
+from radixrt.worker.cuda.attention import segments, variants
+from radixrt.worker.cuda.attention.chunk_plan import FlashInferOrTriton
+from radixrt.worker.cuda.attention.chunks import Sequences
+from radixrt.worker.cuda.attention.variants import Shape, Variant
+from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.cuda.graphs.decode_graphs import graph_sizes
+from radixrt.worker.cuda.latent.full_chunks import FullHeads, FullStep
 from radixrt.worker.cuda.runner import CudaRunner
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.variants import Shape, Variant
-from radixrt.worker.grammar import Grammars
-from radixrt.worker.host_pool import HostPool
-from radixrt.worker.matching import Matcher
+from radixrt.worker.execution.host_pool import HostPool
+from radixrt.worker.execution.prefix_sharing import Cost
+from radixrt.worker.load import options
+from radixrt.worker.load import runner as loading
 from radixrt.worker.plan import Moves
-from radixrt.worker.sharing import Cost
-from radixrt.worker.vocabulary import Vocabulary
+from radixrt.worker.structured.compile import Grammars
+from radixrt.worker.structured.matcher import Matcher
+from radixrt.worker.structured.vocabulary import Vocabulary
 from tests.interpreter import slow_without_gpu
 from tests.worker.cuda.ragged import PlainFlashInfer
 from tests.worker.engine import Engine, prompts
@@ -147,7 +149,7 @@ def runners(
     full heads, of which the workspace holds some; `states`: so many recurrent states."""
     sizes = {"max_total_tokens": tokens, "page_size": page_size, "max_mamba_cache_size": states}
     config = resolve(WorkerConfig(model=str(folder), device="cpu", **sizes))
-    loaded = choices.look_up(config)
+    loaded = options.look_up(config)
     plain = loading.make_runner(config, loaded)
     model = loading.load_model(config, loaded, exact, ops=ops)
     pool = loading.make_pool(loaded, tokens // page_size + 1, page_size)
@@ -227,9 +229,9 @@ class Late(HostPool):
 def test_states_come_back_before_they_are_read(tmp_path, monkeypatch):
     """A step in which other requests decode does not wait for them; the device has room for two of three requests."""
     for name, value in (
-        ("branching.MIN_CHECKPOINT_TOKENS", 2),
-        ("branching.TAIL", 2),
-        ("scheduler.MIN_FETCHED_TOKENS", 1),
+        ("cache.state_checkpoints.MIN_CHECKPOINT_TOKENS", 2),
+        ("cache.state_checkpoints.TAIL", 2),
+        ("scheduler.scheduler.MIN_FETCHED_TOKENS", 1),
     ):
         monkeypatch.setattr(f"radixrt.worker.{name}", value)
     layers = {"num_hidden_layers": 3, "layer_types": [*["linear_attention"] * 2, "full_attention"]}
@@ -342,10 +344,11 @@ def test_what_tokens_decide_on_is_sampled_when_they_are_known(folder):
 def test_what_is_shared_may_go_to_flashinfer(folder, monkeypatch):
     """Tails and decodes under one shared prefix, long chunks alone: the same tokens as plainly computed."""
     for name, value in (
-        ("segments.SHORTEST_PART", 8), ("segments.PART_COST", 2), ("decodes.LARGE", 40), ("decodes.SLOWER", 1 << 20),
+        ("segments.SHORTEST_PART", 8), ("segments.PART_COST", 2),
+        ("decodes.LARGE", 40), ("decodes.SLOWER", 1 << 20),
         ("chunk_plan.FlashInferOrTriton", partial(FlashInferOrTriton, queries=12, shared=1)),
     ):  # fmt: skip
-        monkeypatch.setattr(f"radixrt.worker.cuda.{name}", value)
+        monkeypatch.setattr(f"radixrt.worker.cuda.attention.{name}", value)
     monkeypatch.setattr(segments, "Cost", lambda key_bytes, partial_bytes, tile: Cost(key_bytes, 1, tile))
     trunk = prompts(1, 30, 30, vocab_size=128)[0]
     asked = [trunk] + [trunk + p for p in prompts(5, 6, 20, vocab_size=128, seed=1)]
@@ -377,7 +380,7 @@ class SomeByFullHeads:
 def test_latent_attention_by_full_heads(folder, monkeypatch):
     """Long chunks so, short ones and decodes of the same step absorbed: the same tokens and scores as plainly computed,
     cold and warm; not where results are exact."""
-    monkeypatch.setattr("radixrt.worker.cuda.chunk_plan.FullOrAbsorbed", SomeByFullHeads)
+    monkeypatch.setattr("radixrt.worker.cuda.attention.chunk_plan.FullOrAbsorbed", SomeByFullHeads)
     steps: list[tuple[int, int]] = []
     run = FullStep.run
 
@@ -429,8 +432,8 @@ def test_latent_attention_by_full_heads(folder, monkeypatch):
 def test_exact_attention_does_not_depend_on_the_batch(folder, monkeypatch):
     """Cold and alone, in one chunk; in a batch, in small chunks; warm: the same logits to the last bit, if products are
     (here by one row at a time). Of partial results there is room for those of a few tiles."""
-    monkeypatch.setattr("radixrt.worker.cuda.layer_kinds.EXACT_PART", 16)
-    monkeypatch.setattr("radixrt.worker.cuda.chunks.HELD_BYTES", 1 << 12)
+    monkeypatch.setattr("radixrt.worker.cuda.attention.attention_groups.EXACT_PART", 16)
+    monkeypatch.setattr("radixrt.worker.cuda.attention.chunks.HELD_BYTES", 1 << 12)
 
     def linear(x, w, b=None):
         return (torch.stack([w @ row for row in x]) if len(x) else x @ w.t()) + (0 if b is None else b)

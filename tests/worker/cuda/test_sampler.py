@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.cuda.sampler import CudaSampler, _kept, find_thresholds
+from radixrt.worker.cuda.sampling.sampler import CudaSampler, _kept, find_thresholds
+from radixrt.worker.execution.sampler import Ahead, SamplingMetadata, TorchSampler
 from radixrt.worker.request import Request
-from radixrt.worker.sample import Ahead, SamplingMetadata, TorchSampler
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
 

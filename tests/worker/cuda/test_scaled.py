@@ -8,12 +8,14 @@ import dataclasses
 import pytest
 import torch
 
-from radixrt.worker.cuda import kernels, ops, scaled
-from radixrt.worker.cuda.products import streaming
-from radixrt.worker.cuda.rounding import padded, quantize
-from radixrt.worker.cuda.scaled import product, tile_for
-from radixrt.worker.model.ops import Ops, TorchOps
-from radixrt.worker.model.scaled import BLOCK, FP8, LIMIT, Fp8Scaling, Fp8Weight, quantize_activations
+from radixrt.worker.cuda import ops
+from radixrt.worker.cuda.elementwise import kernels
+from radixrt.worker.cuda.linear import fp8
+from radixrt.worker.cuda.linear.fp8 import product, tile_for
+from radixrt.worker.cuda.linear.gemm import streaming
+from radixrt.worker.cuda.linear.quantize_activations import padded, quantize
+from radixrt.worker.model.layers.fp8 import BLOCK, FP8, LIMIT, Fp8Scaling, Fp8Weight, quantize_activations
+from radixrt.worker.model.layers.ops import Ops, TorchOps
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is infinite is divided by infinity
 
@@ -100,17 +102,17 @@ def test_all_of_it(fp8_scaling, rows, device):
     known = quantize(x, fp8_scaling)
     expected = known.dequantized() @ weight.dequantized().t() + bias.float()
     for given in (x, known):
-        found = scaled.scaled(given, weight, bias, torch.bfloat16)
+        found = fp8.scaled(given, weight, bias, torch.bfloat16)
         assert found.dtype == torch.bfloat16 and error(found, expected) < 6e-3
     residual = torch.randn(rows, 256, device=device).bfloat16()
     before = residual.clone()
-    assert scaled.scaled(x, weight, bias, torch.bfloat16, residual) is residual
+    assert fp8.scaled(x, weight, bias, torch.bfloat16, residual) is residual
     assert error(residual, expected + before.float()) < 6e-3
 
 
 def test_nothing_to_multiply(device):
     weight = weight_of(Fp8Scaling.ROWS, 32, 64, device)
-    assert scaled.scaled(torch.empty(0, 64, device=device).bfloat16(), weight, None, torch.bfloat16).shape == (0, 32)
+    assert fp8.scaled(torch.empty(0, 64, device=device).bfloat16(), weight, None, torch.bfloat16).shape == (0, 32)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_nothing_to_multiply(device):
 def test_torch_has_products_by_blocks(cuda, capability, found, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert scaled.blocks_by_torch.__wrapped__(torch.device("cuda")) is found
+    assert fp8.blocks_by_torch.__wrapped__(torch.device("cuda")) is found
 
 
 def test_room_behind_the_last_row(device):
@@ -146,17 +148,17 @@ def test_limit_is_that_of_fp8():
     [
         (Fp8Scaling.ROWS, 1, 6144, streaming(16, 6144, 1, torch.device("cpu"))),
         (Fp8Scaling.ROWS, 16, 28672, streaming(16, 28672, 1, torch.device("cpu"))),
-        (Fp8Scaling.ROWS, 17, 4096, scaled.ALONE),
-        (Fp8Scaling.ROWS, 64, 4224, scaled.ALONE),
-        (Fp8Scaling.ROWS, 32, 4225, scaled.SOME),
-        (Fp8Scaling.ROWS, 33, 4225, scaled.MORE),
-        (Fp8Scaling.BLOCKS, 16, 4096, scaled.BLOCKS),
-        (Fp8Scaling.BLOCKS, 17, 4096, scaled.BLOCKS_ALONE),
-        (Fp8Scaling.BLOCKS, 17, 6144, dataclasses.replace(scaled.BLOCKS, rows=32)),
-        (Fp8Scaling.BLOCKS, 64, 4096, dataclasses.replace(scaled.BLOCKS, rows=64)),
-        (Fp8Scaling.BLOCKS, 1, 16384, scaled.BLOCKS_WIDE),
-        (Fp8Scaling.BLOCKS, 33, 16384, dataclasses.replace(scaled.BLOCKS_WIDE, rows=64)),
-        (Fp8Scaling.BLOCKS, 65, 128, dataclasses.replace(scaled.BLOCKS_WIDE, rows=64)),  # where torch has none
+        (Fp8Scaling.ROWS, 17, 4096, fp8.ALONE),
+        (Fp8Scaling.ROWS, 64, 4224, fp8.ALONE),
+        (Fp8Scaling.ROWS, 32, 4225, fp8.SOME),
+        (Fp8Scaling.ROWS, 33, 4225, fp8.MORE),
+        (Fp8Scaling.BLOCKS, 16, 4096, fp8.BLOCKS),
+        (Fp8Scaling.BLOCKS, 17, 4096, fp8.BLOCKS_ALONE),
+        (Fp8Scaling.BLOCKS, 17, 6144, dataclasses.replace(fp8.BLOCKS, rows=32)),
+        (Fp8Scaling.BLOCKS, 64, 4096, dataclasses.replace(fp8.BLOCKS, rows=64)),
+        (Fp8Scaling.BLOCKS, 1, 16384, fp8.BLOCKS_WIDE),
+        (Fp8Scaling.BLOCKS, 33, 16384, dataclasses.replace(fp8.BLOCKS_WIDE, rows=64)),
+        (Fp8Scaling.BLOCKS, 65, 128, dataclasses.replace(fp8.BLOCKS_WIDE, rows=64)),  # where torch has none
     ],
 )
 def test_tiles(fp8_scaling, rows, columns, tile):
@@ -172,20 +174,20 @@ def weight_like(fp8_scaling: Fp8Scaling, columns: int, device: str) -> Fp8Weight
 @pytest.mark.parametrize(
     ("rows", "columns", "tile"),
     [
-        (64, 4096, scaled.ALONE),
-        (65, 4096, scaled.MANY[0]),
-        (128, 4224, scaled.MANY[0]),
-        (128, 4225, scaled.MANY[1]),
-        (256, 4096, scaled.MANY[1]),
+        (64, 4096, fp8.ALONE),
+        (65, 4096, fp8.MANY[0]),
+        (128, 4224, fp8.MANY[0]),
+        (128, 4225, fp8.MANY[1]),
+        (256, 4096, fp8.MANY[1]),
         (129, 8192, None),
         (257, 128, None),
     ],
 )
 def test_tiles_beside_those_of_torch(rows, columns, tile, monkeypatch):
-    monkeypatch.setattr(scaled, "num_sms", lambda device: 132)
+    monkeypatch.setattr(fp8, "num_sms", lambda device: 132)
     weight = weight_like(Fp8Scaling.ROWS, columns, "meta")
-    monkeypatch.setattr(scaled, "_on_gpu", lambda weight: True)
-    monkeypatch.setattr(scaled, "of_hopper", lambda device: True)
+    monkeypatch.setattr(fp8, "_on_gpu", lambda weight: True)
+    monkeypatch.setattr(fp8, "of_hopper", lambda device: True)
     assert tile_for(rows, weight) == tile
-    monkeypatch.setattr(scaled, "of_hopper", lambda device: False)
+    monkeypatch.setattr(fp8, "of_hopper", lambda device: False)
     assert rows <= 64 or tile_for(rows, weight) is None  # nobody has looked

@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.worker.cuda.chunk_plan import ChunkPlanner
-from radixrt.worker.cuda.chunks import LastLayers, PagedStep
-from radixrt.worker.cuda.decodes import Cuts, SharedPrefixes
-from radixrt.worker.cuda.segments import Chip, SegmentStep, cut_alone, cut_segments, cut_shared
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.step import Kernels, StepAttention
-from radixrt.worker.cuda.variants import Shape, Variant
-from radixrt.worker.cuda.work import Tiling
-from radixrt.worker.sharing import Cost
+from radixrt.worker.cuda.attention.chunk_plan import ChunkPlanner
+from radixrt.worker.cuda.attention.chunks import LastLayers, PagedStep
+from radixrt.worker.cuda.attention.decodes import Cuts, SharedPrefixes
+from radixrt.worker.cuda.attention.segments import Chip, SegmentStep, cut_alone, cut_segments, cut_shared
+from radixrt.worker.cuda.attention.step import Kernels, StepAttention
+from radixrt.worker.cuda.attention.variants import Shape, Variant
+from radixrt.worker.cuda.attention.work import Tiling
+from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.execution.prefix_sharing import Cost
 from tests.worker.cuda.forest import CPU, Forest
 from tests.worker.cuda.ragged import PlainFlashInfer
 
@@ -41,7 +41,7 @@ def test_chunks_that_share(seed, page_size, sinks):
     """Whatever is chosen is computed as plain attention does, and nothing else is touched."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("MAX_COPIES", 9), ("SHORTEST_PART", 8), ("PART_COST", 2)):
-            patch.setattr(f"radixrt.worker.cuda.segments.{name}", value)
+            patch.setattr(f"radixrt.worker.cuda.attention.segments.{name}", value)
         batch = Forest(seed, (1, 3, 17), shape=shape(page_size), sinks=sinks)
         cut = cut_shared(batch.paths, batch.sequences, batch.shape, 64, Chip(4, 12), 3000, 1)  # keys are worth much
         if cut is None:
@@ -58,8 +58,8 @@ def test_chunks_that_share(seed, page_size, sinks):
 
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_a_long_prefix_is_cut(page_size, monkeypatch):
-    monkeypatch.setattr("radixrt.worker.cuda.segments.SHORTEST_PART", 8)
-    monkeypatch.setattr("radixrt.worker.cuda.segments.PART_COST", 1)
+    monkeypatch.setattr("radixrt.worker.cuda.attention.segments.SHORTEST_PART", 8)
+    monkeypatch.setattr("radixrt.worker.cuda.attention.segments.PART_COST", 1)
     batch = next(b for b in (Forest(seed, (5,), shape=shape(page_size)) for seed in range(99)) if b.starts.min() >= 20)
     cut = cut_alone(batch.sequences, Chip(4, 64), 3000)
     assert cut is not None and cut.goal < batch.starts.max()
@@ -74,8 +74,8 @@ def decodes_with_shared_prefixes(seed: int, large: int, sinks: bool) -> bool:
     """Large segments by FlashInfer, the others and what is their own by the kernel over pages, merged; also when the
     plan is kept."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("radixrt.worker.cuda.decodes.LARGE", large)
-        patch.setattr("radixrt.worker.cuda.decodes.SLOWER", 1 << 20)
+        patch.setattr("radixrt.worker.cuda.attention.decodes.LARGE", large)
+        patch.setattr("radixrt.worker.cuda.attention.decodes.SLOWER", 1 << 20)
         batch = Forest(seed, (1,), least=1, sinks=sinks)
         shared_prefixes = SharedPrefixes(Chip(4, 12), 3000)
         cuts = Cuts(Tiling(1, 16, 16, 4), Tiling(2, 16, 16, 4), Cost(10, 1, 2), shared_prefixes)
@@ -110,7 +110,7 @@ def test_each_chunk_is_computed_in_one_way(monkeypatch):
     taken = []
     for name, note in (("SegmentStep", lambda _, cut, *rest: cut.chosen), ("PagedStep", lambda part, *rest: part.rows)):
         monkeypatch.setattr(
-            f"radixrt.worker.cuda.chunk_plan.{name}", lambda *args, note=note: taken.append(note(*args))
+            f"radixrt.worker.cuda.attention.chunk_plan.{name}", lambda *args, note=note: taken.append(note(*args))
         )
     paths = [((1, 9000), (2, 9050)), ((3, 20),), ((1, 9000),)]
     requests = [SimpleNamespace(lease=SimpleNamespace(path=lambda path=path: path)) for path in paths]
@@ -127,7 +127,8 @@ def test_each_chunk_is_computed_in_one_way(monkeypatch):
 def test_the_last_layer_is_for_wanted_tokens_alone(monkeypatch):
     taken = []
     monkeypatch.setattr(
-        "radixrt.worker.cuda.chunk_plan.PagedStep", lambda *args: taken.append(args[0]) or create_autospec(PagedStep)
+        "radixrt.worker.cuda.attention.chunk_plan.PagedStep",
+        lambda *args: taken.append(args[0]) or create_autospec(PagedStep),
     )
     plan = SimpleNamespace(
         requests=(), rows=np.array([5, 6, 7]), starts=np.array([3, 10, 0]), counts=np.array([1, 40, 30]),

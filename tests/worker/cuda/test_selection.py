@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.cuda import selection
-from radixrt.worker.model.sparse import HIGHEST, highest
+from radixrt.worker.cuda.latent import selection
+from radixrt.worker.model.layers.sparse import HIGHEST, highest
 
 LENGTHS = [25, 26, 120, 128, 129, 700, 1000]
 

@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.attention import TorchAttention
-from radixrt.worker.cuda import attend, sparse, variants
-from radixrt.worker.cuda import index_scores as scoring
-from radixrt.worker.cuda.chunks import Pages
-from radixrt.worker.cuda.index_scores import QUERIES, index_scores, make_tiles
-from radixrt.worker.cuda.sparse import Sparse
-from radixrt.worker.cuda.staging import Packer
-from radixrt.worker.cuda.variants import Shape
-from radixrt.worker.kv import DTYPES, KVPool
-from radixrt.worker.model import sparse as plainly
+from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention.chunks import Pages
+from radixrt.worker.cuda.attention.variants import Shape
+from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.cuda.latent import index_scores as scoring
+from radixrt.worker.cuda.latent import sparse
+from radixrt.worker.cuda.latent.index_scores import QUERIES, index_scores, make_tiles
+from radixrt.worker.cuda.latent.sparse import Sparse
+from radixrt.worker.execution.attention import TorchAttention
+from radixrt.worker.execution.kv_pool import DTYPES, KVPool
+from radixrt.worker.model.layers import sparse as plainly
 from radixrt.worker.plan import Plan
 from tests.worker.cuda.test_kernels import error
 from tests.worker.pages import make_plan

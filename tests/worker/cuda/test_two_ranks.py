@@ -13,13 +13,15 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker import choices, loading, ranks
 from radixrt.worker.cuda import ops
+from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.runner import CudaRunner
-from radixrt.worker.cuda.variants import Shape
-from radixrt.worker.model.sharding import Shard
-from radixrt.worker.pools import make_states
-from radixrt.worker.ranks import Bind, Leader, StandIns, Step
+from radixrt.worker.load import options
+from radixrt.worker.load import runner as loading
+from radixrt.worker.load.pools import make_states
+from radixrt.worker.model.parallel.sharding import Shard
+from radixrt.worker.parallel import tensor_parallel
+from radixrt.worker.parallel.tensor_parallel import Bind, Leader, StandIns, Step
 from tests.checkpoints import make_model
 from tests.worker import test_drafting as drafting
 from tests.worker.cuda.ragged import PlainFlashInfer
@@ -80,7 +82,7 @@ class BatonGroup:
 
 def make(folder, group):
     config = resolve(WorkerConfig(model=str(folder), device="cpu", max_total_tokens=1200, max_mamba_cache_size=24))
-    loaded = choices.look_up(config, group.shard if group else Shard())
+    loaded = options.look_up(config, group.shard if group else Shard())
     model = loading.load_model(config, loaded, False, ops=ops, group=group)
     pool = loading.make_pool(loaded, 1201, 1)
     spec = loaded.spec
@@ -101,14 +103,14 @@ class Told:
     def send(self, message) -> None:
         if isinstance(message, Step):
             self.paths.append(len(message.paths))
-        self.messages.put(ranks._encode(message))
+        self.messages.put(tensor_parallel._encode(message))
 
 
 def follower(runner, told, meeting, problems) -> None:
     book, before = StandIns(), None
     try:
         while (payload := told.messages.get(timeout=WAIT)) is not None:
-            message = ranks._decode(payload)
+            message = tensor_parallel._decode(payload)
             with meeting.turn:
                 if isinstance(message, Bind):
                     runner.bind(np.zeros((message.rows, message.columns), np.int32))

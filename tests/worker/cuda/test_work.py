@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.worker.attention import first_key
-from radixrt.worker.cuda.decodes import Cuts, DecodePlanner, Room
-from radixrt.worker.cuda.work import Merges, Tiling, make_items, make_merges, sequence_tiles
-from radixrt.worker.sharing import Cost
+from radixrt.worker.cuda.attention.decodes import Cuts, DecodePlanner, Room
+from radixrt.worker.cuda.attention.work import Merges, Tiling, make_items, make_merges, sequence_tiles
+from radixrt.worker.execution.attention import first_key
+from radixrt.worker.execution.prefix_sharing import Cost
 from tests.worker.test_sharing import Leased, leased_batches, pages_of
 
 sequences = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 70)), min_size=1, max_size=12)

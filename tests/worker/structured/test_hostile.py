@@ -9,14 +9,13 @@ import msgspec
 import pytest
 
 from radixrt.messages import Abort, Grammar, Sampling, Stop
-from radixrt.worker import compiling, matching
-from radixrt.worker.fake import FakeRunner
-from radixrt.worker.grammar import Grammars
+from radixrt.worker.execution.fake_runner import FakeRunner
 from radixrt.worker.loop import Identity, Worker
-from radixrt.worker.scheduler import Limits
-from radixrt.worker.structured import sitting
+from radixrt.worker.scheduler.scheduler import Limits
+from radixrt.worker.structured import compile_queue, matcher, sit_out
+from radixrt.worker.structured.compile import Grammars
 from radixrt.worker.structured.fair import is_at_work
-from radixrt.worker.vocabulary import Vocabulary
+from radixrt.worker.structured.vocabulary import Vocabulary
 from tests.waiting import eventually
 from tests.worker.test_loop import Router, run
 
@@ -68,7 +67,7 @@ def count(router: Router, id: int) -> int:
 @pytest.mark.parametrize("grammar, limit", [(FORCED, 0.1), (AMBIGUOUS, 0.05)])
 def test_what_takes_too_long_fails_alone(grammar, limit, overlaps, monkeypatch):
     """And says so. Others go on meanwhile, with grammars or without."""
-    monkeypatch.setattr(sitting, "MAX_MASK_SECONDS", limit)
+    monkeypatch.setattr(sit_out, "MAX_MASK_SECONDS", limit)
     with worker(overlaps) as (router, serving):
         router.tell(run(1, [5, 6, 7], GOOD, namespace="good"))
         router.hear(lambda _: count(router, 1) > 3)
@@ -81,32 +80,32 @@ def test_what_takes_too_long_fails_alone(grammar, limit, overlaps, monkeypatch):
         router.finished(10, 11, 12)
         for id in (10, 11, 12):
             last = router.outputs(id)[-1]
-            assert last.error.startswith(sitting.TOO_SLOW) and last.field == "grammar"
+            assert last.error.startswith(sit_out.TOO_SLOW) and last.field == "grammar"
         assert count(router, 1) - before > 3, "steps went on"
         router.tell(Abort([1]))
         eventually(lambda: not serving.scheduler.has_work)
 
 
 def test_all_masks_of_a_request_have_a_limit_together(monkeypatch):
-    monkeypatch.setattr(matching, "SLOW_SECONDS", 0.0)
-    monkeypatch.setattr(sitting, "MAX_CPU_SECONDS", 1e-4)
-    monkeypatch.setattr(sitting, "CPU_SECONDS_A_TOKEN", 0.0)
+    monkeypatch.setattr(matcher, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(sit_out, "MAX_CPU_SECONDS", 1e-4)
+    monkeypatch.setattr(sit_out, "CPU_SECONDS_A_TOKEN", 0.0)
     with worker() as (router, _):
         router.tell(run(1, [9, 9], asked(Grammar("regex", "[a-f]{90}"))))
         router.finished(1)
         last = router.outputs(1)[-1]
-        assert last.error.startswith(sitting.TOO_SLOW) and " tokens took " in last.error and last.field == "grammar"
+        assert last.error.startswith(sit_out.TOO_SLOW) and " tokens took " in last.error and last.field == "grammar"
 
 
 def test_after_a_slow_mask_a_tenants_new_requests_are_planned_with_their_masks(monkeypatch):
     """Each of many requests could delay a step once. Ordinary grammars are not concerned, nor other tenants."""
-    monkeypatch.setattr(matching, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(matcher, "SLOW_SECONDS", 0.0)
     with worker() as (router, serving):
         add, seen = serving.scheduler.add, {}
         serving.scheduler.add = lambda request: (add(request), seen.update({request.id: request.matcher.slow}))
         router.tell(run(1, [9, 9], FRUIT, namespace="evil"))
         router.finished(1)
-        monkeypatch.setattr(matching, "SLOW_SECONDS", 10.0)
+        monkeypatch.setattr(matcher, "SLOW_SECONDS", 10.0)
         schema = asked(Grammar("json_schema", '{"const": 1}'))
         for id, namespace, sampling in (2, "evil", FRUIT), (3, "evil", schema), (4, "good", FRUIT):
             router.tell(run(id, [9, 9], sampling, namespace=namespace))
@@ -116,10 +115,8 @@ def test_after_a_slow_mask_a_tenants_new_requests_are_planned_with_their_masks(m
 
 def test_a_request_that_sits_out_can_be_aborted(monkeypatch):
     held = threading.Event()
-    compute = matching.Matcher.compute
-    monkeypatch.setattr(
-        matching.Matcher, "compute", lambda self, *args: (held.wait(20), compute(self, *args)) and None
-    )
+    compute = matcher.Matcher.compute
+    monkeypatch.setattr(matcher.Matcher, "compute", lambda self, *args: (held.wait(20), compute(self, *args)) and None)
     with worker() as (router, serving):
         router.tell(run(1, [9, 9], FRUIT, namespace="a"))
         eventually(lambda: serving.scheduler.all_sit_out)
@@ -135,8 +132,8 @@ def test_a_request_that_sits_out_can_be_aborted(monkeypatch):
 def test_a_loop_whose_requests_all_sit_out_waits(monkeypatch):
     """It looks once a millisecond whether a mask is there."""
     held = threading.Event()
-    monkeypatch.setattr(matching.Matcher, "compute", lambda *_: held.wait(20))
-    monkeypatch.setattr(sitting, "MAX_MASK_SECONDS", 0.2)
+    monkeypatch.setattr(matcher.Matcher, "compute", lambda *_: held.wait(20))
+    monkeypatch.setattr(sit_out, "MAX_MASK_SECONDS", 0.2)
     with worker() as (router, serving):
         looks = []
         ready = serving.scheduler._sitting.ready
@@ -173,7 +170,7 @@ def test_others_grammars_are_compiled_while_a_tenants_are_hopeless(monkeypatch):
 
 
 def test_nobody_waits_again_for_a_grammar_that_takes_too_long(monkeypatch):
-    monkeypatch.setattr(compiling, "LIMIT_SECONDS", 0.1)
+    monkeypatch.setattr(compile_queue, "LIMIT_SECONDS", 0.1)
     held = threading.Event()
     with worker() as (router, serving):
         grammars = serving._compiling._grammars
@@ -181,7 +178,7 @@ def test_nobody_waits_again_for_a_grammar_that_takes_too_long(monkeypatch):
         grammars._compile = lambda *args: held.wait(20) and compile(*args)
         for id in (1, 2):
             if id == 2:  # it would wait for minutes otherwise
-                monkeypatch.setattr(compiling, "LIMIT_SECONDS", 1000.0)
+                monkeypatch.setattr(compile_queue, "LIMIT_SECONDS", 1000.0)
                 grammars.job(FRUIT.grammar, "n").began -= 2000
             router.tell(run(id, [9], FRUIT))
             router.finished(id)

@@ -6,13 +6,13 @@ import msgspec
 import pytest
 
 from radixrt.messages import Grammar, Sampling
-from radixrt.worker import fake, matching
-from radixrt.worker.drafting import Drafter
-from radixrt.worker.fake import EOS, FakeRunner
-from radixrt.worker.grammar import Grammars
-from radixrt.worker.matching import Matcher
-from radixrt.worker.structured import watch
-from radixrt.worker.vocabulary import Vocabulary
+from radixrt.worker.execution import fake_runner
+from radixrt.worker.execution.fake_runner import EOS, FakeRunner
+from radixrt.worker.speculative.ngram import Drafter
+from radixrt.worker.structured import matcher, watch
+from radixrt.worker.structured.compile import Grammars
+from radixrt.worker.structured.matcher import Matcher
+from radixrt.worker.structured.vocabulary import Vocabulary
 from tests.worker.engine import Engine, prompts
 
 WORDS = [bytes([a, b]) for a in b"abcdefgh" for b in b"abcdefgh "]
@@ -66,7 +66,7 @@ def late(monkeypatch):
 @pytest.fixture
 def slow(monkeypatch):
     """Every mask is slow."""
-    monkeypatch.setattr(matching, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(matcher, "SLOW_SECONDS", 0.0)
 
 
 SIZES = {
@@ -151,14 +151,14 @@ def test_what_the_step_in_flight_samples_after_a_late_mask_is_discarded(grammars
 
     engine, id = made()
     expected, calls = engine.tokens(id), []
-    fill = fake.fill_masks
+    fill = fake_runner.fill_masks
 
     def late(requests, out, **more):
         calls.append(1)
         problems = fill(requests, out, **more)
         return problems if len(calls) % 5 else {n: watch.LATE for n in range(len(requests))}
 
-    monkeypatch.setattr(fake, "fill_masks", late)
+    monkeypatch.setattr(fake_runner, "fill_masks", late)
     engine, id = made()
     assert engine.tokens(id) == expected and engine.last(id).finish == "stop" and len(calls) > 10
 

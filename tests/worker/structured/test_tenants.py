@@ -8,9 +8,9 @@ from concurrent.futures import Future
 import pytest
 
 from radixrt.messages import Grammar
-from radixrt.worker import grammar as module
-from radixrt.worker.fake import EOS
-from radixrt.worker.grammar import BadGrammar, Grammars
+from radixrt.worker.execution.fake_runner import EOS
+from radixrt.worker.structured import compile as module
+from radixrt.worker.structured.compile import BadGrammar, Grammars
 from radixrt.worker.structured.fair import Job
 from radixrt.worker.structured.grammar_cache import GrammarCache
 from radixrt.worker.structured.ordinary import MAX_ALTERNATIVES, MAX_BYTES, is_ordinary

@@ -1,0 +1,1 @@
+"""What is read of a checkpoint's folder without torch, by routers and workers."""

@@ -1,0 +1,114 @@
+"""The synchronous client. The asynchronous one, and what both give and take, can be imported from here as well."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import Any, Self, TypeVar
+
+from radixrt.client.async_client import AsyncClient
+from radixrt.client.event_loop_thread import EventLoopThread
+from radixrt.client.prompts import Completion, PromptLike, as_prompt, token_bytes, token_list
+from radixrt.client.transports import CONNECT_SECONDS, ServerError
+from radixrt.messages import ChatPrompt, Delta, Sampling, Scored
+
+__all__ = ["AsyncClient", "Client", "Completion", "ServerError", "as_prompt", "token_bytes", "token_list"]
+
+T = TypeVar("T")
+
+
+async def _await(work: Awaitable[T]) -> T:
+    return await work
+
+
+class Client:
+    """The synchronous client: the methods of `AsyncClient`, blocking. Thread-safe."""
+
+    def __init__(self, url: str, *, api_key: str = "", model: str = "", timeout: float = CONNECT_SECONDS) -> None:
+        """See AsyncClient.connect."""
+        self._loop_thread = EventLoopThread()
+        try:
+            self.aio = self._loop_thread.call(AsyncClient.connect, url, api_key=api_key, model=model, timeout=timeout)
+        except BaseException:
+            self._loop_thread.close()
+            raise
+
+    def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Completion:
+        """See AsyncClient.generate."""
+        return self._loop_thread.call(self.aio.generate, prompt, sampling, **options)
+
+    def generate_n(
+        self, prompt: PromptLike, n: int, sampling: Sampling = Sampling(), **options: Any
+    ) -> list[Completion]:
+        """See AsyncClient.generate_n."""
+        return self._loop_thread.call(self.aio.generate_n, prompt, n, sampling, **options)
+
+    def stream(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Iterator[Delta]:
+        """See AsyncClient.stream. Leaving the loop early cancels the request."""
+        return self._loop_thread.iterate(self.aio.stream(prompt, sampling, **options))
+
+    def score(self, prompt: PromptLike, choices: Sequence[Any], **options: Any) -> Scored:
+        """See AsyncClient.score."""
+        return self._loop_thread.call(self.aio.score, prompt, choices, **options)
+
+    def tokenize(self, prompt: PromptLike) -> list[int]:
+        """See AsyncClient.tokenize."""
+        return self._loop_thread.call(self.aio.tokenize, prompt)
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """See AsyncClient.render."""
+        return self._loop_thread.call(self.aio.render, prompt)
+
+    def detokenize(self, ids: Sequence[int] | bytes) -> str:
+        """See AsyncClient.detokenize."""
+        return self._loop_thread.call(self.aio.detokenize, ids)
+
+    def health(self) -> dict[str, Any]:
+        """See AsyncClient.health."""
+        return self._loop_thread.call(self.aio.health)
+
+    def models(self) -> list[dict[str, Any]]:
+        """See AsyncClient.models."""
+        return self._loop_thread.call(self.aio.models)
+
+    def report(self) -> dict[str, Any]:
+        """See AsyncClient.report."""
+        return self._loop_thread.call(self.aio.report)
+
+    def metrics(self) -> str:
+        """See AsyncClient.metrics."""
+        return self._loop_thread.call(self.aio.metrics)
+
+    def drain_worker(self, name: str, *, restart: bool = False) -> dict[str, Any]:
+        """See AsyncClient.drain_worker."""
+        return self._loop_thread.call(self.aio.drain_worker, name, restart=restart)
+
+    def clear_cache(self) -> None:
+        """See AsyncClient.clear_cache."""
+        self._loop_thread.call(self.aio.clear_cache)
+
+    def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> dict[str, str]:
+        """See AsyncClient.load_adapter."""
+        return self._loop_thread.call(self.aio.load_adapter, name, path, in_place=in_place)
+
+    def unload_adapter(self, name: str) -> None:
+        """See AsyncClient.unload_adapter."""
+        self._loop_thread.call(self.aio.unload_adapter, name)
+
+    def run(self, work: Awaitable[T]) -> T:
+        """Run a coroutine on the client's event loop and wait for it."""
+        try:
+            return self._loop_thread.call(_await, work)
+        finally:
+            if inspect.iscoroutine(work) and inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+                work.close()  # never awaited, so without this Python would warn
+
+    def close(self) -> None:
+        """See AsyncClient.close. Several threads may call it at once."""
+        self._loop_thread.close(self.aio.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()

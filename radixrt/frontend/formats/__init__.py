@@ -1,0 +1,1 @@
+"""How answers are constrained and parsed, in the formats of the served model."""

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, bodies, keys, hosts, errors, and information about the server."""

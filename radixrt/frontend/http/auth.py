@@ -1,0 +1,151 @@
+"""Code that routes share: keys and origins in headers, JSON, and errors in the format of their API."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
+
+from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError
+from radixrt.frontend.http import responses
+from radixrt.frontend.http.errors import ApiError
+from radixrt.frontend.http.unread import UNREAD
+from radixrt.frontend.openai.replies import encode
+from radixrt.messages import Origin
+
+VERSION = "/v1"
+MESSAGES_PATH = "/v1/messages"
+"""The path of Anthropic's API: below it errors are sent in its format."""
+DEPTH_DIGITS = 9
+HEADERS = "radixrt.headers"
+"""A key of a scope: see `headers_of`."""
+Handler = Callable[[Request], Awaitable[Any]]
+"""Returns a response, which is an ASGI application itself."""
+KeyedHandler = Callable[[Request, str], Awaitable[Any]]
+"""A Handler that also gets the caller's API key."""
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(data), status, headers, "application/json")
+
+
+def headers_of(request: Request) -> dict[bytes, str]:
+    """See `headers_in`."""
+    return headers_in(request.scope)
+
+
+def headers_in(scope: Scope) -> dict[bytes, str]:
+    """The first value of each header, by its lower-case name; read once for a request. Clients send UTF-8 or, as the
+    protocol used to specify, Latin-1."""
+    found = scope.get(HEADERS)
+    if found is None:
+        found = scope[HEADERS] = {}
+        for name, value in reversed(scope["headers"]):
+            try:
+                found[name] = value.decode()
+            except UnicodeDecodeError:
+                found[name] = value.decode("latin-1")
+    return found
+
+
+def key_of(request: Request) -> str:
+    """The caller's API key; "" without one. Anthropic's clients may send both headers, one of them empty."""
+    headers = headers_of(request)
+    scheme, _, key = headers.get(b"authorization", "").partition(" ")
+    bearer = key.strip() if scheme.lower() == "bearer" else ""
+    return bearer or headers.get(b"x-api-key", "")
+
+
+def count_for(request: Request, tenant: str) -> None:
+    """From now on, what waits on the request's connection counts as a tenant's."""
+    claim = request.scope.get("extensions", {}).get(UNREAD)
+    if claim is not None and claim.tenant != tenant:
+        claim.move(tenant)
+
+
+def origin_of(request: Request) -> Origin:
+    """Program, branch and fork depth from headers, for the report."""
+    headers = headers_of(request)
+    depth = headers.get(b"x-radixrt-depth") or "0"
+    if not (depth.isascii() and depth.isdigit() and len(depth) <= DEPTH_DIGITS):
+        raise ApiError(400, f"x-radixrt-depth: expected a number of at most {DEPTH_DIGITS} digits", "x-radixrt-depth")
+    return Origin(headers.get(b"x-radixrt-program", ""), headers.get(b"x-radixrt-branch", ""), int(depth))
+
+
+def told(path: str, error: ApiError) -> ApiError:
+    """The error in the format of the API that a path belongs to."""
+    return AnthropicError.wrap(error) if path.startswith(MESSAGES_PATH) else error
+
+
+def _other_base(path: str, known: Collection[str]) -> str:
+    """What to say of an unknown path if it is a known one with VERSION once too often or too seldom: some clients add
+    it to their base URL, and others do not."""
+    if path.startswith(VERSION * 2) and (meant := path.removeprefix(VERSION)) in known:
+        return f"; for {meant} the client's base URL must not end with {VERSION}"
+    if (meant := VERSION + path) in known:
+        return f"; for {meant} the client's base URL must end with {VERSION}"
+    return ""
+
+
+async def on_http_error(request: Request, error: HTTPException, known: Collection[str]) -> Response:
+    """`known`: the paths that are served."""
+    path = request.url.path
+    messages = {404: f"no such route: {path}{_other_base(path, known)}", 405: f"{request.method} is not served here"}
+    problem = told(request.url.path, ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
+    return Response(problem.body(), error.status_code, error.headers, "application/json")
+
+
+async def on_crash(request: Request, error: Exception) -> Response:
+    problem = told(request.url.path, ApiError(500, "the server failed on this request; its log says why"))
+    return Response(problem.body(), 500, media_type="application/json")
+
+
+def for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """Allow web pages of `origins` ("*": any) to call the application (CORS). Without origins it is unchanged: a page
+    that somebody visits must not be able to use a server on their machine."""
+    if not origins:
+        return app
+    exposed = (REQUEST_ID, responses.REQUEST_ID, "retry-after")
+    return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
+
+
+class Application:
+    """The ASGI application. POST requests to the paths in `posts`, the most frequent ones, go directly to their
+    handlers; all others go through Starlette, which takes about 20 µs more."""
+
+    def __init__(self, posts: dict[str, Handler], others: list[Route], lifespan: Lifespan[Starlette]) -> None:
+        routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()] + others
+        known = {route.path for route in routes}
+        handlers = {HTTPException: functools.partial(on_http_error, known=known), Exception: on_crash}
+        self._posts = posts
+        self._starlette = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        handler = self._posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if handler is None:
+            await self._starlette(scope, receive, send)
+            return
+        started = False
+
+        def start(message: Message) -> Awaitable[None]:
+            nonlocal started
+            started = True
+            return send(message)
+
+        request = Request(scope, receive)
+        try:
+            response = await handler(request)
+            await response(scope, receive, start)
+        except Exception as error:
+            if not started:
+                response = await on_crash(request, error)
+                await response(scope, receive, send)
+            raise  # the server logs it

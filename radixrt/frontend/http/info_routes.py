@@ -1,0 +1,96 @@
+"""Information about the server: models, report, metrics, health and version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+import radixrt
+from radixrt.client import AsyncClient, ServerError
+from radixrt.frontend.http.auth import Handler, KeyedHandler, json_response
+from radixrt.frontend.http.errors import ApiError
+from radixrt.frontend.openai.replies import model_json, models_json
+from radixrt.report import to_html
+
+REFRESH_SECONDS = 10
+CLEAR_PATHS = "/reset_prefix_cache", "/flush_cache"
+"""As vLLM and SGLang call it."""
+PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""The content security policy of the report's page, which shows callers' names and texts."""
+
+
+class InfoRoutes:
+    """`ask` returns a client with an API key; it raises ApiError (503) if the router cannot be reached."""
+
+    def __init__(self, ask: Callable[[str], AsyncClient]) -> None:
+        self._ask = ask
+
+    def routes(
+        self, guarded: Callable[[KeyedHandler], Handler], for_admin: Callable[[KeyedHandler], Handler]
+    ) -> list[Route]:
+        """The routes: those that need a key, through `guarded`, or through `for_admin` if the admin's will do, and the
+        public ones."""
+        return [
+            Route("/v1/models", guarded(self.models)),
+            Route("/v1/models/{model:path}", guarded(self.model)),
+            Route("/v1/report", for_admin(self.report)),
+            Route("/metrics", for_admin(self.metrics)),
+            Route("/health", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/version", self.version),
+            *(Route(path, guarded(self.clear_cache), methods=["POST"]) for path in CLEAR_PATHS),
+        ]
+
+    async def models(self, request: Request, key: str) -> Response:
+        return json_response(models_json(await self._models(key)))
+
+    async def model(self, request: Request, key: str) -> Response:
+        wanted = request.path_params["model"]
+        for model in await self._models(key):
+            if model["id"] == wanted:
+                return json_response(model)
+        raise ApiError(404, f"model {wanted!r} is not served here", "model", "model_not_found")
+
+    async def _models(self, key: str) -> list[dict[str, Any]]:
+        models = await self._ask(key).models()
+        return [model_json(model["id"], model["max_model_len"], model.get("parent")) for model in models]
+
+    async def report(self, request: Request, key: str) -> Response:
+        """The report as JSON; for browsers as a page that reloads every REFRESH_SECONDS."""
+        report = await self._ask(key).report()
+        if "text/html" not in request.headers.get("accept", ""):
+            return json_response(report)
+        return HTMLResponse(to_html(report, REFRESH_SECONDS), headers={"content-security-policy": PAGE_POLICY})
+
+    async def metrics(self, request: Request, key: str) -> Response:
+        return PlainTextResponse(await self._ask(key).metrics(), media_type="text/plain; version=0.0.4")
+
+    async def clear_cache(self, request: Request, key: str) -> Response:
+        """See AsyncClient.clear_cache."""
+        await self._ask(key).clear_cache()
+        return json_response({"success": True})
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": radixrt.__version__})
+
+    async def health(self, request: Request) -> Response:
+        """200 while a worker serves and gets on, else 503 with the reason; so while the server drains. `set_aside`
+        counts the workers that keep failing, if there are any."""
+        try:
+            health = await self._ask("").health()
+        except (ApiError, ServerError) as problem:
+            return json_response({"status": "unavailable", "reason": problem.message}, 503, {"retry-after": "1"})
+        if health["draining"]:
+            reason = "the server finishes the requests in flight, and ends"
+            return json_response({"status": "draining", "reason": reason}, 503, {"retry-after": "5"})
+        if not health["serving"]:
+            reason = "no worker gets on" if health["workers"] else "no worker serves yet"
+            return json_response({"status": "unavailable", "reason": reason}, 503, {"retry-after": "1"})
+        stalled = max(worker["stalled_seconds"] for worker in health["workers"])
+        set_aside = sum(worker["set_aside"] for worker in health["workers"])
+        failing = {"set_aside": set_aside} if set_aside else {}
+        return json_response({"status": "ok", "workers": len(health["workers"]), "stalled_seconds": stalled} | failing)

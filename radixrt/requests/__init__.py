@@ -1,0 +1,1 @@
+"""Checks requests, before anything is computed for them. Pure."""

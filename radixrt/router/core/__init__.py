@@ -1,0 +1,1 @@
+"""The router's decisions: a state machine without sockets, threads or clocks."""

@@ -1,0 +1,90 @@
+"""The router's counters, and what it passes to the hit-rate report for each run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from radixrt.messages import Load, SessionFacts
+from radixrt.router.core.request import RunState
+
+if TYPE_CHECKING:
+    from radixrt.report import Report
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since start. `drift_tokens` sums |predicted - actual| hits over runs."""
+
+    requests: int = 0
+    refused: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    redispatched: int = 0
+    workers_lost: int = 0
+    workers_stuck: int = 0
+    snapshots: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    predicted_tokens: int = 0
+    drift_tokens: int = 0
+
+
+class Recorder:
+    """Updates the counters, and the report if there is one."""
+
+    def __init__(self, report: Report | None, counters: Counters) -> None:
+        self._report = report
+        self._counters = counters
+
+    def arrived(self, run: RunState) -> None:
+        if self._report:
+            run.ideal = self._report.arrived(run.request.namespace, run.prompt, run.request.tenant)
+
+    def session(self, tenant: str, facts: SessionFacts) -> None:
+        if self._report and (facts.kept or facts.dropped):
+            self._report.session(tenant, facts)
+
+    def load(self, worker: str, load: Load) -> None:
+        if self._report:
+            self._report.load(worker, load)
+
+    def first_token(self, run: RunState) -> None:
+        if self._report:
+            self._report.began(run.request.tenant, run.request.model, run.first_at - run.arrived_at)
+
+    def finished(self, run: RunState) -> None:
+        """A run has ended by itself, at a stop string, or by length."""
+        if self._report and run.emitted:
+            first, last = run.first_at - run.arrived_at, run.last_at - run.arrived_at
+            self._report.took(run.request.tenant, run.request.model, first, last, len(run.emitted))
+
+    def ended(self, run: RunState) -> None:
+        """A run has ended of which at least the prompt was computed."""
+        counters, request = self._counters, run.request
+        counters.prompt_tokens += run.prompt_len
+        counters.generated_tokens += len(run.emitted)
+        counters.cached_tokens += run.cached
+        counters.predicted_tokens += run.hit
+        counters.drift_tokens += abs(run.hit - run.cached)
+        if self._report:
+            if request.resumed and run.index == 0:
+                tokens = min(request.resumed.tokens, run.reusable)
+                self._report.resumed(request.tenant, tokens, min(run.cached, tokens))
+            self._report.finished(
+                namespace=request.namespace,
+                tenant=request.tenant,
+                origin=request.origin,
+                worker=run.worker_name,
+                page_size=run.worker.info.page_size if run.worker else 1,
+                prompt=run.prompt,
+                generated=run.emitted.tobytes(),
+                reusable_tokens=run.reusable,
+                cached_tokens=run.cached,
+                bound_tokens=run.ideal,
+                predicted_tokens=run.hit,
+                best_tokens=run.best_hit,
+                model=request.model,
+            )

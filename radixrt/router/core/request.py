@@ -1,0 +1,232 @@
+"""The router's state of a request in flight."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from radixrt.messages import TOKEN_BYTES, Origin, Run, Sampling, Scored, TokenLogprob, Usage
+from radixrt.router.core.failures import Incident, Record
+from radixrt.router.core.worker import Worker
+
+if TYPE_CHECKING:
+    from radixrt.router.core.tool_waits import Paused
+    from radixrt.router.placement.fork_groups import Group
+
+Client = Hashable
+"""The ZMQ identity of a client."""
+PROGRESS_TOKENS = 16
+"""A run that a worker has added this many tokens to is not the cause of its earlier losses and failures."""
+
+
+class Request:
+    """A client's request. `runs` are its choices, of which `open` are not finished."""
+
+    __slots__ = (
+        "bounded",
+        "client",
+        "group",
+        "id",
+        "model",
+        "namespace",
+        "open",
+        "origin",
+        "pin",
+        "resident",
+        "resumed",
+        "runs",
+        "scores",
+        "stream",
+        "tenant",
+        "version",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        client: Client,
+        id: int,
+        tenant: str,
+        namespace: str,
+        origin: Origin,
+        model: str,
+        version: int,
+        *,
+        stream: bool,
+        scores: bool,
+    ) -> None:
+        self.client = client
+        self.id = id
+        self.tenant = tenant
+        self.namespace = namespace
+        self.origin = origin
+        self.model = model
+        self.version = version
+        """Of its LoRA adapter; see `messages.Adapter`."""
+        self.stream = stream
+        self.scores = scores
+        self.bounded = False
+        """Whether max_tokens is given, and some worker has room for as many."""
+        self.pin: list[tuple[int, float]] = []
+        """(tokens, seconds): prefixes of the prompt that its worker is to pin."""
+        self.group: Group | None = None
+        """The fork whose branches it is placed with, if any."""
+        self.resumed: Paused | None = None
+        """The pause that it ends, if any."""
+        self.runs: list[RunState] = []
+        self.resident: dict[Record, int] = {}
+        """By worker process: tokens that were expected to be cached there when the first run was sent to it. What is
+        found beyond that, this request may have computed."""
+        self.open = 0
+
+    def scored(self) -> Scored:
+        """The reply of a Score: log-probabilities by choice, usage summed; `worker` is that of the first choice."""
+        usages = [run.usage() for run in self.runs]
+        prompt, cached = sum(u.prompt_tokens for u in usages), sum(u.cached_tokens for u in usages)
+        return Scored(self.id, [run.scores for run in self.runs], Usage(prompt, 0, cached, usages[0].worker))
+
+
+class RunState:
+    """One sequence of a request. Its prompt and emitted ids are enough to continue on another worker.
+
+    `id` is new for each dispatch, so that late outputs of a lost worker match no run. `worker` is its worker, None
+    while it waits for one, since `waiting_since`.
+    """
+
+    __slots__ = (
+        "arrived_at",
+        "best_hit",
+        "ideal",
+        "cached",
+        "counts_hits",
+        "emitted",
+        "finished",
+        "first_at",
+        "hit",
+        "id",
+        "incidents",
+        "index",
+        "last_at",
+        "logprobs",
+        "losses",
+        "worker",
+        "most_cached",
+        "on_trial",
+        "problem",
+        "prompt",
+        "prompt_len",
+        "prompt_logprobs",
+        "request",
+        "sampling",
+        "score_from",
+        "scores",
+        "sent",
+        "started",
+        "tries",
+        "waiting_since",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, index: int, prompt: bytes, sampling: Sampling, score_from: int | None) -> None:
+        self.request = request
+        self.index = index
+        self.prompt = prompt
+        self.prompt_len = len(prompt) // TOKEN_BYTES
+        self.sampling = sampling
+        self.score_from = score_from
+        self.id = -1
+        self.worker: Worker | None = None
+        self.emitted = array("i")
+        self.logprobs: list[TokenLogprob] | None = None
+        self.scores: list[float] = []
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        """For the client's first Delta."""
+        self.cached = 0
+        self.counts_hits = True
+        """Whether `cached` is still to be taken from outputs; False once the run has moved after its first token."""
+        self.most_cached: int | None = None
+        """The most tokens that `cached` may be, of a run that was sent again: see `Request.resident`."""
+        self.hit = 0
+        """Hit predicted at the first dispatch, in tokens."""
+        self.best_hit = 0
+        """The largest hit on any worker then."""
+        self.ideal = 0
+        """Tokens that an infinite cache would have hit."""
+        self.started = False
+        """Whether its worker has computed the prompt, which then counts as cached in the index, not as being
+        computed."""
+        self.finished = False
+        self.sent = 0
+        """Tokens emitted before it was sent to its worker."""
+        self.tries: list[Incident] = []
+        """Its failures since it last made progress."""
+        self.incidents: list[Incident] = []
+        """Its failures since it last gained a token: it may have caused them."""
+        self.problem = ""
+        """What its worker said when it last failed it."""
+        self.on_trial = False
+        """Whether it was sent to its worker as a trial (see `Dispatcher.held`)."""
+        self.losses: list[Worker] = []
+        """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
+        self.waiting_since: float | None = None
+        self.arrived_at = self.first_at = self.last_at = 0.0
+        """Times of its arrival, which the core sets, and of its first and latest token, if there are any."""
+
+    @property
+    def reusable(self) -> int:
+        """The most prompt tokens that may come from a cache: all but the last, and only those before the scored
+        ones."""
+        return (self.prompt_len if self.score_from is None else min(self.prompt_len, self.score_from)) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still emit."""
+        return self.sampling.max_tokens - len(self.emitted)
+
+    @property
+    def got_on(self) -> bool:
+        """Whether it has made progress on its worker."""
+        return len(self.emitted) >= self.sent + PROGRESS_TOKENS
+
+    @property
+    def scored(self) -> bool:
+        """Whether the scores of its prompt have arrived: they come with the first token."""
+        return not self.request.scores and bool(self.emitted)
+
+    @property
+    def worker_name(self) -> str:
+        return self.worker.name if self.worker else ""
+
+    def cut(self, past: int) -> None:
+        """Drop the last `past` tokens, which came after a stop string. The time of the one before them is not known;
+        it is that of tokens that come at equal intervals:
+
+        last_at = first_at + (last_at - first_at) * (kept - 1) / (all - 1)
+        """
+        tokens = len(self.emitted)
+        if past < tokens:
+            self.last_at = self.first_at + (self.last_at - self.first_at) * (tokens - past - 1) / (tokens - 1)
+        del self.emitted[-past:]
+
+    def detach(self) -> None:
+        """No worker has it now. What its next worker computes again is not counted twice."""
+        self.worker = None
+        self.counts_hits = self.counts_hits and not self.emitted and not self.scores
+        self.scores.clear()
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker_name)
+
+    def order(self, ids: bytes) -> Run:
+        """The Run for its worker; `ids` are the prompt and the emitted tokens."""
+        return Run(
+            id=self.id,
+            namespace=self.request.namespace,
+            ids=ids,
+            prompt_len=self.prompt_len,
+            sampling=self.sampling,
+            score_from=None if self.scored else self.score_from,
+            pin=self.request.pin,
+            group=self.request.group.id if self.request.group else 0,
+            adapter=self.worker.adapter(self.request.model),
+            version=self.request.version,
+        )

@@ -1,0 +1,1 @@
+"""Programs' states: prompts of which a client sends only what is new."""

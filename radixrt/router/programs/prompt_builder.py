@@ -1,0 +1,377 @@
+"""Program states, and the prompts that are built from them, in which generated text keeps its token ids.
+
+    State --> PromptBuilder: `add` what was said since, `prompt` --> ids ... answer ... --> State
+
+The transcript is all that is in a program's prompt so far: text, messages, and generated answers (see
+`messages.Segment`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from radixrt.messages import (
+    TOKEN_BYTES,
+    AssistantTurnEnd,
+    AssistantTurnStart,
+    ChoiceSegment,
+    GeneratedSegment,
+    MessageSegment,
+    PartsPrompt,
+    Sampling,
+    Segment,
+    TextPrompt,
+    TextSegment,
+)
+from radixrt.router.programs.batch_render import as_chat, bulk_render
+from radixrt.tokens import TextService
+from radixrt.tokens.errors import FieldError, Room
+from radixrt.tokens.turns import Steps, finished
+
+FIELD = "prompt.said"
+MAX_DECODED_TOKENS = 1 << 20
+"""The most tokens that are decoded to find those before a stop string: a caller may name one that is not there."""
+STEP_SEGMENTS = 16
+"""What is added in a step."""
+OVERHEAD = 160
+"""About the bytes of an object and of the references to it."""
+
+
+class Piece:
+    """An immutable element of a list that states share. In all states that have it, the same piece is `before` it; this
+    is set when the first of them is made. `users` counts the kept states that end with it, and the pieces of kept
+    states that come right after it."""
+
+    __slots__ = ("before", "chars", "size", "users")
+
+    def __init__(self, chars: int, size: int) -> None:
+        self.before: Piece | None = None
+        self.chars = chars
+        """Characters of its text; once it is in a state, also those of all pieces before it."""
+        self.size = OVERHEAD + size
+        self.users = 0
+
+    @staticmethod
+    def link(pieces: Sequence[Piece]) -> None:
+        """Set `before` of the new pieces at the end of a list."""
+        new = len(pieces) - 1
+        while new > 0 and pieces[new].before is not pieces[new - 1]:
+            new -= 1
+        for before, piece in itertools.pairwise(pieces[new:]):
+            piece.before = before
+            piece.chars += before.chars
+
+
+class Part(Piece):
+    """A part of the prompt: its text, and its token ids once it has been in a prompt. `special`: whether BOS and the
+    like are added to it."""
+
+    __slots__ = ("ids", "special", "text")
+
+    def __init__(self, text: str, ids: bytes | None = None, special: bool = False) -> None:
+        super().__init__(len(text), sys.getsizeof(text) + len(ids or b""))
+        self.text = text
+        self.ids = ids
+        self.special = special
+
+
+class Message(Piece):
+    """A complete message of a chat."""
+
+    __slots__ = ("fields",)
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        super().__init__(0, sum(map(sys.getsizeof, fields.values())))
+        self.fields = fields
+
+
+class State:
+    """All that was said up to some point. Immutable; states share their parts and messages."""
+
+    __slots__ = ("answer", "is_prompt", "encoded", "messages", "namespace", "open", "parts", "size")
+
+    def __init__(
+        self,
+        parts: list[Part],
+        messages: list[Message],
+        encoded: int,
+        open: str | None,
+        is_prompt: bool,
+        namespace: str,
+        answer: GeneratedSegment | None = None,
+    ) -> None:
+        Piece.link(parts)
+        Piece.link(messages)
+        self.parts = parts
+        self.messages = messages
+        self.encoded = encoded
+        """The number of parts that have been in a prompt."""
+        self.open = open
+        """The text so far of the assistant's message, if one has begun and not ended."""
+        self.is_prompt = is_prompt
+        """Whether the parts are a complete prompt: nothing was said since."""
+        self.namespace = namespace
+        """The namespace in which the ids were last computed; "" if none were."""
+        self.answer = answer
+        """An answer that was generated since, and is not among the parts yet: the next builder adds it."""
+        # Computed once, because Python's strings grow when they are first encoded.
+        self.size = OVERHEAD + 8 * (len(parts) + len(messages)) + sys.getsizeof(open)
+        """Bytes of the state itself, without its pieces."""
+        if answer is not None:
+            self.size += OVERHEAD + len(answer.ids) + sys.getsizeof(answer.text)
+
+    @property
+    def ends(self) -> Iterable[Piece]:
+        """The last part and the last message, from which all others can be reached by `before`."""
+        return (*self.parts[-1:], *self.messages[-1:])
+
+    @property
+    def chars(self) -> int:
+        """Characters of all parts."""
+        return self.parts[-1].chars if self.parts else 0
+
+    @property
+    def ids(self) -> bytes:
+        """Token ids, int32 bytes, of what was computed: the prompt, and the generated answer."""
+        transcript = b"".join(itertools.takewhile(bool, (part.ids for part in self.parts)))
+        return transcript + self.answer.ids if self.answer else transcript
+
+
+NOTHING = State([], [], 0, None, False, "")
+
+
+class PromptBuilder:
+    """Builds a prompt from parts.
+
+    With roles, the text between generated parts is what the model's chat template writes: the conversation so far is
+    rendered, and the rendered text beyond the known parts becomes one more part.
+
+        rendered  <user>hi</user><assistant>   Hello!        </assistant><user>more</user><assistant>
+        parts     text                         token ids     text
+
+    Where a template rewrites what was said before (drops thinking, trims), the parts from there on are replaced by one
+    text: correct, but what was generated there is encoded again.
+
+    Neighbouring parts of the same kind are joined, except text that has been in a prompt: it was encoded by itself, and
+    its ids must stay the same for its KV to be found. Every method raises FieldError for what cannot be said.
+    """
+
+    def __init__(self, state: State, text: TextService, scope: str = "") -> None:
+        self._text = text
+        self._scope = scope
+        """The namespace in which texts are encoded."""
+        self._parts, self._messages = state.parts.copy(), state.messages.copy()
+        self._encoded, self._is_prompt = state.encoded, state.is_prompt
+        self._open = None if state.open is None else [state.open]
+        """See State.open; as a list of strings."""
+        self._namespace = state.namespace
+        self._matched = ("", 0, 0)
+        """(a rendered chat, characters at its beginning that equal the text of the first parts, number of these
+        parts)."""
+        if state.answer is not None:
+            finished(self._add_answer(state.answer))
+
+    def state(self, namespace: str = "", answer: GeneratedSegment | None = None) -> State:
+        """The state of all that was said. The builder must not be used afterwards."""
+        namespace = namespace or self._namespace
+        open = None if self._open is None else "".join(self._open)
+        return State(self._parts, self._messages, self._encoded, open, self._is_prompt, namespace, answer)
+
+    # ------------------------------------------------------------ adding
+
+    def add(self, transcript: Sequence[Segment]) -> None:
+        """Add what was said. The time is linear in that, unless the template rewrites earlier text (see
+        `bulk_render`)."""
+        finished(self.add_steps(transcript))
+
+    def add_steps(self, transcript: Sequence[Segment]) -> Steps[None]:
+        """`add` in steps."""
+        open = None if self._open is None else "".join(self._open)
+        found = bulk_render(self._text, [message.fields for message in self._messages], open, transcript)
+        prompts = iter([(found.text, end) for end in found.ends] if found else ())
+        for count, (i, one) in enumerate(_joined(transcript), 1):
+            if count % STEP_SEGMENTS == 0:
+                yield
+            try:
+                yield from self._add(
+                    one, next(prompts, None) if isinstance(one, ChoiceSegment | GeneratedSegment) else None
+                )
+            except _OutOfPlace as problem:
+                raise FieldError(f"{FIELD}[{i}]", f"{FIELD}[{i}]: {problem}") from None
+
+    def _add(self, transcript: Segment, rendered: tuple[str, int] | None) -> Steps[None]:
+        match transcript:
+            case TextSegment(text=text):
+                self._say(text)
+            case MessageSegment(role=role, content=content):
+                self._check_chat()
+                self._messages.append(Message({"role": role, "content": content}))
+            case AssistantTurnStart():
+                self._check_chat()
+                self._open = []
+            case AssistantTurnEnd():
+                if self._open is None:
+                    raise _OutOfPlace("no turn has begun")
+                self._messages.append(Message({"role": "assistant", "content": "".join(self._open)}))
+                self._open = None
+            case ChoiceSegment(text=text):
+                yield from self._end_prompt(rendered)
+                part = yield from self._encode(len(self._parts), Part(text))
+                self._parts.append(part)
+                self._encoded = len(self._parts)
+                self._continue(text)
+            case GeneratedSegment():
+                yield from self._add_answer(transcript, rendered)
+        self._is_prompt = False
+
+    def _say(self, text: str) -> None:
+        if self._open is not None:
+            self._open.append(text)
+        elif self._messages:
+            raise _OutOfPlace("text outside of a role, after messages")
+        else:
+            self._append_text(text, special=not self._parts)
+
+    def _check_chat(self) -> None:
+        if self._open is not None:
+            raise _OutOfPlace("the assistant's turn has not ended")
+        if self._parts and not self._messages:
+            raise _OutOfPlace("a role, after text outside of roles")
+
+    def _continue(self, text: str) -> None:
+        if self._open is not None:
+            self._open.append(text)
+
+    def _add_answer(self, answer: GeneratedSegment, rendered: tuple[str, int] | None = None) -> Steps[None]:
+        """Add an answer: its token ids as far as they stand for its text, and the rest as text."""
+        if self._messages and self._open is None:
+            raise _OutOfPlace("an answer outside of the assistant's turn")
+        if len(answer.ids) % TOKEN_BYTES:
+            raise _OutOfPlace(f"ids of {len(answer.ids)} bytes: they are int32, {TOKEN_BYTES} bytes each")
+        yield from self._end_prompt(rendered)
+        ids, kept = ids_of_text(self._text, answer.ids, answer.text, answer.stop, answer.sampling)
+        if ids:
+            self._append_ids(ids, answer.text[:kept])
+        self._append_text(answer.text[kept:])
+        self._continue(answer.text)
+        self._is_prompt = False
+
+    def _append_ids(self, ids: bytes, text: str) -> None:
+        if self._parts and isinstance(last := self._parts[-1], Generated):
+            self._parts[-1] = Generated(last.text + text, last.ids + ids)
+        else:
+            self._parts.append(Generated(text, ids))
+
+    def _append_text(self, text: str, special: bool = False) -> None:
+        if not text:
+            return
+        last = self._parts[-1] if len(self._parts) > self._encoded else None
+        if last is not None and last.ids is None:
+            self._parts[-1] = Part(last.text + text, None, last.special)
+        else:
+            self._parts.append(Part(text, None, special))
+
+    # ------------------------------------------------------------ the prompt
+
+    def prompt(self) -> bytes:
+        """Token ids of all that was said, at least one."""
+        return finished(self.prompt_steps())
+
+    def prompt_steps(self, room: Room | None = None) -> Steps[bytes]:
+        """`prompt` in steps. Raises FieldError as soon as it is certain that there is not the `room`."""
+        if self._messages and self._open is None:
+            raise FieldError(FIELD, f"{FIELD}: in a chat only the assistant generates, in a turn of its own")
+        yield from self._end_prompt(None, room)
+        return b"".join(part.ids for part in self._parts) or self._text.encode_now(PartsPrompt([]))
+
+    def _end_prompt(self, rendered: tuple[str, int] | None = None, room: Room | None = None) -> Steps[None]:
+        """End a prompt here: encode what is not encoded yet. `rendered`, if known, is (a rendered chat that begins with
+        the prompt, the length of the prompt)."""
+        if self._is_prompt:
+            return
+        if self._open is not None:
+            if rendered is None:
+                text = self._text.render(as_chat([message.fields for message in self._messages], "".join(self._open)))
+                rendered = text, len(text)
+            self._match_rendered(*rendered)
+        before = sum(len(part.ids or b"") for part in self._parts[: self._encoded]) if room else 0
+        for i in range(self._encoded, len(self._parts)):
+            self._parts[i] = yield from self._encode(i, self._parts[i], room, before // TOKEN_BYTES)
+            before += len(self._parts[i].ids)
+        self._encoded, self._is_prompt = len(self._parts), True
+
+    def _match_rendered(self, rendered: str, end: int) -> None:
+        """Keep the parts whose texts rendered[:end] begins with; the rest of it becomes one new part."""
+        text, at, kept = self._matched
+        if text is not rendered:
+            at = kept = 0
+        for part in self._parts[kept:]:
+            if not rendered.startswith(part.text, at, end):
+                break
+            at += len(part.text)
+            kept += 1
+        del self._parts[kept:]
+        self._encoded = min(self._encoded, kept)
+        self._append_text(rendered[at:end])
+        # Without the last part, which may still grow.
+        self._matched = rendered, end - len(self._parts[-1].text if self._parts else ""), max(0, len(self._parts) - 1)
+
+    def _encode(self, index: int, part: Part, room: Room | None = None, before: int = 0) -> Steps[Part]:
+        if part.ids is not None:
+            return part
+        alone = TextPrompt(part.text, part.special)
+        ids = yield from self._text.said_steps(alone, index == 0, self._scope, room, before)
+        return Part(part.text, ids, part.special)
+
+
+class Generated(Part):
+    """A part whose ids were generated."""
+
+    __slots__ = ()
+
+
+def _joined(transcript: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
+    """What was said, and its first index, with neighbouring texts as one: to append one to the other each time would
+    take quadratic time."""
+    for is_text, group in itertools.groupby(enumerate(transcript), lambda one: isinstance(one[1], TextSegment)):
+        if is_text:
+            first, *others = group
+            yield (
+                (first[0], TextSegment("".join([first[1].text, *(one.text for _, one in others)]))) if others else first
+            )
+        else:
+            yield from group
+
+
+class _OutOfPlace(ValueError):
+    """Something does not fit what was said before."""
+
+
+def ids_of_text(
+    service: TextService, ids: bytes, text: str, stop: str | int | None, sampling: Sampling
+) -> tuple[bytes, int]:
+    """Returns those generated `ids` that stand for a beginning of `text`, and the length of that in characters.
+
+    Usually these are all ids and the whole text. A token that ended the turn is not part of the text: with roles, the
+    template writes it. A stop string that ended the answer was cut off, and may begin or end within a token:
+
+        ids    |The|_cat|_sat|.\\n|      stop = "\\n"
+        text   |The _cat _sat .|         kept: three ids, and "." as text
+    """
+    if isinstance(stop, int):
+        named = sampling.include_stop and stop in sampling.stop_token_ids
+        return ids if named else ids.removesuffix(stop.to_bytes(TOKEN_BYTES, "little", signed=True)), len(text)
+    if stop is None:
+        return ids, len(text)
+    if sampling.skip_special_tokens:  # `decode_now` skips them as well
+        fewest = 0 if sampling.include_stop else 1
+        tries = min(len(stop.encode()) + 2 - fewest, MAX_DECODED_TOKENS * TOKEN_BYTES // max(1, len(ids)))
+        for cut in range(fewest, fewest + tries):
+            kept = ids[: max(0, len(ids) - TOKEN_BYTES * cut)]
+            transcript = service.decode_now(kept) if kept else ""
+            if text.startswith(transcript):
+                return kept, len(transcript)
+    return b"", 0

@@ -1,0 +1,150 @@
+"""Program states, kept by number, so that a program sends only what is new.
+
+    (tenant, scope, number) --> State      beyond `limit` bytes, the tenant with most bytes loses its least recently
+                                           used states
+
+A scope is a secret that a client chooses. Because the tenant is part of the key, no tenant can reach another's states,
+even by a scope that leaked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict, defaultdict
+from typing import NamedTuple
+
+from radixrt.messages import GONE
+from radixrt.requests.validate import Refused
+from radixrt.router.programs.prompt_builder import NOTHING, Piece, State
+from radixrt.tokens.quota import Shares
+
+
+class Key(NamedTuple):
+    """The key of a state."""
+
+    tenant: str
+    scope: str
+    number: int
+
+
+class ProgramStateStore:
+    """Keeps states within `limit` bytes; pieces that several states share count once. States of different tenants share
+    nothing.
+
+    Keeping and dropping a state takes time linear in the pieces that no other state has."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._states: dict[str, OrderedDict[Key, State]] = {}
+        """By tenant, the last used one last."""
+        self._scopes: dict[tuple[str, str], set[int]] = {}
+        self._shares = Shares()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._states.values()))
+
+    @property
+    def bytes(self) -> int:
+        """About the memory of all states."""
+        return self._shares.total
+
+    def number(self, tenant: str) -> int:
+        """The number of a tenant's states."""
+        return len(self._states.get(tenant, ()))
+
+    def bytes_of(self, tenant: str) -> int:
+        """About the memory of a tenant's states."""
+        return self._shares[tenant]
+
+    def get(self, key: Key, field: str = "prompt.state") -> State:
+        """A state, which becomes the last used one. Raises Refused (GONE) if it is not known; state 0 is NOTHING."""
+        if key.number == 0:
+            return NOTHING
+        own = self._states.get(key.tenant, {})
+        if key not in own:
+            raise Refused(field, f"{field}: state {key.number} is not known (any more)", GONE)
+        own.move_to_end(key)
+        return own[key]
+
+    def put(self, key: Key, state: State) -> None:
+        """Keep a state, replacing the one of the same key. Others may be dropped for it, or itself if it is too
+        large."""
+        added = state.size + sum(map(_use, state.ends))  # before the old one goes, which may hold the same pieces
+        self._shares.add(key.tenant, added)
+        self.drop(key)
+        self._states.setdefault(key.tenant, OrderedDict())[key] = state
+        self._scopes.setdefault(key[:2], set()).add(key.number)
+        while self._shares.total > self._limit:
+            self.drop(next(iter(self._states[self._shares.largest()])))
+
+    def drop(self, key: Key) -> None:
+        """Forget a state, if it is known."""
+        own = self._states.get(key.tenant, {})
+        state = own.pop(key, None)
+        if state is None:
+            return
+        if not own:
+            del self._states[key.tenant]
+        numbers = self._scopes[key[:2]]
+        numbers.remove(key.number)
+        if not numbers:
+            del self._scopes[key[:2]]
+        self._shares.add(key.tenant, -state.size - sum(map(_leave, state.ends)))
+
+    def forget(self, tenant: str, scope: str) -> None:
+        """Drop all states of a scope."""
+        for number in tuple(self._scopes.get((tenant, scope), ())):
+            self.drop(Key(tenant, scope, number))
+
+    def check(self) -> None:
+        """Assert that the counts of bytes and users are right."""
+        self._shares.check()
+        users: Counter[Piece] = Counter()
+        sizes: defaultdict[str, int] = defaultdict(int)
+        owners: dict[Piece, str] = {}
+        for tenant, own in self._states.items():
+            assert own, "a tenant without states is not known"
+            for state in own.values():
+                sizes[tenant] += state.size
+                users.update(state.ends)
+                assert state.chars == sum(len(part.text) for part in state.parts), "a state knows how long it is"
+                for pieces in (state.parts, state.messages):
+                    assert all(after.before is before for before, after in itertools.pairwise(pieces)), "a chain each"
+                    for piece in pieces:
+                        if piece not in owners:
+                            sizes[tenant] += piece.size
+                            users.update([piece.before] if piece.before else [])
+                        assert owners.setdefault(piece, tenant) == tenant, "tenants share nothing"
+        assert all(self._shares[tenant] == size for tenant, size in sizes.items()), "bytes are those of all states"
+        assert self.bytes == sum(sizes.values()) <= self._limit, "and bounded"
+        assert all(piece.users == users[piece] for piece in owners), "a piece knows how many use it"
+        known = {
+            (t, s): {k.number for k in self._states[t] if k.scope == s}
+            for t in self._states
+            for _, s, _ in self._states[t]
+        }
+        assert known == self._scopes, "scopes name their states"
+
+
+def _use(piece: Piece | None) -> int:
+    """Count one more user of a piece. Returns the bytes of this piece and those before it that had no user."""
+    size = 0
+    while piece is not None:
+        piece.users += 1
+        if piece.users > 1:
+            break
+        size += piece.size
+        piece = piece.before
+    return size
+
+
+def _leave(piece: Piece | None) -> int:
+    """The inverse of `_use`. Returns the bytes of the pieces that have no user any more."""
+    size = 0
+    while piece is not None:
+        piece.users -= 1
+        if piece.users:
+            break
+        size += piece.size
+        piece = piece.before
+    return size

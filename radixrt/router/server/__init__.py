@@ -1,0 +1,1 @@
+"""The router's sockets and tasks around its core, which makes the decisions."""

@@ -1,0 +1,320 @@
+"""Handles each message of clients. Token prompts go to the core at once; other prompts are encoded first, in a task.
+
+    Generate, Score            -> [encode, in a task] -> core
+    Cancel                     -> the task, or the core
+    Fork, Pause, Forget        -> program states
+    Share, Recall              -> memory that front ends share
+    Tokenize, Detokenize, Ask  -> a reply
+
+An invalid message is answered with an Error.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from radixrt.config import RouterConfig
+from radixrt.messages import (
+    Ask,
+    Cancel,
+    ChangeAdapter,
+    ChatPrompt,
+    ClearCache,
+    ClientReply,
+    ClientRequest,
+    Detokenize,
+    Done,
+    DrainWorker,
+    Forget,
+    Fork,
+    Generate,
+    Info,
+    Pause,
+    Recall,
+    Score,
+    Share,
+    StatePrompt,
+    Tokenize,
+    TokenPrompt,
+    Tokens,
+)
+from radixrt.report import Report
+from radixrt.report.metrics import render
+from radixrt.requests.grammar import check_aside
+from radixrt.requests.validate import Refused, check_cancel, refusal
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Effect, Reply
+from radixrt.router.programs.programs import Programs, Saving
+from radixrt.router.programs.state_store import Key
+from radixrt.router.server import status
+from radixrt.router.server.kv_store import SharedMemory
+from radixrt.router.server.streams import Keep, TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
+from radixrt.router.server.tasks import Handler, Tasks, now
+from radixrt.tokens import Encoded, TextService
+from radixrt.tokens.chat_history import Conversations, namespace_of
+from radixrt.tokens.errors import FieldError
+
+MAX_RECALL_BYTES = 64 << 20
+"""The most bytes of the values that one Recall returns, if there are several."""
+
+
+class Handlers:
+    """The handlers of all message types. Replies and orders are passed to `perform`."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        core: RouterCore,
+        text: TextService,
+        streams: TextStreams,
+        programs: Programs,
+        report: Report,
+        perform: Callable[[list[Effect]], None],
+    ) -> None:
+        self._config = config
+        self._core = core
+        self._text = text
+        self._streams = streams
+        self._programs = programs
+        self._report = report
+        self._perform = perform
+        self._conversations = Conversations(text, config)
+        self._shared = SharedMemory(config.shared_bytes)
+        self._tasks = Tasks(core, perform)
+        self._size = 0
+        """Of the message that is being handled."""
+
+    def take(self, client: bytes, message: ClientRequest, size: int = 0) -> None:
+        """Handle a message of a client, of `size` bytes if they are to be counted."""
+        self._size = size
+        try:
+            match message:
+                case Generate() | Score():
+                    self._take(client, message)
+                case Cancel(index=None):
+                    self._cancel(client, message.id)
+                case Cancel():
+                    check_cancel(message)
+                    self._perform(self._core.end_choice(client, message.id, message.index, message.tokens))
+                case Tokenize() | Detokenize():
+                    self._start(self._translate, client, message)
+                case Fork():
+                    self._start(self._fork, client, message)
+                case Pause():
+                    self._pause(client, message)
+                case Forget():
+                    tenant = self._core.tenant(message.api_key)
+                    self._tasks.start(self._forget, client, message, tenant, always=True)
+                case Share():
+                    tenant = self._core.tenant(message.api_key)
+                    for key, value in message.entries:
+                        self._shared.put(tenant, key, value)
+                    self._answer(client, Done(message.id))
+                case Recall():
+                    self._answer(client, Info(message.id, self._recalled(message)))
+                case ChangeAdapter():
+                    self._perform(self._core.change_adapter(client, message, time.time_ns() // 1_000_000))
+                case DrainWorker():
+                    self._perform(self._core.drains.ask(client, message, now()))
+                case ClearCache():
+                    self._clear_cache(client, message)
+                case Ask():
+                    self._answer(client, Info(message.id, self._query(message)))
+        except FieldError as problem:
+            self._answer(client, refusal(message.id, problem))
+
+    def in_flight(self, client: bytes) -> list[int]:
+        """Ids of a client's messages that are not answered yet."""
+        return self._tasks.in_flight(client) + self._core.in_flight(client)
+
+    def drop(self, client: bytes) -> list[Effect]:
+        """A client has disconnected: cancel everything of it."""
+        self._tasks.cancel_client(client)
+        self._streams.forget_client(client)
+        return self._core.drop_client(client)
+
+    @property
+    def busy(self) -> bool:
+        """Whether messages are not answered yet."""
+        return len(self._tasks) > 0
+
+    def close(self) -> None:
+        """Cancel the tasks."""
+        self._tasks.close()
+
+    def _start(self, work: Handler, client: bytes, message: Any) -> None:
+        """Run `work` in a task. Raises Refused (401; 429; or if the id is in flight)."""
+        tenant, prompt = self._core.tenant(message.api_key), getattr(message, "prompt", None)
+        resumes = isinstance(prompt, StatePrompt) and prompt.resumes
+        paused = self._programs.key(tenant, prompt) if resumes else None
+        self._tasks.start(work, client, message, tenant, paused, self._size)
+
+    def _answer(self, client: bytes, message: ClientReply) -> None:
+        self._perform([Reply(client, message)])
+
+    # ------------------------------------------------------------ requests
+
+    def _take(self, client: bytes, request: Generate | Score) -> None:
+        """Submit a request of token ids at once; others are encoded first, in a task. Raises Refused (503) while the
+        server drains."""
+        self._core.drains.check_open()
+        if is_encoded(request):
+            self._submit(client, request)
+        elif isinstance(request.prompt, StatePrompt):
+            self._start(self._submit_state_prompt, client, request)
+        else:
+            self._start(self._encode_and_submit, client, request)
+
+    async def _encode_and_submit(self, client: bytes, request: Generate | Score) -> None:
+        keep, tenant, room = None, self._core.tenant(request.api_key), self._core.room(request)
+        if isinstance(request, Generate) and isinstance(request.prompt, ChatPrompt):
+            request, chat = await encode_chat(request, self._conversations, tenant, room)
+            keep = functools.partial(self._remember, chat)
+        encoded = await encode(request, self._text, namespace_of(tenant, request.cache_salt), room)
+        self._tasks.leave(client, request.id)
+        self._submit(client, encoded, keep)
+
+    def _remember(self, chat: Encoded, ids: bytes, text: str, stop: str | int | None) -> None:
+        """Keep the ids of an answer in a chat, unless it ended at a stop string: then they are more than its text."""
+        if not isinstance(stop, str):
+            self._conversations.remember(chat, {"role": "assistant", "content": text}, ids)
+
+    async def _submit_state_prompt(self, client: bytes, request: Generate | Score) -> None:
+        """Submit a request whose prompt continues a program state."""
+        prompt, tenant = request.prompt, self._core.tenant(request.api_key)
+        saving = self._programs.saving(tenant, request)
+        if isinstance(request, Generate) and request.sampling.grammar:
+            await check_aside(request.sampling.grammar, owner=request.api_key)
+        room = self._core.room(request)
+        self._programs.check_room(prompt, room)
+        ids = await self._programs.prompt(tenant, prompt, saving, room)
+        request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
+        if isinstance(request, Score):
+            request = await encode(request, self._text, namespace_of(tenant, request.cache_salt))
+        self._tasks.leave(client, request.id)
+        self._submit(client, request, saving, self._programs.key(tenant, prompt))
+
+    def _submit(
+        self,
+        client: bytes,
+        request: Generate | Score,
+        keep: Keep | None = None,
+        state: Key | None = None,
+    ) -> None:
+        """Submit a request of token ids, which continue `state` if given. `keep` is called with its answers."""
+        self._tasks.check_id(client, request.id)
+        wanted = request
+        if isinstance(request, Generate):
+            if request.sampling.stop and request.text and not self._text.has_tokenizer:
+                raise Refused("stop", "stop strings need a tokenizer, and there is none here")
+            if (stream := core_streams(request, self._text)) != request.stream:
+                wanted = msgspec.structs.replace(request, stream=stream)
+        effects = self._core.submit(client, wanted, now(), state, resumes=self._tasks.hand_on_pause())
+        if (namespace := self._core.namespace(client, request.id)) is not None:
+            if isinstance(keep, Saving):
+                keep.namespace = namespace
+            if isinstance(request, Generate) and wants_text(request, self._text):
+                self._streams.add(client, request, keep)
+            elif isinstance(request, Score) and keep is not None:
+                self._streams.add_score(client, request, keep)
+        self._perform(effects)
+
+    def _cancel(self, client: bytes, request_id: int) -> None:
+        self._tasks.cancel(client, request_id)
+        self._streams.forget(client, request_id)
+        self._perform(self._core.cancel(client, request_id))
+
+    # ------------------------------------------------------------ states of programs
+
+    async def _fork(self, client: bytes, message: Fork) -> None:
+        tenant = self._core.tenant(message.api_key)
+        state = await self._programs.fork(tenant, message)
+        self._core.groups.open(state, message.count + 1, now())  # the branches, and the one that was forked
+        self._answer(client, Done(message.id))
+
+    def _pause(self, client: bytes, message: Pause) -> None:
+        if message.seconds is not None and not message.seconds > 0:
+            raise Refused("seconds", "seconds must be above 0")
+        key = Key(self._core.tenant(message.api_key), message.scope, message.state)
+        state = self._programs.states.get(key, "state")
+        if state.namespace:
+            self._perform(self._core.pause(key, state.namespace, state.ids, message.seconds, now()))
+        self._answer(client, Done(message.id))
+
+    async def _forget(self, client: bytes, message: Forget) -> None:
+        """In a task, so that it runs after an earlier Fork has started."""
+        tenant = self._core.tenant(message.api_key)
+        self._programs.forget(tenant, message.scope)
+        self._perform(self._core.pauses.forget(tenant, message.scope))
+        self._answer(client, Done(message.id))
+
+    def _clear_cache(self, client: bytes, message: ClearCache) -> None:
+        self._core.tenant(message.api_key)
+        if self._config.api_key:
+            raise Refused("", "the cache of all tenants is not emptied for one of them", 403)
+        self._perform(self._core.clear_caches())
+        self._answer(client, Done(message.id))
+
+    # ------------------------------------------------------------ questions
+
+    async def _translate(self, client: bytes, message: Tokenize | Detokenize) -> None:
+        namespace = namespace_of(self._core.tenant(message.api_key))
+        if isinstance(message, Tokenize):
+            ids, text = await self._text.encode_shown(message.prompt, namespace, render_only=message.render_only)
+            tokens = Tokens(message.id, ids, text)
+        else:
+            tokens = Tokens(message.id, text=await self._text.decode(message.ids, namespace=namespace))
+        self._answer(client, tokens)
+
+    def _query(self, message: Ask) -> Any:
+        match message.what:
+            case "health":
+                return self._health(message.api_key)
+            case "models":
+                return status.models(self._core)
+            case "model":
+                self._core.tenant(message.api_key)
+                return self._core.model(message.model)
+            case "report":
+                decode = self._decode if self._text.has_tokenizer else None
+                return self._report.to_json(self._visible(message.api_key), decode)
+            case "metrics":
+                return render(self._report, self._core, self._visible(message.api_key))
+
+    def _recalled(self, message: Recall) -> list[bytes | None]:
+        """The values of a Recall. Raises Refused if they are too large for one reply."""
+        tenant, keys = self._core.tenant(message.api_key), message.keys
+        if len(set(keys)) < len(keys):  # the reply could be of any size
+            raise Refused("keys", "keys must not hold one twice")
+        values = [self._shared.get(tenant, key) for key in keys]
+        if len(values) > 1 and sum(len(value or b"") for value in values) > MAX_RECALL_BYTES:
+            raise Refused(
+                "keys", f"keys have values of more than {MAX_RECALL_BYTES} bytes in all: ask for fewer at once"
+            )
+        return values
+
+    def _decode(self, ids: bytes) -> str:
+        """The text of any ids that workers accept, including ids that the tokenizer does not have."""
+        return self._text.tokenizer.decode(memoryview(ids).cast("i").tolist())
+
+    def _health(self, api_key: str) -> dict[str, Any]:
+        """What a key may see; without a valid one, what load balancers and the launcher need."""
+        core, states = self._core, self._programs.states
+        try:
+            tenant = self._visible(api_key)
+        except Refused:
+            return status.public_health(core)
+        return status.health(core, states) if tenant is None else status.tenant_health(core, states, tenant)
+
+    def _visible(self, api_key: str) -> str | None:
+        """The tenant whose figures a key may see; None (all tenants) for the admin's key, and if no keys are
+        configured."""
+        if self._core.is_admin(api_key):
+            return None
+        tenant = self._core.tenant(api_key)
+        return tenant if self._config.api_key else None

@@ -1,0 +1,229 @@
+"""The text stage around the core: encodes text before it, decodes ids after it, and ends choices at stop strings.
+
+Only requests with text=True are decoded here; front ends that detokenize themselves do not set it. A reply that is not
+streamed is gathered here if stop strings must be found while tokens arrive, and otherwise in the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from radixrt.messages import (
+    TOKEN_BYTES,
+    Delta,
+    Deltas,
+    FinishReason,
+    Generate,
+    Score,
+    TokenLogprob,
+    TokenPrompt,
+)
+from radixrt.requests.grammar import check_aside, is_checked
+from radixrt.router.core.core import RouterCore
+from radixrt.router.core.effects import Effect
+from radixrt.router.core.request import Client
+from radixrt.tokens import Encoded, TextService, TextStream
+from radixrt.tokens.chat_history import Conversations, facts
+from radixrt.tokens.errors import Room
+
+Request = TypeVar("Request", Generate, Score)
+Keep = Callable[[bytes, str, str | int | None], None]
+"""Called with the ids, the text and the stop of an answer that has ended well."""
+
+
+ENDED_WELL: tuple[FinishReason, ...] = ("stop", "length")
+
+
+def is_encoded(request: Generate | Score) -> bool:
+    """Whether a request consists of token ids only, and its grammar, if any, is checked already."""
+    if not isinstance(request.prompt, TokenPrompt):
+        return False
+    if isinstance(request, Score):
+        return all(isinstance(choice, TokenPrompt) for choice in request.choices)
+    return request.sampling.grammar is None or is_checked(request.sampling.grammar, request.api_key)
+
+
+async def encode(request: Request, service: TextService, namespace: str = "", room: Room | None = None) -> Request:
+    """The same request with token ids only, encoded in a namespace. Raises FieldError that names a part that cannot be
+    encoded, or compiled, or for which there is no room."""
+    if isinstance(request, Generate) and request.sampling.grammar:
+        await check_aside(request.sampling.grammar, owner=request.api_key)
+    changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(request.prompt, namespace, room))}
+    if isinstance(request, Score):
+        changes["choices"] = await service.encode_choices(request.choices, namespace)
+    return msgspec.structs.replace(request, **changes)
+
+
+async def encode_chat(
+    request: Generate, conversations: Conversations, tenant: str, room: Room | None = None
+) -> tuple[Generate, Encoded]:
+    """Encode a request whose prompt is a chat. Returns it with token ids, and the encoded chat. Raises FieldError that
+    names an invalid field."""
+    chat = await conversations.encode(request.prompt, tenant, request.cache_salt, room=room)
+    return msgspec.structs.replace(request, prompt=TokenPrompt(chat.ids), session=facts(chat)), chat
+
+
+def wants_text(request: Generate, service: TextService) -> bool:
+    """Whether the router decodes for the client."""
+    return request.text and service.has_tokenizer
+
+
+def core_streams(request: Generate, service: TextService) -> bool:
+    """Whether the core must pass on tokens as they arrive."""
+    return request.stream or (wants_text(request, service) and bool(request.sampling.stop))
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """An answer so far, as lists: appending to bytes would copy all of them each time."""
+
+    ids: list[bytes] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+
+    def add(self, delta: Delta, logprobs: bool) -> None:
+        """Add a delta; with `logprobs`, its log-probabilities as well."""
+        self.ids.append(delta.ids)
+        self.texts.append(delta.text)
+        if not logprobs:
+            return
+        if delta.logprobs:
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+
+    def whole(self, last: Delta) -> Delta:
+        """The whole answer as one delta, with the finish reason and usage of the last one."""
+        ids, text = b"".join(self.ids), "".join(self.texts)
+        return Delta(
+            last.id, last.index, ids, text, last.finish, last.usage, self.logprobs, last.stop, self.prompt_logprobs
+        )
+
+
+@dataclass(slots=True)
+class _Choice:
+    text: TextStream
+    gathers: bool
+    """Whether it is sent as a whole when it has ended. False for a stream, whose deltas are sent at once."""
+    gathered: _Gathered | None
+    """The answer so far, if it is gathered or to be kept."""
+    push: Callable[[bytes], str] | None
+    """Returns the text that ids add. Only for a stream without stop strings that is not kept (the fast path)."""
+
+
+@dataclass(slots=True)
+class _OpenRequest:
+    choices: list[_Choice]
+    keep: Keep | None
+    """Called with each answer, if given."""
+    open: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.open = len(self.choices)
+
+
+class TextStreams:
+    """The text of requests in flight, by client and request id."""
+
+    def __init__(self, service: TextService, core: RouterCore) -> None:
+        self._service = service
+        self._core = core
+        self._texts: dict[Client, dict[int, _OpenRequest]] = {}
+
+    def add(self, client: Client, request: Generate, keep: Keep | None = None) -> None:
+        """Decode for a request from now on; `keep` is called with its answers."""
+        gathers = not request.stream and core_streams(request, self._service)
+        choices = []
+        for _ in range(request.n):
+            text = TextStream(self._service, request.sampling)
+            gathered = _Gathered() if gathers or keep else None
+            choices.append(_Choice(text, gathers, gathered, None if keep else text.plain_push))
+        self._texts.setdefault(client, {})[request.id] = _OpenRequest(choices, keep)
+
+    def add_score(self, client: Client, request: Score, keep: Keep) -> None:
+        """Call `keep` when a Score has been answered."""
+        self._texts.setdefault(client, {})[request.id] = _OpenRequest([], keep)
+
+    def scored(self, client: Client, request_id: int) -> None:
+        """A Score has been answered."""
+        texts = self._texts.get(client, {}).get(request_id)
+        self.forget(client, request_id)
+        if texts is not None and texts.keep is not None:
+            texts.keep(b"", "", None)
+
+    def forget(self, client: Client, request_id: int) -> None:
+        texts = self._texts.get(client)
+        if texts is not None and texts.pop(request_id, None) is not None and not texts:
+            del self._texts[client]
+
+    def forget_client(self, client: Client) -> None:
+        self._texts.pop(client, None)
+
+    def decode(self, client: Client, deltas: Deltas) -> tuple[Deltas, list[Effect]]:
+        """Add text to `deltas`. Returns those to send, and orders that end choices whose stop string was found."""
+        texts = self._texts.get(client)
+        if texts is None:
+            return deltas, []
+        items: list[Delta] = []
+        effects: list[Effect] = []
+        for delta in deltas.items:
+            request = texts.get(delta.id)
+            if request is None:
+                items.append(delta)
+                continue
+            choice = request.choices[delta.index]
+            if choice.push is not None and delta.finish is None:
+                delta.text = choice.push(delta.ids)
+                items.append(delta)
+                continue
+            effects += self._add_text(client, choice, delta)
+            if choice.gathered is not None:
+                delta = _gather(choice, choice.gathered, delta, request.keep)
+            if delta.finish is not None:
+                request.open -= 1
+                if not request.open:
+                    self.forget(client, delta.id)
+            if delta.finish is not None or (not choice.gathers and (delta.text or delta.ids)):
+                items.append(delta)
+        return Deltas(items), effects
+
+    def _add_text(self, client: Client, choice: _Choice, delta: Delta) -> list[Effect]:
+        delta.text = choice.text.take(delta)
+        stop = choice.text.stop
+        if stop is None:
+            return []
+        effects: list[Effect] = []
+        past = choice.text.past
+        if past:
+            _cut(delta, past)
+        if delta.finish is None:
+            delta.usage, effects = self._core.stop_choice(client, delta.id, delta.index, past)
+            if delta.usage is None:  # the request failed in the same step: its Error follows
+                return []
+        delta.finish, delta.stop = "stop", stop
+        return effects
+
+
+def _gather(choice: _Choice, gathered: _Gathered, delta: Delta, keep: Keep | None) -> Delta:
+    """Add a delta to an answer; returns the delta to send. When the answer has ended well, it is kept."""
+    gathered.add(delta, choice.gathers)
+    if delta.finish is None:
+        return delta
+    whole = gathered.whole(delta)
+    if keep is not None and delta.finish in ENDED_WELL:
+        keep(whole.ids, whole.text, whole.stop)
+    return whole if choice.gathers else delta
+
+
+def _cut(delta: Delta, past: int) -> None:
+    """Remove the last `past` tokens from a delta, and from its usage."""
+    delta.ids = delta.ids[: -TOKEN_BYTES * past]
+    delta.logprobs = delta.logprobs and delta.logprobs[:-past]
+    if delta.usage is not None:
+        count = delta.usage.completion_tokens - past
+        delta.usage = msgspec.structs.replace(delta.usage, completion_tokens=count)

@@ -1,0 +1,412 @@
+"""Chat templates, rendered as transformers' apply_chat_template renders them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+
+from radixrt.checkpoint.files import are_templates
+from radixrt.messages import ChatPrompt
+from radixrt.tokens.environment import templates_environment
+from radixrt.tokens.errors import FieldError
+from radixrt.tokens.rewriting import (
+    REASONING_KEYS,
+    Message,
+    functions_of,
+    is_parsed,
+    style_of,
+    values_in,
+    ways,
+    with_calls,
+    with_tools,
+)
+from radixrt.tokens.turns import Interrupted, Steps, finished, finished_within
+
+NO_TEMPLATE = "this model has no chat template; give one with --chat-template FILE, or send a plain prompt"
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+
+MAX_CHARS = 1 << 26
+"""The most characters that a template may write for a chat."""
+MAX_ARGUMENTS = 1 << 20
+"""The most values that the arguments of a chat's calls may hold together: a template gets all of them parsed."""
+MAX_SECONDS = 10.0
+"""The most processor time that it may take."""
+PROBE_CHARS = 1 << 20
+PROBE_SECONDS = 1.0
+PROBE_BYTES = 512 << 20
+"""The same for one short message, when it is loaded, and the memory that it may take meanwhile."""
+STEP_PIECES = 512
+"""Pieces of text that a template writes in a step; there are about four for each message."""
+STEP_MESSAGES = 512
+
+NO_CALLS = ("tool_calls", [])
+"""Some clients send this empty key; templates test only whether there is the key."""
+
+
+def read_templates(folder: Path, config: Mapping[str, Any], file: str = "") -> dict[str, str]:
+    """Jinja sources by name ("default", "tool_use", ...); {} if the checkpoint has none.
+
+    In order: `file` (Jinja, or JSON with `chat_template`), chat_template.jinja (and
+    additional_chat_templates/*.jinja), chat_template.json, `chat_template` of tokenizer_config.json.
+    Raises ValueError if one cannot be read.
+    """
+    if file:
+        return _from_file(Path(file))
+    others = sorted(folder.glob("additional_chat_templates/*.jinja"))
+    extra = {path.stem: template for path in others for template in _from_file(path).values()}
+    if (folder / "chat_template.jinja").is_file():
+        return extra | _from_file(folder / "chat_template.jinja")
+    if extra:
+        return extra
+    if (folder / "chat_template.json").is_file():
+        return _from_file(folder / "chat_template.json")
+    return _by_name(config.get("chat_template"))
+
+
+def _from_file(path: Path) -> dict[str, str]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        template = json.loads(text)["chat_template"] if path.suffix == ".json" else text
+        if template is not None and not are_templates(template):
+            raise ValueError("it is no text, and no list of templates by name")
+        return _by_name(template)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"no chat template in {path}: {error}") from error
+
+
+def _by_name(template: str | list[dict[str, str]] | dict[str, str] | None) -> dict[str, str]:
+    if isinstance(template, list):
+        return {item["name"]: item["template"] for item in template}
+    if isinstance(template, dict):
+        return template
+    return {"default": template} if template else {}
+
+
+class Unbounded(FieldError):
+    """A template has written too much, or taken too long."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__("messages", f"the chat template {why} for these messages")
+
+
+class ChatTemplates:
+    """A model's templates, compiled once; `special_tokens` (bos_token, ...) are variables in them."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        environment = templates_environment()
+        self._templates = {name: _Template(environment, source) for name, source in sources.items()}
+        self._special_tokens = dict(special_tokens)
+
+    def check(self) -> None:
+        """Raise ValueError if a template takes too long, or writes too much, for one short message."""
+        for name, template in self._templates.items():
+            steps = template.steps([{"role": "user", "content": "hi"}], None, True, self._special_tokens, PROBE_CHARS)
+            try:
+                finished_within(PROBE_SECONDS, PROBE_BYTES, steps)
+            except (Unbounded, Interrupted) as error:
+                problem = f"chat template {name!r} does not come to an end for one short message"
+                raise ValueError(f"{problem}: {error}") from None
+            except FieldError:
+                pass  # a template may refuse this chat
+
+    def render(self, prompt: ChatPrompt, answer_next: bool = True) -> str:
+        """The text of a chat prompt, up to where the assistant's answer begins or, with `partial`, continues. Without
+        `answer_next` it ends with the last message.
+
+        Raises FieldError (`messages`, `messages[i]...`, `template_args`) if there is no template, if the input does not
+        have the form of OpenAI's messages, or if the template refuses it.
+        """
+        return finished(self.steps(prompt, answer_next))
+
+    def steps(self, prompt: ChatPrompt, answer_next: bool = True) -> Steps[str]:
+        """`render` in steps."""
+        template = self._choose(tools=prompt.tools is not None)
+        reserved = {"messages", "tools", "documents", "add_generation_prompt"} & prompt.template_args.keys()
+        if reserved:
+            raise FieldError("template_args", f"template_args may not set {', '.join(sorted(reserved))}")
+        messages: list[Message] = []
+        values = 0
+        for at in range(0, len(prompt.messages), STEP_MESSAGES):
+            if at:
+                yield
+            messages += [_checked(i, one) for i, one in enumerate(prompt.messages[at : at + STEP_MESSAGES], at)]
+            values += sum(map(_argument_values, messages[at:]))
+            if values > MAX_ARGUMENTS:
+                raise FieldError("messages", f"messages: arguments of calls hold more than {MAX_ARGUMENTS} values")
+        if not messages:
+            raise FieldError("messages", "messages must hold at least one message")
+        for at in range(0, len(messages), STEP_MESSAGES):
+            if at:
+                yield
+            some = messages[at : at + STEP_MESSAGES]
+            messages[at : at + STEP_MESSAGES] = [template.adapted(i, one) for i, one in enumerate(some, at)]
+        if prompt.partial:
+            _mark_end(messages)
+        variables = {**self._special_tokens, **prompt.template_args}
+        text = yield from template.steps(messages, prompt.tools, answer_next and not prompt.partial, variables)
+        return _cut_at_mark(text) if prompt.partial else text
+
+    def _choose(self, tools: bool) -> _Template:
+        named = self._templates
+        if not named:
+            raise FieldError("messages", NO_TEMPLATE)
+        template = (named.get("tool_use") if tools else None) or named.get("default")
+        if template is None:
+            raise FieldError("messages", f"none of the chat templates {sorted(named)} is the default; {NO_TEMPLATE}")
+        return template
+
+
+class _Template:
+    """A compiled template, and what it expects of messages.
+
+    takes_parts    it loops over `content`, so a list of parts is passed as it is; otherwise their texts are joined by
+                   line feeds
+    takes_objects  it writes tool call `arguments` as JSON, and does not handle strings separately, so OpenAI's JSON
+                   string is parsed for it
+    takes_none     it tests whether `content` is none, and never takes its length, so `content` is none in an answer
+                   with only tool calls; otherwise it is "" there. In all other messages keys with None are left out
+
+    Two families have no variable `tools`: SmolLM3's template has `xml_tools`, Phi-4-mini's expects them in the system
+    message. If a template mentions tool calls but does not write those of messages, they are inserted as text.
+    """
+
+    def __init__(self, environment: jinja2.Environment, source: str) -> None:
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+        except (RecursionError, MemoryError):
+            raise ValueError("chat template: it is nested too deeply") from None
+        self.takes_parts = any(_is_named(loop.iter, "content") for loop in tree.find_all(nodes.For))
+        sets = (node for node in tree.find_all(nodes.Assign) if _is_named(_first(node.node), "arguments"))
+        names = {"arguments", *(node.target.name for node in sets if isinstance(node.target, nodes.Name))}
+        uses = {_use(node, names) for node in tree.find_all((nodes.Filter, nodes.Getattr, nodes.Test))}
+        whole = _mentions(tree, "tool_calls") and not _mentions(tree, "arguments")
+        self.takes_objects = whole or (bool(uses & {"tojson", "items", "is mapping"}) and "is string" not in uses)
+        uses = {_use(node, ("content",)) for node in tree.find_all((nodes.Filter, nodes.Test))}
+        self.takes_none = "is none" in uses and "length" not in uses
+        variables = {name.name for name in tree.find_all(nodes.Name)}
+        self._calls_style = None if _mentions(tree, "tool_calls") else style_of(source)
+        self._xml_tools = "xml_tools" in variables and "tools" not in variables
+        self._tools_in_system = _mentions(tree, "tools") and "tools" not in variables
+
+    def adapted(self, index: int, message: Message) -> Message:
+        """A message as the template expects it: no None values except `content`, parts and arguments in its form."""
+        message = {key: value for key, value in message.items() if value is not None and (key, value) != NO_CALLS}
+        if message["role"] == "assistant" and not message.get("content"):
+            message["content"] = None if self.takes_none and message.get("tool_calls") else ""
+        if isinstance(message.get("content"), list):
+            texts = [_part_text(index, j, part) for j, part in enumerate(message["content"])]
+            # Most templates that loop over a user message's parts write a result for each part of a tool message, or
+            # print the list.
+            if not self.takes_parts or message["role"] == "tool":
+                message["content"] = "\n".join(texts)
+        if self._calls_style and message.get("tool_calls") and isinstance(message["content"], str):
+            message = with_calls(message, self._calls_style)
+        if self.takes_objects and message.get("tool_calls"):
+            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+        reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
+        if reasoning is not None:  # templates read it under one name or the other
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        return message
+
+    def steps(
+        self,
+        messages: list[Message],
+        tools: list[Message] | None,
+        answer_next: bool,
+        variables: Mapping[str, Any],
+        max_chars: int | None = None,
+    ) -> Steps[str]:
+        """Render the chat in the first of the `ways` that the template does not refuse. If it refuses all, raises
+        FieldError with its reason for the unchanged chat; Unbounded if it does not come to an end."""
+        if tools and self._xml_tools and not {"xml_tools", "python_tools"} & variables.keys():
+            variables = {**variables, "xml_tools": functions_of(tools)}
+        if tools and self._tools_in_system:
+            messages = with_tools(messages, tools)
+        limits = _Limits(MAX_CHARS if max_chars is None else max_chars)
+        refusal = None
+        for way in ways(messages):
+            try:
+                return (yield from self._rendered(way, tools, answer_next, variables, limits))
+            except Unbounded:
+                raise
+            except FieldError as error:
+                refusal = refusal or error
+            yield
+        try:
+            raise refusal  # type: ignore[misc]
+        finally:
+            del refusal  # breaks a reference cycle with this frame
+
+    def _rendered(
+        self,
+        messages: list[Message],
+        tools: list[Message] | None,
+        answer_next: bool,
+        variables: Mapping[str, Any],
+        limits: _Limits,
+    ) -> Steps[str]:
+        written: list[str] = []
+        try:
+            context = self._template.new_context(
+                {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": answer_next}
+                | dict(variables)
+            )
+            pieces = self._template.root_render_func(context)
+            while True:
+                block = list(itertools.islice(pieces, STEP_PIECES))
+                written.append("".join(block))
+                limits.take(len(written[-1]))
+                if len(block) < STEP_PIECES:
+                    return "".join(written)
+                limits.pause()
+                yield
+                limits.go_on()
+        except jinja2.TemplateError as error:  # raise_exception and undefined variables
+            raise FieldError("messages", f"the chat template refuses these messages: {error.message}") from error
+        except Unbounded:
+            raise
+        except Exception as error:  # a template may fail in any way on an unexpected message
+            raise FieldError("messages", f"the chat template fails on these messages: {error}") from error
+
+
+class _Limits:
+    """What a template may still write, in characters, and take, in seconds."""
+
+    __slots__ = ("_began", "_chars", "_max_chars", "_seconds")
+
+    def __init__(self, max_chars: int) -> None:
+        self._chars, self._max_chars, self._seconds = 0, max_chars, 0.0
+        self._began: float | None = None
+        """The thread's processor time when the current step began; None in the first, which is not counted."""
+
+    def take(self, chars: int) -> None:
+        self._chars += chars
+        if self._chars > self._max_chars:
+            raise Unbounded(f"writes more than {self._max_chars} characters")
+
+    def pause(self) -> None:
+        """A step has ended."""
+        if self._began is not None:
+            self._seconds += time.thread_time() - self._began
+        if self._seconds > MAX_SECONDS:
+            raise Unbounded(f"takes more than {MAX_SECONDS:g} s")
+
+    def go_on(self) -> None:
+        """The next step begins, maybe in another thread."""
+        self._began = time.thread_time()
+
+
+def _use(node: nodes.Node, names: Collection[str]) -> str | None:
+    """How an expression uses a variable or attribute with one of these names: the name of a filter or attribute, or
+    "is" and that of a test. None if it does not."""
+    if not any(_is_named(node.node, name) for name in names):
+        return None
+    match node:
+        case nodes.Getattr():
+            return node.attr
+        case nodes.Test():
+            return f"is {node.name}"
+    return node.name
+
+
+def _first(node: nodes.Node) -> nodes.Node:
+    """The first operand of `or`: `x` of `x or {}`; any other expression itself."""
+    return node.left if isinstance(node, nodes.Or) else node
+
+
+def _mentions(tree: nodes.Template, name: str) -> bool:
+    """Whether a template anywhere reads `x.name`, `x['name']` or `x.get('name')`, or tests for the name."""
+    constants = any(constant.value == name for constant in tree.find_all(nodes.Const))
+    return constants or any(node.attr == name for node in tree.find_all(nodes.Getattr))
+
+
+def _is_named(node: nodes.Node, name: str) -> bool:
+    """Whether an expression is `name`, `x.name` or `x['name']`, filters aside."""
+    while isinstance(node, nodes.Filter) and node.node is not None:
+        node = node.node
+    match node:
+        case nodes.Name():
+            return node.name == name
+        case nodes.Getattr():
+            return node.attr == name
+        case nodes.Getitem():
+            return isinstance(node.arg, nodes.Const) and node.arg.value == name
+    return False
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _checked(index: int, message: Any) -> Message:
+    field = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise FieldError(field, f"{field} must be an object with a role and content")
+    if not isinstance(message.get("role"), str):
+        raise FieldError(f"{field}.role", f"{field}.role must be a string")
+    if not isinstance(message.get("content", ""), str | list | None):
+        raise FieldError(f"{field}.content", f"{field}.content must be a string or a list of parts")
+    if not isinstance(message.get("tool_calls", []), list | None):
+        raise FieldError(f"{field}.tool_calls", f"{field}.tool_calls must be a list")
+    return message
+
+
+def _part_text(index: int, position: int, part: Any) -> str:
+    field = f"messages[{index}].content[{position}]"
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "text":
+        raise FieldError(f"{field}.type", f"{field}.type must be 'text', not {kind!r}: this model reads text only")
+    if not isinstance(part.get("text"), str):
+        raise FieldError(f"{field}.text", f"{field}.text must be a string")
+    return part["text"]
+
+
+def _argument_values(message: Message) -> int:
+    """The most values that the arguments of a message's calls hold."""
+    functions = (call.get("function") for call in message.get("tool_calls") or () if isinstance(call, dict))
+    given = (function.get("arguments") for function in functions if isinstance(function, dict))
+    return sum(values_in(arguments) for arguments in given if isinstance(arguments, str))
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """A tool call with `function.arguments` parsed, if they are a JSON object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str) or not is_parsed(arguments):
+        return call
+    try:
+        parsed = json.loads(arguments) if arguments else {}
+        if "\\u" in arguments:
+            json.dumps(parsed, ensure_ascii=False).encode()  # raises UnicodeEncodeError for lone surrogates
+    except (ValueError, RecursionError):
+        return call  # a model need not have written valid JSON: the template gets the string
+    return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
+
+
+def _mark_end(messages: list[Message]) -> None:
+    """Mark the end of the last message, so that what the template writes after it can be cut off."""
+    last = messages[-1]
+    if last["role"] != "assistant" or not last.get("content"):
+        raise FieldError("messages", "only an assistant message with content can be continued, and it must be last")
+    if isinstance(last["content"], str):
+        last["content"] += CONTINUE_MARK
+    else:
+        *parts, part = last["content"]
+        last["content"] = [*parts, {**part, "text": part["text"] + CONTINUE_MARK}]
+
+
+def _cut_at_mark(text: str) -> str:
+    at = text.rfind(CONTINUE_MARK.strip())
+    if at < 0:
+        raise FieldError("messages", "the chat template drops the message that should be continued")
+    # If the template trims messages, the mark has lost its white space, and the text before it has to lose it, too.
+    return text[:at] if text.startswith(CONTINUE_MARK, at) else text[:at].rstrip()

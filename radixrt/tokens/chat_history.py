@@ -1,0 +1,110 @@
+"""Chats whose generated token ids are kept; used by the HTTP front end and by the router.
+
+prompt --encode--> ids, facts ... answer generated ... --remember--> the next turn's `encode`
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from radixrt.config import FrontendConfig, RouterConfig
+from radixrt.messages import ChatPrompt, Prompt, SessionFacts
+from radixrt.tokens import Encoded, Sessions, TextService
+from radixrt.tokens.chain import Key
+from radixrt.tokens.errors import Room
+from radixrt.tokens.text import is_short_chat
+from radixrt.tokens.turns import in_one_step
+
+_to_json = msgspec.json.Encoder().encode
+_REASONS = {
+    "the template drops its thinking": "thinking",
+    "the template drops ": "opening",
+    "the template writes it differently": "rewritten",
+}
+"""How the notes in `Encoded.dropped` begin, and the reason that each is counted under."""
+
+
+def namespace_of(tenant: str, cache_salt: str = "") -> str:
+    """The namespace of what is kept for a tenant and salt. The tenant is written as JSON, which has no line feeds, so
+    that (tenant, salt) can be told apart."""
+    return f"{_to_json(tenant).decode()}\n{cache_salt}"
+
+
+class SharedStore(Protocol):
+    """Other front-end processes with sessions. Values are shared among processes, separately for each tenant."""
+
+    def share(self, entries: Sequence[tuple[bytes, bytes | None]], api_key: str) -> None:
+        """Store (key, value) entries for all processes."""
+
+    async def recall(self, keys: Sequence[bytes], api_key: str) -> list[bytes | None]:
+        """The values of keys; None for unknown ones."""
+
+
+class Conversations:
+    """The sessions of one process. Without `session_tokens` or a tokenizer there are none, and chats are encoded like
+    any text. With `shared_store`, answers that other processes have generated are known as well."""
+
+    def __init__(
+        self, text: TextService, config: RouterConfig | FrontendConfig, shared_store: SharedStore | None = None
+    ) -> None:
+        self._text = text
+        self._shared_store = shared_store
+        self._sessions: Sessions | None = None
+        if text.tokenizer is not None and config.session_tokens > 0:
+            self._sessions = Sessions(text.tokenizer, config.session_tokens, config.keep_thinking)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of generated tokens that are kept."""
+        return self._sessions.num_tokens if self._sessions else 0
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        tenant: str,
+        cache_salt: str,
+        api_key: str = "",
+        room: Room | None = None,
+        last: int | None = None,
+    ) -> Encoded:
+        """Token ids of any prompt; `room` and `last` as for `TextService.encode`. Answers in a chat have the ids with
+        which they were generated for this tenant and salt. Raises FieldError on bad input."""
+        namespace = namespace_of(tenant, cache_salt)
+        if self._sessions is None or not isinstance(prompt, ChatPrompt):
+            return Encoded(await self._text.encode(prompt, namespace, room, last), "")
+        if self._shared_store is not None and (missing := await self._missing(namespace, prompt)):
+            for key, value in zip(missing, await self._shared_store.recall(missing, api_key), strict=True):
+                if value is not None:
+                    self._sessions.learn(namespace, key, value)
+        return await self._text.encode_chat(self._sessions, namespace, prompt, room)
+
+    async def _missing(self, namespace: str, prompt: ChatPrompt) -> list[Key]:
+        """The keys of answers that only other processes may know; of a long chat, they are computed in a thread."""
+        if is_short_chat(prompt.messages):
+            return self._sessions.missing(namespace, prompt)
+        work = in_one_step(self._sessions.missing, namespace, prompt)
+        return await self._text.run(namespace, work, "messages")
+
+    def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, api_key: str = "") -> None:
+        """Keep the ids of an answer; `message` is the same answer as the client sees it."""
+        if self._sessions is None:
+            return
+        key = self._sessions.remember(encoded, message, ids)
+        if self._shared_store is not None and key is not None and (value := self._sessions.export(key)):
+            self._shared_store.share([(key, value)], api_key)
+
+
+def facts(encoded: Encoded) -> SessionFacts:
+    """Counts of the answers in a chat that kept their ids, and that lost them, by reason."""
+    if not (encoded.kept_turns or encoded.dropped):
+        return SessionFacts()
+    dropped = Counter(_reason(note.partition(": ")[2]) for note in encoded.dropped)
+    return SessionFacts(encoded.kept_turns, len(encoded.respelled), dict(dropped))
+
+
+def _reason(why: str) -> Any:
+    return next((reason for start, reason in _REASONS.items() if why.startswith(start)), "not_found")

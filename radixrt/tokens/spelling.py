@@ -1,0 +1,323 @@
+"""Finds generated answers in the text that a chat template renders, and replaces them by their generated ids.
+
+text    ....<|im_start|>assistant| answer <|im_end|> |<|im_start|>user ....|<|im_start|>assistant
+        the template's           | a span            | the template's
+ids     of the text              | as generated      | of the text
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from radixrt.messages import TOKEN_BYTES, ChatPrompt
+from radixrt.tokens.chain import Message, bare
+from radixrt.tokens.errors import FieldError
+from radixrt.tokens.tokenizer import Tokenizer
+
+BEFORE_CHARS = 64
+"""An answer is assumed to be at its former place if this many characters before it are unchanged as well."""
+
+MAX_OPENINGS = 64
+RESPELLED = "the template writes its white space, JSON or headers in another way"
+THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>")
+_WHITE_SPACE = re.compile(r"\s*")
+_HEADER = re.compile(r"( to=[^\s<]+)?<\|channel\|>(\w+)( to=[^\s<]+)?(?: ?(?:<\|constrain\|>)?(\w+))?<\|message\|>")
+"""The header of a Harmony message (see `frontend.parsing.harmony`): templates write the recipient before the channel,
+models after it."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as it was generated.
+
+    `body` + `end` is the text of `ids`, special tokens included: `end` is the text of the last token if that is
+    special, and `end_id` its id. `offset` is the length of the text of its prompt, after which it began, and `before`
+    the end of that text. `respelled` is what the template last wrote in place of `body`. `specials` are the texts of
+    the special tokens in `body`, which clients do not see.
+    """
+
+    ids: bytes
+    body: str
+    end: str
+    end_id: int | None
+    reasoning: str | None
+    offset: int
+    before: str
+    respelled: str | None = None
+    specials: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """text[start:end] is replaced by `head`, which is encoded, and `ids`, which end with the special token `end_id`, if
+    any."""
+
+    start: int
+    end: int
+    ids: bytes
+    end_id: int | None
+    head: str = ""
+
+
+@dataclass(slots=True)
+class Spelling:
+    """The spans by the index of their message, and notes on what was respelled and dropped."""
+
+    spans: dict[int, Span] = field(default_factory=dict)
+    respelled: dict[int, str] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
+
+    def ordered(self) -> list[Span]:
+        return sorted(self.spans.values(), key=lambda span: (span.start, span.end))
+
+
+class Speller:
+    """Finds answers in the texts of one tokenizer's chat template.
+
+    Text outside of spans stays as the template wrote it, and a span replaces only text of the same content: apart from
+    white space, the formatting of JSON and special tokens that the text has nowhere (see `_unseen`), and with
+    `keep_thinking` from thinking that the template drops. So the meaning of a prompt is always that of the template,
+    wherever spans are found.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, keep_thinking: bool) -> None:
+        self._tokenizer = tokenizer
+        self._keep_thinking = keep_thinking
+        self._openings: dict[str, str] = {}
+        """By namespace and kind of message."""
+
+    def find(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], namespace: str = "") -> Spelling:
+        """Find the spans of `answers` (by index of the message) in `text`, which the template rendered for `prompt`,
+        a chat in `namespace`."""
+        spelling = Spelling()
+        answers = {index: _as_seen(answer, text) for index, answer in answers.items()}
+        for index, answer in answers.items():
+            if not text.endswith(answer.before, 0, answer.offset):
+                continue
+            if text.startswith(answer.body, answer.offset):
+                self._keep(spelling, index, answer, text, answer.offset, answer.offset + len(answer.body))
+            elif answer.respelled is not None and text.startswith(answer.respelled, answer.offset):
+                spelling.respelled[index] = RESPELLED
+                self._keep(spelling, index, answer, text, answer.offset, answer.offset + len(answer.respelled))
+        others = {index: answer for index, answer in answers.items() if index not in spelling.spans}
+        places = self._places(prompt, text, others) if others else {}
+        for index, answer in others.items():
+            if index in places:
+                opening = self._opening(prompt, index, answer, namespace)
+                self._judge(spelling, index, answer, prompt, text, opening, *places[index])
+            else:
+                spelling.dropped[index] = "it cannot be told from the rest of what the template writes"
+        self._part(spelling)
+        for index in spelling.spans:
+            if unseen := _unseen(answers[index], text):
+                spelling.respelled.setdefault(index, f"the template leaves out {', '.join(unseen)}")
+        return spelling
+
+    def _places(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> dict[int, tuple[int, int]]:
+        """Where the template writes these messages: found by rendering marks in place of everything in them or, if the
+        template refuses that, in place of their content, or of the arguments of their first call."""
+        places: dict[int, tuple[int, int]] = {}
+        for marked in (_marked, _marked_within):
+            if others := {index: answer for index, answer in answers.items() if index not in places}:
+                places |= self._marks(prompt, text, others, marked)
+        return places
+
+    def _marks(
+        self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], marked_as: Callable[[Message, str], Message]
+    ) -> dict[int, tuple[int, int]]:
+        """Where the messages are in the text, found by rendering each as `marked_as` returns it with a mark.
+
+        marked  ......<|im_start|>assistant\\n MARK <|im_end|>\\n.....      white space before a mark may be its own
+        text    ......<|im_start|>assistant (\\n answer) <|im_end|>\\n.....
+        """
+        nonce = secrets.token_hex(8)
+        messages = list(prompt.messages)
+        for index in answers:
+            messages[index] = marked_as(messages[index], f"turn{nonce}x{index}x")
+        try:
+            marked = self._tokenizer.apply_chat(msgspec.structs.replace(prompt, messages=messages))
+        except FieldError:
+            return {}
+        first, *rest = re.split(rf'(?:\{{"mark":\s*")?turn{nonce}x([0-9]+)x(?:"\}})?', marked)
+        indices, between = list(map(int, rest[::2])), rest[1::2]
+        if indices != sorted(set(indices)) or not text.startswith(first.rstrip()):
+            return {}
+        places, at = {}, len(first.rstrip())
+        for number, (index, behind) in enumerate(zip(indices, between, strict=True), 1):
+            core = behind if number == len(indices) else behind.rstrip()
+            if number == len(indices):
+                end = len(text) - len(core) if text.endswith(core) else -1
+            else:
+                end = text.find(core, at) if core else -1
+            if end < at:
+                break
+            places[index] = at, end
+            at = end + len(core)
+        return places
+
+    def _judge(
+        self,
+        spelling: Spelling,
+        index: int,
+        answer: Answer,
+        prompt: ChatPrompt,
+        text: str,
+        opening: str,
+        at: int,
+        end: int,
+    ) -> None:
+        """Decide whether the ids of an answer replace text[at:end], as which the template writes it, including white
+        space of its opening."""
+        start, lost = _behind_opening(text, at, end, opening)
+        call_ids = _call_ids(prompt.messages[index])
+        written, body, whole = (_said(part, call_ids) for part in (text[start:end], answer.body, lost + answer.body))
+        if written != whole:
+            # The model may have begun with what the template writes before `at`: the header of a message.
+            for early in _before_header(text, at, opening, answer):
+                found = _said(text[early:end], call_ids)
+                if found == body or _lacks_thinking(found, body, answer.reasoning):
+                    start, lost, written, whole = early, "", found, body
+                    break
+        if written == whole:
+            if text[start:end] != lost + answer.body:
+                spelling.respelled[index] = RESPELLED
+                answer.respelled = text[start:end] if start == answer.offset else None
+            self._keep(spelling, index, answer, text, start, end, lost)
+        elif written == body and not self._keep_thinking:
+            spelling.dropped[index] = f"the template drops {lost.strip()!r} before it"
+            self._keep(spelling, index, answer, text, start, end)
+        elif written == body or _lacks_thinking(written, whole, answer.reasoning):
+            if self._keep_thinking:
+                spelling.respelled[index] = "its thinking is kept, which the template drops"
+                self._keep(spelling, index, answer, text, start, end, lost)
+            else:
+                spelling.dropped[index] = "the template drops its thinking"
+        else:
+            spelling.dropped[index] = "the template writes it differently"
+
+    def _keep(
+        self, spelling: Spelling, index: int, answer: Answer, text: str, start: int, end: int, head: str = ""
+    ) -> None:
+        """Use the ids of an answer for text[start:end], including its end token if the template writes that as well."""
+        close = _WHITE_SPACE.match(text, end).end()
+        if not answer.end:
+            spelling.spans[index] = Span(start, end, answer.ids, None, head)
+        elif text.startswith(answer.end, close):
+            if close > end:
+                spelling.respelled[index] = "the template writes white space behind it"
+            spelling.spans[index] = Span(start, close + len(answer.end), answer.ids, answer.end_id, head)
+        else:  # it ended differently from what the template writes next
+            spelling.spans[index] = Span(start, end, answer.ids[:-TOKEN_BYTES], None, head)
+
+    def _opening(self, prompt: ChatPrompt, index: int, answer: Answer, namespace: str) -> str:
+        """What the template added where the answer at `index` began; "" if that cannot be determined. Cached by kind of
+        message, since most answers begin alike."""
+        last = prompt.messages[index - 1]["role"] if index else ""
+        kind = repr((namespace, last, prompt.tools is None, sorted(prompt.template_args.items())))
+        if (opening := self._openings.get(kind)) is None:
+            if len(self._openings) >= MAX_OPENINGS:
+                self._openings.clear()
+            opening = self._openings[kind] = self._found_opening(prompt, index)
+        if not answer.before.endswith(opening[-BEFORE_CHARS:]):
+            opening = self._found_opening(prompt, index)
+        return opening if answer.before.endswith(opening[-BEFORE_CHARS:]) else ""
+
+    def _found_opening(self, prompt: ChatPrompt, index: int) -> str:
+        before = msgspec.structs.replace(prompt, messages=prompt.messages[:index], partial=False)
+        try:
+            without, whole = (self._tokenizer.apply_chat(before, answer_next) for answer_next in (False, True))
+        except FieldError:
+            return ""
+        return whole[len(without) :] if whole.startswith(without) else ""
+
+    def _part(self, spelling: Spelling) -> None:
+        """Remove spans that overlap the one before. That happens only with unusual repetitions in a text."""
+        at = 0
+        for index, span in sorted(spelling.spans.items(), key=lambda item: item[1].start):
+            if span.start < at:
+                del spelling.spans[index]
+                spelling.dropped[index] = "it cannot be told from the rest of what the template writes"
+            else:
+                at = span.end
+
+
+def _unseen(answer: Answer, text: str) -> list[str]:
+    """Special tokens of an answer that `text` has nowhere: the client did not see them, and the template does not write
+    them. Others may mark messages and calls: with them, an answer says something else."""
+    return [special for special in answer.specials if special not in text]
+
+
+def _as_seen(answer: Answer, text: str) -> Answer:
+    """The answer without its `_unseen` tokens."""
+    body = answer.body
+    for special in _unseen(answer, text):
+        body = body.replace(special, "")
+    return answer if body == answer.body else replace(answer, body=body)
+
+
+def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, str]:
+    """Returns (where an answer begins in text[at:end], the rest of its opening if the template wrote only a part of
+    it).
+
+    Before `at` is the template's text, without trailing white space; the opening may end there or in white space after.
+    """
+    latest = min(_WHITE_SPACE.match(text, at).end(), end)
+    for size in range(len(opening), 0, -1):
+        if not opening[:size].strip():
+            break
+        for start in range(at, latest + 1):
+            if text.endswith(opening[:size], 0, start):
+                return start, opening[size:]
+    return at, ""
+
+
+def _before_header(text: str, at: int, opening: str, answer: Answer) -> Iterator[int]:
+    """Where an answer may begin if the template writes a part of it before `at`: at its former place, or after the last
+    opening."""
+    if answer.offset < at and text.endswith(answer.before, 0, answer.offset):
+        yield answer.offset
+    if opening.strip() and (found := text.rfind(opening, 0, at)) >= 0:
+        yield found + len(opening)
+
+
+def _said(text: str, call_ids: Sequence[str]) -> str:
+    """A text in the normal form in which texts are compared: of white space, JSON and headers."""
+    return bare(_HEADER.sub(_one_header, text) if "<|channel|>" in text else text, call_ids)
+
+
+def _one_header(match: re.Match[str]) -> str:
+    before, channel, behind, kind = match.groups("")
+    return f"<|channel|>{channel}{before or behind} {kind}<|message|>"
+
+
+def _marked(message: Message, mark: str) -> Message:
+    return {"role": "assistant", "content": mark}
+
+
+def _marked_within(message: Message, mark: str) -> Message:
+    """A message with the mark as its content, or as an argument of its first call."""
+    first, *more = message.get("tool_calls") or (None,)
+    if not isinstance(first, dict) or not isinstance(first.get("function"), dict):
+        return message | {"content": mark}
+    function = first["function"] | {"arguments": f'{{"mark": "{mark}"}}'}
+    return message | {"tool_calls": [first | {"function": function}, *more]}
+
+
+def _call_ids(message: Message) -> tuple[str, ...]:
+    """Ids of calls that a template may write although the model did not: that of a single call, which is
+    unambiguous."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    return (calls[0]["id"],) if len(calls) == 1 and isinstance(calls[0].get("id"), str) else ()
+
+
+def _lacks_thinking(written: str, whole: str, reasoning: str | None) -> bool:
+    """Whether `written` is `whole` without its beginning, and that beginning is thinking."""
+    if not whole.endswith(written) or len(whole) == len(written):
+        return False
+    thinking = whole[: len(whole) - len(written)]
+    return (bool(reasoning) and bare(reasoning) in thinking) or thinking.endswith(THINKING_ENDS)

@@ -1,0 +1,445 @@
+"""The text service: encodes prompts, off the event loop if that takes long, and decodes token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from struct import Struct
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from radixrt.config import FrontendConfig, RouterConfig
+from radixrt.messages import (
+    TOKEN_BYTES,
+    ChatPrompt,
+    Delta,
+    PartsPrompt,
+    Prompt,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+    tenant_of,
+)
+from radixrt.tokens._ids import ids_below
+from radixrt.tokens.detok import Detokenizer
+from radixrt.tokens.errors import FieldError, Room
+from radixrt.tokens.incremental import PendingText
+from radixrt.tokens.sessions import Encoded, Sessions
+from radixrt.tokens.stops import StopFinder
+from radixrt.tokens.tokenizer import Tokenizer, load_tokenizer
+from radixrt.tokens.turns import Result, Steps, Turns, finished
+
+INLINE_CHARS = 256
+"""Up to this many characters, encoding (0.2 µs a character) takes less time than passing it to a thread (60-90 µs)."""
+
+INLINE_UNSEEN_CHARS = 2048
+"""Up to this many new characters after a text that was seen before are encoded on the event loop: less than half a
+ms."""
+
+INLINE_SEEN_CHARS = 1_000_000
+"""Up to this many characters are looked up on the event loop (1-2 µs per 1,000 characters)."""
+
+INLINE_IDS = 4096
+"""Up to this many ids are decoded on the event loop (0.1 µs each; 0.5 µs where there is no table of their texts)."""
+
+STEP_IDS = 16_384
+"""Ids that are decoded in one step."""
+
+MAX_WHOLE_IDS = 1 << 18
+"""The most ids that are decoded at once where no table describes the decoder: the library holds the GIL meanwhile (0.5
+µs each)."""
+
+INLINE_MESSAGES = 64
+"""Chats of up to this many messages are rendered on the event loop (5-10 µs per message; a thread would hold the
+GIL)."""
+
+ENTRY_CHARS, CALL_CHARS = 512, 8
+"""A part of a content, or a call, takes as long as so many characters, and so does each byte of a call, which is parsed
+and written again."""
+
+_pack_token = Struct("<i").pack
+_to_msgpack = msgspec.msgpack.Encoder().encode
+NO_TOKENIZER = "there is no tokenizer here: send token ids"
+
+
+class TextService:
+    """Encodes prompts and decodes answers with one tokenizer, or without any (token ids only).
+
+    Token ids are `bytes` of little-endian int32. Bad input raises FieldError. Close it (or use it as a
+    context manager) to end its threads.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, threads: int = 2) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.model_vocab_size if tokenizer else 0
+        """The exclusive upper bound of token ids: the rows of the model's embedding, or the tokenizer's size; 0 without
+        a tokenizer."""
+        self.generation: dict[str, Any] = tokenizer.generation if tokenizer else {}
+        """The content of the model's generation_config.json."""
+        self._turns = Turns(threads) if tokenizer else None
+
+    @classmethod
+    def load(cls, config: RouterConfig | FrontendConfig) -> TextService:
+        """Load the tokenizer of `config.tokenizer` ("none": as `none()`), or else of `config.model`. Raises ValueError
+        if there is none."""
+        if config.tokenizer == "none":
+            return cls.none()
+        return cls(load_tokenizer(config.tokenizer or config.model, config.chat_template), config.tokenizer_threads)
+
+    @classmethod
+    def none(cls) -> TextService:
+        """A service without a tokenizer: token ids are passed through, text raises FieldError."""
+        return cls(None)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self.tokenizer is not None
+
+    def close(self) -> None:
+        """End the threads; prompts that wait for a thread are cancelled."""
+        if self._turns is not None:
+            self._turns.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def encode(
+        self, prompt: Prompt, namespace: str = "", room: Room | None = None, last: int | None = None
+    ) -> bytes:
+        """Ids of a prompt, at least one. What takes long is done in threads, in turn with the other tenants'; the first
+        line of a namespace is its tenant. What was encoded in the same namespace is looked up.
+
+        Raises FieldError if it is not valid, and if it does not fit into the `room`, as soon as that is certain. With
+        `last`, only so many of the last ids are wanted, and only text that these need is encoded, where possible.
+        """
+        if self._turns is None or _is_short(prompt):
+            return self.encode_now(prompt, namespace)
+        tokenizer = self.tokenizer
+        match prompt:
+            case TextPrompt(text=text, add_special_tokens=special):
+                field = "prompt"
+            case ChatPrompt(messages=messages) if is_short_chat(messages):
+                text, special, field = tokenizer.apply_chat(prompt), False, "messages"
+            case _:
+                return await self.run(namespace, self._steps(prompt, namespace, room))
+        if last is None and not tokenizer.least.spaces_vanish:
+            tokenizer.check_room(text, room)
+        if len(text) > INLINE_SEEN_CHARS:
+            return await self.run(namespace, self._text_steps(text, special, field, namespace, room, last), field)
+        pending = tokenizer.start(text, special, namespace=namespace)
+        if pending.unseen_chars <= INLINE_UNSEEN_CHARS:
+            return _finished(pending, field)
+        return await self.run(namespace, _steps(pending, field, room, last), field)
+
+    async def encode_chat(
+        self, sessions: Sessions, namespace: str, prompt: ChatPrompt, room: Room | None = None
+    ) -> Encoded:
+        """`sessions.encode_chat`; in threads, as `encode`, if there is much unseen text."""
+        if not is_short_chat(prompt.messages):
+            return await self.run(namespace, sessions.steps(namespace, prompt, room), "messages")
+        pending = sessions.start(namespace, prompt)
+        if pending.unseen_chars <= INLINE_UNSEEN_CHARS:
+            return pending.finish()
+        return await self.run(namespace, pending.steps(room), "messages")
+
+    async def encode_shown(
+        self, prompt: Prompt, namespace: str = "", *, render_only: bool = False
+    ) -> tuple[bytes, str]:
+        """Returns (ids of a prompt, the rendered text of a chat; "" for other prompts).
+
+        With `render_only` a chat is not encoded, which is most of the work, and has no ids."""
+        if not isinstance(prompt, ChatPrompt):
+            return await self.encode(prompt, namespace), ""
+        self._with_tokenizer("messages")
+        return await self.run(namespace, self._shown_steps(prompt, namespace, render_only), "messages")
+
+    async def encode_choices(
+        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: str = ""
+    ) -> list[TextPrompt | TokenPrompt]:
+        """`encode_part` of each choice, in threads, as `encode`."""
+        if self._turns is None:
+            return finished(self._choice_steps(choices, namespace))
+        return await self.run(namespace, self._choice_steps(choices, namespace), "choices")
+
+    async def run(self, namespace: str, steps: Steps[Result], field: str = "prompt", *, long: bool = False) -> Result:
+        """See `Turns.run`."""
+        return await self._turns.run(tenant_of(namespace), steps, field, long=long)
+
+    def _shown_steps(self, prompt: ChatPrompt, namespace: str, render_only: bool) -> Steps[tuple[bytes, str]]:
+        text = yield from self.tokenizer.chat_steps(prompt)
+        if render_only:
+            return b"", text
+        return (yield from self._text_steps(text, False, "messages", namespace, None)), text
+
+    def _choice_steps(
+        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: str
+    ) -> Steps[list[TextPrompt | TokenPrompt]]:
+        encoded: list[TextPrompt | TokenPrompt] = []
+        for i, choice in enumerate(choices):
+            ids = yield from self._part_steps(choice, f"choices[{i}]", namespace)
+            encoded.append(TokenPrompt(ids or _refuse_empty(f"choices[{i}]")))
+        return encoded
+
+    def _steps(self, prompt: Prompt, namespace: str, room: Room | None) -> Steps[bytes]:
+        """The ids of a prompt that is not text alone."""
+        match prompt:
+            case ChatPrompt():
+                text = yield from self.tokenizer.chat_steps(prompt)
+                return (yield from self._text_steps(text, False, "messages", namespace, room))
+            case PartsPrompt(parts=parts):
+                return (yield from self._parts_steps(parts, namespace, room))
+        return self.encode_now(prompt, namespace)
+
+    def _text_steps(
+        self, text: str, special: bool, field: str, namespace: str, room: Room | None, last: int | None = None
+    ) -> Steps[bytes]:
+        tokenizer = self._with_tokenizer(field)
+        if last is None:
+            tokenizer.check_room(text, room)
+        pending = tokenizer.start(text, special, namespace=namespace)
+        yield
+        return (yield from _steps(pending, field, room, last))
+
+    def _parts_steps(
+        self, parts: Sequence[TextPrompt | TokenPrompt], namespace: str, room: Room | None
+    ) -> Steps[bytes]:
+        encoded: list[bytes] = []
+        tokens = 0
+        for i, part in enumerate(parts):
+            if i == 0 and isinstance(part, TextPrompt) and part.text:
+                ids = yield from self._text_steps(part.text, part.add_special_tokens, "prompt", namespace, room)
+            else:
+                ids = yield from self._part_steps(part, "prompt", namespace, room, tokens)
+            encoded.append(ids)
+            tokens += len(ids) // TOKEN_BYTES
+        return b"".join(encoded) or _refuse_empty("prompt")
+
+    def _part_steps(
+        self,
+        part: TextPrompt | TokenPrompt,
+        field: str,
+        namespace: str = "",
+        room: Room | None = None,
+        beside: int = 0,
+    ) -> Steps[bytes]:
+        """The ids of text that continues other text, of which there may be none, after `beside` others."""
+        if isinstance(part, TokenPrompt):
+            return self._checked(part.ids, field) if part.ids else b""
+        try:
+            pending = self._with_tokenizer(field).start_after(part.text, namespace=namespace)
+            yield
+            return (yield from pending.steps(room, beside))
+        except FieldError:
+            raise
+        except ValueError as error:
+            raise FieldError(field, str(error)) from error
+
+    def said_steps(self, part: TextPrompt, first: bool, namespace: str, room: Room | None, before: int) -> Steps[bytes]:
+        """`encode_now` of a part that is the `first` of a prompt, and `encode_after` of others, which come after
+        `before` ids, in steps. Raises FieldError as soon as it is certain that there is not the `room`."""
+        if first and not part.text:
+            _refuse_empty("prompt")
+        if first:
+            return (yield from self._text_steps(part.text, part.add_special_tokens, "prompt", namespace, room))
+        return (yield from self._part_steps(part, "prompt", namespace, room, before))
+
+    def encode_now(self, prompt: Prompt, namespace: str = "") -> bytes:
+        """`encode` in the calling thread."""
+        match prompt:
+            case TokenPrompt(ids=ids):
+                return self._checked(ids, "prompt")
+            case TextPrompt(text=text, add_special_tokens=special):
+                return self._encode_text(text, special, "prompt", namespace) if text else _refuse_empty("prompt")
+            case ChatPrompt():
+                return self._encode_text(self.render(prompt), False, "messages", namespace)
+            case PartsPrompt(parts=parts):
+                return finished(self._parts_steps(parts, namespace, None))
+        raise FieldError("prompt", f"prompt of an unknown kind: {type(prompt).__name__}")
+
+    def encode_part(self, part: TextPrompt | TokenPrompt, field: str = "choices") -> bytes:
+        """Ids of text that continues a prompt: without special tokens or an added leading space. At least one."""
+        return finished(self._part_steps(part, field)) or _refuse_empty(field)
+
+    def encode_after(self, part: TextPrompt | TokenPrompt, field: str = "prompt", namespace: str = "") -> bytes:
+        """As `encode_part`, for a part that may have no ids."""
+        return finished(self._part_steps(part, field, namespace))
+
+    def render(self, prompt: ChatPrompt) -> str:
+        """The text that the chat template renders for messages."""
+        return self._with_tokenizer("messages").apply_chat(prompt)
+
+    async def decode(self, ids: bytes, skip_special_tokens: bool = True, namespace: str = "") -> str:
+        """Text of all `ids` at once; of many, in threads, as `encode`."""
+        if self._turns is None or len(ids) <= INLINE_IDS * TOKEN_BYTES:
+            return self.decode_now(ids, skip_special_tokens)
+        return await self.run(namespace, self._decode_steps(ids, skip_special_tokens), "ids")
+
+    def decode_now(self, ids: bytes, skip_special_tokens: bool = True) -> str:
+        """`decode` in the calling thread."""
+        return finished(self._decode_steps(ids, skip_special_tokens))
+
+    def _decode_steps(self, ids: bytes, skip_special_tokens: bool) -> Steps[str]:
+        tokenizer = self._with_tokenizer("ids")
+        self._checked(ids, "ids")
+        count, pieces = len(ids) // TOKEN_BYTES, tokenizer.pieces(skip_special_tokens)
+        if pieces is None or count <= INLINE_CHARS:
+            if count > MAX_WHOLE_IDS:
+                raise FieldError("ids", f"ids: this tokenizer decodes at most {MAX_WHOLE_IDS} at once, not {count}")
+            return tokenizer.decode(np.frombuffer(ids, "<i4").tolist(), skip_special_tokens)
+        stream, texts, size = pieces.stream(), [], STEP_IDS * TOKEN_BYTES
+        for at in range(0, len(ids), size):
+            texts.append(stream.push(ids[at : at + size]))
+            yield
+        return "".join(texts) + stream.flush()
+
+    def _with_tokenizer(self, field: str = "prompt") -> Tokenizer:
+        if self.tokenizer is None:
+            raise FieldError(field, NO_TOKENIZER)
+        return self.tokenizer
+
+    def _encode_text(self, text: str, special: bool, field: str, namespace: str) -> bytes:
+        return finished(self._text_steps(text, special, field, namespace, None))
+
+    def _checked(self, ids: bytes, field: str) -> bytes:
+        if not ids:
+            _refuse_empty(field)
+        if len(ids) % TOKEN_BYTES:
+            raise FieldError(field, f"{field} must be int32 token ids, {TOKEN_BYTES} bytes each, not {len(ids)} bytes")
+        limit = self.vocab_size or 1 << 31
+        if not ids_below(ids, limit):
+            shown = next(i for i in memoryview(ids).cast("i") if not 0 <= i < limit)
+            raise FieldError(field, f"{field} holds token id {shown}, outside of 0..{limit - 1}")
+        return ids
+
+
+def _steps(pending: PendingText, field: str, room: Room | None, last: int | None) -> Steps[bytes]:
+    """The ids of a text, or at least its `last` ones."""
+    try:
+        ids = yield from pending.steps(room) if last is None else pending.last_steps(last)
+    except FieldError:
+        raise
+    except ValueError as error:
+        raise FieldError(field, str(error)) from error
+    return ids or _refuse_empty(field)
+
+
+def _finished(pending: PendingText, field: str) -> bytes:
+    try:
+        ids = pending.finish()
+    except ValueError as error:
+        raise FieldError(field, str(error)) from error
+    return ids or _refuse_empty(field)
+
+
+def _refuse_empty(field: str) -> bytes:
+    raise FieldError(field, f"{field} is empty: at least one token is needed")
+
+
+def _is_short(prompt: Prompt) -> bool:
+    match prompt:
+        case TokenPrompt():
+            return True
+        case TextPrompt(text=text):
+            return len(text) <= INLINE_CHARS
+        case PartsPrompt(parts=parts):
+            return sum(len(part.text) for part in parts if isinstance(part, TextPrompt)) <= INLINE_CHARS
+    return False
+
+
+def is_short_chat(messages: Sequence[dict[str, Any]]) -> bool:
+    """Whether a chat is rendered on the event loop."""
+    if len(messages) > INLINE_MESSAGES:
+        return False
+    return sum(map(_chars, messages)) <= INLINE_SEEN_CHARS
+
+
+def _chars(message: dict[str, Any]) -> int:
+    """The characters of a message; of its parts and calls as many as take the time of these."""
+    if not isinstance(message, dict):
+        return 0
+    content, calls = message.get("content"), message.get("tool_calls")
+    chars = len(content) if isinstance(content, str) else 0
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        chars = ENTRY_CHARS * len(content) + sum(len(text) for text in texts if isinstance(text, str))
+    if isinstance(calls, list):
+        chars += ENTRY_CHARS * len(calls) + CALL_CHARS * _num_bytes(calls)
+    return chars
+
+
+def _num_bytes(calls: list[Any]) -> int:
+    """About the bytes of calls; many for what will be refused."""
+    try:
+        return len(_to_msgpack(calls))
+    except (TypeError, ValueError, RecursionError):
+        return INLINE_SEEN_CHARS
+
+
+class TextStream:
+    """The text of one answer while it is generated; ends at a stop string. Empty if `service` has no tokenizer
+    (then stop strings raise FieldError).
+
+    `stop` is the stop string that ended it, or None. With `include_stop` the text ends with it, otherwise
+    before it. Without stop strings text is passed on as soon as its characters are complete.
+    """
+
+    __slots__ = ("_detokenizer", "_finder", "_include_stop", "past", "plain_push")
+
+    def __init__(self, service: TextService, sampling: Sampling) -> None:
+        tokenizer = service.tokenizer
+        if tokenizer is None and sampling.stop:
+            raise FieldError("stop", f"stop strings need text, but {NO_TOKENIZER}")
+        self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens) if tokenizer else None
+        self._finder = StopFinder(sampling.stop, sampling.include_stop) if sampling.stop else None
+        self._include_stop = sampling.include_stop
+        self.past = 0
+        """Tokens of the last delta that came after a stop string, and are to be dropped."""
+        self.plain_push = self._detokenizer.push if self._detokenizer and not self._finder else None
+        """`push` for answers without stop strings, which returns only the text; None if there are stop strings."""
+
+    def take(self, delta: Delta) -> str:
+        """The text that a delta of the choice adds; with the last delta, the rest of the text. Afterwards `stop` may be
+        set. A token that ended the choice is part of the text only with `include_stop`."""
+        ids = delta.ids
+        if self.plain_push is not None and delta.finish is None:
+            return self.plain_push(ids)
+        if isinstance(delta.stop, int) and not self._include_stop and ids.endswith(_pack_token(delta.stop)):
+            ids = ids[:-TOKEN_BYTES]
+        text = self._take_until_stop(ids, len(delta.ids)) if self._finder else self.push(ids)[0]
+        return text + self.flush() if delta.finish is not None and self.stop is None else text
+
+    def _take_until_stop(self, ids: bytes, size: int) -> str:
+        """The text of ids up to a stop string; one token at a time, so as to know how many of the `size` bytes of the
+        delta come after it."""
+        text, taken = "", 0
+        while taken < len(ids) and self.stop is None:
+            text += self.push(ids[taken : taken + TOKEN_BYTES])[0]
+            taken += TOKEN_BYTES
+        self.past = (size - taken) // TOKEN_BYTES if self.stop is not None else 0
+        return text
+
+    @property
+    def stop(self) -> str | None:
+        return self._finder.found if self._finder else None
+
+    def push(self, ids: Sequence[int] | bytes) -> tuple[str, str | None]:
+        """Returns (the text that these ids add, the stop string if one is complete). ids: ints, or int32 bytes."""
+        if self._detokenizer is None:
+            return "", None
+        text = self._detokenizer.push(ids)
+        if self._finder is None:
+            return text, None
+        return self._finder.push(text), self._finder.found
+
+    def flush(self) -> str:
+        """The rest of the text, at the end of the answer; may set `stop`."""
+        if self._detokenizer is None:
+            return ""
+        text = self._detokenizer.flush()
+        if self._finder is None:
+            return text
+        return self._finder.push(text) + self._finder.flush()

@@ -1,0 +1,1 @@
+"""Paged attention on GPUs, by work lists."""

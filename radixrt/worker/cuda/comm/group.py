@@ -1,0 +1,63 @@
+"""A tensor-parallel group of GPUs that read each other's memory: small sums by one kernel, large ones by NCCL."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+import torch
+from torch import distributed
+
+from radixrt.worker.cuda.comm.custom_all_reduce import MAX_BYTES, CustomAllReduce
+from radixrt.worker.model.layers.fp8 import Fp8Activations
+from radixrt.worker.model.layers.layers import NoNorm, Norm
+from radixrt.worker.model.layers.ops import Ops
+from radixrt.worker.parallel.group import TorchGroup
+
+log = logging.getLogger("radixrt.cuda")
+
+
+class CustomAllReduceGroup(TorchGroup):
+    """A TorchGroup that adds small sums by peer access, where GPUs can read each other's memory."""
+
+    _peers: CustomAllReduce | None = None
+    _has_met: ClassVar[bool] = False
+    """Symmetric memory can be set up once in a process: torch knows groups by name, all have the same name, and a
+    second group would wait for the ranks of the first."""
+
+    def meet(self, hidden: int, rows: int, dtype: torch.dtype) -> None:
+        """Set up memory that all ranks can read, for sums of up to `rows` rows of `hidden` elements. A collective."""
+        ranks = self.shard.size
+        rows = min(rows, MAX_BYTES.get(ranks, 0) // (hidden * dtype.itemsize))
+        found, problem = None, f"{ranks} ranks"
+        if not self.smallest(int(not CustomAllReduceGroup._has_met)):
+            rows, problem = 0, "this process had such a worker before"
+        CustomAllReduceGroup._has_met = True
+        try:
+            if rows:
+                found = CustomAllReduce.meet(distributed.group.WORLD, hidden, rows, dtype, self._device)
+        except (RuntimeError, ValueError) as error:  # no peer access, or a torch without symmetric memory
+            problem = str(error)[:500]
+        if self.smallest(int(found is not None)):
+            self._all_reduce = found
+        elif self.shard.rank == 0:
+            log.warning("GPUs do not read each other's memory (%s): sums by NCCL, slower", problem)
+
+    def _by_custom_all_reduce(self, rows: int) -> bool:
+        return self._all_reduce is not None and self._all_reduce.fits(rows)
+
+    def buffer(self, turn: int, residual: torch.Tensor) -> torch.Tensor:
+        if self._by_custom_all_reduce(len(residual)):
+            return self._all_reduce.buffer(turn, len(residual))
+        return super().buffer(turn, residual)
+
+    def add(
+        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Fp8Activations:
+        rows = len(residual)
+        if not self._by_custom_all_reduce(rows):
+            return super().add(turn, part, residual, norm, ops)
+        if isinstance(norm, NoNorm) or norm.centered:
+            self._all_reduce.add(turn, rows, residual)
+            return norm(residual, ops)
+        return self._all_reduce.add_norm(turn, rows, residual, norm.weight, norm.eps, norm.fp8_scaling)

@@ -1,0 +1,77 @@
+"""What ends a layer's part where the result of attention or of an MLP is normalized (Gemma, OLMo 2), in one launch:
+
+residual += after(x);     residual *= scalar;     return norm(residual)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from radixrt.worker.cuda.elementwise.launching import launch, wait
+from radixrt.worker.cuda.linear.quantize_activations import launch_sizes, room, store_fp8
+from radixrt.worker.model.layers.fp8 import LIMIT, Fp8Activations
+from radixrt.worker.model.layers.layers import NoNorm, Norm
+from radixrt.worker.model.layers.ops import TorchOps
+
+
+@triton.jit
+def _normed(x, weight, eps, size):
+    """RMSNorm of float32 x, rounded where `norms.rms_norm` rounds, but for the last time."""
+    x = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    return x.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _add_normed_kernel(
+    x_ptr, after_ptr, residual_ptr, scalar_ptr, weight_ptr, out_ptr, scales_ptr, after_eps, eps, size, stride,
+    SCALED: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    inside = i < size
+    after = tl.load(after_ptr + i, mask=inside, other=0.0)
+    weight = after
+    if NORM:
+        weight = tl.load(weight_ptr + i, mask=inside, other=0.0)
+    wait(EARLY)
+    dtype = residual_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * size + i, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(residual_ptr + row * size + i, mask=inside, other=0.0).to(tl.float32)
+    total = (total + _normed(x, after, after_eps, size).to(dtype).to(tl.float32)).to(dtype)
+    if SCALED:
+        total = (total.to(tl.float32) * tl.load(scalar_ptr).to(tl.float32)).to(dtype)
+    tl.store(residual_ptr + row * size + i, total, mask=inside)
+    if NORM:
+        out = _normed(total.to(tl.float32), weight, eps, size).to(dtype)
+        if GROUP > 0:
+            store_fp8(out.to(tl.float32), out_ptr, scales_ptr, row, size, stride, LIMIT, GROUP, BLOCK)
+        else:
+            tl.store(out_ptr + row * size + i, out, mask=inside)
+
+
+def add_normed(
+    x: torch.Tensor, after: Norm, residual: torch.Tensor, norm: Norm | NoNorm, scalar: torch.Tensor | None = None
+) -> torch.Tensor | Fp8Activations:
+    """See `Ops.add_normed`; by torch with LayerNorms."""
+    (rows, size), followed = residual.shape, isinstance(norm, Norm)
+    if after.centered or (followed and norm.centered):
+        return TorchOps.add_normed(x, after, residual, norm, scalar)
+    fp8_scaling = norm.fp8_scaling if followed else None
+    group, block, warps = launch_sizes(size, fp8_scaling)
+    found = values = scales = residual
+    stride = 0
+    if fp8_scaling is not None:
+        found = room(rows, size, fp8_scaling, residual.device)
+        values, scales, stride = found.values, found.scales, found.scales.stride(1)
+    elif followed:
+        found = values = torch.empty_like(residual)
+    weight, eps = (norm.weight, norm.eps) if followed else (after.weight, 0.0)
+    launch(
+        _add_normed_kernel, (rows,), None,
+        x, after.weight, residual, after.weight if scalar is None else scalar, weight, values, scales, after.eps, eps,
+        size, stride, scalar is not None, followed, group, LIMIT, block, num_warps=warps,
+    )  # fmt: skip
+    return found

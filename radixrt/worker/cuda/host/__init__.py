@@ -1,0 +1,1 @@
+"""Pages and recurrent states in pinned host memory."""

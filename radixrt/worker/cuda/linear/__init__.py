@@ -1,0 +1,1 @@
+"""Matrix products of linear layers: BF16, FP8, INT4, LoRA."""

@@ -1,0 +1,1 @@
+"""Kernels of layers with recurrent states."""

@@ -1,0 +1,1 @@
+"""Kernels that choose tokens from logits."""

@@ -1,0 +1,1 @@
+"""Runs plans: a model's steps, sampling, and the pools on the device."""

@@ -1,0 +1,184 @@
+"""The Runner that computes a model with torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+
+from radixrt.checkpoint.lora_modules import LoraModule
+from radixrt.worker.execution.attention import BatchInvariantAttention, TorchAttention
+from radixrt.worker.execution.host_pool import HostPool
+from radixrt.worker.execution.kv_pool import DTYPES, KVPool, StatePool
+from radixrt.worker.execution.mtp import Predicting
+from radixrt.worker.execution.prefix_sharing import Path
+from radixrt.worker.execution.sample_step import SampleStep
+from radixrt.worker.execution.sampler import TorchSampler
+from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.layers.recurrent.delta_net import Recurrence
+from radixrt.worker.model.lora.adapter import Adapter, read_adapter
+from radixrt.worker.plan import Plan, Result
+
+OnPlanned = Callable[[Plan, Mapping[int, Path]], None]
+"""Called when the kernels' work of a step is planned and nothing is launched yet, with the tree paths that were looked
+up for it, by index of the request."""
+
+SMALL_WEIGHTS, SMALL_PRODUCT = 4 << 20, 8 << 20
+"""Bytes of a weight matrix, and multiplications of a matrix product, below which synchronizing threads takes longer
+than they save."""
+
+
+class ModelRunner:
+    """The attributes of `plan.Runner` that follow from a model and its pool."""
+
+    def __init__(
+        self, model: Decoder, pool: KVPool, page_size: int, eos_ids: frozenset[int], states: StatePool | None = None
+    ) -> None:
+        spec = model.spec
+        self.num_states = 0 if states is None else states.slots
+        self.states = states
+        self.host: HostPool | None = None
+        """Pages and states in host memory; set before the runner is used, if there are any."""
+        self.num_pages = pool.slots // page_size
+        self.page_size = page_size
+        self.vocab_size = spec.vocab_size
+        self.eos_ids = eos_ids
+        self.max_model_len = spec.max_model_len
+        self.sparse = spec.experts is not None
+        self.predicts = spec.predicts
+        self.kv_dtype = next(name for name, dtype in DTYPES.items() if dtype == pool.dtype)
+        self.busy_seconds = 0.0
+        self.pool = pool
+        self.on_planned: OnPlanned | None = None
+        self._model = model
+        self._device = pool.device
+
+    @property
+    def num_host_pages(self) -> int:
+        """See `plan.Runner`."""
+        return 0 if self.host is None else self.host.slots
+
+    @property
+    def num_host_states(self) -> int:
+        """See `plan.Runner`."""
+        return 0 if self.host is None else self.host.num_states
+
+    def read_adapter(self, module: LoraModule) -> Adapter:
+        """See `plan.Runner`."""
+        return read_adapter(module, self._model.max_lora_rank)
+
+    def put_adapter(self, slot: int, module: LoraModule, adapter: Adapter) -> None:
+        """See `plan.Runner`."""
+        self._model.put_adapter(slot, adapter)
+
+    def works(self) -> bool:
+        """See `plan.Runner`."""
+        if self._device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self._device)  # raises a persistent error again
+        except RuntimeError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """There are no other ranks here; see `ranks.Leader`."""
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+class TorchRunner(ModelRunner):
+    """Runs a model with plain torch on one device, one step after the other."""
+
+    overlaps = False
+    plain_keys = read_keys = 0
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        page_size: int,
+        eos_ids: frozenset[int] = frozenset(),
+        batch_invariant: bool = False,
+        states: StatePool | None = None,
+    ) -> None:
+        super().__init__(model, pool, page_size, eos_ids, states)
+        spec = model.spec
+        kind = BatchInvariantAttention if batch_invariant else TorchAttention
+        self._attention = kind(
+            pool, page_size, spec.attention_windows, spec.scale, model.sinks, spec.score_cap, spec.chunked,
+            spec.index.top_k if spec.index else 0,
+        )  # fmt: skip
+        widest = spec.hidden_size * max(spec.intermediate_size, spec.num_heads * spec.head_dim)
+        small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS
+        self._alone = SMALL_PRODUCT // widest if small else 0
+        """Steps of at most this many tokens are computed by one thread."""
+        self._threads = torch.get_num_threads()
+        self._sampler = TorchSampler()
+        self._predicting = Predicting(model, self._attention) if model.predictor is not None else None
+
+    def bind(self, table: np.ndarray) -> None:
+        self._attention.bind(table)
+
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        began = time.monotonic()
+        if self.on_planned:
+            self.on_planned(plan, {})
+        if self._alone:
+            torch.set_num_threads(1 if len(plan.tokens) <= self._alone else self._threads)
+        with torch.inference_mode():
+            sample_step = SampleStep(plan, self.logits(plan), self._sampler)
+            result = sample_step.read(sample_step.packed.cpu().numpy())
+            if self._predicting is not None:
+                result = self._predicting.propose(plan, result)
+        self.busy_seconds += time.monotonic() - began
+        return lambda: result
+
+    def sample_deferred(self) -> None:
+        """Nothing to do: `launch` computes the whole step."""
+
+    @torch.inference_mode()
+    def logits(self, plan: Plan) -> torch.Tensor:
+        """Compute a step. Returns float32[plan.wants.sum(), vocab], the logits of the wanted positions in order."""
+        if plan.moves is not None:
+            self.host.move(plan.moves)
+        if plan.states is not None:
+            self.states.copy(plan.states.restores)
+        adapters = plan.token_adapters
+        self._model.use_adapters(None if adapters is None else torch.from_numpy(adapters).to(self._device))
+        tokens = torch.from_numpy(plan.tokens).to(self._device, torch.int64)
+        positions = torch.from_numpy(ranges(plan.starts, plan.counts)).to(self._device)
+        at, attend = torch.from_numpy(wanted(plan)).to(self._device), self._attention.begin(plan, self._device)
+        mix = None if plan.states is None else self._recurrence(plan)
+        if self._predicting is None:
+            logits = self._model.forward(tokens, positions, attend, at, mix)
+        else:
+            hidden = self._model.hidden(*self._model.attend_all(tokens, positions, attend, mix))
+            self._predicting.store(plan, tokens, positions, hidden)
+            logits = self._model.logits(hidden[at])
+        if plan.states is not None:
+            self.states.copy(plan.states.saves)
+        return logits
+
+    def _recurrence(self, plan: Plan) -> Recurrence:
+        parts = plan.states.parts(plan.counts)
+        sources, targets, bounds = (
+            torch.from_numpy(x).to(self._device) for x in (parts.sources, parts.targets, parts.bounds)
+        )
+        in_place = np.array_equal(parts.sources, parts.targets)
+        return Recurrence(self.states.layer, sources, bounds, None if in_place else targets)
+
+
+def wanted(plan: Plan) -> np.ndarray:
+    """int64[plan.wants.sum()]: indices of the step's tokens whose logits are wanted."""
+    return ranges(np.cumsum(plan.counts) - plan.wants, plan.wants)
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """int64[counts.sum()]: the concatenation of arange(start, start + count) for all starts and counts."""
+    starts, counts = starts.astype(np.int64), counts.astype(np.int64)
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(counts.sum())

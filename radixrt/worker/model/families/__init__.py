@@ -1,0 +1,1 @@
+"""Model families, one file each, named as the checkpoint's `model_type`."""

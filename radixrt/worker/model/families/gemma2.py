@@ -1,0 +1,38 @@
+"""Gemma 2: norms before and after attention and MLP; soft-capped scores and logits; sliding windows in every second
+layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.worker.model.families.gemma import check_causal
+from radixrt.worker.model.families.gemma3_text import NORMS
+from radixrt.worker.model.spec.fields import common, layer_windows
+from radixrt.worker.model.spec.spec import ModelSpec
+
+DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 8192, "sliding_window": 4096}
+DEFAULTS |= {"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+DEFAULTS |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""Defaults of transformers for fields that config.json lacks."""
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """Without `layer_types`, layers 0, 2, 4, ... have a window. Embeddings are multiplied by hidden_size^0.5; the
+    softmax scale is query_pre_attn_scalar^-0.5."""
+    check_causal(config)
+    config = DEFAULTS | config
+    if not config.get("layer_types"):
+        kinds = "sliding_attention", "full_attention"
+        config["layer_types"] = [kinds[i % 2] for i in range(config["num_hidden_layers"])]
+    bias = bool(config.get("attention_bias"))
+    return common(
+        config | {"hidden_act": config["hidden_activation"]},
+        windows=layer_windows(config),
+        qkv_bias=bias,
+        output_bias=bias,
+        norms=NORMS,
+        scale_override=config["query_pre_attn_scalar"] ** -0.5,
+        embedding_factor=config["hidden_size"] ** 0.5,
+        score_cap=config["attn_logit_softcapping"],
+        logits_cap=config["final_logit_softcapping"],
+    )

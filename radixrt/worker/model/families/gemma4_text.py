@@ -1,0 +1,102 @@
+"""Gemma 4: layers with full attention have larger heads than those with sliding windows, and in larger models no
+projection to V; smaller models have inputs of each layer, and their last layers read K and V of earlier ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from radixrt.worker.model.families import gemma3_text
+from radixrt.worker.model.spec.expert_spec import ExpertsSpec
+from radixrt.worker.model.spec.fields import common, layer_kinds, layer_windows, rope_parameters, with_experts
+from radixrt.worker.model.spec.spec import LayerSpec, ModelSpec
+
+NORMS = dataclasses.replace(gemma3_text.NORMS, offset=0.0)
+DEFAULTS: dict[str, Any] = {"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216}
+DEFAULTS |= {"num_hidden_layers": 30, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+DEFAULTS |= {"max_position_embeddings": 131_072, "sliding_window": 512, "hidden_activation": "gelu_pytorch_tanh"}
+DEFAULTS |= {"tie_word_embeddings": True, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0}
+DEFAULTS |= {"global_head_dim": 512}
+DEFAULTS["rope_parameters"] = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+"""Defaults of transformers for fields that config.json lacks."""
+FUSED_NAMES = (("router.proj.weight", "experts.gate_up_proj", "experts.down_proj"),)
+
+
+def spec(config: dict[str, Any]) -> ModelSpec:
+    """Without `layer_types`, every 6th layer has full attention; the last one always has. The softmax scale is 1; norms
+    of q, k and v keep scores small. Tokens of text attend to those before them also if `use_bidirectional_attention` is
+    `vision`."""
+    config = DEFAULTS | {name: value for name, value in config.items() if value is not None}
+    if config.get("use_bidirectional_attention") == "all":
+        raise ValueError("use_bidirectional_attention 'all' is not served")
+    vocab = config.get("vocab_size_per_layer_input", config["vocab_size"])
+    if config["hidden_size_per_layer_input"] and vocab != config["vocab_size"]:
+        raise ValueError(f"vocab_size_per_layer_input {vocab} is not served; vocab_size is")
+    kinds = [*layer_kinds(config, 6)[:-1], "full_attention"]
+    config |= {"layer_types": kinds, "hidden_act": config["hidden_activation"]}
+    layers, bias = layer_sizes(config), bool(config.get("attention_bias"))
+    ropes = {
+        kind: rope_parameters(config | {"rope_parameters": config["rope_parameters"][kind]}) for kind in set(kinds)
+    }
+    plain = common(
+        config | {"rope_parameters": ropes["full_attention"]},
+        windows=layer_windows(config),
+        layers=layers,
+        layer_ropes=tuple(ropes[kind] | {"rotated": own.head_dim} for kind, own in zip(kinds, layers, strict=True)),
+        qk_norm=True,
+        value_norm=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        norms=NORMS,
+        scale_override=1.0,
+        embedding_factor=config["hidden_size"] ** 0.5,
+        logits_cap=config.get("final_logit_softcapping"),
+        layer_inputs=config["hidden_size_per_layer_input"],
+        layer_scalars=True,
+    )
+    return with_experts(plain, experts(config)) if config.get("enable_moe_block") else plain
+
+
+def layer_sizes(config: dict[str, Any]) -> tuple[LayerSpec, ...]:
+    """The last `num_kv_shared_layers` layers read K and V of the last one before them of the same type. With
+    `use_double_wide_mlp`, their MLPs are twice as wide. transformers writes what differs as `per_layer_config`."""
+    kinds, heads = config["layer_types"], config["num_attention_heads"]
+    tied, own = bool(config.get("attention_k_eq_v")), len(kinds) - config["num_kv_shared_layers"]
+    of_full = {"head_dim": config["global_head_dim"]}
+    if tied and config.get("num_global_key_value_heads"):
+        of_full["num_key_value_heads"] = config["num_global_key_value_heads"]
+    given, found = config.get("per_layer_config"), []
+    given = given and {int(number): other for number, other in given.items()}
+    for number, kind in enumerate(kinds):
+        full, source = kind == "full_attention", None
+        other = (of_full if full else {}) if given is None else given.get(number, {})
+        if number >= own:
+            source = next((i for i in range(own - 1, -1, -1) if kinds[i] == kind), None)
+            if source is None:
+                raise ValueError(f"num_kv_shared_layers {len(kinds) - own}: no layer before them has {kind}")
+        sizes = {name: other.get(name, config[name]) for name in ("num_key_value_heads", "head_dim")}
+        kv_heads, dim = sizes.values()
+        if heads % kv_heads:
+            raise ValueError(f"num_key_value_heads {kv_heads} does not divide {heads} heads")
+        wide = bool(config.get("use_double_wide_mlp")) and source is not None
+        inner = config["intermediate_size"] * (2 if wide else 1)
+        found.append(LayerSpec(kv_heads, dim, dim, inner, source, tied_values=tied and full))
+    return tuple(found)
+
+
+def experts(config: dict[str, Any]) -> ExpertsSpec:
+    """Beside the MLP of every layer."""
+    return ExpertsSpec(
+        count=config["num_experts"],
+        top_k=config["top_k_experts"],
+        intermediate_size=config["moe_intermediate_size"],
+        normalized=True,
+        layers=frozenset(range(config["num_hidden_layers"])),
+        prefix="experts",
+        names=("gate_proj", "up_proj", "down_proj"),
+        fused_names=FUSED_NAMES,
+        parallel=True,
+    )

@@ -1,0 +1,296 @@
+"""The parts of a decoder layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Linear, Fp8Scaling
+from radixrt.worker.model.layers.int4 import Int4Linear
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.moe import sigmoid, softplus
+from radixrt.worker.model.layers.norms import HeadNorms, rms_norm
+from radixrt.worker.model.layers.ops import Ops
+from radixrt.worker.model.layers.rope import rotate
+from radixrt.worker.model.lora.lora import LoraLinear
+from radixrt.worker.model.parallel.group import Group
+
+if TYPE_CHECKING:
+    from radixrt.worker.model.layers.hybrid_layers import NoMixer, NoMlp, NoOutput
+    from radixrt.worker.model.layers.layer_inputs import LayerEnd
+    from radixrt.worker.model.layers.mlp import Mixture, Mlp, UngatedMlp
+    from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
+    from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet
+    from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
+    from radixrt.worker.model.layers.recurrent.short_conv import ShortConv
+
+
+class Projected(Protocol):
+    """The input of a layer's attention: queries, keys and values of T tokens, before norms and RoPE, which GPU kernels
+    apply while they store K and V."""
+
+    @property
+    def cos(self) -> torch.Tensor:
+        """[T, 1, rope_dim / 2]."""
+
+    def split(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """q [T, heads, D], k [T, kv_heads, D] and v [T, kv_heads, width of V], after norms and RoPE. If attention reads
+        k and v of another layer, they are None."""
+
+    def scale_queries(self, factors: torch.Tensor) -> None:
+        """Multiply q by factors[T, 1, 1], in place. RoPE is linear, so this may come before it."""
+
+    @property
+    def value_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function from the weighted sums of V, [T, heads, width of V], to the heads' outputs, [T, heads, width of a
+        head's value]: the identity, except in latent attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """`Projected` of grouped-query attention."""
+
+    qkv: torch.Tensor
+    """[T, heads + 2 kv_heads, D]: q, k, v."""
+    num_heads: int
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    """Weights of the RMSNorms of q and of k, if any: [D] each, for each head alone, or with `mean_squares` [heads * D]
+    and [kv_heads * D], for all heads together."""
+    eps: float
+    cos: torch.Tensor
+    """[T, 1, rope_dim / 2], as `sin`."""
+    sin: torch.Tensor
+    mean_squares: torch.Tensor | None = None
+    """float32[T, ranks, 2]: `Ops.mean_squares` of each rank, if all heads are normalized together."""
+
+    def split(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, heads, D], k and v [T, kv_heads, D], after norms and RoPE."""
+        kv_heads = (self.qkv.shape[1] - self.num_heads) // 2
+        q, k, v = self.qkv.split((self.num_heads, kv_heads, kv_heads), dim=1)
+        if self.norms is not None and self.mean_squares is not None:
+            # Added rank by rank: how torch.sum rounds may depend on the shape.
+            both = sum(self.mean_squares.unbind(1)) / self.mean_squares.shape[1]
+            q, k = (
+                rms_norm(x, weight.view(-1, x.shape[-1]), self.eps, mean[:, None, None])
+                for x, weight, mean in zip((q, k), self.norms, both.unbind(1), strict=True)
+            )
+        elif self.norms is not None:
+            q, k = rms_norm(q, self.norms[0], self.eps), rms_norm(k, self.norms[1], self.eps)
+        return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin), v
+
+    def scale_queries(self, factors: torch.Tensor) -> None:
+        assert self.norms is None, "a norm would undo it"
+        self.qkv[:, : self.num_heads].mul_(factors)
+
+    @property
+    def value_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        return _identity
+
+
+def _identity(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+Product = Linear | Fp8Linear | Int4Linear | LoraLinear
+
+Attend = Callable[[int, Projected], torch.Tensor]
+"""Attention: (place of the layer among those with attention, its input) -> [T, heads, width of a head's value]. Stores
+K and V in pages first."""
+
+
+class Projections(Protocol):
+    """The projections of a layer's hidden states to queries, keys and values."""
+
+    def project(self, x: torch.Tensor | Fp8Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Projected:
+        """Project normalized hidden states x[T, hidden]; cos and sin are [T, 1, rope_dim / 2]."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Concatenate the heads' outputs [T, heads, width of a head's value] for the output projection."""
+
+    @property
+    def fp8_scaling(self) -> Fp8Scaling | None:
+        """How the input of `project` is to be quantized."""
+
+    @property
+    def products(self) -> list[Product]:
+        """The projections that are applied to every token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """`Projections` of grouped-query attention; q, k and v are one matrix."""
+
+    qkv: Product
+    num_heads: int
+    head_dim: int
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    """See `Heads.norms`."""
+    eps: float
+    norm_all_heads: bool = False
+    """One norm over all heads of q, and one over those of k; with a `group`, over the heads of all ranks."""
+    group: Group | None = None
+    head_norms: HeadNorms | None = None
+    """Instead of `norms`: what is computed here, by torch."""
+    clip: float | None = None
+    """See `ModelSpec.clip_qkv`."""
+
+    def project(self, x: torch.Tensor | Fp8Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Heads:
+        qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
+        if self.head_norms is not None:
+            cos, sin = self.head_norms.apply(qkv, self.num_heads, cos, sin)
+        means = self._means(qkv, ops) if self.norm_all_heads else None
+        return Heads(qkv, self.num_heads, self.norms, self.eps, cos, sin, means)
+
+    def _means(self, qkv: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """See `Heads.mean_squares`. All ranks have the same number of heads. If ranks share heads of k, each head is on
+        the same number of ranks, so that the mean over ranks is still the mean over heads."""
+        means = ops.mean_squares(qkv, self.num_heads, (qkv.shape[1] - self.num_heads) // 2)
+        return (means if self.group is None else self.group.gather(means)).unflatten(1, (-1, 2))
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1)
+
+    @property
+    def fp8_scaling(self) -> Fp8Scaling | None:
+        return self.qkv.fp8_scaling
+
+    @property
+    def products(self) -> list[Product]:
+        return [self.qkv]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm, or LayerNorm if `centered`. `fp8_scaling`: how the result is quantized, as its consumer wants."""
+
+    weight: torch.Tensor
+    eps: float
+    fp8_scaling: Fp8Scaling | None
+    centered: bool = False
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor | Fp8Activations:
+        return ops.norm(x, self.weight, self.eps, self.fp8_scaling, self.centered, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class NoNorm:
+    """The identity, for models without a norm in some place."""
+
+    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A projection back to the residual stream. In a `group`, each rank has a part of its input features, and the
+    results of all ranks are added, in the buffer of `turn` (see `Group.buffer`)."""
+
+    product: Product
+    group: Group | None
+    turn: int
+    after: Norm | None = None
+    """Norm of the result, before it is added to the residual stream."""
+    factor: float = 1.0
+    """Multiplies the result; ignored if there is such a norm."""
+
+    @property
+    def fp8_scaling(self) -> Fp8Scaling | None:
+        """How the input is to be quantized."""
+        return self.product.fp8_scaling
+
+    def add(
+        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Fp8Activations:
+        """Add the result to residual[T, hidden], in place. Returns the `norm` of the new residual."""
+        if self.after is not None:
+            if self.group is None:
+                return ops.add_normed(self.product(x), self.after, residual, norm)
+            residual.add_(self._normalized(x, residual, self.after, self.group, ops))
+            return norm(residual, ops)
+        if self.group is None:
+            self.product.add(x, residual, self.factor)
+            return norm(residual, ops)
+        part = self.group.buffer(self.turn, residual)
+        self.product.put(x, part)
+        if self.factor != 1:
+            part *= self.factor
+        return self.group.add(self.turn, part, residual, norm, ops)
+
+    def _normalized(
+        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, after: Norm, group: Group, ops: Ops
+    ) -> torch.Tensor:
+        """The result [T, hidden], summed over ranks and normalized by `after`."""
+        part = group.buffer(self.turn, residual)
+        self.product.put(x, part)
+        return group.add(self.turn, part, torch.zeros_like(residual), after, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Multiplies the attention output by the sigmoid, or softplus, of a projection of attention's input (arXiv
+    2505.06708)."""
+
+    norm: Norm | NoNorm
+    """The norm before attention. It is computed again for the gate, because only the residual stream is kept during
+    attention."""
+    product: Product
+    """To one number per element of the attention output, or to one per head."""
+    softplus: bool
+
+    def __call__(self, attended: torch.Tensor, residual: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """The gated attention output [T, inner]. `residual` [T, hidden] is still that before attention."""
+        made = self.product(self.norm(residual, ops))
+        if self.softplus:
+            gate = softplus(made.float()).to(made.dtype)
+        else:
+            gate = made.sigmoid() if made.is_cuda else sigmoid(made)
+        return (attended.unflatten(1, (gate.shape[1], -1)) * gate[..., None]).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer."""
+
+    attention_norm: Norm | NoNorm
+    heads: Projections | DeltaNet | ShortConv | Mamba | NoMixer
+    output: Output | NoOutput
+    mlp_norm: Norm | NoNorm
+    mlp: Mlp | UngatedMlp | Mixture | MlpWithExperts | NoMlp
+    sinks: torch.Tensor | None = None
+    """float32[heads] (see `ModelSpec.sinks`)."""
+    gate: Gate | None = None
+    """See `ModelSpec.gate`."""
+    parallel: Mamba | None = None
+    """A mixer with the same input as attention. The input of `output` is attention's output, and then that of this."""
+    end: LayerEnd | None = None
+    """What follows the MLP."""
+
+    def after_attention(
+        self,
+        x: torch.Tensor | Fp8Activations,
+        residual: torch.Tensor,
+        norm: Norm | NoNorm,
+        ops: Ops,
+        parallel: bool = False,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor | Fp8Activations:
+        """The rest of the layer, from attention's output x. Adds to residual[T, hidden], in place, and returns the
+        `norm` of it, which is that of what comes next. `parallel`: see `ModelSpec`; `inputs`: see `layer_inputs`."""
+        attended = self.heads.gather(x)
+        if self.gate is not None:
+            attended = self.gate(attended, residual, ops)
+        if parallel:
+            x = self.mlp_norm(residual, ops)
+            self.output.add(attended, residual, NoNorm(), ops)
+        else:
+            x = self.output.add(attended, residual, self.mlp_norm, ops)
+        if self.end is None:
+            return self.mlp.add(x, residual, norm, ops)
+        self.mlp.add(x, residual, NoNorm(), ops)
+        return self.end.apply(residual, inputs, norm, ops)

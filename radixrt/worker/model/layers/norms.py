@@ -1,0 +1,61 @@
+"""Norms in plain torch, and those of heads of q and k for which there are no fused kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from radixrt.worker.model.layers.rope import rotate
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.Tensor | None = None) -> torch.Tensor:
+    """RMSNorm (arXiv 1910.07467) over the last dimension, in float32. `mean`: the mean of squares, if known. The weight
+    is multiplied in its own dtype, that of x or float32."""
+    wide = x.float()
+    mean = wide.square().mean(-1, keepdim=True) if mean is None else mean
+    return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """LayerNorm (arXiv 1607.06450) over the last dimension, in float32; with a float32 weight, rounded once."""
+    wide = x.float()
+    out = rms_norm(wide - wide.mean(-1, keepdim=True), weight, eps)
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """The norm of each head of q, or of k."""
+
+    weight: torch.Tensor
+    """[D], or [heads, D]: of each head."""
+    bias: torch.Tensor | None
+    eps: float
+    centered: bool
+    """LayerNorm, not RMSNorm."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Of x[T, heads, D]."""
+        if self.centered:
+            return layer_norm(x, self.weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of heads that kernels which store K and V cannot compute."""
+
+    q: HeadNorm
+    k: HeadNorm
+    after_rope: bool
+
+    def apply(
+        self, qkv: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalize q and k of qkv[T, heads + 2 kv_heads, D] in place. Returns cos and sin of the rotation that is left
+        to do: by 0 if norms come after RoPE."""
+        kv_heads = (qkv.shape[1] - num_heads) // 2
+        for heads, norm in zip(qkv.split((num_heads, kv_heads, kv_heads), dim=1), (self.q, self.k), strict=False):
+            heads.copy_(norm(rotate(heads, cos, sin) if self.after_rope else heads))
+        return (torch.ones_like(cos), torch.zeros_like(sin)) if self.after_rope else (cos, sin)

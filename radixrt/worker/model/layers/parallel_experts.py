@@ -1,0 +1,54 @@
+"""Routed experts beside an MLP in every layer, each with norms of its own (Gemma 4).
+
+    residual += after(after_mlp(mlp(before(residual))) + after_experts(experts(before_experts(residual))))
+
+The router's input is the residual stream, normalized and multiplied by a vector. Ranks have to add up both outputs,
+2 T rows: a norm of a sum needs the whole sum, so that ranks cannot add the two beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling
+from radixrt.worker.model.layers.layers import NoNorm, Norm
+from radixrt.worker.model.layers.mlp import SharedMlp
+from radixrt.worker.model.layers.moe import Experts
+from radixrt.worker.model.layers.ops import Ops
+from radixrt.worker.model.parallel.group import AFTER_MLP, Group
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWithExperts:
+    """In place of `mlp.Mlp`. In a `group`, each rank has a part of the intermediate features of both."""
+
+    mlp: SharedMlp
+    after_mlp: Norm
+    experts: Experts
+    before_experts: Norm
+    after_experts: Norm
+    before_router: Norm
+    after: Norm
+    group: Group | None
+
+    @property
+    def fp8_scaling(self) -> Fp8Scaling | None:
+        """How the input is to be quantized."""
+        return self.mlp.gate_up.fp8_scaling
+
+    def add(
+        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
+    ) -> torch.Tensor | Fp8Activations:
+        """As `Mlp.add`."""
+        tokens = len(residual)
+        both = residual.new_zeros((2 * tokens, residual.shape[1]))  # so that ranks meet once
+        part = both if self.group is None else self.group.buffer(AFTER_MLP, both).zero_()
+        self.mlp.add(x, part[:tokens], ops)
+        for_router = self.before_router(residual, ops)
+        self.experts.add(self.before_experts(residual, ops), part[tokens:], ops, for_router)
+        if self.group is not None:
+            self.group.add(AFTER_MLP, part, both, NoNorm(), ops)
+        of_mlp, of_experts = both.split(tokens)
+        both = self.after_mlp(of_mlp, ops) + self.after_experts(of_experts, ops)
+        return ops.add_normed(both, self.after, residual, norm)

@@ -1,7 +1,0 @@
-"""Ministral 8B of 2024: Mistral with sliding windows in some layers."""
-
-from __future__ import annotations
-
-from radixrt.worker.model.mistral import spec
-
-__all__ = ["spec"]

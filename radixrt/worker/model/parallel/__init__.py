@@ -1,0 +1,1 @@
+"""A model's share of each rank of a tensor-parallel group."""

@@ -1,0 +1,1 @@
+"""What distinguishes one decoder from another, as values."""

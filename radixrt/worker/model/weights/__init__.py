@@ -1,0 +1,1 @@
+"""Reads a decoder's weights from a checkpoint."""

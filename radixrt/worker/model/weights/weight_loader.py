@@ -1,0 +1,282 @@
+"""Reads the layers of a decoder from a checkpoint, by the names that transformers gives its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from radixrt.worker.model.layers.hybrid_layers import NoMixer, NoMlp, NoOutput, turn
+from radixrt.worker.model.layers.indexer import Indexer
+from radixrt.worker.model.layers.latent import NORM_EPS, Latent, UpProjections
+from radixrt.worker.model.layers.layers import Gate, Grouped, Layer, NoNorm, Norm, Projections
+from radixrt.worker.model.layers.linear import HeadLinear, Linear
+from radixrt.worker.model.layers.mlp import UNGATED, Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
+from radixrt.worker.model.layers.moe import Experts, read_experts
+from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
+from radixrt.worker.model.parallel.group import AFTER_ATTENTION, AFTER_MLP
+from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
+from radixrt.worker.model.spec.expert_spec import ExpertsSpec
+from radixrt.worker.model.spec.index_spec import IndexSpec
+from radixrt.worker.model.spec.mamba_spec import MambaSpec
+from radixrt.worker.model.spec.spec import SQUARED_RELU, XIELU, GateSpec, NormsSpec
+from radixrt.worker.model.weights.interleaved_experts import read_interleaved_experts
+from radixrt.worker.model.weights.recurrent_loader import RecurrentWeightLoader
+from radixrt.worker.model.weights.tensors import Piece
+from radixrt.worker.model.weights.weights import load_float32
+
+XIELU_FIXED = 0.5, -1e-6
+"""Defaults of `beta` and `eps`."""
+
+
+class WeightLoader(RecurrentWeightLoader):
+    """Reads the layers of a decoder."""
+
+    def layer(self, number: int) -> Layer:
+        spec, at = self._spec, f"layers.{number}."
+        if spec.recurrent is not None and number in spec.recurrent.layers and number not in spec.attention_layers:
+            return self._recurrent_layer(number, spec.recurrent)
+        if spec.hybrid_layers and spec.hybrid_layers[number][0] is None:
+            return self._mlp_alone(number)
+        heads, sizes = self._heads(number, at + "self_attn."), spec.layer(number)
+        inner = spec.num_heads * (spec.latent.value_dim if spec.latent else sizes.value_dim)
+        mlp, norms = self._mlp(number, spec.norms), spec.norms
+        shape, after = (spec.hidden_size, inner), self._norm_after(at, norms.after_attention)
+        attention_norm = self._norm_before(at, norms.before_attention, heads.fp8_scaling)
+        beside, name = None, at + "self_attn.o_proj"
+        if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.parallel:
+            beside, both = self._mamba(at + "mamba.", spec.recurrent), (name, at + "mamba.out_proj")
+            biases = spec.output_bias, spec.recurrent.out_bias
+            output = self._outputs(both, (inner, spec.recurrent.values), biases, AFTER_ATTENTION)
+        else:
+            output = self._output(name, shape, spec.output_bias, self._turn(number, AFTER_ATTENTION), after)
+        return Layer(
+            attention_norm=attention_norm,
+            heads=heads,
+            output=output,
+            mlp_norm=self._mlp_norm(at, norms, mlp),
+            mlp=mlp,
+            sinks=self._sinks(at + "self_attn.sinks") if sizes.sinks else None,
+            gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
+            parallel=beside,
+            end=self._layer_end(at) if spec.layer_scalars else None,
+        )
+
+    def _turn(self, number: int, place: int) -> int:
+        """The buffer of a layer's sum after its mixer or its MLP, AFTER_ATTENTION or AFTER_MLP (see `blocks.turn`)."""
+        return turn(self._spec.hybrid_layers, number, place) if self._spec.hybrid_layers else place
+
+    def _heads(self, number: int, at: str) -> Projections:
+        if self._spec.layers:
+            return self._mixed(number, at)
+        return self._grouped_query(number, at) if self._spec.latent is None else self._latent(number)
+
+    def _mlp_norm(
+        self, at: str, norms: NormsSpec, mlp: Mlp | UngatedMlp | Mixture | MlpWithExperts | NoMlp
+    ) -> Norm | NoNorm:
+        return NoNorm() if isinstance(mlp, NoMlp) else self._norm_before(at, norms.before_mlp, mlp.fp8_scaling)
+
+    def _mlp_alone(self, number: int) -> Layer:
+        norms = self._spec.norms
+        mlp = self._mlp(number, norms)
+        return Layer(self._mlp_norm(f"layers.{number}.", norms, mlp), NoMixer(), NoOutput(), NoNorm(), mlp)
+
+    def _recurrent_layer(self, number: int, delta: DeltaSpec | ShortConvSpec | MambaSpec) -> Layer:
+        spec, at, norms = self._spec, f"layers.{number}.", delta.norms or self._spec.norms
+        if isinstance(delta, ShortConvSpec):
+            net, name, inner, bias = self._gated_conv(at + "conv.", delta), "conv.out_proj", delta.channels, delta.bias
+        elif isinstance(delta, MambaSpec):
+            net, name, inner, bias = self._mamba(at + "mamba.", delta), "mamba.out_proj", delta.values, delta.out_bias
+        else:
+            net, inner, bias = self._delta_net(f"{at}{delta.name}.", delta), delta.values, False
+            name = f"{delta.name}.{delta.out}"
+        mlp, after = self._mlp(number, norms), self._norm_after(at, norms.after_attention)
+        return Layer(
+            attention_norm=self._norm_before(at, norms.before_attention, net.fp8_scaling),
+            heads=net,
+            output=self._output(at + name, (spec.hidden_size, inner), bias, self._turn(number, AFTER_ATTENTION), after),
+            mlp_norm=self._mlp_norm(at, norms, mlp),
+            mlp=mlp,
+        )
+
+    def _grouped_query(self, number: int, at: str) -> Projections:
+        spec = self._spec
+        q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
+        own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec.num_kv_heads, spec.head_dim)
+        assert not (spec.interleaved and (spec.fused_qkv or spec.qk_norm or spec.qk_norm_all_heads)), (
+            "no family has both"
+        )
+        assert not (spec.qkv_by_head and spec.num_kv_heads < spec.num_heads), "rows of k and v are those of q"
+        norms, (q_norm, k_norm) = None, spec.qk_norm_names
+        if spec.qk_norm_all_heads:
+            norms = self._norm_weight(at + q_norm, q, own_heads), self._norm_weight(at + k_norm, kv, own_kv)
+        elif spec.qk_norm:
+            norms = self._norm_weight(at + q_norm, spec.head_dim), self._norm_weight(at + k_norm, spec.head_dim)
+        query = Piece(at + "q_proj", (q, hidden), own_heads, rotated=True)
+        if spec.gate is not None and spec.gate.in_q:
+            query = self._half(query, 0)
+        pieces = [
+            query,
+            Piece(at + "k_proj", (kv, hidden), own_kv, rotated=True),
+            Piece(at + "v_proj", (kv, hidden), own_kv),
+        ]
+        if spec.qkv_by_head:
+            pieces = [self._of_each_head(at + "qkv_proj", number, own_heads) for number in range(3)]
+        elif spec.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
+            pieces = self._fused(at + "qkv_proj", pieces)
+        qkv = self._linear(pieces, spec.qkv_bias)
+        own = self._shard.spec(spec).num_heads
+        kind, head_norms = spec.head_norms, None
+        if kind is not None and not (kind.only_with_rope and spec.ropes[number] is None):
+            head_norms = self._head_norms(at, kind)
+        return Grouped(
+            qkv, own, spec.head_dim, norms, spec.norm_eps, spec.qk_norm_all_heads, self._group, head_norms,
+            spec.clip_qkv,
+        )  # fmt: skip
+
+    def _latent(self, number: int) -> Projections:
+        """Heads are divided among ranks; the projections to latents and the indexer are replicated."""
+        spec, latent, hidden, at = self._spec, self._spec.latent, self._spec.hidden_size, f"layers.{number}.self_attn."
+        assert latent is not None
+        heads, width = spec.num_heads, latent.nope_dim + latent.rope_dim
+        own = self._shard.part(0, heads * width)
+        keys, indexer = Piece(at + "kv_a_proj_with_mqa", (latent.rank + latent.rope_dim, hidden)), None
+        if latent.q_rank is None:
+            first, q_up, q_norm = Piece(at + "q_proj", (heads * width, hidden), own, has_bias=False), None, None
+        else:
+            first = Piece(at + "q_a_proj", (latent.q_rank, hidden))
+            q_up = self._linear([Piece(at + "q_b_proj", (heads * width, latent.q_rank), own)], False)
+            fp8_scaling = q_up.fp8_scaling
+            if latent.index is not None and number in latent.index.layers:
+                indexer = self._indexer(at + "indexer.", latent.index, latent.q_rank, number)
+                fp8_scaling = fp8_scaling if indexer.q.fp8_scaling is fp8_scaling else None  # each quantizes for itself
+            q_norm = Norm(self._vector(at + "q_a_layernorm", latent.q_rank), NORM_EPS, fp8_scaling)
+        both = latent.nope_dim + latent.value_dim
+        rows = self._shard.part(0, heads * both)
+        up = self._weights.load(f"model.{at}kv_b_proj.weight", (heads * both, latent.rank), rows).unflatten(
+            0, (-1, both)
+        )
+        k_up, v_up = (x.contiguous() for x in up.split((latent.nope_dim, latent.value_dim), dim=1))
+        return Latent(
+            down=self._linear([first, keys], latent.bias),
+            q_norm=q_norm,
+            q_up=q_up,
+            k_norm=self._vector(at + "kv_a_layernorm", latent.rank),
+            ups=UpProjections(
+                HeadLinear(k_up.transpose(1, 2), self._batch_invariant), HeadLinear(v_up, self._batch_invariant)
+            ),
+            num_heads=len(k_up),
+            interleaved=latent.interleaved,
+            indexer=indexer,
+        )
+
+    def _indexer(self, at: str, index: IndexSpec, q_rank: int, number: int) -> Indexer:
+        hidden, name = self._spec.hidden_size, f"model.{at}weights_proj.weight"
+        weights, stored = self._weights.load(name, (index.heads, hidden)), self._weights.get(name)
+        if stored is not None and stored.dtype == torch.float32:
+            weights = stored
+        norm = [load_float32(self._weights, f"model.{at}k_norm.{x}", index.dim) for x in ("weight", "bias")]
+        return Indexer(
+            number=index.layers.index(number),
+            q=self._linear([Piece(at + "wq_b", (index.heads * index.dim, q_rank))], False),
+            k=self._linear([Piece(at + "wk", (index.dim, hidden))], False),
+            weights=Linear(weights.float(), None, self._batch_invariant),
+            norm=(norm[0], norm[1]),
+            heads=index.heads,
+            interleaved=index.interleaved,
+        )
+
+    def _shared(self, at: str, experts: ExpertsSpec) -> SharedMlp | UngatedShared | None:
+        if not experts.shared_size:
+            return None
+        if not experts.gated:
+            ungated = self._ungated_mlp(f"{at}{experts.shared}.", experts.shared_size)
+            return UngatedShared(ungated.up, ungated.down.product)
+        mlp, gate = self._gated_mlp(f"{at}{experts.shared}.", experts.shared_size), None
+        if experts.shared_gate is not None:
+            gate = Linear(self.matrix(at + experts.shared_gate, 1, self._spec.hidden_size), None, self._batch_invariant)
+        return SharedMlp(mlp.gate_up, mlp.down.product, mlp.activation, gate)
+
+    def _gate(self, at: str, gate: GateSpec, norm: Norm | NoNorm) -> Gate:
+        rows = self._spec.num_heads * (1 if gate.per_head else self._spec.head_dim)
+        piece = Piece(at + gate.name, (rows, self._spec.hidden_size), self._shard.part(0, rows))
+        if gate.in_q:
+            piece = self._half(piece, 1)
+        product = self._linear([piece], False)
+        if isinstance(norm, Norm):
+            norm = dataclasses.replace(norm, fp8_scaling=product.fp8_scaling)
+        return Gate(norm, product, gate.softplus)
+
+    def _half(self, piece: Piece, half: int) -> Piece:
+        """A projection whose heads are stored together with those of another one: the first or second half of each
+        head's rows."""
+        rows, columns = piece.shape
+        own = piece.rows.count if piece.rows else rows
+        order = torch.arange(2 * own).view(-1, 2, self._spec.head_dim)[:, half].flatten()
+        shape = 2 * rows, columns
+        return dataclasses.replace(piece, shape=shape, part=self._shard.part(0, shape[0]), order=order)
+
+    def _sinks(self, name: str) -> torch.Tensor:
+        heads = self._spec.num_heads
+        return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
+
+    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture | MlpWithExperts | NoMlp:
+        spec, at = self._spec, f"layers.{number}.mlp."
+        if spec.hybrid_layers and spec.hybrid_layers[number][1] is None:
+            return NoMlp()
+        after, turn = self._norm_after(f"layers.{number}.", norms.after_mlp), self._turn(number, AFTER_MLP)
+        if spec.experts is not None and number in spec.experts.layers:
+            read = read_interleaved_experts if spec.experts.interleaved_gate_up else read_experts
+            experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
+            if spec.experts.parallel:
+                return self._mlp_with_experts(number, experts, after)
+            factor = spec.residual_factor * spec.experts.factor
+            return Mixture(experts, self._group, turn, self._shared(at, spec.experts), after, factor)
+        inner = spec.layer(number).intermediate_size
+        return (self._gated_mlp if spec.gated else self._ungated_mlp)(at, inner, turn, after)
+
+    def _mlp_with_experts(self, number: int, experts: Experts, after: Norm | None) -> MlpWithExperts:
+        """With the names of Gemma 4."""
+        spec, at = self._spec, f"layers.{number}."
+        mlp = self._gated_mlp(at + "mlp.", spec.layer(number).intermediate_size)
+        scale = self._weights.load(f"model.{at}router.scale", (spec.hidden_size,)).float()
+        scales = self._weights.load(f"model.{at}router.per_expert_scale", (experts.router.weight.shape[0],)).float()
+        assert after is not None
+        return MlpWithExperts(
+            mlp=SharedMlp(mlp.gate_up, mlp.down.product, mlp.activation),
+            after_mlp=self.norm(at + "post_feedforward_layernorm_1"),
+            experts=dataclasses.replace(experts, scales=scales),
+            before_experts=self.norm(at + "pre_feedforward_layernorm_2"),
+            after_experts=self.norm(at + "post_feedforward_layernorm_2"),
+            before_router=Norm(scale * spec.hidden_size**-0.5, spec.norm_eps, None),
+            after=after,
+            group=self._group,
+        )
+
+    def _ungated_mlp(self, at: str, inner: int, turn: int = AFTER_MLP, after: Norm | None = None) -> UngatedMlp:
+        spec, hidden = self._spec, self._spec.hidden_size
+        up = Piece(at + "up_proj", (inner, hidden), self._shard.part(0, inner))
+        down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, turn, after)
+        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else None
+        if spec.activation not in (XIELU, SQUARED_RELU):
+            activation = UNGATED[spec.activation]
+        return UngatedMlp(self._linear([up], spec.mlp_bias), down, activation)
+
+    def _xielu(self, at: str) -> Xielu:
+        """`beta` and `eps` are constants, but some checkpoints store them."""
+        alphas = [self._weights.load(f"model.{at}{name}", (1,)) for name in ("alpha_p", "alpha_n")]
+        stored = [self._weights.get(f"model.{at}{name}") for name in ("beta", "eps")]
+        fixed = [alphas[0].new_tensor(x) if s is None else s for x, s in zip(XIELU_FIXED, stored, strict=True)]
+        return Xielu.learned(*alphas, *fixed)
+
+    def _gated_mlp(self, at: str, inner: int, turn: int = AFTER_MLP, after: Norm | None = None) -> Mlp:
+        spec, hidden = self._spec, self._spec.hidden_size
+        own = self._shard.part(0, inner)
+        gate_up = [Piece(at + name, (inner, hidden), own) for name in ("gate_proj", "up_proj")]
+        if spec.fused_gate_up:
+            gate_up = self._fused(at + "gate_up_proj", gate_up)
+        return Mlp(
+            gate_up=self._linear(gate_up, spec.mlp_bias),
+            down=self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, turn, after),
+            activation=spec.activation,
+        )

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one process for each GPU."""

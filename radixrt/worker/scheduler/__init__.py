@@ -1,0 +1,1 @@
+"""Decides which tokens each step computes."""

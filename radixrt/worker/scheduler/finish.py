@@ -1,0 +1,108 @@
+"""How a request ends, and what of its path stays in the cache:
+
+finished, or aborted by its client    all it computed; if finished while others wait, `kept` protects it for a while
+it allows no token to come next       all it computed
+its logits are not finite             nothing, except what other requests lease
+its step could not be run             what was cached before that step; nothing if the step copied from host memory
+"""
+
+from __future__ import annotations
+
+from radixrt.messages import Output
+from radixrt.worker.cache.page_cache import PageCache
+from radixrt.worker.plan import Plan
+from radixrt.worker.request import Request
+from radixrt.worker.scheduler.queue import VirtualTokenCounter, Waiting
+from radixrt.worker.scheduler.running import Running
+
+
+class Ending:
+    """Ends the requests of one scheduler and removes them from its `requests`."""
+
+    def __init__(
+        self,
+        requests: dict[int, Request],
+        cache: PageCache,
+        running: Running,
+        waiting: Waiting,
+        counter: VirtualTokenCounter,
+    ) -> None:
+        self._requests = requests
+        self._cache = cache
+        self._running = running
+        self._waiting = waiting
+        self._counter = counter
+
+    def end(self, request: Request, keep: bool = False) -> None:
+        """End a request, waiting or running. What it computed stays cached, protected by `kept` if `keep`."""
+        if request.row >= 0:
+            self._running.remove(request)
+            self._cache.retire(request, keep)
+        else:
+            self._waiting.remove(request)
+            self._cache.retained.left(request)
+        self._is_over(request)
+
+    def stop_short(self, request: Request, reason: str) -> Output:
+        """Fail a request that allows no token to come next, by its grammar or otherwise, or that takes too long to tell
+        which. What it computed stays cached."""
+        self.end(request)
+        field = "grammar" if reason.startswith("grammar:") else request.restriction or "grammar"
+        return _failed(request, reason, field)
+
+    def fail_for_good(self, request: Request, reason: str) -> list[Output]:
+        """Fail a request whose KV is invalid. Nothing of its path stays cached, whoever computed it, except what other
+        requests lease."""
+        outputs = [] if request.finished else [self._fail(request, 0, reason)]
+        self._cache.forget(request, len(request.tokens))
+        return outputs
+
+    def fail_step(self, plan: Plan, reason: str) -> list[Output]:
+        """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""
+        outputs: list[Output] = []
+        host, unfilled = self._cache.host, False
+        if host is not None:  # what the step was to copy, in both directions, may be missing
+            unfilled = host.is_fetching or (plan.moves is not None and plan.moves.fills)
+            host.reset()
+        running = self._running
+        # Not in this plan, they may lease what this step was to compute or to copy; after a copy they may decode next.
+        others = running.prefilling + (running.decoding + running.drafting + running.sitting if unfilled else [])
+        for request in [r for r in others if r not in plan.requests]:
+            add = self._waiting.park if request in running.sitting else self._waiting.add
+            running.remove(request)
+            self._cache.discard(request, request.lease.length)
+            add(request)
+        # In reverse: later ones may lease what earlier ones were to compute.
+        for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
+            start -= start % self._cache.page_size  # a partly filled page is useless
+            had_left = request.row < 0
+            if not request.finished:
+                outputs.append(self._fail(request, start, reason))
+            if had_left:  # preempted or aborted while the step ran: what it was to compute is in the tree
+                self._cache.forget(request, len(request.tokens), start)
+        if unfilled:  # who needed them may have left or wait again, and others may have found them since
+            self._cache.pins.clear()
+            self._cache.clear()
+            self._cache.drop_states()
+        return outputs
+
+    def _fail(self, request: Request, keep: int, reason: str) -> Output:
+        """Fail a request. If it runs, nothing beyond its first `keep` tokens stays cached."""
+        if request.row < 0:
+            self.end(request)
+        else:
+            self._running.remove(request)
+            self._cache.discard(request, keep)
+            self._is_over(request)
+        return _failed(request, reason)
+
+    def _is_over(self, request: Request) -> None:
+        request.finished = True
+        del self._requests[request.id]
+        self._counter.remove_request(request.tenant)
+        if not self._requests:
+            self._cache.retained.clear()
+
+
+def _failed(request: Request, reason: str, field: str = "") -> Output:
+    return Output(request.id, finish="error", cached_tokens=request.cached_tokens, error=reason, field=field)

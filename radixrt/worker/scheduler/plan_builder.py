@@ -1,0 +1,176 @@
+"""Builds the Plan of a step: decodes first, then drafts, then chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from radixrt.messages import TOKEN_BYTES
+from radixrt.worker.cache.page_cache import PageCache
+from radixrt.worker.plan import FROM_DEVICE, Draft, Plan
+from radixrt.worker.request import Request
+
+MAX_SCORED_TOKENS = 256
+"""The most prompt tokens that are scored in a step: each takes a row of logits."""
+
+
+class Decodes:
+    """The decodes of a step, as the arrays of a Plan. All but `positions` and `last` stay the same until the batch
+    changes. Plans share the arrays, so they are never written to."""
+
+    __slots__ = ("adapters", "last", "limits", "ones", "positions", "requests", "rows", "rows32", "_states", "all_true")
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = tuple(requests)
+        self.rows = np.array([r.row for r in requests], dtype=np.int64)
+        self.rows32 = self.rows.astype(np.int32)
+        self._states: np.ndarray | None = None
+        self.limits = np.array([r.limit for r in requests], dtype=np.int64)
+        self.adapters = _adapters(requests)
+        self.ones = np.ones(len(requests), dtype=np.int32)
+        self.all_true = np.ones(len(requests), dtype=bool)
+        self.positions = np.array([r.computed for r in requests], dtype=np.int64)
+        """Positions of the tokens to compute."""
+        self.last = np.array([FROM_DEVICE if r.in_flight_tokens else r.tokens[-1] for r in requests], dtype=np.int32)
+        """Ids of these tokens."""
+
+    @property
+    def states(self) -> np.ndarray:
+        """Slots of the requests' recurrent states, int32, if the model has any."""
+        if self._states is None:
+            self._states = np.array([r.state for r in self.requests], dtype=np.int32)
+        return self._states
+
+    def proposes(self, most: int) -> np.ndarray:
+        """`Plan.proposes` of the decodes, int64: at most `most`, and no more than their limits leave room for."""
+        return np.clip(self.limits - self.positions - 3, 0, most)
+
+    def advance(self) -> None:
+        """Move on to the next step, whose tokens are those that the planned step samples."""
+        self.positions = self.positions + 1
+        self.last = np.full(len(self.requests), FROM_DEVICE, dtype=np.int32)
+
+    def set_sampled(self, sampled: list[int]) -> None:
+        """Set the ids of the tokens to compute, which the last step sampled."""
+        self.last = np.array(sampled[: len(self.requests)], dtype=np.int32)
+
+
+class StepBuilder:
+    """Collects the drafts of a step, then its chunks. The lists are the fields of a Plan."""
+
+    def __init__(self, cache: PageCache) -> None:
+        self.cache = cache
+        self.requests: list[Request] = []
+        self.counts: list[int] = []
+        self.tokens: list[np.ndarray] = []
+        self.slots: list[np.ndarray] = []
+        self.wants: list[int] = []
+        self.samples: list[bool] = []
+        self.starts: list[int] = []
+        self.states: list[int] = []
+        """Slots of recurrent states (`StateWork.slots`), and `StateWork.runs`, if the model has any."""
+        self.runs: list[int] = []
+        self.proposes: list[int] = []
+        self.drafts: list[Draft] = []
+        """Their entries come before those of chunks."""
+        self.scored = 0
+        """Prompt tokens that the step scores so far, of MAX_SCORED_TOKENS."""
+
+    def max_count(self, request: Request) -> int:
+        """The tokens that a request is behind, as many of them as this step can compute without scoring more than
+        MAX_SCORED_TOKENS."""
+        if request.score_from is None:
+            return request.uncomputed_tokens
+        return min(
+            request.uncomputed_tokens,
+            max(0, request.score_from - 1 - request.computed) + MAX_SCORED_TOKENS - self.scored,
+        )
+
+    def add_draft(self, request: Request, ids: list[int], states: list[int], proposes: int = 0) -> None:
+        """Plan the last token of a request and the drafted `ids` after it. Their pages must be reserved; they are not
+        published to the tree. `states`: slots for the recurrent states after each of `ids`, if the model has any. For
+        `proposes` see `Plan`."""
+        count, start = 1 + len(ids), request.computed
+        self.drafts.append(Draft(request, ids, len(self.requests)))
+        self.requests += [request] * count
+        self.counts += [1] * count
+        self.tokens.append(np.array([request.tokens[-1], *ids], dtype=np.int32))
+        self.slots.append(self.cache.row_slots(request.row, start, start + count))
+        self.wants += [1] * count
+        self.samples += [True] * count
+        self.starts += range(start, start + count)
+        self.states += [request.state, *states]
+        self.runs += [count, *[0] * len(ids)]
+        self.proposes += [proposes, *[0] * len(ids)]
+
+    def add(self, request: Request, count: int, proposes: int = 0) -> None:
+        """Plan the next `count` tokens of a request, and publish them to the tree. Their pages must be reserved. For
+        `proposes` see `Plan`."""
+        start, stop = request.computed, request.computed + count
+        slots = self.cache.row_slots(request.row, start, stop)
+        if request.lease.length > start:
+            slots[: request.lease.length - start] = 0  # cached already: their KV goes to the null page
+        self.cache.publish(request, stop)
+        for checkpoint in request.checkpoints:
+            if start < checkpoint <= stop:
+                self.cache.save(request, checkpoint, checkpoint - start if checkpoint < stop else 0)
+        self.requests.append(request)
+        self.counts.append(count)
+        self.tokens.append(np.frombuffer(request.tokens, np.int32, count, start * TOKEN_BYTES).copy())
+        self.slots.append(slots)
+        total = request.total
+        samples = stop == total < request.limit
+        scored = 0 if request.score_from is None else stop - max(start, request.score_from - 1)
+        self.wants.append(max(scored, int(samples)))
+        self.scored += max(0, scored)
+        self.samples.append(samples)
+        self.starts.append(start)
+        self.states.append(request.state)
+        self.runs.append(1)
+        self.proposes.append(proposes)
+
+    def build(self, step: int, decodes: Decodes, proposes: int = 0) -> Plan:
+        """The decodes and what was collected, as one Plan. `proposes`: the most for each decode."""
+        slots, starts = self.cache.slots(decodes.rows, decodes.positions), decodes.positions.astype(np.int32)
+        states = None
+        if self.cache.states is not None:
+            runs = _appended(decodes.ones, self.runs) if self.drafts else ()
+            states = self.cache.state_work(_appended(decodes.states, self.states), runs)
+        proposed = None
+        if proposes or any(self.proposes):
+            proposed = _appended(decodes.proposes(proposes).astype(np.int32), self.proposes)
+        moves = None if self.cache.host is None else self.cache.host.drain()
+        if not self.requests:
+            return Plan(step, decodes.requests, decodes.rows32, starts, decodes.ones, decodes.last, slots,
+                        decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states,
+                        adapters=decodes.adapters, proposes=proposed, moves=moves)  # fmt: skip
+        requests = (*decodes.requests, *self.requests)
+        return Plan(
+            step=step,
+            requests=requests,
+            rows=_appended(decodes.rows32, [r.row for r in self.requests]),
+            starts=_appended(starts, self.starts),
+            counts=_appended(decodes.ones, self.counts),
+            tokens=np.concatenate([decodes.last, *self.tokens]),
+            slots=np.concatenate([slots, *self.slots]),
+            wants=_appended(decodes.ones, self.wants),
+            samples=_appended(decodes.all_true, self.samples),
+            table_writes=self.cache.drain_writes(),
+            drafts=tuple(replace(draft, first=draft.first + len(starts)) for draft in self.drafts),
+            states=states,
+            adapters=_adapters(requests),
+            proposes=proposed,
+            moves=moves,
+        )
+
+
+def _adapters(requests: Sequence[Request]) -> np.ndarray | None:
+    """See `Plan.adapters`."""
+    numbers = [request.adapter for request in requests]
+    return np.array(numbers, dtype=np.int32) if max(numbers, default=-1) >= 0 else None
+
+
+def _appended(decodes: np.ndarray, chunks: list[int] | list[bool]) -> np.ndarray:
+    return np.concatenate([decodes, np.array(chunks, dtype=decodes.dtype)])

@@ -1,0 +1,477 @@
+"""Decides which tokens each step computes. A request has `computed` and `total` tokens, and the scheduler lets the one
+catch up with the other within a token budget per step. There are no prefill and decode phases: cache hits, chunked
+prefill, decoding and resumption after a preemption all work this way.
+
+    waiting --admit--> prefilling (chunks) --> decoding (one token a step) --> done
+       ^                  |                    |
+       +-----preempt------+--------------------+          what was computed stays in the tree
+
+Of the waiting requests, the one with the fewest uncached tokens comes first, and at times the oldest: see `waiting`.
+
+Counts advance when a step is planned; token ids arrive when its result is applied. So step n+1 can be planned while
+step n runs: the sampled tokens that it needs are on the device.
+
+    overlapped:      plan n   plan n+1   apply n   plan n+2   apply n+1
+                              `pending` tokens are sampled but not known to the host; the plan has FROM_DEVICE for them
+    not overlapped:  plan n   apply n   plan n+1   apply n+1
+
+A grammar may force tokens after a sampled one: the request is then behind by these, and computes them as a chunk. If it
+takes long to tell which tokens a grammar allows, steps go on without the request (`structured.sitting`).
+Tokens may be drafted (`drafting`): the request then gains one or several tokens per step, and is planned again when
+they are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from radixrt.messages import Output, TokenLogprob
+from radixrt.worker.cache.page_cache import OutOfPages, PageCache
+from radixrt.worker.cache.state_checkpoints import Branching, until_checkpoint
+from radixrt.worker.plan import Draft, Plan, Result
+from radixrt.worker.request import Request
+from radixrt.worker.scheduler.admission import Admission
+from radixrt.worker.scheduler.finish import Ending
+from radixrt.worker.scheduler.plan_builder import Decodes, StepBuilder
+from radixrt.worker.scheduler.queue import Arrivals, VirtualTokenCounter, Waiting
+from radixrt.worker.scheduler.running import Running
+from radixrt.worker.speculative.ngram import Drafter, should_wait
+from radixrt.worker.speculative.speculation import Speculation
+from radixrt.worker.structured.matcher import jump_all
+from radixrt.worker.structured.sit_out import Sitting
+from radixrt.worker.structured.watch import LATE
+
+FETCHED = 16
+"""So many tokens are copied from host memory in the time of computing one, or more."""
+MIN_FETCHED_TOKENS, MAX_OTHER_TOKENS = 512, 2048
+"""If many tokens of a request are copied from host memory, and the step has other work but computes few prompt tokens,
+the request's chunk comes in the next step: this one need not wait for the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most tokens of a step, and the most running requests."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+
+
+Grown = tuple[Request, list[TokenLogprob | None]]
+"""A request that has gained a token, and the log-probabilities to report with it."""
+
+
+class Scheduler:
+    """Turns requests into plans, and results into outputs. With a `drafter`, some tokens are drafted."""
+
+    def __init__(self, cache: PageCache, limits: Limits, drafter: Drafter | None = None) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.drafter = drafter
+        self.running = Running()
+        self.preemptions = 0
+        self.forced_tokens = 0
+        self.steps = 0
+        self._requests: dict[int, Request] = {}
+        self._counter = VirtualTokenCounter()
+        self._waiting = Waiting(cache, self._counter)
+        self._branching = Branching(self.running, self._waiting, cache) if cache.states is not None else None
+        self._admission = Admission(cache, self.running, self._waiting, self._counter, self._branching)
+        self._ending = Ending(self._requests, cache, self.running, self._waiting, self._counter)
+        self._speculation = Speculation(cache, self.running, limits.max_num_batched_tokens)
+        self._sitting = Sitting(cache, self.running, self._waiting)
+        self._slow: set[Request] = set()
+        """The requests that had a mask that was late or slow."""
+        self._nothing_planned = False
+        self._arrivals = Arrivals()
+        self._clock = 0
+
+    # ------------------------------------------------------------ requests come and go
+
+    def add(self, request: Request) -> None:
+        """Add a new request to the queue. Raises ValueError if it could never fit or its id is taken."""
+        room = self.cache.total_pages * self.cache.page_size
+        if request.id in self._requests:
+            raise ValueError(f"id: request {request.id} exists")
+        if request.limit > room:
+            raise ValueError(f"prompt: {request.limit} tokens do not fit the {room} of the pool")
+        self._requests[request.id] = request
+        self._arrivals.record(request, self._clock)
+        parked = request.matcher is not None and not self._begin_text(request)
+        self._counter.add_request(request.tenant)
+        self.cache.retained.arrived(request)
+        if parked:
+            self._waiting.park(request)
+            self._sitting.begin(request, jump=not request.generated)
+        else:
+            self._waiting.add(request)
+        if self._branching is not None:
+            self._branching.arrived(request)
+
+    def abort(self, id: int) -> bool:
+        """End a request, waiting or running; what it computed stays cached. False if there is no such request."""
+        request = self._requests.get(id)
+        if request is None:
+            return False
+        self._ending.end(request)
+        return True
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of all requests."""
+        return list(self._requests)
+
+    @property
+    def adapters(self) -> set[int]:
+        """The numbers of the LoRA adapters that requests have; -1 for none."""
+        return {request.adapter for request in self._requests.values()}
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._waiting.parked)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def all_sit_out(self) -> bool:
+        """Whether the last `plan` found nothing to compute until a request's mask is there."""
+        return len(self._sitting) > 0 and self._nothing_planned
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens to compute until all requests decode: those of waiting requests and of running ones that are
+        behind."""
+        parked = sum(r.total for r in self._waiting.parked.values())
+        return self._waiting.tokens + parked + sum(r.uncomputed_tokens for r in self.running.prefilling)
+
+    # ------------------------------------------------------------ plan
+
+    def plan(self) -> Plan | None:
+        """Plan the next step; None if there is nothing to compute or the result of the step before has to be applied
+        first. Allocates pages, and inserts the prompt tokens of the step into the tree."""
+        running = self.running
+        self._nothing_planned = False
+        if retained := self.cache.retained:
+            retained.expire() if self._waiting else retained.clear()
+        if running.drafting and should_wait(sum(r.in_flight_tokens > 0 for r in running.drafting), running.generating):
+            return None
+        proposes = self._speculation.proposes(self.drafter) if self.drafter is not None else 0
+        prompts = bool(running.prefilling or self._waiting)
+        drafts = self._speculation.plan(self.drafter, proposes, prompts) if running.drafting else []
+        proposes = self._reserve_decodes(proposes)
+        if running.sitting and self._waiting and not self.cache.has_row:
+            self._make_way()
+        builder = StepBuilder(self.cache)
+        for request, *draft in drafts:
+            if request.row >= 0:
+                builder.add_draft(request, *draft)
+        budget = self.limits.max_num_batched_tokens - len(running.decoding) - len(builder.requests)
+        self._admission.begin(running.prefilling, budget)
+        while budget > 0 and (request := self._admission.next(self.steps)):
+            taken = self._chunk(request, budget, builder, proposes)
+            self._counter.count_prompt(request.tenant, taken)
+            budget -= taken
+        if not running.decoding and not builder.requests:
+            self._nothing_planned = not (self._waiting and self._make_way())
+            return None
+        self.steps += 1
+        decodes = running.decodes()
+        plan = builder.build(self.steps, decodes, proposes)
+        self._clock += len(plan.tokens)
+        self._advance(decodes, builder)
+        if self._slow:
+            self.running.sit_slow(self._slow)
+        return plan
+
+    def _advance(self, decodes: Decodes, builder: StepBuilder) -> None:
+        """Count the planned tokens as computed, and the tokens sampled from them as pending."""
+        decodes.advance()
+        if self._counter.several:
+            for request in self.running.decoding:
+                self._counter.count_decoded(request.tenant)
+        ending = False
+        for request in self.running.decoding:
+            request.computed += 1
+            request.in_flight_tokens = in_flight_tokens = request.in_flight_tokens + 1
+            if len(request.tokens) + in_flight_tokens >= request.limit:
+                ending = True
+        if ending:
+            self.running.end_decodes()
+        if builder.requests:
+            self._advance_others(builder)
+
+    def _advance_others(self, builder: StepBuilder) -> None:
+        """As `_advance`, for requests with drafts and for chunks. Of a draft only the last known token counts as
+        computed; drafted tokens count once they are accepted."""
+        for draft in builder.drafts:
+            draft.request.computed += 1
+            draft.request.in_flight_tokens = 1
+            if self._counter.several:
+                self._counter.count_decoded(draft.request.tenant)
+        first = sum(1 + len(draft.ids) for draft in builder.drafts)
+        chunks = (entries[first:] for entries in (builder.requests, builder.counts, builder.samples))
+        for request, count, samples in zip(*chunks, strict=True):
+            request.computed += count
+            request.in_flight_tokens += samples
+        self.running.sort_prefilling()
+
+    def _reserve_decodes(self, proposes: int) -> int:
+        """Reserve pages for the decodes, and for up to `proposes` proposals of each. Returns how many of these there
+        is room for: all or none."""
+        while self.running.decoding:
+            decodes = self.running.decodes()
+            try:
+                if proposes:
+                    self.cache.reserve_up_to(decodes.rows, decodes.positions + decodes.proposes(proposes))
+                else:
+                    self.cache.reserve_next(decodes.rows, decodes.positions)
+                break
+            except OutOfPages:
+                if not proposes:
+                    self._preempt()
+                proposes = 0
+        return proposes
+
+    def _preempt(self, planned: Sequence[Request] = ()) -> Request:
+        """Move the youngest running request that is not `planned` for this step back to the queue, and return it."""
+        return self._put_back(self.running.youngest(planned))
+
+    def _make_way(self) -> bool:
+        """Park a request that sits out, with its row and pages, for one that waits; False if there is none."""
+        sitting = [request for request in self.running.sitting if not request.in_flight_tokens]
+        if sitting:
+            self._put_back(max(sitting, key=lambda request: request.age))
+        return bool(sitting)
+
+    def _put_back(self, victim: Request) -> Request:
+        sits = victim in self.running.sitting and not victim.in_flight_tokens
+        self.running.remove(victim)
+        self.cache.retire(victim)
+        if sits:
+            self._waiting.park(victim)
+        else:
+            self._waiting.add(victim)
+        self.preemptions += 1
+        return victim
+
+    def _chunk(self, request: Request, budget: int, builder: StepBuilder, proposes: int = 0) -> int:
+        """Plan the next chunk of a request that is prefilling, with up to `proposes` proposals if it is the last one.
+        Returns how much of the budget it takes."""
+        fetched = 0
+        while True:
+            # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
+            self.cache.catch_up(request)
+            try:
+                fetched += self.cache.fetch(request)
+                if (
+                    fetched >= MIN_FETCHED_TOKENS
+                    and (self.running.decoding or builder.requests)
+                    and sum(builder.counts) < MAX_OTHER_TOKENS
+                ):
+                    return fetched // FETCHED
+                count = min(max(1, budget - fetched // FETCHED), builder.max_count(request))
+                if request.checkpoints:
+                    count = until_checkpoint(request, count)
+                if not count:  # the step scores MAX_SCORED_TOKENS tokens already
+                    return fetched // FETCHED
+                self.cache.reserve(request, request.computed + count)
+                break
+            except OutOfPages:
+                if self._preempt(builder.requests) is request:
+                    return fetched // FETCHED
+        stop = request.computed + count
+        request.reach(request.computed, stop)
+        builder.add(request, count, self._speculation.reserve_proposals(request, stop, proposes) if proposes else 0)
+        return fetched // FETCHED + count
+
+    # ------------------------------------------------------------ apply
+
+    def apply(self, plan: Plan, result: Result) -> list[Output]:
+        """Apply the result of a step, in the order of plans. Returns the new tokens of each request."""
+        outputs: list[Output] = []
+        grown: list[Grown] = []
+        failed, stuck, scores, logprobs = result.failed, result.stuck, result.scores, result.logprobs
+        found = enumerate(zip(plan.requests, result.tokens, plan.samples.tolist(), strict=True))
+        if plan.drafts:
+            found = (one for one in found if one[0] not in plan.drafted)
+        for index, (request, token, samples) in found:
+            if failed and index in failed:
+                outputs += self._ending.fail_for_good(request, failed[index])
+                continue
+            if request.finished or plan.step <= request.discard_until:
+                continue  # it has ended, or its grammar forced other tokens
+            if stuck and index in stuck:
+                outputs += self._cannot_go_on(request, stuck[index])
+                continue
+            if scores and index in scores:
+                stop = int(plan.starts[index] + plan.counts[index])
+                request.scores.add(stop - int(plan.wants[index]) + 1, scores[index])
+            if samples:
+                theirs = logprobs[index : index + 1] if logprobs else logprobs
+                self._append_sampled(request, token, theirs, outputs, grown)
+            elif plan.starts[index] + plan.counts[index] == request.total:
+                output = Output(request.id, request.take_unreported(), finish="length")
+                if request.scores is not None:
+                    request.scores.report(output)
+                self._finish(request, output, outputs)
+        for draft in plan.drafts:
+            self._verify(plan, draft, result, outputs, grown)
+        if grown:
+            self._jump(grown, outputs)
+        if result.proposals:
+            self._speculation.take_proposals(self.drafter, plan, result)
+        self.running.set_sampled(result.tokens)
+        if self.drafter is not None:
+            self._speculation.begin(self.drafter)
+        return outputs
+
+    def _verify(self, plan: Plan, draft: Draft, result: Result, outputs: list[Output], grown: list[Grown]) -> None:
+        """Accept the right tokens of a draft, and the sampled token after them."""
+        request, first = draft.request, draft.first
+        if first in result.failed:
+            outputs += self._ending.fail_for_good(request, result.failed[first])
+            return
+        if request.finished:
+            return
+        if first in result.stuck:
+            outputs += self._cannot_go_on(request, result.stuck[first])
+            return
+        accepted = self._speculation.verify(self.drafter, draft, result)
+        if self._counter.several:
+            self._counter.count_decoded(request.tenant, accepted)
+        if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
+            self._waiting.tokens += accepted
+        self._append_sampled(
+            request, result.tokens[first + accepted], result.logprobs[first : first + accepted + 1], outputs, grown
+        )
+
+    def _append_sampled(
+        self, request: Request, token: int, logprobs: list[TokenLogprob | None], outputs: list[Output],
+        grown: list[Grown],
+    ) -> None:  # fmt: skip
+        """Append a sampled token to a request and report it; with a grammar, add the request to `grown` instead, unless
+        it has ended. `logprobs`, if requested, are those of all tokens that were not reported yet."""
+        tokens = request.tokens
+        tokens.append(token)
+        request.in_flight_tokens -= 1
+        if request.row < 0:  # preempted while this token was in flight: its hit may be longer now
+            request.hit_version = -1
+        stops = token in request.stop_ids
+        if request.matcher is not None and not stops and len(tokens) < request.limit:
+            grown.append((request, logprobs))
+            return
+        output = Output(request.id, request.take_unreported(), None, request.cached_tokens)
+        if request.sampling.logprobs is not None and logprobs:
+            output.logprobs = logprobs
+        if request.scores is not None:
+            request.scores.report(output)
+        if stops:
+            output.finish, output.stop = "stop", token
+            self._finish(request, output, outputs)
+        elif len(tokens) >= request.limit:
+            output.finish = "length"
+            self._finish(request, output, outputs)
+        else:
+            outputs.append(output)
+
+    # ------------------------------------------------------------ grammars
+
+    def _begin_text(self, request: Request) -> bool:
+        """Append the tokens that the grammar of a new request forces first. False if they are not known in time."""
+        self._sitting.arrived(request)
+        if request.generated:
+            return True
+        forced = jump_all([request])[0]
+        if forced is None:
+            self._slow.add(request)
+            return False
+        self._force(request, forced)
+        return True
+
+    def _force(self, request: Request, forced: Sequence[int]) -> None:
+        request.tokens.extend(forced)
+        self.forced_tokens += len(forced)
+
+    def _jump(self, grown: list[Grown], outputs: list[Output]) -> None:
+        """Report requests with a grammar that have gained a token, and append the tokens that their grammars force
+        next. The token that the step in flight samples for such a request is then discarded: the first forced token
+        takes its place. Requests sit out if it takes long to tell what is forced."""
+        found = jump_all([request for request, _ in grown])
+        for (request, logprobs), forced in zip(grown, found, strict=True):
+            if forced:
+                self._force(request, forced)
+                if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
+                    self._waiting.tokens += len(forced)
+                if request.in_flight_tokens:
+                    request.in_flight_tokens, request.discard_until = 0, self.steps
+            if forced is None and request.matcher.may_jump(request):
+                # Not reported yet: another worker that went on from here would not append what is forced.
+                self._slow.add(request)
+                self._sitting.sit(request, self.steps, jump=True)
+                continue
+            output = Output(request.id, request.take_unreported(), None, request.cached_tokens)
+            if request.sampling.logprobs is not None and logprobs:
+                output.logprobs = logprobs
+            if request.scores is not None:
+                request.scores.report(output)
+            if len(request.tokens) >= request.limit:
+                output.finish = "length"
+                self._finish(request, output, outputs)
+                continue
+            outputs.append(output)
+            if forced is None or request.matcher.slow:
+                self._slow.add(request)
+            if forced is None:
+                self._sitting.sit(request, self.steps, jump=True)
+            if forced:
+                self.running.catch_up(request)
+        if self._slow:
+            self.running.sit_slow(self._slow)
+
+    def _cannot_go_on(self, request: Request, reason: str) -> list[Output]:
+        """A step could not sample a token for a request: it sits out if its mask is late, and fails otherwise."""
+        if reason != LATE:
+            return [self._ending.stop_short(request, reason)]
+        self._slow.add(request)
+        self._sitting.sit(request, self.steps, jump=False)
+        return []
+
+    def settle(self) -> list[Output]:
+        """Let the requests that sat out go on whose mask is there now. Returns what was not reported yet of them, and
+        the failures of those that cannot go on, or that take too long. To be called before `plan`."""
+        outputs: list[Output] = []
+        if not self._slow:
+            return outputs
+        self._slow = {request for request in self._slow if not request.finished}
+        for request, problem in self._sitting.ready():
+            if problem:
+                outputs.append(self._ending.stop_short(request, problem))
+                continue
+            forced, request.matcher.forced = request.matcher.forced, ()
+            withheld = len(request.tokens) > request.reported
+            self._force(request, forced)
+            if withheld:
+                outputs.append(Output(request.id, request.take_unreported(), None, request.cached_tokens))
+            self._sitting.back(request)
+        return outputs
+
+    def _finish(self, request: Request, output: Output, outputs: list[Output]) -> None:
+        output.cached_tokens = request.cached_tokens
+        outputs.append(output)
+        if self.drafter is not None:
+            self.drafter.ends(request)
+        # The last token is never cached, even if the step in flight computes it; unless the model has recurrent states,
+        # as they are then the ones after that token.
+        if output.tokens and self.cache.states is None:
+            request.computed = min(request.computed, len(request.tokens) - 1)
+        self._ending.end(request, keep=self.cache.keeps and bool(self._waiting) and request.score_from is None)
+
+    def fail(self, plan: Plan, reason: str) -> list[Output]:
+        """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""
+        return self._ending.fail_step(plan, reason)

@@ -1,0 +1,1 @@
+"""Draft tokens, and what drafting costs and saves."""
