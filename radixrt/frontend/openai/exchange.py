@@ -9,7 +9,7 @@ from radixrt.frontend.openai.replies import Reply
 from radixrt.frontend.parsing import Piece, Reasoning
 from radixrt.messages import TOKEN_BYTES, TokenLogprob
 
-MANY = 1024
+MAX_INLINE_LOGPROBS = 1024
 """Log-probabilities of more tokens are written in a thread: each takes up to 30 µs, with 20 alternatives."""
 MAX_INLINE_IDS = 1 << 16
 """So are more ids of prompts."""
@@ -53,7 +53,7 @@ class OpenAIExchange(Exchange[Reply]):
     def takes_long(self) -> bool:
         logprobs = sum(len(c.logprobs or ()) + len(c.prompt_logprobs or ()) for c in self.choices)
         ids = sum(len(c.prompt_ids or b"") for c in self.choices) // TOKEN_BYTES if self.reported.token_ids else 0
-        return logprobs > MANY or ids > MAX_INLINE_IDS
+        return logprobs > MAX_INLINE_LOGPROBS or ids > MAX_INLINE_IDS
 
     def whole(self) -> bytes:
         choices = [
