@@ -105,6 +105,7 @@ class Admission:
             version,
             stream=isinstance(message, Generate) and message.stream,
             scores=isinstance(message, Score),
+            priority=message.priority,
         )
         if isinstance(message, Generate):
             self._add_choices(request, message, serving, vocab_size)

@@ -33,6 +33,7 @@ class Request:
         "open",
         "origin",
         "pin",
+        "priority",
         "resident",
         "resumed",
         "runs",
@@ -54,6 +55,7 @@ class Request:
         *,
         stream: bool,
         scores: bool,
+        priority: int = 0,
     ) -> None:
         self.client = client
         self.id = id
@@ -65,6 +67,7 @@ class Request:
         """Of its LoRA adapter; see `messages.Adapter`."""
         self.stream = stream
         self.scores = scores
+        self.priority = priority
         self.bounded = False
         """Whether max_tokens is given, and some worker has room for as many."""
         self.pin: list[tuple[int, float]] = []
@@ -229,4 +232,5 @@ class RunState:
             group=self.request.group.id if self.request.group else 0,
             adapter=self.worker.adapter(self.request.model),
             version=self.request.version,
+            priority=self.request.priority,
         )
