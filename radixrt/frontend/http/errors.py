@@ -9,7 +9,7 @@ import msgspec
 
 from radixrt.client.transports import ServerError
 from radixrt.messages import Error
-from radixrt.tokens.errors import MAX_CONTEXT, FieldError
+from radixrt.tokens.errors import FieldError
 
 _encode = msgspec.json.Encoder().encode
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -35,9 +35,7 @@ class ApiError(Exception):
         own = (names or {}).get(field, field)
         begins = error.message.startswith((f"{field} ", f"{field}: "))
         message = own + error.message.removeprefix(field) if begins else error.message
-        code = "model_not_found" if error.code == 404 else None
-        if MAX_CONTEXT in error.message:
-            code = "context_length_exceeded"
+        code = error.reason or ("model_not_found" if error.code == 404 else None)
         return cls(error.code, message, own + (f"[{rest}" if rest else ""), code, error.retry_after)
 
     def body(self) -> bytes:
@@ -53,10 +51,9 @@ def api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiErr
     """The ApiError for a problem. `names` maps fields to the caller's names."""
     match problem:
         case FieldError():
-            return ApiError.of(Error(None, 400, str(problem), problem.field), names)
+            return ApiError.of(Error(None, 400, str(problem), problem.field, reason=problem.reason), names)
         case ServerError():
-            error = Error(None, problem.code, problem.message, problem.field, problem.retry_after)
-            return ApiError.of(error, names)
+            return ApiError.of(problem.error(), names)
     assert isinstance(problem, ApiError)
     return problem
 

@@ -16,7 +16,7 @@ from radixrt.frontend.http.auth import json_response
 from radixrt.frontend.http.body import apart, is_large
 from radixrt.frontend.http.errors import api_error, refuse
 from radixrt.frontend.openai.schema import Int, chat_prompt, parse
-from radixrt.messages import TOKEN_BYTES, Name, Prompt, TextPrompt
+from radixrt.messages import TOKEN_BYTES, Name, Namespace, Prompt, TextPrompt
 from radixrt.tokens import TextService, Tokenizer
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.text import STEP_IDS
@@ -84,7 +84,7 @@ class Tokenization:
         link: RouterLink,
         max_model_len: int,
         read: Callable[[Request], Awaitable[bytes]],
-        namespace: Callable[[str, str | None], str],
+        namespace: Callable[[str, str | None], Namespace],
     ) -> None:
         self._text = text
         self._link = link
