@@ -23,12 +23,11 @@ from radixrt.messages import (
     TokenPrompt,
 )
 from radixrt.report import Report
-from radixrt.router import incidents
-from radixrt.router.core import failures
+from radixrt.router.core import failures, incidents
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Effect, Order
+from radixrt.router.core.incidents import Record
 from radixrt.router.core.request import PROGRESS_TOKENS
-from radixrt.router.incidents import Record
 from radixrt.router.programs.state_store import ProgramStateStore
 from radixrt.router.server import status
 from radixrt.router.server.prometheus import render

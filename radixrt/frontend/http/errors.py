@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import NoReturn
 
 import msgspec
@@ -33,8 +34,7 @@ class ApiError(Exception):
         """Make an ApiError of a router's Error. `names` maps its fields to the caller's names."""
         field, _, rest = error.field.partition("[")
         own = (names or {}).get(field, field)
-        begins = error.message.startswith((f"{field} ", f"{field}: "))
-        message = own + error.message.removeprefix(field) if begins else error.message
+        message = re.sub(rf"^{re.escape(field)}(?=:? )", lambda _: own, error.message)
         code = error.reason or ("model_not_found" if error.code == 404 else None)
         return cls(error.code, message, own + (f"[{rest}" if rest else ""), code, error.retry_after)
 

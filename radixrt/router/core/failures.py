@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from radixrt.router.core.incidents import Incident, Record
 from radixrt.router.core.request import RunState
 from radixrt.router.core.worker import Worker
-from radixrt.router.incidents import Incident, Record
 
 MAX_TRIES = 16
 """How often workers may fail a run before it ends, of however many there are."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from radixrt.messages import TOKEN_BYTES, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
 from radixrt.router.core.effects import Client
+from radixrt.router.core.incidents import Incident, Record
 from radixrt.router.core.worker import Worker
-from radixrt.router.incidents import Incident, Record
 
 if TYPE_CHECKING:
     from radixrt.router.core.tool_waits import Paused
