@@ -78,6 +78,9 @@ class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+"""As in vLLM, lower comes earlier: a request waits while others of its tenant with lower values do. 0 by default; among
+equals, and between tenants, it has no effect."""
 Scope = Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from struct import Struct
 from typing import Any, Self
 
 import msgspec
@@ -14,20 +13,16 @@ from radixrt.messages import (
     NO_TENANT,
     TOKEN_BYTES,
     ChatPrompt,
-    Delta,
     Namespace,
     PartsPrompt,
     Prompt,
-    Sampling,
     TextPrompt,
     TokenPrompt,
 )
 from radixrt.tokens._ids import ids_below
-from radixrt.tokens.detok import Detokenizer
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.incremental import PendingText
 from radixrt.tokens.sessions import Encoded, Sessions
-from radixrt.tokens.stops import StopFinder
 from radixrt.tokens.tokenizer import Tokenizer, load_tokenizer
 from radixrt.tokens.turns import Result, Steps, Turns, finished
 
@@ -59,7 +54,6 @@ ENTRY_CHARS, CALL_CHARS = 512, 8
 """A part of a content, or a call, takes as long as so many characters, and so does each byte of a call, which is parsed
 and written again."""
 
-_pack_token = Struct("<i").pack
 _to_msgpack = msgspec.msgpack.Encoder().encode
 NO_TOKENIZER = "there is no tokenizer here: send token ids"
 
@@ -385,69 +379,3 @@ def _num_bytes(calls: list[Any]) -> int:
         return len(_to_msgpack(calls))
     except (TypeError, ValueError, RecursionError):
         return INLINE_SEEN_CHARS
-
-
-class TextStream:
-    """The text of one answer while it is generated; ends at a stop string. Empty if `service` has no tokenizer
-    (then stop strings raise FieldError).
-
-    `stop` is the stop string that ended it, or None. With `include_stop` the text ends with it, otherwise
-    before it. Without stop strings text is passed on as soon as its characters are complete.
-    """
-
-    __slots__ = ("_detokenizer", "_finder", "_include_stop", "past", "plain_push")
-
-    def __init__(self, service: TextService, sampling: Sampling) -> None:
-        tokenizer = service.tokenizer
-        if tokenizer is None and sampling.stop:
-            raise FieldError("stop", f"stop strings need text, but {NO_TOKENIZER}")
-        self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens) if tokenizer else None
-        self._finder = StopFinder(sampling.stop, sampling.include_stop) if sampling.stop else None
-        self._include_stop = sampling.include_stop
-        self.past = 0
-        """Tokens of the last delta that came after a stop string, and are to be dropped."""
-        self.plain_push = self._detokenizer.push if self._detokenizer and not self._finder else None
-        """`push` for answers without stop strings, which returns only the text; None if there are stop strings."""
-
-    def take(self, delta: Delta) -> str:
-        """The text that a delta of the choice adds; with the last delta, the rest of the text. Afterwards `stop` may be
-        set. A token that ended the choice is part of the text only with `include_stop`."""
-        ids = delta.ids
-        if self.plain_push is not None and delta.finish is None:
-            return self.plain_push(ids)
-        if isinstance(delta.stop, int) and not self._include_stop and ids.endswith(_pack_token(delta.stop)):
-            ids = ids[:-TOKEN_BYTES]
-        text = self._take_until_stop(ids, len(delta.ids)) if self._finder else self.push(ids)[0]
-        return text + self.flush() if delta.finish is not None and self.stop is None else text
-
-    def _take_until_stop(self, ids: bytes, size: int) -> str:
-        """The text of ids up to a stop string; one token at a time, so as to know how many of the `size` bytes of the
-        delta come after it."""
-        text, taken = "", 0
-        while taken < len(ids) and self.stop is None:
-            text += self.push(ids[taken : taken + TOKEN_BYTES])[0]
-            taken += TOKEN_BYTES
-        self.past = (size - taken) // TOKEN_BYTES if self.stop is not None else 0
-        return text
-
-    @property
-    def stop(self) -> str | None:
-        return self._finder.found if self._finder else None
-
-    def push(self, ids: Sequence[int] | bytes) -> tuple[str, str | None]:
-        """Returns (the text that these ids add, the stop string if one is complete). ids: ints, or int32 bytes."""
-        if self._detokenizer is None:
-            return "", None
-        text = self._detokenizer.push(ids)
-        if self._finder is None:
-            return text, None
-        return self._finder.push(text), self._finder.found
-
-    def flush(self) -> str:
-        """The rest of the text, at the end of the answer; may set `stop`."""
-        if self._detokenizer is None:
-            return ""
-        text = self._detokenizer.flush()
-        if self._finder is None:
-            return text
-        return self._finder.push(text) + self._finder.flush()

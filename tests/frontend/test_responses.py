@@ -12,14 +12,14 @@ import httpx
 import openai
 import pytest
 
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.logprobs import Tokens
-from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Reasoning
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.history import messages_of
 from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.replies import ResponseReply
-from radixrt.frontend.responses.schema import Asked, Create
+from radixrt.frontend.responses.schema import Create
 from radixrt.frontend.responses.store import ResponseStore
 from radixrt.messages import Error, Namespace, TokenLogprob, Usage
 from tests.frontend.scripted import Model, scripted
@@ -953,7 +953,8 @@ def test_tokens_of_content_are_not_those_of_thoughts_that_say_the_same():
 def test_tokens_are_told_with_the_text_that_they_say():
     """A mark that has the text in it says none; half a character, or a half of what a parser held, comes later."""
     texts = {1: b"</think>", 2: b"h", 3: b"\xc3", 4: b"\xaf", 5: b" they", 6: b"<", 7: b"b", 8: b"<end>"}
-    asked = Asked(Create(input="x"))
+    asked = Create(input="x")
+    asked.follow([])
     asked.sampling({})
     tokenizer = SimpleNamespace(token_bytes=texts.get, token_text=repr, special_ids=frozenset())
     reply = ResponseReply("m", tokenizer, asked)

@@ -341,6 +341,16 @@ def test_a_lost_workers_run_goes_on_where_it_was():
     assert (usage.completion_tokens, usage.cached_tokens, usage.worker) == (4, 3, "w1")
 
 
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_runs_priority_goes_to_each_of_its_workers(scored):
+    core = core_with(register("w0"), register("w1"))
+    score = Score(id=1, prompt=TokenPrompt(PROMPT), choices=[TokenPrompt(ids(9))], priority=-3)
+    asked = score if scored else generate(priority=-3)
+    name, run = only_run(core.submit(b"c", asked, 1.0))
+    other, again = only_run(core.leave(name, 2.0))
+    assert other != name and run.priority == again.priority == -3
+
+
 def test_what_a_client_got_is_counted_though_its_worker_was_lost():
     core = core_with(register("w0"))
     _, run = only_run(core.submit(b"c", generate(), 1.0))

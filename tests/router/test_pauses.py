@@ -28,7 +28,8 @@ from radixrt.router.core import tool_waits
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Order
 from radixrt.router.programs.state_store import Key
-from radixrt.router.server.streams import _Choice, _gather, _Gathered
+from radixrt.router.server.streams import _Choice, _whole
+from radixrt.tokens import OutputProcessor
 
 NS = Namespace("n")
 STATE = Key("default", "s" * 16, 1)
@@ -144,7 +145,9 @@ def test_a_request_that_is_refused_goes_on_all_the_same(core):
 
 @pytest.mark.parametrize("finish", ["stop", "length", "abort", "error"])
 def test_an_answer_is_kept_if_it_ended_well(finish):
-    kept, choice = [], _Choice(None, False, _Gathered(), None)
-    for delta in (Delta(1, 0, b"1234", "a"), Delta(1, 0, b"5678", "b", finish, stop=7)):
-        assert _gather(choice, choice.gathered, delta, lambda *answer: kept.append(answer)) is delta
-    assert kept == ([(b"12345678", "ab", 7)] if finish in ("stop", "length") else [])
+    kept, choice = [], _Choice(OutputProcessor(None, Sampling(), gathers=True), False, None)
+    last = Delta(1, 0, b"5678", finish=finish, stop=7)
+    for delta in (Delta(1, 0, b"1234"), last):
+        choice.output.take(delta)
+    assert _whole(choice, last, lambda *answer: kept.append(answer)) is last
+    assert kept == ([(b"12345678", "", 7)] if finish in ("stop", "length") else [])

@@ -20,7 +20,7 @@ from radixrt.frontend.anthropic.blocks import CHANGE, Block, blocks
 from radixrt.frontend.anthropic.schema import Counted
 from radixrt.frontend.anthropic.tools import served
 from radixrt.frontend.formats.tools import ToolUse
-from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.generate.errors import one_of, refuse
 from radixrt.messages import NO_TENANT, ChatPrompt, Namespace
 from radixrt.tokens import Tokenizer
 
@@ -149,6 +149,5 @@ def _seconds(field: str, control: Any) -> float:
     if not isinstance(control, dict) or control.get("type") != "ephemeral":
         refuse(f"{field}.type", "must be 'ephemeral'")
     ttl = control.get("ttl") or "5m"
-    if not isinstance(ttl, str) or ttl not in SECONDS:
-        refuse(f"{field}.ttl", f"must be one of {', '.join(SECONDS)}, not {ttl!r}")
+    one_of(ttl, SECONDS, f"{field}.ttl")
     return SECONDS[ttl]

@@ -40,7 +40,7 @@ class SharedStore:
     def _took(self, _: Answer) -> None:
         self._taken += 1
         while self._waiting and self._waiting[0][0] <= self._taken:
-            _, waiter = self._waiting.popleft()
+            waiter = self._waiting.popleft()[1]
             if not waiter.done():
                 waiter.set_result(None)
 

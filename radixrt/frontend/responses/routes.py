@@ -10,18 +10,18 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from radixrt.frontend.generate.codec import encode, parse
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.generation import Generation
 from radixrt.frontend.generate.prepare import Prompts
 from radixrt.frontend.generate.shared_store import SharedStore
 from radixrt.frontend.http.body import apart, is_large
-from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.responses import StreamAnswer, WholeAnswer
-from radixrt.frontend.openai import schema
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.references import is_reference, resolved
-from radixrt.frontend.responses.replies import ResponseReply, encode
-from radixrt.frontend.responses.schema import Asked, Create
+from radixrt.frontend.responses.replies import ResponseReply
+from radixrt.frontend.responses.schema import Create
 from radixrt.frontend.responses.shared import SharedResponses
 from radixrt.frontend.responses.store import LocalResponses
 from radixrt.frontend.responses.tools import listed
@@ -56,7 +56,7 @@ class Responses:
         namespace = self._namespace(key, asked.cache_salt or "")
 
         def keep(response_id: str, data: bytes, message: dict[str, Any]) -> None:
-            if asked.body.stores:
+            if asked.stores:
                 self._store.put(namespace, response_id, data, turns, [*asked.added, message], key)
 
         reply_of = functools.partial(ResponseReply, asked=asked)
@@ -72,16 +72,15 @@ class Responses:
         counted = {"object": "response.input_tokens", "input_tokens": tokens}
         return Response(encode(counted), media_type="application/json")
 
-    async def _read_asked(self, request: Request, key: str) -> tuple[Asked, tuple[Any, ...]]:
+    async def _read_asked(self, request: Request, key: str) -> tuple[Create, tuple[Any, ...]]:
         """Returns (the request, the turns that it continues)."""
-        body = schema.parse(_create, await self._read(request))
+        body = parse(_create, await self._read(request))
         namespace = self._namespace(key, body.cache_salt or "")
         turns, before = await self._before(namespace, body.previous_response_id, key)
         if isinstance(body.input, list) and any(map(is_reference, body.input)):
             body.input = await resolved(body.input, lambda response: self._store.body(namespace, response, key))
-        return await apart(
-            is_large(request) or len(before) > MAX_INLINE_CHAIN_MESSAGES, lambda: Asked(body, before)
-        ), turns
+        await apart(is_large(request) or len(before) > MAX_INLINE_CHAIN_MESSAGES, lambda: body.follow(before))
+        return body, turns
 
     async def get(self, request: Request, key: str) -> Response:
         if request.query_params.get("stream") == "true":

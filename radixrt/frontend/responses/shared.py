@@ -63,10 +63,11 @@ class SharedResponses:
             return None
         keys = [key_of("turn", namespace, turn) for turn in found.turns]
         values = await self._shared_store.recall(keys, api_key)
-        if None in values:
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
             return None
         try:
-            return tuple(found.turns), [message for value in values for message in _turn.decode(value)]
+            return tuple(found.turns), [message for value in known for message in _turn.decode(value)]
         except msgspec.MsgspecError:
             return None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from radixrt.frontend.generate.codec import encode
 from radixrt.messages import Namespace
 from radixrt.tokens.quota import Shares
 
@@ -21,7 +22,6 @@ Name = tuple[Namespace, str]
 
 LINK_BYTES = 64
 """About what a response takes for each turn of its chain."""
-_encode = msgspec.json.Encoder().encode
 
 
 class Turn:
@@ -31,7 +31,7 @@ class Turn:
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = tuple(messages)
-        self.size = len(_encode(messages))
+        self.size = len(encode(messages))
         self.holders = 0
 
 
@@ -68,8 +68,8 @@ class ResponseStore:
 
     def get(self, namespace: Namespace, response_id: str) -> StoredResponse | None:
         """A response of this namespace; None if it is not kept."""
-        own, name = self._tenants.get(namespace.tenant, {}), (namespace, response_id)
-        if name not in own:
+        own, name = self._tenants.get(namespace.tenant), (namespace, response_id)
+        if own is None or name not in own:
             return None
         own.move_to_end(name)
         return own[name]

@@ -98,6 +98,7 @@ class Admission:
             message.origin,
             stream=isinstance(message, Generate) and message.stream,
             scores=isinstance(message, Score),
+            priority=message.priority,
         )
         if isinstance(message, Generate):
             self._add_choices(request, message, message.prompt.ids, serving, vocab_size)

@@ -30,6 +30,7 @@ class Request:
         "open",
         "origin",
         "pin",
+        "priority",
         "resident",
         "resumed",
         "runs",
@@ -46,6 +47,7 @@ class Request:
         *,
         stream: bool,
         scores: bool,
+        priority: int = 0,
     ) -> None:
         self.client = client
         self.id = id
@@ -53,6 +55,7 @@ class Request:
         self.origin = origin
         self.stream = stream
         self.scores = scores
+        self.priority = priority
         self.bounded = False
         """Whether max_tokens is given, and some worker has room for as many."""
         self.pin: list[tuple[int, float]] = []
@@ -219,4 +222,5 @@ class RunState:
             group=self.request.group.id if self.request.group else 0,
             adapter=worker.adapter(self.request.namespace.model),
             version=self.request.namespace.version,
+            priority=self.request.priority,
         )

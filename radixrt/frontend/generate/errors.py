@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from typing import NoReturn
 
 import msgspec
@@ -61,3 +62,10 @@ def api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiErr
 def refuse(field: str, message: str) -> NoReturn:
     """Raise ApiError (400) for an invalid `field` of the request."""
     raise ApiError(400, f"{field}: {message}", field)
+
+
+def one_of(value: object, choices: Collection[str], field: str) -> str:
+    """Return a value; raises ApiError (400) unless it is one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        refuse(field, f"must be one of {', '.join(choices)}, not {value!r}")
+    return value
