@@ -43,7 +43,7 @@ ONLY_IN = {
     "jinja2": ("router/tokens/",),
     "starlette": ("frontend/",),
     "uvicorn": ("frontend/",),
-    "prometheus_client": ("report/",),
+    "prometheus_client": ("router/server/",),
 }
 FORBIDDEN = {
     "router": {"worker", "frontend", "lang", "async_client", "client", "launch", "cli"},

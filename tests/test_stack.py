@@ -25,7 +25,7 @@ from radixrt.client import Client, ServerError
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.launch import launcher
-from radixrt.launch.launcher import Child, Stack, StartError, start_subprocess
+from radixrt.launch.launcher import Child, Stack, start_subprocess
 from radixrt.messages import (
     Cancel,
     Generate,
@@ -38,6 +38,7 @@ from radixrt.messages import (
 from radixrt.process import subprocesses
 from radixrt.process.ports import free_tcp_address
 from radixrt.process.shutdown import BUSY, DRAINED, DRAINING, IDLE, Pulses
+from radixrt.process.starting import StartError
 from tests.checkpoints import make_model, make_tokenizer
 from tests.waiting import eventually
 from tests.worker.engine import prompts

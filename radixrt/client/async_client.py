@@ -360,7 +360,7 @@ class AsyncClient:
 def _expect(kind: type[T], answer: Answer) -> T:
     """`answer`, if it has type `kind`. Raises ServerError otherwise."""
     if isinstance(answer, Error):
-        raise ServerError(answer.code, answer.message, answer.field, answer.retry_after)
+        raise ServerError(answer.code, answer.message, answer.field, answer.retry_after, answer.reason)
     if not isinstance(answer, kind):
         raise ServerError(500, f"the server answered with {type(answer).__name__}, not {kind.__name__}")
     return answer

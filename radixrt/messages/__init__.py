@@ -7,6 +7,7 @@ Token ids are sent as little-endian int32 `bytes` (TOKEN_BYTES per token): `np.f
 place. This package imports nothing else of radixrt. No tensors and no pickles are sent.
 """
 
+from radixrt.messages.namespace import NO_TENANT, Namespace, tenant_of
 from radixrt.messages.prompts import (
     GONE,
     AssistantTurnEnd,
@@ -54,6 +55,7 @@ from radixrt.messages.shared import (
     TOKEN_BYTES,
     Count,
     DropReason,
+    ErrorReason,
     FinishReason,
     Grammar,
     GrammarKind,
@@ -66,7 +68,6 @@ from radixrt.messages.shared import (
     SessionFacts,
     TokenLogprob,
     Usage,
-    tenant_of,
 )
 from radixrt.messages.worker import (
     Abort,
@@ -100,6 +101,7 @@ from radixrt.messages.worker import (
 
 __all__ = [
     "GONE",
+    "NO_TENANT",
     "TOKEN_BYTES",
     "Abort",
     "Adapter",
@@ -124,6 +126,7 @@ __all__ = [
     "DropReason",
     "Dropped",
     "Error",
+    "ErrorReason",
     "FinishReason",
     "Forget",
     "Fork",
@@ -136,6 +139,7 @@ __all__ = [
     "Load",
     "LoadAdapter",
     "Name",
+    "Namespace",
     "Number",
     "Origin",
     "Output",

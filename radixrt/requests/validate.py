@@ -203,7 +203,7 @@ def refusal(request_id: int, problem: FieldError) -> Error:
     """The Error for a request with an invalid field."""
     if isinstance(problem, Refused):
         return problem.error(request_id)
-    return Error(request_id, 400, str(problem), problem.field)
+    return Error(request_id, 400, str(problem), problem.field, reason=problem.reason)
 
 
 def malformed(payload: bytes, problem: Exception) -> Error:

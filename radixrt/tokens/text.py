@@ -10,13 +10,14 @@ import numpy as np
 
 from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.messages import (
+    NO_TENANT,
     TOKEN_BYTES,
     ChatPrompt,
+    Namespace,
     PartsPrompt,
     Prompt,
     TextPrompt,
     TokenPrompt,
-    tenant_of,
 )
 from radixrt.tokens._ids import ids_below
 from radixrt.tokens.errors import FieldError, Room
@@ -102,7 +103,7 @@ class TextService:
         self.close()
 
     async def encode(
-        self, prompt: Prompt, namespace: str = "", room: Room | None = None, last: int | None = None
+        self, prompt: Prompt, namespace: Namespace = NO_TENANT, room: Room | None = None, last: int | None = None
     ) -> bytes:
         """Ids of a prompt, at least one. What takes long is done in threads, in turn with the other tenants'; the first
         line of a namespace is its tenant. What was encoded in the same namespace is looked up.
@@ -110,9 +111,9 @@ class TextService:
         Raises FieldError if it is not valid, and if it does not fit into the `room`, as soon as that is certain. With
         `last`, only so many of the last ids are wanted, and only text that these need is encoded, where possible.
         """
-        if self._turns is None or _is_short(prompt):
-            return self.encode_now(prompt, namespace)
         tokenizer = self.tokenizer
+        if tokenizer is None or _is_short(prompt):
+            return self.encode_now(prompt, namespace)
         match prompt:
             case TextPrompt(text=text, add_special_tokens=special):
                 field = "prompt"
@@ -130,7 +131,7 @@ class TextService:
         return await self.run(namespace, _steps(pending, field, room, last), field)
 
     async def encode_chat(
-        self, sessions: Sessions, namespace: str, prompt: ChatPrompt, room: Room | None = None
+        self, sessions: Sessions, namespace: Namespace, prompt: ChatPrompt, room: Room | None = None
     ) -> Encoded:
         """`sessions.encode_chat`; in threads, as `encode`, if there is much unseen text."""
         if not is_short_chat(prompt.messages):
@@ -141,7 +142,7 @@ class TextService:
         return await self.run(namespace, pending.steps(room), "messages")
 
     async def encode_shown(
-        self, prompt: Prompt, namespace: str = "", *, render_only: bool = False
+        self, prompt: Prompt, namespace: Namespace = NO_TENANT, *, render_only: bool = False
     ) -> tuple[bytes, str]:
         """Returns (ids of a prompt, the rendered text of a chat; "" for other prompts).
 
@@ -152,25 +153,28 @@ class TextService:
         return await self.run(namespace, self._shown_steps(prompt, namespace, render_only), "messages")
 
     async def encode_choices(
-        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: str = ""
+        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: Namespace = NO_TENANT
     ) -> list[TextPrompt | TokenPrompt]:
         """`encode_part` of each choice, in threads, as `encode`."""
         if self._turns is None:
             return finished(self._choice_steps(choices, namespace))
         return await self.run(namespace, self._choice_steps(choices, namespace), "choices")
 
-    async def run(self, namespace: str, steps: Steps[Result], field: str = "prompt", *, long: bool = False) -> Result:
+    async def run(
+        self, namespace: Namespace, steps: Steps[Result], field: str = "prompt", *, long: bool = False
+    ) -> Result:
         """See `Turns.run`."""
-        return await self._turns.run(tenant_of(namespace), steps, field, long=long)
+        assert self._turns is not None, "there is a tokenizer"
+        return await self._turns.run(namespace.tenant, steps, field, long=long)
 
-    def _shown_steps(self, prompt: ChatPrompt, namespace: str, render_only: bool) -> Steps[tuple[bytes, str]]:
-        text = yield from self.tokenizer.chat_steps(prompt)
+    def _shown_steps(self, prompt: ChatPrompt, namespace: Namespace, render_only: bool) -> Steps[tuple[bytes, str]]:
+        text = yield from self._with_tokenizer("messages").chat_steps(prompt)
         if render_only:
             return b"", text
         return (yield from self._text_steps(text, False, "messages", namespace, None)), text
 
     def _choice_steps(
-        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: str
+        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: Namespace
     ) -> Steps[list[TextPrompt | TokenPrompt]]:
         encoded: list[TextPrompt | TokenPrompt] = []
         for i, choice in enumerate(choices):
@@ -178,28 +182,28 @@ class TextService:
             encoded.append(TokenPrompt(ids or _refuse_empty(f"choices[{i}]")))
         return encoded
 
-    def _steps(self, prompt: Prompt, namespace: str, room: Room | None) -> Steps[bytes]:
+    def _steps(self, prompt: Prompt, namespace: Namespace, room: Room | None) -> Steps[bytes]:
         """The ids of a prompt that is not text alone."""
         match prompt:
             case ChatPrompt():
-                text = yield from self.tokenizer.chat_steps(prompt)
+                text = yield from self._with_tokenizer("messages").chat_steps(prompt)
                 return (yield from self._text_steps(text, False, "messages", namespace, room))
             case PartsPrompt(parts=parts):
                 return (yield from self._parts_steps(parts, namespace, room))
         return self.encode_now(prompt, namespace)
 
     def _text_steps(
-        self, text: str, special: bool, field: str, namespace: str, room: Room | None, last: int | None = None
+        self, text: str, special: bool, field: str, namespace: Namespace, room: Room | None, last: int | None = None
     ) -> Steps[bytes]:
         tokenizer = self._with_tokenizer(field)
         if last is None:
             tokenizer.check_room(text, room)
         pending = tokenizer.start(text, special, namespace=namespace)
-        yield
+        yield None
         return (yield from _steps(pending, field, room, last))
 
     def _parts_steps(
-        self, parts: Sequence[TextPrompt | TokenPrompt], namespace: str, room: Room | None
+        self, parts: Sequence[TextPrompt | TokenPrompt], namespace: Namespace, room: Room | None
     ) -> Steps[bytes]:
         encoded: list[bytes] = []
         tokens = 0
@@ -216,7 +220,7 @@ class TextService:
         self,
         part: TextPrompt | TokenPrompt,
         field: str,
-        namespace: str = "",
+        namespace: Namespace = NO_TENANT,
         room: Room | None = None,
         beside: int = 0,
     ) -> Steps[bytes]:
@@ -225,14 +229,16 @@ class TextService:
             return self._checked(part.ids, field) if part.ids else b""
         try:
             pending = self._with_tokenizer(field).start_after(part.text, namespace=namespace)
-            yield
+            yield None
             return (yield from pending.steps(room, beside))
         except FieldError:
             raise
         except ValueError as error:
             raise FieldError(field, str(error)) from error
 
-    def said_steps(self, part: TextPrompt, first: bool, namespace: str, room: Room | None, before: int) -> Steps[bytes]:
+    def said_steps(
+        self, part: TextPrompt, first: bool, namespace: Namespace, room: Room | None, before: int
+    ) -> Steps[bytes]:
         """`encode_now` of a part that is the `first` of a prompt, and `encode_after` of others, which come after
         `before` ids, in steps. Raises FieldError as soon as it is certain that there is not the `room`."""
         if first and not part.text:
@@ -241,7 +247,7 @@ class TextService:
             return (yield from self._text_steps(part.text, part.add_special_tokens, "prompt", namespace, room))
         return (yield from self._part_steps(part, "prompt", namespace, room, before))
 
-    def encode_now(self, prompt: Prompt, namespace: str = "") -> bytes:
+    def encode_now(self, prompt: Prompt, namespace: Namespace = NO_TENANT) -> bytes:
         """`encode` in the calling thread."""
         match prompt:
             case TokenPrompt(ids=ids):
@@ -258,7 +264,9 @@ class TextService:
         """Ids of text that continues a prompt: without special tokens or an added leading space. At least one."""
         return finished(self._part_steps(part, field)) or _refuse_empty(field)
 
-    def encode_after(self, part: TextPrompt | TokenPrompt, field: str = "prompt", namespace: str = "") -> bytes:
+    def encode_after(
+        self, part: TextPrompt | TokenPrompt, field: str = "prompt", namespace: Namespace = NO_TENANT
+    ) -> bytes:
         """As `encode_part`, for a part that may have no ids."""
         return finished(self._part_steps(part, field, namespace))
 
@@ -266,7 +274,7 @@ class TextService:
         """The text that the chat template renders for messages."""
         return self._with_tokenizer("messages").apply_chat(prompt)
 
-    async def decode(self, ids: bytes, skip_special_tokens: bool = True, namespace: str = "") -> str:
+    async def decode(self, ids: bytes, skip_special_tokens: bool = True, namespace: Namespace = NO_TENANT) -> str:
         """Text of all `ids` at once; of many, in threads, as `encode`."""
         if self._turns is None or len(ids) <= INLINE_IDS * TOKEN_BYTES:
             return self.decode_now(ids, skip_special_tokens)
@@ -287,7 +295,7 @@ class TextService:
         stream, texts, size = pieces.stream(), [], STEP_IDS * TOKEN_BYTES
         for at in range(0, len(ids), size):
             texts.append(stream.push(ids[at : at + size]))
-            yield
+            yield None
         return "".join(texts) + stream.flush()
 
     def _with_tokenizer(self, field: str = "prompt") -> Tokenizer:
@@ -295,7 +303,7 @@ class TextService:
             raise FieldError(field, NO_TOKENIZER)
         return self.tokenizer
 
-    def _encode_text(self, text: str, special: bool, field: str, namespace: str) -> bytes:
+    def _encode_text(self, text: str, special: bool, field: str, namespace: Namespace) -> bytes:
         return finished(self._text_steps(text, special, field, namespace, None))
 
     def _checked(self, ids: bytes, field: str) -> bytes:

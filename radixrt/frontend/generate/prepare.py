@@ -21,11 +21,11 @@ from radixrt.frontend.generate.errors import api_error, refuse
 from radixrt.frontend.generate.request import GenerationRequest
 from radixrt.frontend.generate.shared_store import SharedStore
 from radixrt.frontend.http.body import apart
-from radixrt.messages import TOKEN_BYTES, ChatPrompt, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.messages import TOKEN_BYTES, ChatPrompt, Namespace, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.requests.validate import check_choices, check_sampling
 from radixrt.tokens import Encoded, TextService
-from radixrt.tokens.chat_history import Conversations, namespace_of
-from radixrt.tokens.errors import FieldError, Room, too_long
+from radixrt.tokens.chat_history import Conversations
+from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.turns import Result, in_one_step
 
 LONG_PROMPT_CHARS = 65_536
@@ -105,9 +105,9 @@ class Prompts:
 
     # ------------------------------------------------------------ parts
 
-    def namespace(self, key: str, cache_salt: str | None) -> str:
+    def namespace(self, key: str, cache_salt: str | None) -> Namespace:
         """The namespace in which a caller's texts are encoded."""
-        return namespace_of(self._tenant(key), cache_salt or "")
+        return Namespace(self._tenant(key), salt=cache_salt or "")
 
     async def aside(self, key: str, work: Callable[..., Result], *args: Any) -> Result:
         """Run `work`, which renders or encodes something, in the tokenizer's threads, in turn with the others'. Raises
@@ -134,7 +134,7 @@ class Prompts:
         limit = self._max_model_len or (await self._longest(key) if self._longest else 0)
         return Room(limit, int(sampling.max_tokens != 0)) if limit else None
 
-    async def _spelled(self, words: list[str], namespace: str) -> tuple[tuple[int, ...], ...]:
+    async def _spelled(self, words: list[str], namespace: Namespace) -> tuple[tuple[int, ...], ...]:
         """The token ids of words that are not to be generated. Raises ApiError if they are too many or empty."""
         tokenizer = self._text.tokenizer
         if tokenizer is None:
@@ -151,9 +151,8 @@ class Prompts:
         if not self._max_model_len:
             return sampling
         tokens = len(ids) // TOKEN_BYTES
+        Room(self._max_model_len, int(sampling.max_tokens != 0)).check(tokens)
         room = self._max_model_len - tokens
-        if room < (sampling.max_tokens != 0):
-            raise FieldError("prompt", too_long(tokens, self._max_model_len, int(sampling.max_tokens != 0)))
         most = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         return msgspec.structs.replace(sampling, max_tokens=most)
 

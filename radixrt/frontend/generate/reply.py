@@ -47,5 +47,5 @@ def session_json(encoded: Encoded) -> dict[str, Any]:
     Notes number messages as the chat template gets them."""
     if not encoded.kept_turns and not encoded.dropped:
         return {}
-    notes = {"respelled": list(encoded.respelled), "dropped": list(encoded.dropped)}
+    notes = {"respelled": list(encoded.respelled), "dropped": list(map(str, encoded.dropped))}
     return {"session": {"kept_turns": encoded.kept_turns} | {name: found for name, found in notes.items() if found}}

@@ -18,7 +18,7 @@ from radixrt.frontend.generate.request import Int
 from radixrt.frontend.http.auth import json_response
 from radixrt.frontend.http.body import apart, is_large
 from radixrt.frontend.openai.schema import chat_prompt
-from radixrt.messages import TOKEN_BYTES, Name, Prompt, TextPrompt
+from radixrt.messages import TOKEN_BYTES, Name, Namespace, Prompt, TextPrompt
 from radixrt.tokens import TextService, Tokenizer
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.text import STEP_IDS
@@ -86,7 +86,7 @@ class Tokenization:
         link: RouterLink,
         max_model_len: int,
         read: Callable[[Request], Awaitable[bytes]],
-        namespace: Callable[[str, str | None], str],
+        namespace: Callable[[str, str | None], Namespace],
     ) -> None:
         self._text = text
         self._link = link

@@ -25,6 +25,7 @@ from radixrt.frontend.responses.schema import Create
 from radixrt.frontend.responses.shared import SharedResponses
 from radixrt.frontend.responses.store import LocalResponses
 from radixrt.frontend.responses.tools import listed
+from radixrt.messages import Namespace
 
 RESPONSES_PATH = "/v1/responses"
 MAX_INLINE_CHAIN_MESSAGES = 1024
@@ -112,7 +113,7 @@ class Responses:
         return Response(encode(gone), media_type="application/json")
 
     async def _before(
-        self, namespace: str, response_id: str | None, key: str
+        self, namespace: Namespace, response_id: str | None, key: str
     ) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
         """Returns the turns, and the messages, that a request continues. A response of another tenant counts as
         unknown."""
@@ -125,13 +126,12 @@ class Responses:
             raise ApiError(400, message, field, "previous_response_not_found")
         return found
 
-    def _asked_for(self, request: Request, key: str) -> tuple[str, str]:
+    def _asked_for(self, request: Request, key: str) -> tuple[Namespace, str]:
         """Returns (namespace, id) of a response; the salt must be that of the request that created it."""
         return self._namespace(key, request.query_params.get("cache_salt", "")), request.path_params["id"]
 
-    def _namespace(self, key: str, cache_salt: str) -> str:
-        # The tenant is written as JSON, which has no line feeds, so that the first line is the tenant.
-        return f"{encode(self._tenant(key)).decode()}\n{cache_salt}"
+    def _namespace(self, key: str, cache_salt: str) -> Namespace:
+        return Namespace(self._tenant(key), salt=cache_salt)
 
 
 def _unknown(response_id: str) -> ApiError:

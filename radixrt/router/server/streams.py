@@ -13,22 +13,25 @@ from typing import Any, TypeVar
 import msgspec
 
 from radixrt.messages import (
+    NO_TENANT,
+    ChatPrompt,
     Delta,
     Deltas,
     FinishReason,
     Generate,
+    Namespace,
     Score,
+    StatePrompt,
     TokenPrompt,
 )
 from radixrt.requests.grammar import check_aside, is_checked
 from radixrt.router.core.core import RouterCore
-from radixrt.router.core.effects import Effect
-from radixrt.router.core.request import Client
+from radixrt.router.core.effects import Client, Effect
 from radixrt.tokens import Encoded, OutputProcessor, TextService
 from radixrt.tokens.chat_history import Conversations, facts
 from radixrt.tokens.errors import Room
 
-Request = TypeVar("Request", Generate, Score)
+Request = TypeVar("Request", bound=Generate | Score)
 Keep = Callable[[bytes, str, str | int | None], None]
 """Called with the ids, the text and the stop of an answer that has ended well."""
 
@@ -45,12 +48,16 @@ def is_encoded(request: Generate | Score) -> bool:
     return request.sampling.grammar is None or is_checked(request.sampling.grammar, request.api_key)
 
 
-async def encode(request: Request, service: TextService, namespace: str = "", room: Room | None = None) -> Request:
+async def encode(
+    request: Request, service: TextService, namespace: Namespace = NO_TENANT, room: Room | None = None
+) -> Request:
     """The same request with token ids only, encoded in a namespace. Raises FieldError that names a part that cannot be
     encoded, or compiled, or for which there is no room."""
     if isinstance(request, Generate) and request.sampling.grammar:
         await check_aside(request.sampling.grammar, owner=request.api_key)
-    changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(request.prompt, namespace, room))}
+    prompt = request.prompt
+    assert not isinstance(prompt, StatePrompt), "the states of programs build these"
+    changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(prompt, namespace, room))}
     if isinstance(request, Score):
         changes["choices"] = await service.encode_choices(request.choices, namespace)
     return msgspec.structs.replace(request, **changes)
@@ -61,7 +68,9 @@ async def encode_chat(
 ) -> tuple[Generate, Encoded]:
     """Encode a request whose prompt is a chat. Returns it with token ids, and the encoded chat. Raises FieldError that
     names an invalid field."""
-    chat = await conversations.encode(request.prompt, tenant, request.cache_salt, room=room)
+    prompt = request.prompt
+    assert isinstance(prompt, ChatPrompt)
+    chat = await conversations.encode(prompt, tenant, request.cache_salt, room=room)
     return msgspec.structs.replace(request, prompt=TokenPrompt(chat.ids), session=facts(chat)), chat
 
 
