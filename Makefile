@@ -85,7 +85,7 @@ gpu-bench: .gpu/site
 	  PYTHONPATH=.gpu/site:. python3 -m bench.peers && \
 	  PYTHONPATH=.gpu/site:. python3 -m bench.worker --tensor-parallel-size 2; }
 	PYTHONPATH=.gpu/site:. python3 -m bench.steps
-	PYTHONPATH=.gpu/site:. python3 -m bench.nano.quality
+	PYTHONPATH=.gpu/site:. python3 -m training.nano.quality
 	python3 -m bench.shapes .gpu/llama-8b
 	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR) python3 -m bench.serve --serve .gpu/llama-8b --lenient \
 	  --ceilings bench/results/worker.json -- --load-format dummy --tokenizer none

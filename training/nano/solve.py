@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 
-from bench.nano.tasks import Call, Example
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.http.server import FrontendThread
 from radixrt.process.ports import free_tcp_address
+from training.nano.tasks import Call, Example
 
 MAX_TURNS = 8
 """Of the assistant."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.nano.tasks.example import Example, mentions, says, system, user
-from bench.nano.tasks.words import COLORS, DAYS, GIVEN, THINGS, Phrases, Words
+from training.nano.tasks.example import Example, mentions, says, system, user
+from training.nano.tasks.words import COLORS, DAYS, GIVEN, THINGS, Phrases, Words
 
 Check = Callable[[str], bool]
 

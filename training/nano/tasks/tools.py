@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from bench.nano.tasks.chat import small_talk
-from bench.nano.tasks.example import Call, Example, Message, calls, replies, says, system, user
-from bench.nano.tasks.toolbox import Bound, may_do, request, result_of, toolbox
-from bench.nano.tasks.words import COLORS, DAYS, GIVEN, THINGS, Phrases, Words
+from training.nano.tasks.chat import small_talk
+from training.nano.tasks.example import Call, Example, Message, calls, replies, says, system, user
+from training.nano.tasks.toolbox import Bound, may_do, request, result_of, toolbox
+from training.nano.tasks.words import COLORS, DAYS, GIVEN, THINGS, Phrases, Words
 
 NO_TOOL = "I have no tool for that."
 SYSTEMS = Phrases(

@@ -1,7 +1,7 @@
-"""How many of the tasks a model solves:  python -m bench.nano.eval
+"""How many of the tasks a model solves:  python -m training.nano.eval
 
-    python -m bench.nano.eval --url http://localhost:8000/v1 --model nano     any OpenAI endpoint
-    python -m bench.nano.eval --model nano --device cpu                       a worker of its own
+    python -m training.nano.eval --url http://localhost:8000/v1 --model nano     any OpenAI endpoint
+    python -m training.nano.eval --model nano --device cpu                       a worker of its own
 
 Greedy, on items of the evaluation split. Only the last answer's text and the calls are looked at, never the model's
 thoughts. JSON goes to bench/results/nano.json; `--card` writes the model's README.md from it, without a run.
@@ -21,11 +21,11 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.common import RESULTS, machine, table
-from bench.nano import card
-from bench.nano.score import Share
-from bench.nano.solve import Endpoint, Outcome, Refused, serve
-from bench.nano.tasks import TAGS, Example, evaluation
 from radixrt.config import WorkerConfig, resolve
+from training.nano import card
+from training.nano.score import Share
+from training.nano.solve import Endpoint, Outcome, Refused, serve
+from training.nano.tasks import TAGS, Example, evaluation
 
 MAX_ITEMS = 200
 """Of a kind and tag: what training has never seen."""
@@ -39,7 +39,7 @@ FILE = RESULTS / "nano.json"
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.nano.eval", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="training.nano.eval", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--url", help="of an OpenAI endpoint, with /v1 (default: a worker in this process)")
     parser.add_argument("--model", default="nano", help="name at the endpoint, or what to serve here (default: nano)")
@@ -133,7 +133,7 @@ def main(given: Sequence[str] | None = None) -> int:
     try:
         rows = evaluate(args)
     except Refused as problem:
-        print(f"bench.nano.eval: {problem}", file=sys.stderr)
+        print(f"training.nano.eval: {problem}", file=sys.stderr)
         return 1
     print(table([shown(row) for row in rows]))
     return 0

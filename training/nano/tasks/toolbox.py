@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from bench.nano.tasks.domains import DOMAINS, Domain
-from bench.nano.tasks.example import Call, tool
-from bench.nano.tasks.more_domains import MORE_DOMAINS, NEAR, alike, close_domains
-from bench.nano.tasks.words import COLORS, DAYS, GIVEN, LANGUAGES, OBJECTS, THINGS, Phrases, Words, fill
+from training.nano.tasks.domains import DOMAINS, Domain
+from training.nano.tasks.example import Call, tool
+from training.nano.tasks.more_domains import MORE_DOMAINS, NEAR, alike, close_domains
+from training.nano.tasks.words import COLORS, DAYS, GIVEN, LANGUAGES, OBJECTS, THINGS, Phrases, Words, fill
 
 NAMING = Phrases(
     ["<use|call|take|with|by> {n}: ", "<use|call|take|run> <the tool |>{n}. ", "<use|call> {n} for this: ", "{n}: "], []

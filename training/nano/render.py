@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.nano.tasks import Example, Message
+from training.nano.tasks import Example, Message
 
 BOS, END = "<s>", "<|end|>"
 ROLES = ("system", "user", "assistant", "tool")

@@ -1,4 +1,4 @@
-"""What radixrt does to KV pages and to weights, judged by answers:  python -m bench.nano.quality
+"""What radixrt does to KV pages and to weights, judged by answers:  python -m training.nano.quality
 
 The same items with pages of every dtype, FP8 with scale 1 and calibrated, with chunks of several sizes, and on a GPU
 with tree attention on and off and with products in FP8; each cold, then once more with all prompts cached. Each row is
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import RESULTS, machine, table
-from bench.nano.eval import MAX_ITEMS
-from bench.nano.score import Share, sign_test
-from bench.nano.solve import Outcome, serve
-from bench.nano.tasks import TAGS, Example, make
 from radixrt.config import gpu_count
+from training.nano.eval import MAX_ITEMS
+from training.nano.score import Share, sign_test
+from training.nano.solve import Outcome, serve
+from training.nano.tasks import TAGS, Example, make
 
 CPU_TASKS = ("recall/256", "recall/1024", "recall_several/512", "tools/3", "arithmetic/2", "lookup/2", "json/4")
 GPU_TASKS = (
@@ -84,7 +84,7 @@ class Result:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="bench.nano.quality", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="training.nano.quality", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     names = [setting.name for setting in SETTINGS]
     parser.add_argument("--model", default="nano")

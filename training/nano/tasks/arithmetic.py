@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from bench.nano.tasks.example import Call, Example, Message, calls, numbers, replies, says, system, tool, user
-from bench.nano.tasks.toolbox import toolbox
-from bench.nano.tasks.words import GIVEN, THINGS, Phrases, Words, split_of
+from training.nano.tasks.example import Call, Example, Message, calls, numbers, replies, says, system, tool, user
+from training.nano.tasks.toolbox import toolbox
+from training.nano.tasks.words import GIVEN, THINGS, Phrases, Words, split_of
 
 LIMIT = 100_000
 

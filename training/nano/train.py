@@ -1,10 +1,10 @@
-"""Train the model:  python -m bench.nano.train --out radixrt/assets/nano
+"""Train the model:  python -m training.nano.train --out radixrt/assets/nano
 
 The learning rate follows the clock, so that a run always ends within its minutes, decayed. In pieces: give
 `--total-minutes 16 --minutes 8 --state FILE`, then the same with `--resume`. `--init FOLDER` begins with the weights of
 an exported checkpoint, and with its log; `--start 0.4` then leaves out the part with short contexts:
 
-    python -m bench.nano.train --minutes 3 --init FOLDER --start 0.5 --lr 0.005 --adam-lr 0.001 --seed 1
+    python -m training.nano.train --minutes 3 --init FOLDER --start 0.5 --lr 0.005 --adam-lr 0.001 --seed 1
 
 The log, JSON lines, goes to stdout and to training.jsonl beside the checkpoint.
 """
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.nano import tokenizer
-from bench.nano.data import (
+from training.nano import tokenizer
+from training.nano.data import (
     ANSWER,
     ANSWER_WEIGHT,
     CONTEXT,
@@ -36,10 +36,10 @@ from bench.nano.data import (
     evaluation_batches,
     longest_context,
 )
-from bench.nano.export import export, load
-from bench.nano.model import QUICK, Model, Shape, attend_each, attend_flash, check_flash
-from bench.nano.muon import Muon
-from bench.nano.tasks import evaluation
+from training.nano.export import export, load
+from training.nano.model import QUICK, Model, Shape, attend_each, attend_flash, check_flash
+from training.nano.muon import Muon
+from training.nano.tasks import evaluation
 
 WARM_UP, DECAY_FROM = 0.02, 0.45
 """Shares of the training: the learning rate rises, stays, and falls to zero, each time in a line."""
@@ -50,7 +50,7 @@ FORBIDDEN_ITEMS = 200
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench.nano.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="training.nano.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("radixrt/assets/nano"))
     parser.add_argument("--minutes", type=float, default=8.5, help="of this run, start and export included")
     parser.add_argument("--total-minutes", type=float, help="of all pieces; default: --minutes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bench.nano.tasks.phrases import Phrases
+from training.nano.tasks.phrases import Phrases
 
 
 class Domain(NamedTuple):

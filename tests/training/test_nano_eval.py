@@ -1,4 +1,4 @@
-"""bench.nano.eval and bench.nano.quality: their sums by hand, their loop against scripted endpoints, their files."""
+"""training.nano.eval and quality: their sums by hand, their loop against scripted endpoints, their files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import httpx
 import pytest
 
 from bench.common import RESULTS
-from bench.nano import card, eval, quality
-from bench.nano.quality import REFERENCE, SETTINGS, Result, Setting
-from bench.nano.score import Share, sign_test
-from bench.nano.solve import MAX_TURNS, Endpoint, Refused, serve
-from bench.nano.tasks import TAGS, Example, make
-from bench.nano.tasks.example import calls, says
 from radixrt.config import NANO
+from training.nano import card, eval, quality
+from training.nano.quality import REFERENCE, SETTINGS, Result, Setting
+from training.nano.score import Share, sign_test
+from training.nano.solve import MAX_TURNS, Endpoint, Refused, serve
+from training.nano.tasks import TAGS, Example, make
+from training.nano.tasks.example import calls, says
 
 ENDPOINT = Endpoint("http://test/v1", "m", "key")
 

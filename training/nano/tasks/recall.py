@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from bench.nano.tasks.example import Call, Example, Message, mentions, says, system, user
-from bench.nano.tasks.phrases import Phrases, fill
-from bench.nano.tasks.words import DAYS, GIVEN, Words
+from training.nano.tasks.example import Call, Example, Message, mentions, says, system, user
+from training.nano.tasks.phrases import Phrases, fill
+from training.nano.tasks.words import DAYS, GIVEN, Words
 
 CHARS_PER_TOKEN = {"train": 2.05, "eval": 2.22}
 """Of notes, with this model's tokenizer; the more phrasings, the fewer."""

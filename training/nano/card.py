@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.nano.score import Share
 from radixrt.config import NANO
+from training.nano.score import Share
 
 TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def write(results: Path, folder: Path = NANO) -> None:
-    """FOLDER/README.md, from bench/nano/card.md, FOLDER/training.jsonl and an evaluation's JSON."""
+    """FOLDER/README.md, from training/nano/card.md, FOLDER/training.jsonl and an evaluation's JSON."""
     text = fill(json.loads(results.read_text()), read_log(folder / "training.jsonl"))
     (folder / "README.md").write_text(text)
 

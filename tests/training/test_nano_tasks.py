@@ -9,8 +9,8 @@ import re
 import jsonschema
 import pytest
 
-from bench.nano.render import turns_of
-from bench.nano.tasks import (
+from training.nano.render import turns_of
+from training.nano.tasks import (
     SPLITS,
     TAGS,
     Words,
@@ -27,10 +27,10 @@ from bench.nano.tasks import (
     toolbox,
     tools,
 )
-from bench.nano.tasks import fill as fill_task
-from bench.nano.tasks.arithmetic import run_expression
-from bench.nano.tasks.phrases import MACROS, Phrases, bare, expand, parse, vary
-from bench.nano.tasks.words import fill, split_of
+from training.nano.tasks import fill as fill_task
+from training.nano.tasks.arithmetic import run_expression
+from training.nano.tasks.phrases import MACROS, Phrases, bare, expand, parse, vary
+from training.nano.tasks.words import fill, split_of
 
 ALL = [(kind, tag) for kind, tags in TAGS.items() for tag in tags]
 SHORT = [(kind, tag) for kind, tag in ALL if tag not in ("1024", "2048", "4096")]

@@ -1,4 +1,4 @@
-"""The tokenizer, the data and the model of bench.nano: the same for the trainer, transformers and radixrt."""
+"""The tokenizer, the data and the model of training.nano: the same for the trainer, transformers and radixrt."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ import sentencepiece
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.nano import data, tokenizer, train
-from bench.nano.export import export, load
-from bench.nano.model import Model, Shape, attend_each
-from bench.nano.muon import Muon, orthogonal
-from bench.nano.render import chat_turns, text_of, turns_of
-from bench.nano.tasks import TAGS, Words, calls_of, make
-from bench.nano.train import Ahead, Trainer, rate
 from radixrt.config import WorkerConfig, resolve
 from radixrt.frontend.parsing.detect import PROBE, tool_format
 from radixrt.frontend.parsing.hermes import Hermes
@@ -29,6 +22,13 @@ from radixrt.messages import ChatPrompt
 from radixrt.tokens import load_tokenizer
 from radixrt.worker.load.runner import load_runner
 from tests.worker.engine import GREEDY, Engine
+from training.nano import data, tokenizer, train
+from training.nano.export import export, load
+from training.nano.model import Model, Shape, attend_each
+from training.nano.muon import Muon, orthogonal
+from training.nano.render import chat_turns, text_of, turns_of
+from training.nano.tasks import TAGS, Words, calls_of, make
+from training.nano.train import Ahead, Trainer, rate
 
 SHAPE = Shape(width=64, layers=2, heads=2, kv_heads=1, head_dim=32, hidden=96, positions=512)
 

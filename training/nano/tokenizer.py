@@ -15,8 +15,8 @@ from pathlib import Path
 import sentencepiece
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from bench.nano.render import BOS, END, MARKS, turns_of
-from bench.nano.tasks import TAGS, Words, draw
+from training.nano.render import BOS, END, MARKS, turns_of
+from training.nano.tasks import TAGS, Words, draw
 
 VOCAB_SIZE = 2048
 UNKNOWN, PAD = "<unk>", "<pad>"

@@ -10,12 +10,12 @@ from itertools import combinations
 
 import pytest
 
-from bench.nano.tasks import TAGS, Words, draw, make, toolbox, tools
-from bench.nano.tasks.domains import DOMAINS
-from bench.nano.tasks.example import calls_of
-from bench.nano.tasks.more_domains import MORE_DOMAINS, NEAR, alike, close_domains
-from bench.nano.tasks.phrases import bare
-from bench.nano.tasks.words import COLORS, DAYS, LANGUAGES, THINGS
+from training.nano.tasks import TAGS, Words, draw, make, toolbox, tools
+from training.nano.tasks.domains import DOMAINS
+from training.nano.tasks.example import calls_of
+from training.nano.tasks.more_domains import MORE_DOMAINS, NEAR, alike, close_domains
+from training.nano.tasks.phrases import bare
+from training.nano.tasks.words import COLORS, DAYS, LANGUAGES, THINGS
 
 FEW_WORDS = r"[a-z]+(?: [a-z]+)?"
 VALUES = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.nano.model import Model, Shape
+from training.nano.model import Model, Shape
 
 NAMES = {
     "attention_norm": "input_layernorm",

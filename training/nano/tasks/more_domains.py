@@ -6,8 +6,8 @@ from __future__ import annotations
 from functools import cache
 from itertools import combinations
 
-from bench.nano.tasks.domains import DEVICE, DOMAINS, Domain, only, told
-from bench.nano.tasks.words import NOUNS, OBJECTS, Words
+from training.nano.tasks.domains import DEVICE, DOMAINS, Domain, only, told
+from training.nano.tasks.words import NOUNS, OBJECTS, Words
 
 
 def _third(verb: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bench.nano.tasks.example import Example, Message, system, user
-from bench.nano.tasks.words import COLORS, DAYS, GIVEN, THINGS, Phrases, Words, fill
+from training.nano.tasks.example import Example, Message, system, user
+from training.nano.tasks.words import COLORS, DAYS, GIVEN, THINGS, Phrases, Words, fill
 
 FIELDS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
     # name: JSON type, maker, sentences of training that tell the value, the sentence of evaluation

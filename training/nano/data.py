@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import sentencepiece
 
-from bench.nano.render import BOS, END, MARKS, turns_of
-from bench.nano.tasks import TAGS, Example, Words, draw
+from training.nano.render import BOS, END, MARKS, turns_of
+from training.nano.tasks import TAGS, Example, Words, draw
 
 KINDS = tuple(TAGS)
 SHARES = {

@@ -12,9 +12,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from bench.nano.tasks import arithmetic, chat, choose, fill, lookup, recall, tools
-from bench.nano.tasks.example import Call, Example, Message, calls_of
-from bench.nano.tasks.words import SPLITS, Words
+from training.nano.tasks import arithmetic, chat, choose, fill, lookup, recall, tools
+from training.nano.tasks.example import Call, Example, Message, calls_of
+from training.nano.tasks.words import SPLITS, Words
 
 TAGS: dict[str, tuple[str, ...]] = {
     "recall": ("256", "512", "1024", "2048", "4096"),

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Sequence
 from typing import TypeVar
 
-from bench.nano.tasks.phrases import Phrases, fill
+from training.nano.tasks.phrases import Phrases, fill
 
 __all__ = ["SPLITS", "Phrases", "Words", "fill", "split_of"]
 T = TypeVar("T")

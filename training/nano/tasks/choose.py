@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from bench.nano.tasks.example import Example, Message, says, system, user
-from bench.nano.tasks.recall import Fact, notes
-from bench.nano.tasks.words import Phrases, Words, split_of
+from training.nano.tasks.example import Example, Message, says, system, user
+from training.nano.tasks.recall import Fact, notes
+from training.nano.tasks.words import Phrases, Words, split_of
 
 LABELS = (("A", "B", "C", "D"), ("1", "2", "3", "4"))
 MORE_LABELS = (*LABELS, *LABELS, ("a", "b", "c", "d"), ("P", "Q", "R", "S"), ("one", "two", "three", "four"))

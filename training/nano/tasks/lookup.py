@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from bench.nano.tasks.example import Call, Example, Message, calls, mentions, replies, says, system, tool, user
-from bench.nano.tasks.toolbox import toolbox
-from bench.nano.tasks.words import Phrases, Words
+from training.nano.tasks.example import Call, Example, Message, calls, mentions, replies, says, system, tool, user
+from training.nano.tasks.toolbox import toolbox
+from training.nano.tasks.words import Phrases, Words
 
 
 class Relation(NamedTuple):
