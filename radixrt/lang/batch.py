@@ -16,7 +16,11 @@ class Batch:
     """See `Program.batch`. A number of workers take the next call each until there are none."""
 
     def __init__(
-        self, program: Program, client: AsyncClient, calls: Iterable[Mapping[str, Any]], return_exceptions: bool
+        self,
+        program: Program[..., Any],
+        client: AsyncClient,
+        calls: Iterable[Mapping[str, Any]],
+        return_exceptions: bool,
     ) -> None:
         self._program = program
         self._client = client

@@ -45,7 +45,7 @@ from radixrt.config import (
 from radixrt.launch.process_main import check_address, say_leave
 from radixrt.messages import Ask, ClientReply, Info
 from radixrt.process.ports import free_tcp_address, keep_port
-from radixrt.process.shutdown import DRAINED, IDLE
+from radixrt.process.shutdown import DRAINED, IDLE, Pulses
 from radixrt.process.subprocesses import (
     HANG_CODE,
     RESTART_CODE,
@@ -329,19 +329,22 @@ class Stack:
         their answers: for up to --shutdown-timeout, and until `request_stop` is called once more."""
         began = time.monotonic()
         (router,) = (child for child in self._subprocesses if child.role == "router")
-        fronts = [child for child in self._subprocesses if child.role == "frontend"]
+        fronts = [
+            (child, pulses) for child in self._subprocesses if child.role == "frontend" and (pulses := child.pulses)
+        ]
         if self._config.router.shutdown_timeout <= 0 or not router.alive or router.pulses is None:
             return
         router.process.send_signal(signal.SIGUSR1)
-        counts: dict[str, int] = {}
+        counts: list[int] = []
         said = False
         while router.alive and time.monotonic() - began < self._config.router.shutdown_timeout:
             now = time.monotonic()
-            for child in (router, *fronts):
-                child.pulses.look(now)
+            for pulses in (router.pulses, *(pulses for _, pulses in fronts)):
+                pulses.look(now)
             if router.pulses.state == DRAINED:
-                counts = counts or {child.name: child.pulses.count for child in fronts}
-                if not any(child.alive and not self._has_sent(child, counts[child.name]) for child in fronts):
+                counts = counts or [pulses.count for _, pulses in fronts]
+                known = zip(fronts, counts, strict=True)
+                if all(self._has_sent(pulses, count) or not child.alive for (child, pulses), count in known):
                     return
             if not said and now - began > 1.0:
                 said = True
@@ -350,9 +353,9 @@ class Stack:
                 return
 
     @staticmethod
-    def _has_sent(frontend: Child, count: int) -> bool:
+    def _has_sent(pulses: Pulses, count: int) -> bool:
         """Whether a front end was idle after it had shown `count` pulses."""
-        return frontend.pulses.count > count + 1 and frontend.pulses.state == IDLE
+        return pulses.count > count + 1 and pulses.state == IDLE
 
     def stop(self) -> None:
         """Stop front ends, then workers, then the router. Returns when all have exited."""
@@ -422,7 +425,7 @@ def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfi
         raise ValueError(f"{name}: {config.workers} workers{each} need {ranks} GPUs, this machine has {gpus}")
     configs = []
     for number in range(config.workers):
-        changes = {"name": f"worker-{number}", "router": worker_address}
+        changes: dict[str, Any] = {"name": f"worker-{number}", "router": worker_address}
         if gpus > 1:
             changes["device"] = f"cuda:{number * pattern.tensor_parallel_size}"
         if not gpus and not pattern.cpu_threads:
