@@ -24,13 +24,13 @@ from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixrt import __version__
 from radixrt.checkpoint.files import check_files, check_model
 from radixrt.checkpoint.lora_modules import check_lora_modules
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
 from radixrt.launch import launcher
 from radixrt.launch.process_main import ROLES, check_role, follow_parent, read_config, run_role
 from radixrt.process.shutdown import Pulse
+from radixrt.version import __version__
 from radixrt.wire.keys import is_private, make_secret_key, public_suffix
 
 if TYPE_CHECKING:

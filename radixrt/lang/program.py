@@ -175,7 +175,7 @@ class Program(Generic[P, R]):
         be started."""
         if at_once < 1:
             raise ValueError(f"at_once must be 1 at least, not {at_once}")
-        return await Batch(self, client, calls, return_exceptions).results(at_once)
+        return await Batch(self.name, functools.partial(self, client), calls, return_exceptions).results(at_once)
 
     def _client(self, client: Client | None, method: str) -> Client:
         client = client or _default
