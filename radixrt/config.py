@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 
 class Form(NamedTuple):
-    """A condition on the value of a text setting, and its description for error messages."""
+    """A condition on the value of a setting, and its description for error messages."""
 
-    holds: Callable[[str], object]
+    holds: Callable[[Any], object]
     words: str
 
 

@@ -1,5 +1,4 @@
 // Python bindings of the tree: argument checks, buffers, lifetimes. The logic is in cache.h and owners.h.
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "align.h"
@@ -603,10 +602,10 @@ PyObject* event_tuple(const Event& e) {
     case Event::kRemoved:
       return Py_BuildValue("(sLn)", "removed", static_cast<long long>(e.run), static_cast<Py_ssize_t>(e.at));
     default:
-      return Py_BuildValue("(ss#LnLny#)", "stored", e.name.data(), static_cast<Py_ssize_t>(e.name.size()),
+      return Py_BuildValue("(sNLnLnN)", "stored",
+                           PyUnicode_FromStringAndSize(e.name.data(), static_cast<Py_ssize_t>(e.name.size())),
                            static_cast<long long>(e.run), static_cast<Py_ssize_t>(e.at), static_cast<long long>(e.parent),
-                           static_cast<Py_ssize_t>(e.parent_at), reinterpret_cast<const char*>(e.tokens.data()),
-                           static_cast<Py_ssize_t>(e.tokens.size() * sizeof(Token)));
+                           static_cast<Py_ssize_t>(e.parent_at), bytes_of(e.tokens));
   }
 }
 
