@@ -1,6 +1,6 @@
 """How a request ends, and what of its path stays in the cache:
 
-finished, or aborted by its client    all it computed; if finished while others wait, `kept` protects it for a while
+finished, or aborted by its client    all it computed; if finished while others wait, `retained` protects it for a while
 it allows no token to come next       all it computed
 its logits are not finite             nothing, except what other requests lease
 its step could not be run             what was cached before that step; nothing if the step copied from host memory
@@ -35,7 +35,7 @@ class Ending:
         self._counter = counter
 
     def end(self, request: Request, keep: bool = False) -> None:
-        """End a request, waiting or running. What it computed stays cached, protected by `kept` if `keep`."""
+        """End a request, waiting or running. What it computed stays cached, protected by `retained` if `keep`."""
         if request.row >= 0:
             self._running.remove(request)
             self._cache.requests.retire(request, keep)
