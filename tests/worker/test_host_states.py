@@ -145,7 +145,9 @@ def test_marks_begin_after_the_state_that_comes_back() -> None:
     run(bench, text(1))
     run(bench, text(2))
     run(bench, text(3))
-    request = bench.add(50, [*text(1), *range(state_checkpoints.MIN_CHECKPOINT_TOKENS // 2)], 1, pin=[(200, 60.0), (310, 60.0)])
+    request = bench.add(
+        50, [*text(1), *range(state_checkpoints.MIN_CHECKPOINT_TOKENS // 2)], 1, pin=[(200, 60.0), (310, 60.0)]
+    )
     plan = bench.plan()
     assert plan.starts.tolist() == [300] and request.checkpoints == []
 
