@@ -82,7 +82,7 @@ class Request:
     limit              the most tokens it may have; at least those it arrived with
     lease              pins the part of its path that is in the tree (set while it runs)
     group              requests of one group count as having arrived with its first (0: no group)
-    priority           orders its tenant's waiting requests, lowest first (`messages.Priority`), and evictions, if asked for
+    priority           orders its tenant's waiting requests, lowest first (`messages.Priority`); evictions too, if asked
     age                orders requests by arrival: tokens the worker had scheduled then, id of the first of its group,
                        own id
     reached            end of the last planned chunk, in tokens

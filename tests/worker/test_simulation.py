@@ -54,14 +54,11 @@ class Bench:
         self.scores: dict[int, list[float]] = {}
         self.inflight = None
 
-    def add(
-        self, id: int, prompt: list[int], max_tokens: int = 8, namespace: str = "", priority: int = 0, **extra: object
-    ) -> Request:
+    def add(self, id: int, prompt: list[int], max_tokens: int = 8, namespace: str = "", **extra: object) -> Request:
         ids = np.array(prompt, dtype=np.int32).tobytes()
         run = Run(id=id, namespace=namespace, ids=ids, prompt_len=len(prompt),
                   sampling=Sampling(max_tokens=max_tokens, ignore_eos=True), **extra)  # fmt: skip
         request = Request(run, len(prompt) + max_tokens, frozenset({EOS}))
-        request.priority = priority
         self.scheduler.add(request)
         self.tokens[id] = []
         return request
