@@ -66,6 +66,7 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
         check=config.check,
         grammars=Grammars(config.model, runner.vocab_size, runner.eos_ids, jump_forward=config.jump_forward),
         max_pinned_share=config.max_pinned_share,
+        eviction_policy=config.radix_eviction_policy,
         stopped=stopped,
         watchdog_timeout=config.watchdog_timeout,
         shutdown_timeout=config.shutdown_timeout,

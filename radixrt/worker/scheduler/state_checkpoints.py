@@ -1,5 +1,5 @@
-"""After which tokens of prompts checkpoints of recurrent states are taken (see `states`), and who waits for them. A
-checkpoint is worth what it saves the next request, a copy and a slot; so there are few:
+"""After which tokens of prompts checkpoints of recurrent states are taken (see `recurrent_states`), and who waits for
+them. A checkpoint is worth what it saves the next request, a copy and a slot; so there are few:
 
     prompt          [ ................................ |  TAIL ]    for forks, n > 1, and next turns without thoughts
     second request  [ ...... cached KV ..... | its own ......  ]    a branching point that nobody knew of
@@ -67,7 +67,7 @@ class Branching:
     def admitted(self, request: Request) -> None:
         """Set the checkpoints of a request that was admitted. A state and KV from host memory may be still to come."""
         request.checkpoints = []
-        known, start = self._cache.found(request.namespace, request.tokens, request.reusable)
+        known, start = self._cache.prefixes.find(request.namespace, request.tokens, request.reusable)
         last = request.reusable if request.score_from is not None else request.prompt_len - TAIL
         for at in sorted((last, known, *request.pinned)):
             self._add_checkpoint(request, min(at, last), start)
@@ -108,3 +108,16 @@ class Branching:
         before = request.checkpoints[place - 1] if place else 0
         if at >= max(before, start, request.computed) + MIN_CHECKPOINT_TOKENS:
             insort(request.checkpoints, at)
+
+
+class NoBranching:
+    """In the place of Branching for models without recurrent states: nobody waits for a checkpoint."""
+
+    def admitted(self, request: Request) -> None:
+        pass
+
+    def arrived(self, request: Request) -> None:
+        pass
+
+    def must_wait(self, request: Request) -> bool:
+        return False
