@@ -23,6 +23,7 @@ from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant,
 from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
 from radixrt.worker.cuda import dequantizing, index_scores, int4, lora, mixed_append, packed_experts, residuals, routing
 from radixrt.worker.cuda import host_pool, predicting, router, sampler, scaled, selection, sinks, variants
+from radixrt.worker.cuda.linear import trials
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -465,7 +466,7 @@ from radixrt.worker.cuda import hopper_int4
 
 kind = next(kind for kind in hopper_int4.KINDS if str(kind.tokens) == sys.argv[2])
 dtype, size = (torch.float16, 32) if kind.tokens == 32 else (torch.bfloat16, 128)
-weight, x = int4.drawn(torch.device("cpu"), dtype, 200, 1152, size, True, 40)
+weight, x = trials.draw_int4(torch.device("cpu"), dtype, 200, 1152, size, True, 40)
 for splits, bias in ((1, None), (2, torch.zeros(200, dtype=dtype))):
     out = torch.empty((40, 200), dtype=dtype)
     hopper_int4.multiply(x, weight, out, kind, splits, bias=bias, add=bias is not None)
