@@ -84,9 +84,9 @@ def widest_heads(spec: ModelSpec) -> tuple[int, int]:
 def ending(spec: ModelSpec) -> int:
     """Elements of a token that a last graph makes, after the last attention, for `Decoder.finish`: the input of an MLP
     without a mixer, or the results of attention and of a mixer side by side. 0: there is no such graph."""
-    if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.beside:
+    if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.parallel:
         return spec.num_heads * spec.value_dim + spec.recurrent.values
-    return spec.hidden_size if spec.blocks and spec.blocks[-1][0] is None else 0
+    return spec.hidden_size if spec.hybrid_layers and spec.hybrid_layers[-1][0] is None else 0
 
 
 @dataclass(frozen=True, slots=True)
