@@ -18,8 +18,7 @@ from radixrt.worker.model import read_spec
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.fp8 import Fp8Linear, Fp8Weight
 from radixrt.worker.model.layers.int4 import Int4, Int4Linear
-from radixrt.worker.model.layers.layers import Product
-from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.linear import Linear, Product
 from radixrt.worker.model.layers.ops import TorchOps
 from radixrt.worker.model.lora.adapter import read_adapter
 from radixrt.worker.model.lora.lora import LoraLinear, Rows, Stack, add_by_adapter

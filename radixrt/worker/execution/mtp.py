@@ -20,7 +20,7 @@ import torch
 
 from radixrt.worker.execution.attention import TorchAttention
 from radixrt.worker.model.decoder import Decoder
-from radixrt.worker.model.layers.layers import Projected
+from radixrt.worker.model.layers.mixers import Projected
 from radixrt.worker.plan import Plan, Result
 
 
@@ -64,6 +64,7 @@ class Predicting:
 
         def write(layer: int, heads: Projected) -> None:
             _, k, v = heads.split()
+            assert k is not None and v is not None
             self._attention.pool.write(layer, slots, k, v)
 
         self._predictor.store(tokens, positions, before, write)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
 from radixrt.worker.cuda import ops
-from radixrt.worker.cuda.attention import segments, variants
+from radixrt.worker.cuda.attention import kernel_checks, segments
 from radixrt.worker.cuda.attention.chunk_plan import FlashInferOrTriton
 from radixrt.worker.cuda.attention.chunks import Sequences
 from radixrt.worker.cuda.attention.variants import Shape, Variant
@@ -26,6 +26,7 @@ from radixrt.worker.execution.host_pool import HostPool
 from radixrt.worker.execution.prefix_sharing import Cost
 from radixrt.worker.load import options
 from radixrt.worker.load import runner as loading
+from radixrt.worker.model.layers.layers import DecoderLayer
 from radixrt.worker.plan import Moves
 from radixrt.worker.structured.compile import Grammars
 from radixrt.worker.structured.matcher import Matcher
@@ -169,7 +170,7 @@ def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch
     exact."""
     make_model(tmp_path, family, **SIZES, **({"sliding_window": window} if window else {}))
     special = Variant(128, 128, 4, 2, specialised=True)
-    monkeypatch.setattr(variants, "find_specialised", lambda *_: special)
+    monkeypatch.setattr(kernel_checks, "find_specialised", lambda *_: special)
     _, fast = runners(tmp_path)
     kind, places = fast._kinds.all[0], np.arange(1)
     assert kind.compiled.many is special and not kind.compiled.few.specialised
@@ -184,7 +185,7 @@ def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("window", [16, pytest.param(4096, marks=pytest.mark.slow)])
-def test_layers_of_two_kinds(window, tmp_path):
+def test_layers_of_two_kinds(window, tmp_path, monkeypatch):
     """With windows in one of them, and with none; the last layer reads K and V of another one."""
     kinds = ["sliding_attention", "full_attention", "full_attention"]
     sizes = {"num_hidden_layers": 3, "layer_types": kinds, "num_kv_shared_layers": 1, "sliding_window": window}
@@ -192,13 +193,13 @@ def test_layers_of_two_kinds(window, tmp_path):
     plain, fast = runners(tmp_path)
     found = [(kind.shape.head_dim, kind.windows) for kind in fast._kinds.all]
     assert found == [(16, {window if window == 16 else None}), (32, {None})]
-    sizes, inner = set(), fast._model._after_attention
+    sizes, inner = set(), DecoderLayer.finish
 
-    def noted(number, x, *rest):
-        sizes.add((number, len(x)))
-        return inner(number, x, *rest)
+    def noted(layer, mixed, *rest):
+        sizes.add((layer.place.layer, len(mixed)))
+        return inner(layer, mixed, *rest)
 
-    fast._model._after_attention = noted
+    monkeypatch.setattr(DecoderLayer, "finish", noted)
     trunk, greedy = prompts(1, 20, 20, vocab_size=128)[0], Sampling(max_tokens=2, temperature=0.0, ignore_eos=True)
     asked = [trunk + tail for tail in prompts(3, 1, 5, vocab_size=128, seed=1)]
     tokens = [Engine(runner, chunk=23, rows=8, max_model_len=64).generate(asked, greedy) for runner in (plain, fast)]

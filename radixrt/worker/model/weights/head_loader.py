@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 
 from radixrt.worker.model.layers.layer_inputs import LayerEnd, LayerInputs
-from radixrt.worker.model.layers.layers import Norm, Projections
 from radixrt.worker.model.layers.linear import Linear
 from radixrt.worker.model.layers.mixed_heads import Mixed, MixedNorms
-from radixrt.worker.model.layers.norms import HeadNorm, HeadNorms
+from radixrt.worker.model.layers.norms import HeadNorm, HeadNorms, Norm
+from radixrt.worker.model.lora.lora_slots import Piece
 from radixrt.worker.model.parallel.sharding import Part
 from radixrt.worker.model.spec.spec import HeadNormsSpec
-from radixrt.worker.model.weights.tensors import Piece, TensorLoader
+from radixrt.worker.model.weights.tensors import TensorLoader
 
 
 class HeadsWeightLoader(TensorLoader):
     """Heads that differ by layer, norms of each head, inputs of layers."""
 
-    def _mixed(self, number: int, at: str) -> Projections:
+    def _mixed(self, number: int, at: str) -> Mixed:
         spec, own, hidden = self._spec, self._spec.layers[number], self._spec.hidden_size
         heads = own.kv_heads
 
@@ -51,7 +51,7 @@ class HeadsWeightLoader(TensorLoader):
         if not norms.names:
             plain = HeadNorm(self._ones[:1], None, spec.norm_eps, norms.centered)
             return HeadNorms(plain, plain, norms.after_rope)
-        found = []
+        found: list[HeadNorm] = []
         for name, heads, own in zip(norms.names, (spec.num_heads, spec.num_kv_heads), (own_heads, own_kv), strict=True):
             if norms.per_head:
                 weight = self._head_norm(at + name, heads, own)
@@ -59,7 +59,7 @@ class HeadsWeightLoader(TensorLoader):
                 weight = self._norm_weight(at + name, spec.head_dim)
             bias = self._norm_bias(at + name, spec.head_dim) if norms.bias else None
             found.append(HeadNorm(self._deinterleaved_columns(weight), bias, spec.norm_eps, norms.centered))
-        return HeadNorms(*found, norms.after_rope)
+        return HeadNorms(found[0], found[1], norms.after_rope)
 
     def _head_norm(self, name: str, heads: int, own: Part | None) -> torch.Tensor:
         """Weights of norms of heads, [heads, D], each in its own tensor or all in one."""

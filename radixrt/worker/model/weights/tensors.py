@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import functools
 
 import torch
 from torch.nn import functional as F
@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from radixrt.worker.model.layers.fp8 import FP8, Fp8Linear, Fp8Scaling, Fp8Weight, concatenate_fp8
 from radixrt.worker.model.layers.hybrid_layers import HybridLayerNames
 from radixrt.worker.model.layers.int4 import Int4, Int4Linear, concatenate_int4
-from radixrt.worker.model.layers.layers import NoNorm, Norm, Output, Product
-from radixrt.worker.model.layers.linear import Linear, concatenate
+from radixrt.worker.model.layers.layers import Output
+from radixrt.worker.model.layers.linear import Linear, Product, concatenate
+from radixrt.worker.model.layers.norms import NoNorm, Norm
 from radixrt.worker.model.layers.ops import Ops
-from radixrt.worker.model.lora.lora_slots import Adapters
+from radixrt.worker.model.lora.lora_slots import Adapters, BaseProduct, Piece
 from radixrt.worker.model.parallel.group import Group
 from radixrt.worker.model.parallel.sharding import Part, Shard
 from radixrt.worker.model.spec.spec import ModelSpec
@@ -24,26 +25,6 @@ from radixrt.worker.model.weights.padded_heads import PaddedHeads
 from radixrt.worker.model.weights.weights import Renamed, Weights
 
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A projection [out, in] of a checkpoint, and the part of it to read (None: all)."""
-
-    name: str
-    shape: tuple[int, int]
-    part: Part | None = None
-    has_bias: bool = True
-    """Whether it has a bias, if those that it is concatenated with have one."""
-    rotated: bool = False
-    """It projects to q or k, which RoPE rotates."""
-    order: torch.Tensor | None = None
-    """int64: the rows of `part` that are used, in order; None: all."""
-
-    @property
-    def rows(self) -> Part | None:
-        """The part of its bias."""
-        return self.part if self.part and self.part.dim == 0 else None
 
 
 class TensorLoader:
@@ -59,6 +40,7 @@ class TensorLoader:
         adapters: Adapters | None = None,
     ) -> None:
         self._spec = spec
+        self._weights: HybridLayerNames | Multiplied | PaddedHeads | Renamed
         if spec.hybrid_layers:
             self._weights = HybridLayerNames(weights, spec)
         elif spec.multipliers:
@@ -114,7 +96,7 @@ class TensorLoader:
         """Several projections of the same input as one, their rows in the order of `pieces`, with LoRA adapters."""
         return self._adapted(self._plain_linear(pieces, bias), pieces)
 
-    def _adapted(self, product: Product, pieces: list[Piece]) -> Product:
+    def _adapted(self, product: BaseProduct, pieces: list[Piece]) -> Product:
         if self._adapters is None:
             return product
         return self._adapters.on(product, pieces, self._other_name, self._deinterleaved)
@@ -124,11 +106,11 @@ class TensorLoader:
         renamed = self._weights.renamed(f"model.{name}.weight").removesuffix(".weight")
         return renamed[renamed.find("layers.") :]
 
-    def _plain_linear(self, pieces: list[Piece], bias: bool) -> Product:
+    def _plain_linear(self, pieces: list[Piece], bias: bool) -> BaseProduct:
         """As `_linear`, without adapters."""
         biases = self._biases(pieces) if bias else None
-        if weight := self._scaled(pieces):
-            return Fp8Linear(weight, biases, self._weights.dtype, self._ops)
+        if scaled := self._scaled(pieces):
+            return Fp8Linear(scaled, biases, self._weights.dtype, self._ops)
         if packed := self._int4(pieces):
             return Int4Linear(packed, biases, self._batch_invariant, self._ops)
         weight = concatenate([self._weight(p) for p in pieces])
@@ -222,7 +204,8 @@ class TensorLoader:
         own = [self._bias(piece) for piece, bias in zip(pieces, biases, strict=True) if bias]
         if self._shard.rank:  # one of the ranks adds the biases
             own = []
-        product = Linear(weight, sum(own) if own else None, self._batch_invariant, self._ops)
+        bias = functools.reduce(torch.add, own) if own else None
+        product = Linear(weight, bias, self._batch_invariant, self._ops)
         return Output(product, self._group, turn, None, self._spec.residual_factor)
 
     def norm(self, name: str, fp8_scaling: Fp8Scaling | None = None) -> Norm:

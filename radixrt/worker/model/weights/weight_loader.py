@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 
-from radixrt.worker.model.layers.hybrid_layers import NoMixer, NoMlp, NoOutput, turn
+from radixrt.worker.model.layers.hybrid_layers import turn
 from radixrt.worker.model.layers.indexer import Indexer
 from radixrt.worker.model.layers.latent import NORM_EPS, Latent, UpProjections
-from radixrt.worker.model.layers.layers import Gate, Grouped, Layer, NoNorm, Norm, Projections
+from radixrt.worker.model.layers.layers import DecoderLayer, FeedForward, Gate, Grouped, NoMlp, NoOutput
 from radixrt.worker.model.layers.linear import HeadLinear, Linear
+from radixrt.worker.model.layers.mixers import Attention, HybridMixer, Mixer, NoMixer, RecurrentMixer
 from radixrt.worker.model.layers.mlp import UNGATED, Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
 from radixrt.worker.model.layers.moe import Experts, read_experts
+from radixrt.worker.model.layers.norms import NoNorm, Norm
 from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
+from radixrt.worker.model.layers.positions import place_of
+from radixrt.worker.model.lora.lora_slots import Piece
 from radixrt.worker.model.parallel.group import AFTER_ATTENTION, AFTER_MLP
 from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
@@ -22,7 +27,6 @@ from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.model.spec.spec import SQUARED_RELU, XIELU, GateSpec, NormsSpec
 from radixrt.worker.model.weights.interleaved_experts import read_interleaved_experts
 from radixrt.worker.model.weights.recurrent_loader import RecurrentWeightLoader
-from radixrt.worker.model.weights.tensors import Piece
 from radixrt.worker.model.weights.weights import load_float32
 
 XIELU_FIXED = 0.5, -1e-6
@@ -32,33 +36,36 @@ XIELU_FIXED = 0.5, -1e-6
 class WeightLoader(RecurrentWeightLoader):
     """Reads the layers of a decoder."""
 
-    def layer(self, number: int) -> Layer:
+    def layer(self, number: int) -> DecoderLayer:
         spec, at = self._spec, f"layers.{number}."
         if spec.recurrent is not None and number in spec.recurrent.layers and number not in spec.attention_layers:
             return self._recurrent_layer(number, spec.recurrent)
         if spec.hybrid_layers and spec.hybrid_layers[number][0] is None:
             return self._mlp_alone(number)
-        heads, sizes = self._heads(number, at + "self_attn."), spec.layer(number)
+        attention, sizes = self._attention(number, at + "self_attn."), spec.layer(number)
         inner = spec.num_heads * (spec.latent.value_dim if spec.latent else sizes.value_dim)
         mlp, norms = self._mlp(number, spec.norms), spec.norms
         shape, after = (spec.hidden_size, inner), self._norm_after(at, norms.after_attention)
-        attention_norm = self._norm_before(at, norms.before_attention, heads.fp8_scaling)
-        beside, name = None, at + "self_attn.o_proj"
+        attention_norm = self._norm_before(at, norms.before_attention, attention.fp8_scaling)
+        mixer: Mixer = attention
+        name = at + "self_attn.o_proj"
         if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.parallel:
-            beside, both = self._mamba(at + "mamba.", spec.recurrent), (name, at + "mamba.out_proj")
+            mixer = HybridMixer(attention, self._mamba(at + "mamba.", spec.recurrent))
+            both = name, at + "mamba.out_proj"
             biases = spec.output_bias, spec.recurrent.out_bias
             output = self._outputs(both, (inner, spec.recurrent.values), biases, AFTER_ATTENTION)
         else:
             output = self._output(name, shape, spec.output_bias, self._turn(number, AFTER_ATTENTION), after)
-        return Layer(
+        return DecoderLayer(
+            place=place_of(spec, number),
             attention_norm=attention_norm,
-            heads=heads,
+            mixer=mixer,
             output=output,
             mlp_norm=self._mlp_norm(at, norms, mlp),
             mlp=mlp,
+            parallel=spec.parallel,
             sinks=self._sinks(at + "self_attn.sinks") if sizes.sinks else None,
             gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
-            parallel=beside,
             end=self._layer_end(at) if spec.layer_scalars else None,
         )
 
@@ -66,22 +73,22 @@ class WeightLoader(RecurrentWeightLoader):
         """The buffer of a layer's sum after its mixer or its MLP, AFTER_ATTENTION or AFTER_MLP (see `blocks.turn`)."""
         return turn(self._spec.hybrid_layers, number, place) if self._spec.hybrid_layers else place
 
-    def _heads(self, number: int, at: str) -> Projections:
+    def _attention(self, number: int, at: str) -> Attention:
         if self._spec.layers:
             return self._mixed(number, at)
         return self._grouped_query(number, at) if self._spec.latent is None else self._latent(number)
 
-    def _mlp_norm(
-        self, at: str, norms: NormsSpec, mlp: Mlp | UngatedMlp | Mixture | MlpWithExperts | NoMlp
-    ) -> Norm | NoNorm:
+    def _mlp_norm(self, at: str, norms: NormsSpec, mlp: FeedForward) -> Norm | NoNorm:
         return NoNorm() if isinstance(mlp, NoMlp) else self._norm_before(at, norms.before_mlp, mlp.fp8_scaling)
 
-    def _mlp_alone(self, number: int) -> Layer:
-        norms = self._spec.norms
-        mlp = self._mlp(number, norms)
-        return Layer(self._mlp_norm(f"layers.{number}.", norms, mlp), NoMixer(), NoOutput(), NoNorm(), mlp)
+    def _mlp_alone(self, number: int) -> DecoderLayer:
+        spec = self._spec
+        mlp = self._mlp(number, spec.norms)
+        norm = self._mlp_norm(f"layers.{number}.", spec.norms, mlp)
+        return DecoderLayer(place_of(spec, number), norm, NoMixer(), NoOutput(), NoNorm(), mlp)
 
-    def _recurrent_layer(self, number: int, delta: DeltaSpec | ShortConvSpec | MambaSpec) -> Layer:
+    def _recurrent_layer(self, number: int, delta: DeltaSpec | ShortConvSpec | MambaSpec) -> DecoderLayer:
+        net: RecurrentMixer
         spec, at, norms = self._spec, f"layers.{number}.", delta.norms or self._spec.norms
         if isinstance(delta, ShortConvSpec):
             net, name, inner, bias = self._gated_conv(at + "conv.", delta), "conv.out_proj", delta.channels, delta.bias
@@ -91,15 +98,17 @@ class WeightLoader(RecurrentWeightLoader):
             net, inner, bias = self._delta_net(f"{at}{delta.name}.", delta), delta.values, False
             name = f"{delta.name}.{delta.out}"
         mlp, after = self._mlp(number, norms), self._norm_after(at, norms.after_attention)
-        return Layer(
+        return DecoderLayer(
+            place=place_of(spec, number),
             attention_norm=self._norm_before(at, norms.before_attention, net.fp8_scaling),
-            heads=net,
+            mixer=net,
             output=self._output(at + name, (spec.hidden_size, inner), bias, self._turn(number, AFTER_ATTENTION), after),
             mlp_norm=self._mlp_norm(at, norms, mlp),
             mlp=mlp,
+            parallel=spec.parallel,
         )
 
-    def _grouped_query(self, number: int, at: str) -> Projections:
+    def _grouped_query(self, number: int, at: str) -> Attention:
         spec = self._spec
         q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
         own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec.num_kv_heads, spec.head_dim)
@@ -134,7 +143,7 @@ class WeightLoader(RecurrentWeightLoader):
             spec.clip_qkv,
         )  # fmt: skip
 
-    def _latent(self, number: int) -> Projections:
+    def _latent(self, number: int) -> Latent:
         """Heads are divided among ranks; the projections to latents and the indexer are replicated."""
         spec, latent, hidden, at = self._spec, self._spec.latent, self._spec.hidden_size, f"layers.{number}.self_attn."
         assert latent is not None
@@ -220,7 +229,7 @@ class WeightLoader(RecurrentWeightLoader):
         heads = self._spec.num_heads
         return self._weights.load(f"model.{name}", (heads,), self._shard.part(0, heads)).float()
 
-    def _mlp(self, number: int, norms: NormsSpec) -> Mlp | UngatedMlp | Mixture | MlpWithExperts | NoMlp:
+    def _mlp(self, number: int, norms: NormsSpec) -> FeedForward:
         spec, at = self._spec, f"layers.{number}.mlp."
         if spec.hybrid_layers and spec.hybrid_layers[number][1] is None:
             return NoMlp()
@@ -257,8 +266,10 @@ class WeightLoader(RecurrentWeightLoader):
         spec, hidden = self._spec, self._spec.hidden_size
         up = Piece(at + "up_proj", (inner, hidden), self._shard.part(0, inner))
         down = self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, turn, after)
-        activation = self._xielu(at + "act_fn.") if spec.activation == XIELU else None
-        if spec.activation not in (XIELU, SQUARED_RELU):
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if spec.activation == XIELU:
+            activation = self._xielu(at + "act_fn.")
+        elif spec.activation != SQUARED_RELU:
             activation = UNGATED[spec.activation]
         return UngatedMlp(self._linear([up], spec.mlp_bias), down, activation)
 

@@ -111,7 +111,7 @@ def gated_delta(
     out = []
     targets = slots if to is None else to
     for slot, target, *part in zip(slots.tolist(), targets.tolist(), *parts, strict=True):
-        rule = _by_tokens if exact or len(part[0]) == 1 else in_order(_by_chunks, _by_tokens)
+        rule: Rule = _by_tokens if exact or len(part[0]) == 1 else in_order(_by_chunks, _by_tokens)
         found, states[target] = rule(*part, states[slot])
         out.append(found)
     return torch.cat(out).to(kind)

@@ -7,13 +7,14 @@ else is in the step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.layers.moe import sigmoid
-from radixrt.worker.model.layers.recurrent.delta import VECTOR, in_order
+from radixrt.worker.model.layers.recurrent.delta import VECTOR, Rule, in_order
 
 CHUNK = 64
 """Tokens that `_by_chunks` computes by matrix products."""
@@ -55,7 +56,7 @@ def state_space(
         for count, slot, target in zip(counts.tolist(), slots.tolist(), targets.tolist(), strict=True):
             if count > 1 or to is not None:
                 part = [value[start : start + count] for value in inputs]
-                rule = _by_tokens if exact or count == 1 else in_order(_by_chunks, _by_tokens)
+                rule: Rule = _by_tokens if exact or count == 1 else in_order(_by_chunks, _by_tokens)
                 found, states[target] = rule(*part, states[slot])
                 out[start : start + count] += found
             start += count
@@ -63,7 +64,7 @@ def state_space(
         firsts, owners = firsts[alone], owners[alone]
     each = max(1, len(owners)) if x.is_cuda else TOGETHER
     for at, own in zip(firsts.split(each), owners.split(each), strict=True):
-        found, states[own] = _one_token(*(value[at] for value in inputs), states[own])
+        found, states[own] = _one_token(inputs[0][at], b[at], c[at], decay[at], states[own])
         out[at] += found
     return out.to(kind)
 
@@ -91,7 +92,7 @@ def gated(
     if over_ranks is not None:
         every = over_ranks(means[:, 0])
         # Added rank by rank: how torch.sum rounds may depend on the shape.
-        means = (sum(every.unbind(1)) / every.shape[1])[:, None, None]
+        means = (functools.reduce(torch.add, every.unbind(1)) / every.shape[1])[:, None, None]
     normed = weight.float() * (parts * torch.rsqrt(means + eps)).flatten(1)
     return (normed * silu if norm_first else normed).to(x.dtype)
 
@@ -116,8 +117,8 @@ def _by_tokens(
     """The same of one sequence: (output [T, H, P], new state [H, P, N])."""
     out, state = torch.empty_like(x), state.clone()[None]
     for token in range(len(x)):
-        one = (value[token : token + 1] for value in (x, b, c, decay))
-        out[token : token + 1], state = _one_token(*one, state)
+        at = slice(token, token + 1)
+        out[at], state = _one_token(x[at], b[at], c[at], decay[at], state)
     return out, state[0]
 
 
