@@ -39,11 +39,10 @@ from radixrt.worker.load.runner import load_runner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.fp8 import Fp8Linear
-from radixrt.worker.model.layers.hybrid_layers import NoMlp, NoOutput
 from radixrt.worker.model.layers.int4 import Int4
 from radixrt.worker.model.layers.latent import Latent
-from radixrt.worker.model.layers.layers import Layer, Product
-from radixrt.worker.model.layers.linear import HeadLinear, Linear
+from radixrt.worker.model.layers.layers import DecoderLayer, NoMlp, NoOutput
+from radixrt.worker.model.layers.linear import HeadLinear, Linear, Product
 from radixrt.worker.model.layers.mlp import Mixture, UngatedMlp, UngatedShared
 from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
 from radixrt.worker.plan import Runner
@@ -95,11 +94,9 @@ def ceilings() -> dict[str, float]:
     return {"copy_gbs": copy, "tflops": 2 * 8192**3 / median_ms(lambda: x @ y) / 1e9}
 
 
-def dense(layer: Layer) -> list[Product]:
+def dense(layer: DecoderLayer) -> list[Product]:
     """The products of a layer that are computed for every token."""
-    mlp, products = layer.mlp, [*layer.heads.products]
-    if layer.parallel is not None:
-        products += layer.parallel.products
+    mlp, products = layer.mlp, [*layer.mixer.products]
     if not isinstance(layer.output, NoOutput):
         products.append(layer.output.product)
     if layer.end is not None and layer.end.gate is not None:
@@ -116,9 +113,9 @@ def dense(layer: Layer) -> list[Product]:
     return products
 
 
-def of_heads(layer: Layer) -> list[HeadLinear]:
+def of_heads(layer: DecoderLayer) -> list[HeadLinear]:
     """The products per head before and after latent attention."""
-    return [layer.heads.ups.k, layer.heads.ups.v] if isinstance(layer.heads, Latent) else []
+    return [layer.mixer.ups.k, layer.mixer.ups.v] if isinstance(layer.mixer, Latent) else []
 
 
 def experts_bytes(model: Decoder, batch: int) -> float:

@@ -35,7 +35,7 @@ ONLY_IN = {
     "safetensors": TORCH,
     "flashinfer": ("worker/cuda/",),
     "triton": ("worker/cuda/", "worker/choices.py"),
-    "transformers": ("router/tokens/", "worker/vocabulary.py", "demo/checkpoint.py"),
+    "transformers": ("router/tokens/", "worker/vocabulary.py", "worker/model/transformers_model.py", "demo/"),
     "tokenizers": ("router/tokens/", "worker/vocabulary.py", "demo/checkpoint.py"),
     "sentencepiece": ("router/tokens/", "worker/vocabulary.py"),
     "ray": ("fleet.py",),

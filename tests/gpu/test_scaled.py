@@ -25,7 +25,7 @@ def test_products_in_fp8(tmp_path, family, kind):
     folder = store(tmp_path / "plain", tmp_path / "fp8", scales, **config)
     narrow, wide = (load(folder, kv_cache_dtype="bfloat16", quantization=name) for name in ("auto", "none"))
     layers = narrow._model._layers
-    products = [x for layer in layers for x in (*layer.heads.products, layer.output.product, *products_of(layer.mlp))]
+    products = [x for layer in layers for x in (*layer.mixer.products, layer.output.product, *products_of(layer.mlp))]
     assert sum(isinstance(x, Fp8Linear) for x in products) == KEPT.get(family, 16)
     wrong, apart = median_errors(narrow, wide, prompts(5, 20, 900, vocab_size=4096))
     print(f"{family}, {kind}: {wrong:.2e} from the dequantized weights, {apart:.2e} by chunks")

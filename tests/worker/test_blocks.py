@@ -89,7 +89,7 @@ def test_decays_keep_the_precision_that_they_are_stored_in(checkpoint, tmp_path,
     path.unlink()
     kept = ("A_log", "dt_bias", ".D")
     save_file({n: x if n.endswith(kept) else x.bfloat16() for n, x in weights.items()}, path, {"format": "pt"})
-    mixer = load(tmp_path / "model", dtype="bfloat16")._model._layers[0].heads
+    mixer = load(tmp_path / "model", dtype="bfloat16")._model._layers[0].mixer
     at = next(name for name in weights if name.endswith("layers.0.mixer.A_log") or name.endswith("0.mamba.A_log"))
     assert torch.equal(mixer.rates, -weights[at].exp())
     assert torch.equal(mixer.skip, weights[at.replace("A_log", "D")])
@@ -104,7 +104,7 @@ def test_time_steps_are_limited_in_prompts_and_answers_alike(checkpoint, tmp_pat
     runner = load(tmp_path / "model")
     low, high = runner._model.spec.recurrent.limits
     assert (low, high) == {"[0.0, 0.3]": (0.0, 0.3), "None": (0.0, torch.inf)}.get(str(written), (0.3, torch.inf))
-    steps = runner._model._layers[0].heads.steps(torch.randn(50, 4))
+    steps = runner._model._layers[0].mixer.steps(torch.randn(50, 4))
     assert (written is None) == bool((steps < 0.3).any() and (steps > 0.3).any())
     prompt = prompts(1, 40, 40)[0]
     one, many = (all_logits(Engine(load(tmp_path / "model"), chunk=chunk), prompt) for chunk in (1, 512))
@@ -152,6 +152,6 @@ def test_multipliers_are_rounded_once(checkpoint):
     stored = weights["model.layers.1.mamba.in_proj.weight"].bfloat16().float()
     sizes, factors = (96, 96, 24, 24, 4), (0.5, 1.5, 0.7, 1.3, 0.9)
     rows = torch.cat([torch.full((n,), 1.25 * factor) for n, factor in zip(sizes, factors, strict=True)])
-    assert torch.equal(layer.parallel.projection.weight, (stored * rows[:, None]).bfloat16())
+    assert torch.equal(layer.mixer.recurrent.projection.weight, (stored * rows[:, None]).bfloat16())
     stored = weights["model.layers.1.self_attn.k_proj.weight"].bfloat16().float()
-    assert torch.equal(layer.heads.qkv.weight[64:96], (stored * torch.tensor(0.9 * 0.6)).bfloat16())
+    assert torch.equal(layer.mixer.attention.qkv.weight[64:96], (stored * torch.tensor(0.9 * 0.6)).bfloat16())

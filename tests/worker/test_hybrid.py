@@ -273,5 +273,5 @@ def test_decays_keep_the_precision_that_they_are_stored_in(checkpoint, tmp_path)
     path.unlink()
     weights = {n: x if n.endswith(("A_log", "dt_bias")) else x.bfloat16() for n, x in weights.items()}
     save_file(weights, path, {"format": "pt"})
-    heads = load(tmp_path / "model", dtype="bfloat16")._model._layers[0].heads
+    heads = load(tmp_path / "model", dtype="bfloat16")._model._layers[0].mixer
     assert torch.equal(heads.rates, -weights["model.layers.0.linear_attn.A_log"].exp())

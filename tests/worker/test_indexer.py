@@ -119,7 +119,7 @@ def test_layers_share_what_is_selected(checkpoint):
     runner = load(folder, max_total_tokens=100)
     model, spec = runner._model, runner._model.spec
     assert spec.index.layers == (0, 1, 3) and spec.index_elements == 3 * 12
-    assert [layer.heads.indexer and layer.heads.indexer.number for layer in model._layers] == [0, 1, None, 2]
+    assert [layer.mixer.indexer and layer.mixer.indexer.number for layer in model._layers] == [0, 1, None, 2]
     assert runner.pool.nbytes == runner.num_pages * 4 * (4 * (32 + 8) + 3 * 12)
 
 
@@ -201,7 +201,7 @@ def test_weights_of_index_heads_stay_as_they_are_stored(checkpoint, tmp_path):
     for kind in (torch.float32, torch.bfloat16):
         save_file(tensors | {name: tensors[name].to(kind)}, tmp_path / "model.safetensors")
         weights = SafetensorsWeights(tmp_path, torch.bfloat16, CPU, progress=False)
-        indexer = Decoder(spec_of(folder), weights)._layers[0].heads.indexer
+        indexer = Decoder(spec_of(folder), weights)._layers[0].mixer.indexer
         assert indexer.weights.weight.dtype == indexer.norm[0].dtype == indexer.norm[1].dtype == torch.float32
         assert torch.equal(indexer.weights.weight, tensors[name].to(kind).float())
         assert indexer.q.weight.dtype == indexer.k.weight.dtype == torch.bfloat16
@@ -242,13 +242,13 @@ def test_blocks_of_fp8(tmp_path, wide):
     tokens = torch.arange(1, 20)
     kept, dequantized = decoder(Products.STORED), decoder(Products.NONE)
     for layer in kept._layers:
-        in_fp8 = [isinstance(x, Fp8Linear) for x in layer.heads.products]
+        in_fp8 = [isinstance(x, Fp8Linear) for x in layer.mixer.products]
         assert in_fp8 == [True, True, wide != "wq_b", wide != "wk"]
-        assert layer.heads.fp8_scaling is None and layer.attention_norm.fp8_scaling is None
+        assert layer.mixer.fp8_scaling is None and layer.attention_norm.fp8_scaling is None
     found, expected = (m.forward(tokens, tokens - 1, _Observer(m)) for m in (kept, dequantized))
     assert 1e-4 < float((found - expected).norm() / expected.norm()) < 0.4  # another expert, now and then
     x, (cos, sin) = torch.randn(30, 256), kept._positions.rotations(torch.arange(30), torch.float32)[0]
-    ours, theirs = (m._layers[1].heads.project(x, cos, sin, m._ops).index for m in (kept, dequantized))
+    ours, theirs = (m._layers[1].mixer.project(x, cos, sin, m._ops).index for m in (kept, dequantized))
     for a, b in zip((ours.keys(), *ours.queries()), (theirs.keys(), *theirs.queries()), strict=True):
         assert float((a - b).norm() / b.norm()) < 0.1
     assert torch.equal(ours.queries()[1], theirs.queries()[1]), "weights of heads"

@@ -15,7 +15,8 @@ from radixrt.worker.load import options, runner
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.int4 import Int4, Int4Linear, concatenate_int4
-from radixrt.worker.model.layers.layers import Layer, Product
+from radixrt.worker.model.layers.layers import DecoderLayer
+from radixrt.worker.model.layers.linear import Product
 from radixrt.worker.model.layers.mlp import Mixture
 from radixrt.worker.model.layers.mxfp4 import E2M1
 from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet
@@ -207,8 +208,8 @@ def products_of(model: Decoder) -> list[Product]:
     return [x for layer in model._layers for x in dense(layer)]
 
 
-def dense(layer: Layer) -> list[Product]:
-    return [*layer.heads.products, layer.output.product, layer.mlp.gate_up, layer.mlp.down.product]
+def dense(layer: DecoderLayer) -> list[Product]:
+    return [*layer.mixer.products, layer.output.product, layer.mlp.gate_up, layer.mlp.down.product]
 
 
 REORDERED = "gptq, by activations", "w4a16, ordered"
@@ -296,8 +297,8 @@ def test_multiplied_weights_are_dequantized(checkpoint, tmp_path):
     folder, _ = store(checkpoint("falcon_h1")[0], tmp_path, "w4a16", ("proj.weight",))
     (kept, _), (wide, _) = decoders(folder)
     for ours, theirs in zip(kept._layers, wide._layers, strict=True):
-        assert torch.equal(ours.parallel.projection.weight, theirs.parallel.projection.weight)
-        assert torch.equal(ours.heads.qkv.weight, theirs.heads.qkv.weight)
+        assert torch.equal(ours.mixer.recurrent.projection.weight, theirs.mixer.recurrent.projection.weight)
+        assert torch.equal(ours.mixer.attention.qkv.weight, theirs.mixer.attention.qkv.weight)
 
 
 @pytest.mark.usefixtures("wider")
@@ -308,7 +309,7 @@ def test_linear_attention_in_int4_may_stay_so(checkpoint, tmp_path, family):
     folder, _ = store(checkpoint(family)[0], tmp_path, "w4a16", projections)
     (kept, weights), (wide, _) = decoders(folder)
     assert weights.num_dequantized == 0 and not weights.unused()
-    nets = [[layer.heads for layer in model._layers if isinstance(layer.heads, DeltaNet)] for model in (kept, wide)]
+    nets = [[layer.mixer for layer in model._layers if isinstance(layer.mixer, DeltaNet)] for model in (kept, wide)]
     assert nets[0]
     for ours, theirs in zip(*nets, strict=True):
         for name in ("qkvz", "ba"):
@@ -366,7 +367,7 @@ def test_parts_of_one_matrix_that_are_stored_differently_are_dequantized(checkpo
     (model, weights), (wide, _) = decoders(folder)
     kinds = [isinstance(x, Int4Linear) for x in dense(model._layers[0])]
     assert kinds == [False, False, True, False] and weights.num_dequantized == len(model._layers)
-    assert torch.equal(model._layers[0].heads.qkv.weight, wide._layers[0].heads.qkv.weight)
+    assert torch.equal(model._layers[0].mixer.qkv.weight, wide._layers[0].mixer.qkv.weight)
 
 
 @pytest.mark.usefixtures("wider")

@@ -73,7 +73,7 @@ def test_one_scale_of_both(checkpoint, caplog):
     weights = SafetensorsWeights(folder, torch.float32, CPU, progress=False)
     model = Decoder(spec_of(folder), weights)
     for layer in model._layers:
-        layer.heads.down.weight[-8:] *= 1000  # keys are the larger part
+        layer.mixer.down.weight[-8:] *= 1000  # keys are the larger part
     with caplog.at_level(logging.INFO):
         scales = choose_scales("auto", weights, model, torch.float8_e4m3fn)
     assert all(k == v for k, v in scales) and "clip" not in caplog.text
@@ -283,10 +283,10 @@ def test_blocks_of_fp8(tmp_path, q_rank):
     tokens = torch.arange(1, 20)
     kept, wide = decoder(Products.STORED), decoder(Products.NONE)
     for layer in kept._layers:
-        assert all(isinstance(x, Fp8Linear) for x in (*layer.heads.products, layer.output.product))
+        assert all(isinstance(x, Fp8Linear) for x in (*layer.mixer.products, layer.output.product))
     assert not kept.has_unquantized_experts and isinstance(kept._layers[1].mlp.shared.down, Fp8Linear)
     for model in (kept, wide):
-        assert torch.equal(model._layers[0].heads.ups.v.weight, wide._layers[0].heads.ups.v.weight)
+        assert torch.equal(model._layers[0].mixer.ups.v.weight, wide._layers[0].mixer.ups.v.weight)
     found, expected = (m.forward(tokens, tokens - 1, attend_plainly(spec.scale)) for m in (kept, wide))
     assert 1e-4 < float((found - expected).norm() / expected.norm()) < 0.4  # another expert, now and then
 

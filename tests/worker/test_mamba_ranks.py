@@ -117,7 +117,7 @@ def first_mixers(folder, read) -> list:
 
     def found(group=None):
         model = read(folder, group)
-        return model._layers[0].heads.projection, model._layers[0].output.product
+        return model._layers[0].mixer.projection, model._layers[0].output.product
 
     return [found(), *on_ranks(2, found)]
 

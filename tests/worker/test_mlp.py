@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from radixrt.worker.model.layers.fp8 import Fp8Linear, Fp8Weight
-from radixrt.worker.model.layers.layers import NoNorm, Output
+from radixrt.worker.model.layers.layers import Output
 from radixrt.worker.model.layers.linear import Linear
 from radixrt.worker.model.layers.mlp import Mlp, SharedMlp
+from radixrt.worker.model.layers.norms import NoNorm
 from radixrt.worker.model.layers.ops import TorchOps
 
 

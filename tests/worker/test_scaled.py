@@ -177,7 +177,7 @@ def logits(model: Decoder) -> torch.Tensor:
 
 def products_of(model: Decoder) -> list[object]:
     layers = model._layers
-    return [x for y in layers for x in (y.heads.qkv, y.output.product, y.mlp.gate_up, y.mlp.down.product)]
+    return [x for y in layers for x in (y.mixer.qkv, y.output.product, y.mlp.gate_up, y.mlp.down.product)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,10 +244,10 @@ def test_rows_of_queries_and_gates_that_are_stored_head_by_head_take_their_scale
     for kept, dequantized in zip(stored._layers, wide._layers, strict=True):
         pairs = [(kept.output.product, dequantized.output.product)]
         if dequantized.gate is None:
-            pairs.append((kept.heads.qkvz, dequantized.heads.qkvz))
-            assert isinstance(kept.heads.ba, Linear) and kept.heads.fp8_scaling is None
+            pairs.append((kept.mixer.qkvz, dequantized.mixer.qkvz))
+            assert isinstance(kept.mixer.ba, Linear) and kept.mixer.fp8_scaling is None
         else:
-            pairs += [(kept.heads.qkv, dequantized.heads.qkv), (kept.gate.product, dequantized.gate.product)]
+            pairs += [(kept.mixer.qkv, dequantized.mixer.qkv), (kept.gate.product, dequantized.gate.product)]
         for one, other in pairs:
             assert isinstance(one, Fp8Linear) and torch.equal(one.weight.dequantized(), other.weight)
 

@@ -38,7 +38,7 @@ from radixrt.worker.execution.prefix_sharing import Path
 from radixrt.worker.execution.sample_step import SampleStep
 from radixrt.worker.execution.sampler import to_device
 from radixrt.worker.execution.torch_runner import ModelRunner, ranges, wanted
-from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.model import Model
 from radixrt.worker.model.parallel.group import Group
 from radixrt.worker.plan import Plan, Result
 
@@ -78,7 +78,7 @@ class CudaRunner(ModelRunner):
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         pool: KVPool,
         page_size: int,
         *,

@@ -1,45 +1,38 @@
-"""The decoder of all families. It knows nothing of pages: attention is a function that is passed to it."""
+"""The decoder of all families with a file here."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Linear
-from radixrt.worker.model.layers.hybrid_layers import NoMixer, odd_sums
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Activations, Fp8Linear, plain
+from radixrt.worker.model.layers.hybrid_layers import odd_sums
 from radixrt.worker.model.layers.int4 import Int4Linear
-from radixrt.worker.model.layers.layers import Attend, Layer, NoNorm, Product
-from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.layers import DecoderLayer
+from radixrt.worker.model.layers.linear import Linear, Product
 from radixrt.worker.model.layers.mlp import Mixture
+from radixrt.worker.model.layers.norms import NoNorm
 from radixrt.worker.model.layers.ops import Ops, TorchOps
 from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
-from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet, Mix
-from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
-from radixrt.worker.model.layers.recurrent.short_conv import ShortConv
-from radixrt.worker.model.layers.rope import frequencies
 from radixrt.worker.model.lora.adapter import Adapter
 from radixrt.worker.model.lora.lora import LoraLinear
 from radixrt.worker.model.lora.lora_slots import Adapters, Room
+from radixrt.worker.model.mixers import Attend, ForwardContext, Mix
+from radixrt.worker.model.model import Model
 from radixrt.worker.model.parallel.group import AFTER_MLP, Group
 from radixrt.worker.model.parallel.sharding import Shard
-from radixrt.worker.model.predictor import Predictor, read_predictor, reading_spec
+from radixrt.worker.model.positions import Positions
+from radixrt.worker.model.predictor import read_predictor, reading_spec
 from radixrt.worker.model.spec.spec import ModelSpec
-from radixrt.worker.model.weights.weight_loader import WeightLoader
+from radixrt.worker.model.weights.weight_loader import reader_of
 from radixrt.worker.model.weights.weights import Weights
 
-RECURRENT = (DeltaNet, Mamba, ShortConv)
-"""What stands in place of attention in layers with a recurrent state."""
 
-
-class Decoder:
-    """The weights of a model on one device, and the forward pass over tokens of any number of sequences.
-
-    `spec` describes the whole model. In a tensor-parallel `group` this rank has a part of it, which `Decoder.spec`
+class Decoder(Model):
+    """`spec` describes the whole model. In a tensor-parallel `group` this rank has a part of it, which `Decoder.spec`
     describes. LoRA `adapters` are numbered in their order; with `room`, others can be put in their place."""
 
     def __init__(
@@ -55,34 +48,28 @@ class Decoder:
         shard = group.shard if group else Shard()
         self.spec = shard.spec(spec)
         self.own_ids = shard.token_ids(spec.vocab_size)
-        """Token ids whose logits this rank computes."""
         self._ops = ops or TorchOps()
         self._group = group
         self._odd_sums = odd_sums(spec.hybrid_layers)
         lora = Adapters(adapters, room, self._ops, weights.dtype, batch_invariant) if adapters or room else None
-        reader = WeightLoader(spec, weights, batch_invariant, self._ops, group, lora)
+        kind = reader_of(spec)
+        reader = kind(spec, weights, batch_invariant, self._ops, group, lora)
         self._embedding = reader.embedding()
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
-        numbers = {kind: itertools.count() for kind in ("attention", "recurrent", "none")}
-        self._numbers = [next(numbers[_kind(layer)]) for layer in self._layers]
-        """By layer: its place among those with attention, or among those with a recurrent state."""
         if lora is not None:
             lora.fill()
         self._lora = lora
         self._adapters = None if lora is None else lora.rows
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
-        self._layer_inputs = reader.layer_inputs() if spec.layer_inputs else None
-        self._head_bias = reader.head_bias(self.own_ids, self.own_width) if spec.head_bias else None
-        self._positions = _Positions(spec, self._embedding.device)
-        self._embedding_factor = float(torch.tensor(spec.embedding_factor, dtype=self.dtype))
-        self.predictor: Predictor | None = None
-        """See `ModelSpec.predicts`."""
+        self._layer_inputs = reader.layer_inputs()
+        self._head_bias = reader.head_bias(self.own_ids, self.own_width)
+        self._positions = Positions(spec, self._embedding.device)
+        self._embedding_factor = float(torch.tensor(spec.factors.embedding_factor, dtype=self.dtype))
+        self.predictor = None
         if spec.predicts:
-            own = WeightLoader(
-                reading_spec(spec), weights, batch_invariant, self._ops, group
-            )  # adapters have nothing of it
-            self.predictor = read_predictor(own, spec, self._embed, self._positions.last, self._ops)
+            own = kind(reading_spec(spec), weights, batch_invariant, self._ops, group)  # adapters have nothing of it
+            self.predictor = read_predictor(own, spec, self._embed, self._positions.rotations, self._ops)
 
     @property
     def device(self) -> torch.device:
@@ -95,13 +82,12 @@ class Decoder:
     @property
     def sinks(self) -> tuple[torch.Tensor | None, ...]:
         """By layer with attention: the sinks of this rank's query heads, float32[heads], or None (see
-        `ModelSpec.sinks`)."""
+        `AttentionSpec.sinks`)."""
         layers = self._layers if self.predictor is None else [*self._layers, self.predictor.layer]
-        return tuple(layer.sinks for layer in layers if _kind(layer) == "attention")
+        return tuple(layers[number].sinks for number in self.spec.attention_layers)
 
     @property
     def has_unquantized_experts(self) -> bool:
-        """Whether a layer has experts that are in 16 bits or more."""
         sparse = Mixture, MlpWithExperts
         mixtures = (layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, sparse))
         return any(not (experts.is_fp8 or experts.is_packed) for experts in mixtures)
@@ -121,43 +107,24 @@ class Decoder:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA adapters are loaded, or can be."""
         return self._adapters is not None
 
     @property
     def max_lora_rank(self) -> int:
-        """The largest rank of an adapter for which there is room; 0 if there is none."""
         return 0 if self._lora is None else self._lora.max_rank
 
     def put_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Make an adapter the one of number `slot`, which no step in flight may use. Raises ValueError, and changes
-        nothing, if it does not fit this model."""
+        if self._lora is None:
+            raise ValueError("there is no room for LoRA adapters")
         self._lora.put(slot, adapter)
 
     def use_adapters(self, adapters: torch.Tensor | None) -> None:
-        """Set the LoRA adapter of each token of the next forward pass, int32[T], -1: none. None: no token has one."""
         if self._adapters is not None:
             self._adapters.use(adapters)
 
     @property
     def own_width(self) -> int:
-        """Columns of this rank's logits: those of `own_ids`, and on the last ranks maybe padding."""
         return len(self._head.weight)
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        wanted: torch.Tensor | None = None,
-        mix: Mix | None = None,
-    ) -> torch.Tensor:
-        """float32 logits [S, vocab] for int tokens[T] at int positions[T]: for the tokens at the indices `wanted`,
-        int64[S], or for all. `mix` is needed if there are recurrent layers.
-
-        After attention, the last layer is computed only for these tokens."""
-        x, residual = self.attend_all(tokens, positions, attend, mix)
-        return self.gather(self.finish(x, residual, wanted, tokens=tokens))
 
     def attend_all(
         self,
@@ -166,136 +133,82 @@ class Decoder:
         attend: Attend,
         mix: Mix | None = None,
         wanted: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor | Fp8Activations, torch.Tensor]:
-        """The forward pass up to and including the last layer's attention. Returns its output (see `layers.Attend`) and
-        the residual stream [T, hidden]. If the last layer has none, the input of its MLP is in place of the output.
-
-        With int64 wanted[S], the layers after `ModelSpec.writers`, of which there must be some, are computed only for
-        these tokens, and so is what is returned."""
+    ) -> tuple[Activations, torch.Tensor]:
+        """As in `Model`. If the last layer has no attention, the input of its MLP is in place of the output."""
         residual = self._embed(tokens)
-        context = self._context(tokens, positions, residual)
-        x = self._layers[0].attention_norm(residual, self._ops)
+        context = self._context(tokens, positions, residual, attend, mix)
         if wanted is None:
-            return self._through(range(len(self._layers)), x, residual, context, attend, mix)
-        self._through(range(self.spec.writers), x, residual, context, attend, mix)
+            return self._to_last(0, residual, context)
+        self._through(self._layers[: self.spec.writers + 1], residual, context)
+        residual, tokens, positions = residual[wanted], tokens[wanted], positions[wanted]
         if self._adapters is not None:
             self._adapters.select(wanted)
-        return self._attend_last(tokens[wanted], positions[wanted], residual[wanted], attend)
-
-    def _attend_last(
-        self, tokens: torch.Tensor, positions: torch.Tensor, residual: torch.Tensor, attend: Attend
-    ) -> tuple[torch.Tensor | Fp8Activations, torch.Tensor]:
-        """The rest of `attend_all` after `ModelSpec.writers` layers, for int tokens[S] at int positions[S], and their
-        residual stream, [S, hidden]."""
         if not len(tokens):
             return residual, residual
-        first = self.spec.writers
-        context = self._context(tokens, positions, self._embed(tokens))
-        x = self._layers[first].attention_norm(residual, self._ops)
-        return self._through(range(first, len(self._layers)), x, residual, context, attend, None)
+        context = self._context(tokens, positions, self._embed(tokens), attend, None)
+        return self._to_last(self.spec.writers, residual, context)
 
-    def _context(self, tokens: torch.Tensor, positions: torch.Tensor, embedded: torch.Tensor) -> _Context:
+    def _context(
+        self, tokens: torch.Tensor, positions: torch.Tensor, embedded: torch.Tensor, attend: Attend, mix: Mix | None
+    ) -> ForwardContext:
         """Of int tokens[T] at int positions[T] with embeddings [T, hidden]."""
-        return _Context(
+        return ForwardContext(
+            self._ops,
+            attend,
+            mix,
             self._positions.rotations(positions, embedded.dtype),
             self._positions.query_factors(positions, embedded.dtype),
             None if self._layer_inputs is None else self._layer_inputs(tokens, embedded, self._ops),
         )
 
-    def _through(
-        self,
-        numbers: range,
-        x: torch.Tensor | Fp8Activations,
-        residual: torch.Tensor,
-        context: _Context,
-        attend: Attend,
-        mix: Mix | None,
-    ) -> tuple[torch.Tensor | Fp8Activations, torch.Tensor]:
-        """Run the layers of these numbers, from the normalized input x of the first one, but of the model's last layer
-        only attention. Returns (the last result, the residual stream, which is changed in place)."""
-        for number in numbers:
-            if number == len(self._layers) - 1 and self._odd_sums[0]:
-                self._sum_nothing(residual)
-            x = self._attended(number, x, context, attend, mix)
-            if number < len(self._layers) - 1:
-                inputs = None if context.inputs is None else context.inputs[:, number]
-                x = self._after_attention(number, x, residual, inputs)
-        return x, residual
+    def _through(self, layers: Sequence[DecoderLayer], residual: torch.Tensor, context: ForwardContext) -> Activations:
+        """Run all layers but the last one, of which the input is returned. Changes residual[T, hidden] in place."""
+        x = layers[0].attention_norm(residual, self._ops)
+        for layer, following in itertools.pairwise(layers):
+            x = layer.forward(x, residual, following.attention_norm, context)
+        return x
 
-    def _attended(
-        self, number: int, x: torch.Tensor | Fp8Activations, context: _Context, attend: Attend, mix: Mix | None
-    ) -> torch.Tensor | Fp8Activations:
-        """The output of attention, or of what is in its place, in layer `number` with the normalized input x."""
-        layer = self._layers[number]
-        if isinstance(layer.heads, RECURRENT):
-            return mix(self._numbers[number], layer.heads, x)
-        if isinstance(layer.heads, NoMixer):
-            return x
-        cos, sin = context.rotations[self._positions.kinds[number]]
-        heads = layer.heads.project(x, cos, sin, self._ops)
-        if context.query_factors is not None and self._positions.scales[number]:
-            heads.scale_queries(context.query_factors)
-        attended = attend(self._numbers[number], heads)
-        return attended if layer.parallel is None else self._joined(number, attended, x, mix)
+    def _to_last(self, first: int, residual: torch.Tensor, context: ForwardContext) -> tuple[Activations, torch.Tensor]:
+        """The layers from `first` on, but of the last one only attention. Returns its output and the residual stream,
+        which is changed in place."""
+        x = self._through(self._layers[first:], residual, context)
+        if self._odd_sums[0]:
+            self._sum_nothing(residual)
+        return self._layers[-1].mix(x, context), residual
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         embedded = F.embedding(tokens, self._embedding)
         return embedded if self._embedding_factor == 1 else embedded.mul_(self._embedding_factor)
 
-    def _joined(
-        self, number: int, attended: torch.Tensor, x: torch.Tensor | Fp8Activations, mix: Mix | None
-    ) -> torch.Tensor:
-        """The outputs [T, attention's and then the mixer's] of layer `number`, whose input is x. All layers have both,
-        so that a layer has the same place among those with attention and those with a state."""
-        layer = self._layers[number]
-        mixed = mix(self._numbers[number], layer.parallel, x)
-        return torch.cat((layer.heads.gather(attended), mixed), dim=1)
-
-    def finish(
-        self,
-        x: torch.Tensor | Fp8Activations,
-        residual: torch.Tensor,
-        wanted: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The rest of the forward pass, from the results of `attend_all`: this rank's logits, float32[S, own_width],
-        written to `out` if given. `tokens` are needed if layers have inputs."""
-        if wanted is not None and not len(wanted):
-            return torch.empty((0, self.own_width), device=x.device)
-        return self.logits(self.hidden(x, residual, wanted, tokens), out)
-
     def hidden(
         self,
-        x: torch.Tensor | Fp8Activations,
+        x: Activations,
         residual: torch.Tensor,
         wanted: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `finish`, without the output projection: the hidden states after the final norm, [S, hidden]."""
         if wanted is not None:
             residual, tokens = residual[wanted], None if tokens is None else tokens[wanted]
             if self._adapters is not None:
                 self._adapters.select(wanted)
             # Only the input of an MLP without a mixer is quantized, to rows that products need in one piece.
             x = self._layers[-1].attention_norm(residual, self._ops) if isinstance(x, Fp8Activations) else x[wanted]
-        last, inputs = len(self._layers) - 1, None
+        last, inputs = self._layers[-1], None
         if self._layer_inputs is not None:
-            inputs = self._layer_inputs(tokens, self._embed(tokens), self._ops, first=last)[:, 0]
-        x = self._after_attention(last, x, residual, inputs)
+            assert tokens is not None
+            inputs = self._layer_inputs(tokens, self._embed(tokens), self._ops, first=last.place.layer)[:, 0]
+        x = last.finish(x, residual, self._norm, self._ops, inputs)
         if self._odd_sums[1]:
             self._sum_nothing(residual)
-        return x
+        return plain(x)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's logits, float32[S, own_width], of hidden states after the final norm; written to `out` if
-        given."""
         if not len(hidden):
             return torch.empty((0, self.own_width), device=hidden.device)
         logits = self._logits(hidden, out)
         if self._head_bias is not None:
             logits.add_(self._head_bias)
-        factor, cap = self.spec.logits_factor, self.spec.logits_cap
+        factor, cap = self.spec.factors.logits_factor, self.spec.factors.logits_cap
         if factor != 1:
             logits.mul_(factor)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -306,22 +219,7 @@ class Decoder:
             one = torch.zeros_like(residual[:1])
             self._group.add(AFTER_MLP, self._group.buffer(AFTER_MLP, one).zero_(), one, NoNorm(), self._ops)
 
-    def _after_attention(
-        self,
-        number: int,
-        x: torch.Tensor | Fp8Activations,
-        residual: torch.Tensor,
-        inputs: torch.Tensor | None = None,
-    ) -> torch.Tensor | Fp8Activations:
-        """The rest of layer `number`, from attention's output x. Adds to residual[T, hidden], in place, and returns the
-        normalized input of the next layer or, after the last one, of the output projection. `inputs`: see
-        `layer_inputs`."""
-        last = number == len(self._layers) - 1
-        norm = self._norm if last else self._layers[number + 1].attention_norm
-        return self._layers[number].after_attention(x, residual, norm, self._ops, self.spec.parallel, inputs)
-
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """All ranks' logits, float32[S, vocab], from those of each rank (`finish`)."""
         if self._group is None:
             return logits
         if not len(logits):
@@ -348,56 +246,3 @@ def _first_product(mlp: object) -> Product | None:
     """The first product of an MLP, without its adapters; None if it has none."""
     product = getattr(mlp, "gate_up", getattr(mlp, "up", None))
     return product.base if isinstance(product, LoraLinear) else product
-
-
-def _kind(layer: Layer) -> str:
-    if isinstance(layer.heads, NoMixer):
-        return "none"
-    return "recurrent" if isinstance(layer.heads, RECURRENT) else "attention"
-
-
-@dataclass(frozen=True, slots=True)
-class _Context:
-    """What layers need to know of a step's tokens, beside the residual stream."""
-
-    rotations: list[tuple[torch.Tensor, torch.Tensor]]
-    """See `_Positions.rotations`."""
-    query_factors: torch.Tensor | None
-    """See `_Positions.query_factors`."""
-    inputs: torch.Tensor | None
-    """[T, layers, size], if layers have inputs (see `layer_inputs`)."""
-
-
-class _Positions:
-    """What depends on positions alone: RoPE's cos and sin, and the scaling of queries. Layers with equal RoPE
-    parameters share a kind; `kinds` has the index of each layer's."""
-
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
-        known: list[dict[str, Any] | None] = []
-        known.extend(rope for i, rope in enumerate(spec.ropes) if rope not in spec.ropes[:i])
-        self.kinds = [known.index(rope) for rope in spec.ropes]
-        found = [frequencies(rope, spec.rope_dim, spec.max_model_len) for rope in known]
-        self._angles = [(angles.to(device), factor) for angles, factor in found]
-        self._query_scaling = scaling = spec.query_scaling
-        self.scales = [scaling is not None and not (scaling.only_without_rope and rope) for rope in spec.ropes]
-        """By layer: whether its queries are scaled."""
-
-    def rotations(self, positions: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """By kind: cos and sin [T, 1, rope_dim / 2] for int positions[T]."""
-        found = []
-        for angles, factor in self._angles:
-            angle = positions[:, None, None].float() * angles
-            found.append(((angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)))
-        return found
-
-    def last(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the last layer."""
-        return self.rotations(positions, dtype)[self.kinds[-1]]
-
-    def query_factors(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """Factors [T, 1, 1] of queries at int positions[T] (see `ModelSpec.query_scaling`); None if there are none."""
-        if self._query_scaling is None:
-            return None
-        beta, tokens, ahead = self._query_scaling.beta, self._query_scaling.tokens, self._query_scaling.ahead
-        steps = (positions + ahead).float().div(tokens).floor()
-        return (1 + beta * torch.log(1 + steps))[:, None, None].to(dtype)

@@ -20,18 +20,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from radixrt.worker.model.layers.layers import Attend, Layer, Norm, Product, Projected
-from radixrt.worker.model.spec.spec import ModelSpec
+from radixrt.worker.model.layers.fp8 import plain
+from radixrt.worker.model.layers.layers import DecoderLayer
+from radixrt.worker.model.layers.linear import Product
+from radixrt.worker.model.layers.norms import Norm
+from radixrt.worker.model.layers.ops import Ops
+from radixrt.worker.model.mixers import Attend, Attention, Projected
+from radixrt.worker.model.spec.spec import ModelSpec, with_features
 from radixrt.worker.model.weights.checkpoint import INDEX, SINGLE, read_json
-
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.ops import Ops
-    from radixrt.worker.model.weights.weight_loader import WeightLoader
+from radixrt.worker.model.weights.weight_loader import WeightLoader
 
 NUMBERED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 """Families whose checkpoints have it as one more layer, after all others."""
@@ -56,13 +58,13 @@ class Predictor:
     hidden_norm: Norm
     projection: Product
     """[hidden, 2 hidden], of the normalized embedding and then the normalized hidden state."""
-    layer: Layer
+    layer: DecoderLayer
     norm: Norm
     number: int
     """Its place among the layers with attention: the last one."""
     embed: Callable[[torch.Tensor], torch.Tensor]
-    rotations: Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
-    """cos and sin at positions: it has the RoPE of the decoder's last layer."""
+    rotations: Callable[[torch.Tensor, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]]
+    """`Positions.rotations`: it has the RoPE of the decoder's last layer."""
     ops: Ops
 
     def guess(
@@ -70,7 +72,7 @@ class Predictor:
     ) -> torch.Tensor:
         """[T, hidden], of which `Decoder.logits` makes those of what follows the tokens."""
         residual, heads = self._project(tokens, positions, hidden)
-        return self.layer.after_attention(attend(self.number, heads), residual, self.norm, self.ops)
+        return plain(self.layer.finish(attend(self.number, heads), residual, self.norm, self.ops))
 
     def store(
         self, tokens: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor,
@@ -84,9 +86,10 @@ class Predictor:
     ) -> tuple[torch.Tensor, Projected]:
         """(The layer's residual stream, the input of its attention.)"""
         both = self.token_norm(self.embed(tokens), self.ops), self.hidden_norm(hidden, self.ops)
-        residual = self.projection(torch.cat(both, dim=1))
-        cos, sin = self.rotations(positions, residual.dtype)
-        return residual, self.layer.heads.project(self.layer.attention_norm(residual, self.ops), cos, sin, self.ops)
+        residual, layer = self.projection(torch.cat([plain(x) for x in both], dim=1)), self.layer
+        cos, sin = self.rotations(positions, residual.dtype)[layer.place.rope]
+        assert isinstance(layer.mixer, Attention)
+        return residual, layer.mixer.project(layer.attention_norm(residual, self.ops), cos, sin, self.ops)
 
 
 def has_predictor(config: Mapping[str, Any]) -> bool:
@@ -126,19 +129,19 @@ def reading_spec(spec: ModelSpec) -> ModelSpec:
     number = spec.num_layers
     at, experts = f"model.layers.{number}.", spec.experts
     names = [(at + name, f"mtp.{other}") for name, other in OTHER_NAMES]
-    return dataclasses.replace(
+    return with_features(
         spec,
         predicts=False,
         num_layers=number + 1,
         windows=(*spec.windows, None),
         experts=experts and dataclasses.replace(experts, layers=experts.layers | {number}),
-        other_names=(*spec.other_names, *names, (at, "mtp.layers.0.")),
+        other_names=(*spec.stored.other_names, *names, (at, "mtp.layers.0.")),
     )
 
 
 def read_predictor(
     reader: WeightLoader, spec: ModelSpec, embed: Callable[[torch.Tensor], torch.Tensor],
-    rotations: Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]], ops: Ops,
+    rotations: Callable[[torch.Tensor, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]], ops: Ops,
 ) -> Predictor:  # fmt: skip
     """Read the layer of a model's `spec` by a reader of its `reading_spec`. ValueError if the checkpoint lacks it."""
     at, hidden = f"layers.{spec.num_layers}.", spec.hidden_size

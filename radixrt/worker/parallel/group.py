@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from radixrt.worker.model.layers.fp8 import Fp8Activations
-from radixrt.worker.model.layers.layers import NoNorm, Norm
-from radixrt.worker.model.layers.ops import Ops
+from radixrt.worker.model.layers.fp8 import Activations
+from radixrt.worker.model.layers.norms import NoNorm, Norm, NormOps
 from radixrt.worker.model.parallel.sharding import Shard
 
 log = logging.getLogger("radixrt.ranks")
@@ -42,8 +41,8 @@ class TorchGroup:
         return torch.empty_like(residual)
 
     def add(
-        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
+        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: NormOps
+    ) -> Activations:
         self._sum(part, residual)
         return norm(residual, ops)
 

@@ -25,7 +25,8 @@ from radixrt.worker.execution.kv_pool import DTYPES, KVPool
 from radixrt.worker.execution.mixed_pool import MixedKVPool
 from radixrt.worker.execution.sampler import SamplingMetadata
 from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling
-from radixrt.worker.model.layers.layers import Heads, NoNorm, Norm
+from radixrt.worker.model.layers.layers import Heads
+from radixrt.worker.model.layers.norms import NoNorm, Norm
 from radixrt.worker.model.layers.ops import TorchOps
 from radixrt.worker.model.spec.spec import LayerSpec
 from tests.worker.pages import make_plan

@@ -31,13 +31,13 @@ def make_heads(name: str, normed: bool, dtype: torch.dtype, device: torch.device
 
     def norm(size: int) -> HeadNorm:
         weight = 1 + torch.randn(size, generator=generator) / 4
-        return HeadNorm(weight.to(device, dtype), None, EPS, centered=False)
+        return HeadNorm(weight.to(device, dtype), EPS, centered=False)
 
     values = 0 if own.tied_values else own.kv_heads * own.value_dim
     more = 0 if own.source is not None else own.kv_heads * own.head_dim + values
     qkv = torch.randn(len(SLOTS), HEADS * own.head_dim + more, generator=generator)
     cos, sin = torch.randn(2, len(SLOTS), 1, turned, generator=generator).to(device, dtype)
-    without = HeadNorm(torch.ones(1, device=device), None, EPS, centered=False)
+    without = HeadNorm(torch.ones(1, device=device), EPS, centered=False)
     norms = MixedNorms(norm(own.head_dim), norm(own.head_dim), without) if normed else MixedNorms()
     return MixedHeads(qkv.to(device, dtype), HEADS, own, norms, factor, cos, sin)
 

@@ -15,7 +15,7 @@ from radixrt.worker.cuda.comm.custom_all_reduce import PROGRAMS, CustomAllReduce
 from radixrt.worker.cuda.comm.group import CustomAllReduceGroup  # noqa: E402
 from radixrt.worker.cuda.elementwise import kernels  # noqa: E402
 from radixrt.worker.model.layers.fp8 import Fp8Scaling  # noqa: E402
-from radixrt.worker.model.layers.layers import NoNorm, Norm  # noqa: E402
+from radixrt.worker.model.layers.norms import NoNorm, Norm  # noqa: E402
 from tests.worker.cuda.peers_rank import DTYPE, HIDDEN, MAX_ROWS, TILE, added  # noqa: E402
 from tests.worker.cuda.test_compile import run  # noqa: E402
 

@@ -29,7 +29,7 @@ from radixrt.worker.cuda.elementwise.staging import Packer
 from radixrt.worker.cuda.latent.full_chunks import FullHeads
 from radixrt.worker.cuda.linear.invariant import same_bits
 from radixrt.worker.model.layers.latent import UpProjections
-from radixrt.worker.model.layers.layers import Projected
+from radixrt.worker.model.mixers import Projected
 from radixrt.worker.model.spec.spec import ModelSpec
 from radixrt.worker.plan import Plan
 

@@ -17,8 +17,9 @@ from radixrt.worker.cuda.elementwise import kernels
 from radixrt.worker.cuda.latent import latent
 from radixrt.worker.cuda.latent.full_chunks import FullStep
 from radixrt.worker.model.layers.latent import LatentHeads, UpProjections
-from radixrt.worker.model.layers.layers import Heads, Projected
+from radixrt.worker.model.layers.layers import Heads
 from radixrt.worker.model.layers.mixed_heads import MixedHeads
+from radixrt.worker.model.mixers import Projected
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,8 @@ import torch
 from torch import distributed
 
 from radixrt.worker.cuda.comm.custom_all_reduce import MAX_BYTES, CustomAllReduce
-from radixrt.worker.model.layers.fp8 import Fp8Activations
-from radixrt.worker.model.layers.layers import NoNorm, Norm
-from radixrt.worker.model.layers.ops import Ops
+from radixrt.worker.model.layers.fp8 import Activations
+from radixrt.worker.model.layers.norms import NoNorm, Norm, NormOps
 from radixrt.worker.parallel.group import TorchGroup
 
 log = logging.getLogger("radixrt.cuda")
@@ -52,8 +51,8 @@ class CustomAllReduceGroup(TorchGroup):
         return super().buffer(turn, residual)
 
     def add(
-        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
+        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: NormOps
+    ) -> Activations:
         rows = len(residual)
         if not self._by_custom_all_reduce(rows):
             return super().add(turn, part, residual, norm, ops)

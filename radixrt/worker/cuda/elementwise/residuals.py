@@ -11,8 +11,8 @@ import triton.language as tl
 
 from radixrt.worker.cuda.elementwise.launching import launch, wait
 from radixrt.worker.cuda.linear.quantize_activations import launch_sizes, room, store_fp8
-from radixrt.worker.model.layers.fp8 import LIMIT, Fp8Activations
-from radixrt.worker.model.layers.layers import NoNorm, Norm
+from radixrt.worker.model.layers.fp8 import LIMIT, Activations
+from radixrt.worker.model.layers.norms import NoNorm, Norm
 from radixrt.worker.model.layers.ops import TorchOps
 
 
@@ -54,7 +54,7 @@ def _add_normed_kernel(
 
 def add_normed(
     x: torch.Tensor, after: Norm, residual: torch.Tensor, norm: Norm | NoNorm, scalar: torch.Tensor | None = None
-) -> torch.Tensor | Fp8Activations:
+) -> Activations:
     """See `Ops.add_normed`; by torch with LayerNorms."""
     (rows, size), followed = residual.shape, isinstance(norm, Norm)
     if after.centered or (followed and norm.centered):

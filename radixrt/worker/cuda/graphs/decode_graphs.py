@@ -28,7 +28,7 @@ from radixrt.worker.cuda.sampling.answers import LastTokens
 from radixrt.worker.cuda.sampling.mtp import INTEGERS as REQUEST_INTEGERS
 from radixrt.worker.cuda.sampling.mtp import MAX_REQUESTS, Predicting
 from radixrt.worker.execution.kv_pool import StatePool
-from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.model import Model
 from radixrt.worker.plan import Plan, StateWork
 
 DRAW_INTEGERS = 16
@@ -81,7 +81,7 @@ class DecodeGraphs:
     All use the same buffers for partial results and for logits."""
 
     def __init__(
-        self, model: Decoder, pages: Callable[[int], Pages], kinds: AttentionGroups, last_tokens: LastTokens,
+        self, model: Model, pages: Callable[[int], Pages], kinds: AttentionGroups, last_tokens: LastTokens,
         table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool, states: StatePool | None, by_tokens: bool,
         predicting: Predicting | None = None,
     ) -> None:  # fmt: skip

@@ -20,7 +20,7 @@ from radixrt.worker.cuda.recurrent.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.recurrent.mamba import MambaInputs
 from radixrt.worker.execution.kv_pool import StatePool
 from radixrt.worker.model.layers.fp8 import Fp8Activations
-from radixrt.worker.model.layers.layers import Product
+from radixrt.worker.model.layers.linear import Product
 from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet
 from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
 from radixrt.worker.model.layers.recurrent.short_conv import ShortConv

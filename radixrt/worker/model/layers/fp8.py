@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
-
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.ops import Ops
 
 FP8 = torch.float8_e4m3fn
 LIMIT = 448.0
@@ -52,6 +49,16 @@ class Fp8Activations:
         columns = self.values.shape[1]
         scales = self.scales if self.scales.shape[1] == 1 else _expand_scales(self.scales, 1, columns)
         return self.values.float() * scales
+
+
+Activations = torch.Tensor | Fp8Activations
+"""Rows of hidden states, quantized if their consumer wants it so (`fp8_scaling`)."""
+
+
+def plain(x: Activations) -> torch.Tensor:
+    """Activations that are not quantized, since their consumer's `fp8_scaling` is None."""
+    assert isinstance(x, torch.Tensor)
+    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +139,21 @@ def concatenate_fp8(parts: Sequence[Fp8Weight]) -> Fp8Weight | None:
     return Fp8Weight(values, torch.cat([part.scales for part in parts]), parts[0].fp8_scaling)
 
 
+class ScaledOps(Protocol):
+    """The part of `ops.Ops` that products in FP8 need."""
+
+    def scaled(
+        self,
+        x: Activations,
+        weight: Fp8Weight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The product of x[T, K] and an FP8 weight [N, K] transposed, plus bias[N], in `dtype`; x is quantized first if
+        it is not yet. If residual[T, N] is given, the result is added to it, in place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fp8Linear:
     """A product with an FP8 weight. As `linear.Linear`, but the input may be quantized already."""
@@ -140,21 +162,21 @@ class Fp8Linear:
     bias: torch.Tensor | None
     dtype: torch.dtype
     """Dtype of the result."""
-    ops: Ops
+    ops: ScaledOps
 
     @property
     def fp8_scaling(self) -> Fp8Scaling:
         """How the input is to be quantized."""
         return self.weight.fp8_scaling
 
-    def __call__(self, x: torch.Tensor | Fp8Activations) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         return self.ops.scaled(x, self.weight, self.bias, self.dtype)
 
-    def put(self, x: torch.Tensor | Fp8Activations, out: torch.Tensor) -> None:
+    def put(self, x: Activations, out: torch.Tensor) -> None:
         """Write the result to `out` [T, out]."""
         out.copy_(self(x))
 
-    def add(self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, factor: float = 1.0) -> None:
+    def add(self, x: Activations, residual: torch.Tensor, factor: float = 1.0) -> None:
         """Add the result times a factor to residual[T, out], in place."""
         if factor != 1:
             residual.add_(self(x), alpha=factor)

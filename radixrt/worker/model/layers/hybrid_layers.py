@@ -3,26 +3,17 @@
     checkpoint:   M   -   M   -   M   *   -   M   -   -        M: Mamba-2   *: attention   -: an MLP, or experts
     decoder:     (M   -) (M   -) (M) (*   -) (M   -) (-)
 
-A mixer and the MLP that follows it are one layer of the decoder. A layer without an MLP has `NoMlp`, one without a
-mixer has `NoMixer` and `NoOutput`: they pass on what they get, so that no others have to know of them.
+A mixer and the MLP that follows it are one layer of the decoder. A layer without an MLP has `layers.NoMlp`, one without
+a mixer has `mixers.NoMixer` and `layers.NoOutput`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
+from radixrt.worker.model.spec.spec import ModelSpec
 from radixrt.worker.model.weights.weights import Renamed, Weights
-
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.fp8 import Fp8Activations
-    from radixrt.worker.model.layers.layers import NoNorm, Norm
-    from radixrt.worker.model.layers.ops import Ops
-    from radixrt.worker.model.spec.spec import ModelSpec
 
 HybridLayers = tuple[tuple[int | None, int | None], ...]
 """See `ModelSpec.hybrid_layers`."""
@@ -63,47 +54,11 @@ def odd_sums(blocks: HybridLayers) -> tuple[bool, bool]:
     return sum(counts[:-1]) % 2 == 1, counts[-1] % 2 == 1 if counts else False
 
 
-@dataclass(frozen=True, slots=True)
-class NoMixer:
-    """In place of `layers.Projections`."""
-
-    fp8_scaling: ClassVar[None] = None
-    products: ClassVar[list[Any]] = []
-
-    def gather(self, x: torch.Tensor | Fp8Activations) -> torch.Tensor | Fp8Activations:
-        """The normalized input of the layer, which is that of its MLP."""
-        return x
-
-
-@dataclass(frozen=True, slots=True)
-class NoOutput:
-    """In place of `layers.Output`."""
-
-    def add(
-        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
-        """Adds nothing. Returns the MLP's input."""
-        return x
-
-
-@dataclass(frozen=True, slots=True)
-class NoMlp:
-    """In place of `mlp.Mlp`."""
-
-    fp8_scaling: ClassVar[None] = None
-
-    def add(
-        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
-        """Adds nothing. Returns the `norm` of the residual."""
-        return norm(residual, ops)
-
-
 class HybridLayerNames(Renamed):
     """The tensors of such a checkpoint by the names that they have in other models."""
 
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:
-        super().__init__(weights, (("model.", "backbone."), *spec.other_names))
+        super().__init__(weights, (("model.", "backbone."), *spec.stored.other_names))
         self._blocks = spec.hybrid_layers
 
     def _name(self, name: str) -> str:

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.layers.fp8 import Fp8Activations
-from radixrt.worker.model.layers.layers import Product
-from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.fp8 import Activations
+from radixrt.worker.model.layers.linear import Linear, Product
 from radixrt.worker.model.layers.rope import rotate
 
 NORM_EPS = 1e-6
@@ -52,7 +51,7 @@ class Index:
     indexer: Indexer
     x: torch.Tensor
     """Normalized hidden states [T, hidden]."""
-    latent: torch.Tensor | Fp8Activations
+    latent: Activations
     """Normalized query latents [T, q_rank]."""
     cos: torch.Tensor
     """[T, 1, rope_dim / 2], as `sin`."""

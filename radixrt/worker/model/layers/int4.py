@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.layers.fp8 import Activations, plain
 from radixrt.worker.model.parallel.sharding import Part
-
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.ops import Ops
 
 WIDTH = 256
 """Columns of a block of an Int4."""
@@ -73,7 +71,8 @@ class Int4:
         values, scales, zeros, size = cut
         (rows, columns), groups = values.shape, WIDTH // size
         blocks = -(-columns // WIDTH)
-        scales, zeros = (None if x is None else _by_block(x, blocks, groups) for x in (scales.to(dtype), zeros))
+        scales = _by_block(scales.to(dtype), blocks, groups)
+        zeros = None if zeros is None else _by_block(zeros, blocks, groups)
         padded = F.pad(values.to(torch.int32), (0, blocks * WIDTH - columns)).view(rows, blocks, WIDTH // WORDS, WORDS)
         words = _joined(padded.transpose(2, 3), 4).transpose(0, 1)
         facts = _facts(scales, zeros).permute(1, 2, 0)
@@ -166,7 +165,8 @@ def _cut(
         of_part = slice(part.start, part.stop), slice(None)
         values = values[of_part]
     if size > largest:
-        scales, zeros = (None if x is None else x.repeat_interleave(size // largest, 1) for x in (scales, zeros))
+        scales = scales.repeat_interleave(size // largest, 1)
+        zeros = None if zeros is None else zeros.repeat_interleave(size // largest, 1)
         size = largest
     if part is not None and part.dim == 1:
         if part.start % size and groups > 1:
@@ -205,6 +205,22 @@ def split(words: torch.Tensor, bits: int) -> torch.Tensor:
     return words[..., None] >> shifts & (1 << bits) - 1
 
 
+class Int4Ops(Protocol):
+    """The part of `ops.Ops` that products in INT4 need."""
+
+    def int4_linear(
+        self,
+        x: torch.Tensor,
+        weight: Int4,
+        bias: torch.Tensor | None,
+        batch_invariant: bool,
+        out: torch.Tensor | None = None,
+        add: bool = False,
+    ) -> torch.Tensor:
+        """The product of x[T, K] and a weight [N, K] in INT4 transposed, plus bias[N]: a new tensor, or written to
+        out[T, N], or added to it with `add`. `batch_invariant`: see `linear.Linear`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Int4Linear:
     """A product with a weight in INT4. As `linear.Linear`."""
@@ -212,21 +228,21 @@ class Int4Linear:
     weight: Int4
     bias: torch.Tensor | None
     batch_invariant: bool
-    ops: Ops
+    ops: Int4Ops
 
     fp8_scaling: ClassVar[None] = None
     """The input is not to be quantized."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.int4_linear(x, self.weight, self.bias, self.batch_invariant)
+    def __call__(self, x: Activations) -> torch.Tensor:
+        return self.ops.int4_linear(plain(x), self.weight, self.bias, self.batch_invariant)
 
-    def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def put(self, x: Activations, out: torch.Tensor) -> None:
         """Write the result to `out` [T, out]."""
-        self.ops.int4_linear(x, self.weight, self.bias, self.batch_invariant, out)
+        self.ops.int4_linear(plain(x), self.weight, self.bias, self.batch_invariant, out)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> None:
+    def add(self, x: Activations, residual: torch.Tensor, factor: float = 1.0) -> None:
         """Add the result times a factor to residual[T, out], in place."""
         if factor == 1:
-            self.ops.int4_linear(x, self.weight, self.bias, self.batch_invariant, residual, add=True)
+            self.ops.int4_linear(plain(x), self.weight, self.bias, self.batch_invariant, residual, add=True)
         else:
             residual.add_(self(x), alpha=factor)

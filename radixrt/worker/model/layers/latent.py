@@ -17,12 +17,13 @@ from functools import cached_property
 
 import torch
 
-from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling, plain
 from radixrt.worker.model.layers.indexer import Index, Indexer
-from radixrt.worker.model.layers.layers import Norm, Product
-from radixrt.worker.model.layers.linear import HeadLinear
-from radixrt.worker.model.layers.ops import Ops, TorchOps
+from radixrt.worker.model.layers.linear import HeadLinear, Product
+from radixrt.worker.model.layers.norms import Norm, rms_norm
+from radixrt.worker.model.layers.ops import Ops
 from radixrt.worker.model.layers.rope import rotate
+from radixrt.worker.model.mixers import Attention
 
 NORM_EPS = 1e-6
 """Epsilon of the norms of latents, whatever `rms_norm_eps` says (transformers, `DeepseekV2RMSNorm`)."""
@@ -47,7 +48,7 @@ class UpProjections:
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """`layers.Projected` of latent attention, in the absorbed form: D is rank + rope_dim, and V has rank elements."""
+    """`mixers.Projected` of latent attention, in the absorbed form: D is rank + rope_dim, and V has rank elements."""
 
     q: torch.Tensor
     """[T, heads, nope_dim + rope_dim], not yet rotated; rows need not be contiguous."""
@@ -86,14 +87,14 @@ class LatentHeads:
         self.ups.k.put(self.q[..., : -self.rope_dim], q[..., : self.rank])
         q[..., self.rank :] = rotate(self.q[..., -self.rope_dim :], self.cos, self.sin, self.interleaved)
         latent, key = self.latent[:, None].split((self.rank, self.rope_dim), dim=-1)
-        latent = TorchOps.norm(latent, self.norm, self.eps)
+        latent = rms_norm(latent, self.norm, self.eps)
         k = torch.cat((latent, rotate(key, self.cos, self.sin, self.interleaved)), dim=-1)
         return q, k, k[..., : self.rank]
 
 
 @dataclass(frozen=True, slots=True)
-class Latent:
-    """`layers.Projections` of latent attention."""
+class Latent(Attention):
+    """Latent attention."""
 
     down: Product
     """Projects hidden states to the query latent, or to queries if there is no such latent, and to
@@ -107,19 +108,18 @@ class Latent:
     interleaved: bool
     indexer: Indexer | None = None
 
-    def project(self, x: torch.Tensor | Fp8Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> LatentHeads:
+    def project(self, x: Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> LatentHeads:
         made = self.down(x)
         width = len(self.k_norm) + 2 * cos.shape[-1]
         q, latent = made[:, :-width], made[:, -width:]
+        index = None
         if self.q_up is not None and self.q_norm is not None:
             q_latent = self.q_norm(q.contiguous(), ops)
             q = self.q_up(q_latent)
+            if self.indexer is not None:
+                index = Index(self.indexer, plain(x), q_latent, cos, sin)
         q = q.unflatten(1, (self.num_heads, -1))
-        index = None if self.indexer is None else Index(self.indexer, x, q_latent, cos, sin)
         return LatentHeads(q, latent, self.ups, self.k_norm, NORM_EPS, cos, sin, self.interleaved, index)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x.flatten(1)
 
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.layers.fp8 import Fp8Activations
-from radixrt.worker.model.layers.layers import NoNorm, Norm
+from radixrt.worker.model.layers.fp8 import Activations, plain
 from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.norms import NoNorm, Norm
 from radixrt.worker.model.layers.ops import Ops
 
 
@@ -37,7 +37,7 @@ class LayerInputs:
         own = (F.embedding(tokens, self.embedding)[:, begin:] * factor).unflatten(1, (-1, self.size))
         part = Linear(product.weight[begin:], None, product.batch_invariant)
         made = part(embedded) * embedded.shape[1] ** -0.5
-        return (self.norm(made.view(-1, self.size), ops).view_as(own) + own) * math.sqrt(0.5)
+        return (plain(self.norm(made.view(-1, self.size), ops)).view_as(own) + own) * math.sqrt(0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,10 @@ class LayerEnd:
     norm: Norm | None = None
     activation: str = ""
 
-    def apply(
-        self, residual: torch.Tensor, inputs: torch.Tensor | None, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
+    def apply(self, residual: torch.Tensor, inputs: torch.Tensor | None, norm: Norm | NoNorm, ops: Ops) -> Activations:
         """Change residual[T, hidden] in place; returns the `norm` of the new one. `inputs` [T, size] are those of this
         layer."""
-        if self.gate is None:
+        if self.gate is None or self.back is None or self.norm is None:
             return norm(residual.mul_(self.scalar), ops)
         made = self.back(ops.gate(self.gate(residual), self.activation, up=inputs))
         return ops.add_normed(made, self.norm, residual, norm, self.scalar)

@@ -1,52 +1,23 @@
-"""The parts of a decoder layer."""
+"""A decoder layer: what mixes its tokens, its MLP, and the norms and projections around them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Linear, Fp8Scaling
-from radixrt.worker.model.layers.int4 import Int4Linear
-from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling, plain
+from radixrt.worker.model.layers.layer_inputs import LayerEnd
+from radixrt.worker.model.layers.linear import Product
 from radixrt.worker.model.layers.moe import sigmoid, softplus
-from radixrt.worker.model.layers.norms import HeadNorms, rms_norm
+from radixrt.worker.model.layers.norms import HeadNorms, NoNorm, Norm, rms_norm
 from radixrt.worker.model.layers.ops import Ops
 from radixrt.worker.model.layers.rope import rotate
-from radixrt.worker.model.lora.lora import LoraLinear
+from radixrt.worker.model.mixers import Attention, ForwardContext, LayerPlace, Mixer, identity
 from radixrt.worker.model.parallel.group import Group
-
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.hybrid_layers import NoMixer, NoMlp, NoOutput
-    from radixrt.worker.model.layers.layer_inputs import LayerEnd
-    from radixrt.worker.model.layers.mlp import Mixture, Mlp, UngatedMlp
-    from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
-    from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet
-    from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
-    from radixrt.worker.model.layers.recurrent.short_conv import ShortConv
-
-
-class Projected(Protocol):
-    """The input of a layer's attention: queries, keys and values of T tokens, before norms and RoPE, which GPU kernels
-    apply while they store K and V."""
-
-    @property
-    def cos(self) -> torch.Tensor:
-        """[T, 1, rope_dim / 2]."""
-
-    def split(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """q [T, heads, D], k [T, kv_heads, D] and v [T, kv_heads, width of V], after norms and RoPE. If attention reads
-        k and v of another layer, they are None."""
-
-    def scale_queries(self, factors: torch.Tensor) -> None:
-        """Multiply q by factors[T, 1, 1], in place. RoPE is linear, so this may come before it."""
-
-    @property
-    def value_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A function from the weighted sums of V, [T, heads, width of V], to the heads' outputs, [T, heads, width of a
-        head's value]: the identity, except in latent attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +43,7 @@ class Heads:
         q, k, v = self.qkv.split((self.num_heads, kv_heads, kv_heads), dim=1)
         if self.norms is not None and self.mean_squares is not None:
             # Added rank by rank: how torch.sum rounds may depend on the shape.
-            both = sum(self.mean_squares.unbind(1)) / self.mean_squares.shape[1]
+            both = functools.reduce(torch.add, self.mean_squares.unbind(1)) / self.mean_squares.shape[1]
             q, k = (
                 rms_norm(x, weight.view(-1, x.shape[-1]), self.eps, mean[:, None, None])
                 for x, weight, mean in zip((q, k), self.norms, both.unbind(1), strict=True)
@@ -87,41 +58,12 @@ class Heads:
 
     @property
     def value_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return _identity
-
-
-def _identity(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-Product = Linear | Fp8Linear | Int4Linear | LoraLinear
-
-Attend = Callable[[int, Projected], torch.Tensor]
-"""Attention: (place of the layer among those with attention, its input) -> [T, heads, width of a head's value]. Stores
-K and V in pages first."""
-
-
-class Projections(Protocol):
-    """The projections of a layer's hidden states to queries, keys and values."""
-
-    def project(self, x: torch.Tensor | Fp8Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Projected:
-        """Project normalized hidden states x[T, hidden]; cos and sin are [T, 1, rope_dim / 2]."""
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Concatenate the heads' outputs [T, heads, width of a head's value] for the output projection."""
-
-    @property
-    def fp8_scaling(self) -> Fp8Scaling | None:
-        """How the input of `project` is to be quantized."""
-
-    @property
-    def products(self) -> list[Product]:
-        """The projections that are applied to every token."""
+        return identity
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
-    """`Projections` of grouped-query attention; q, k and v are one matrix."""
+class Grouped(Attention):
+    """Grouped-query attention; q, k and v are one matrix."""
 
     qkv: Product
     num_heads: int
@@ -134,13 +76,9 @@ class Grouped:
     group: Group | None = None
     head_norms: HeadNorms | None = None
     """Instead of `norms`: what is computed here, by torch."""
-    clip: float | None = None
-    """See `ModelSpec.clip_qkv`."""
 
-    def project(self, x: torch.Tensor | Fp8Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Heads:
+    def project(self, x: Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Heads:
         qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))
-        if self.clip is not None:
-            qkv.clamp_(-self.clip, self.clip)
         if self.head_norms is not None:
             cos, sin = self.head_norms.apply(qkv, self.num_heads, cos, sin)
         means = self._means(qkv, ops) if self.norm_all_heads else None
@@ -152,9 +90,6 @@ class Grouped:
         means = ops.mean_squares(qkv, self.num_heads, (qkv.shape[1] - self.num_heads) // 2)
         return (means if self.group is None else self.group.gather(means)).unflatten(1, (-1, 2))
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x.flatten(1)
-
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:
         return self.qkv.fp8_scaling
@@ -162,28 +97,6 @@ class Grouped:
     @property
     def products(self) -> list[Product]:
         return [self.qkv]
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """RMSNorm, or LayerNorm if `centered`. `fp8_scaling`: how the result is quantized, as its consumer wants."""
-
-    weight: torch.Tensor
-    eps: float
-    fp8_scaling: Fp8Scaling | None
-    centered: bool = False
-    bias: torch.Tensor | None = None
-
-    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor | Fp8Activations:
-        return ops.norm(x, self.weight, self.eps, self.fp8_scaling, self.centered, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class NoNorm:
-    """The identity, for models without a norm in some place."""
-
-    def __call__(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +117,7 @@ class Output:
         """How the input is to be quantized."""
         return self.product.fp8_scaling
 
-    def add(
-        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
+    def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
         """Add the result to residual[T, hidden], in place. Returns the `norm` of the new residual."""
         if self.after is not None:
             if self.group is None:
@@ -222,13 +133,11 @@ class Output:
             part *= self.factor
         return self.group.add(self.turn, part, residual, norm, ops)
 
-    def _normalized(
-        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, after: Norm, group: Group, ops: Ops
-    ) -> torch.Tensor:
+    def _normalized(self, x: Activations, residual: torch.Tensor, after: Norm, group: Group, ops: Ops) -> torch.Tensor:
         """The result [T, hidden], summed over ranks and normalized by `after`."""
         part = group.buffer(self.turn, residual)
         self.product.put(x, part)
-        return group.add(self.turn, part, torch.zeros_like(residual), after, ops)
+        return plain(group.add(self.turn, part, torch.zeros_like(residual), after, ops))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,44 +162,94 @@ class Gate:
         return (attended.unflatten(1, (gate.shape[1], -1)) * gate[..., None]).flatten(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Weights of one layer."""
+class FeedForward(Protocol):
+    """What follows attention: an MLP, experts, or both (see `mlp`, `experts_beside`)."""
 
+    @property
+    def fp8_scaling(self) -> Fp8Scaling | None:
+        """How the input is to be quantized."""
+
+    def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
+        """Add the output for x[T, hidden] to residual[T, hidden], in place. Returns the `norm` of the new residual."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoMlp:
+    """In layers that have a mixer alone."""
+
+    @property
+    def fp8_scaling(self) -> None:
+        return None
+
+    def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
+        """Adds nothing."""
+        return norm(residual, ops)
+
+
+@dataclass(frozen=True, slots=True)
+class NoOutput:
+    """With `NoMixer`."""
+
+    def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
+        """Adds nothing. Returns the MLP's input."""
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """A layer adds to the residual stream what it makes of it. Each norm but the first is computed together with the
+    sum that it follows:
+
+        x = attention_norm(residual)                                      by what is before the layer
+        residual += output(gate(mixer(x)));       x = mlp_norm(residual)
+        residual += mlp(x), maybe an `end`;       x = next_norm(residual)
+    """
+
+    place: LayerPlace
     attention_norm: Norm | NoNorm
-    heads: Projections | DeltaNet | ShortConv | Mamba | NoMixer
+    mixer: Mixer
     output: Output | NoOutput
     mlp_norm: Norm | NoNorm
-    mlp: Mlp | UngatedMlp | Mixture | MlpWithExperts | NoMlp
+    mlp: FeedForward
+    parallel: bool = False
+    """See `ModelSpec.parallel`: the MLP's input is the norm of the residual stream before the mixer's output."""
     sinks: torch.Tensor | None = None
-    """float32[heads] (see `ModelSpec.sinks`)."""
+    """float32[heads] (see `AttentionSpec.sinks`)."""
     gate: Gate | None = None
-    """See `ModelSpec.gate`."""
-    parallel: Mamba | None = None
-    """A mixer with the same input as attention. The input of `output` is attention's output, and then that of this."""
+    """See `AttentionSpec.gate`."""
     end: LayerEnd | None = None
     """What follows the MLP."""
 
-    def after_attention(
+    def forward(
+        self, x: Activations, residual: torch.Tensor, next_norm: Norm | NoNorm, context: ForwardContext
+    ) -> Activations:
+        """From its normalized input x. Adds to residual[T, hidden], in place, and returns the `next_norm` of it, which
+        is the input of what comes next."""
+        inputs = None if context.inputs is None else context.inputs[:, self.place.layer]
+        return self.finish(self.mix(x, context), residual, next_norm, context.ops, inputs)
+
+    def mix(self, x: Activations, context: ForwardContext) -> Activations:
+        """The first half: the outputs of the mixer's heads."""
+        return self.mixer.forward(x, self.place, context)
+
+    def finish(
         self,
-        x: torch.Tensor | Fp8Activations,
+        mixed: Activations,
         residual: torch.Tensor,
-        norm: Norm | NoNorm,
+        next_norm: Norm | NoNorm,
         ops: Ops,
-        parallel: bool = False,
         inputs: torch.Tensor | None = None,
-    ) -> torch.Tensor | Fp8Activations:
-        """The rest of the layer, from attention's output x. Adds to residual[T, hidden], in place, and returns the
-        `norm` of it, which is that of what comes next. `parallel`: see `ModelSpec`; `inputs`: see `layer_inputs`."""
-        attended = self.heads.gather(x)
+    ) -> Activations:
+        """The second half. `inputs` [T, size]: see `layer_inputs`."""
+        mixed = self.mixer.gather(mixed)
         if self.gate is not None:
-            attended = self.gate(attended, residual, ops)
-        if parallel:
+            mixed = self.gate(plain(mixed), residual, ops)
+        if self.parallel:
             x = self.mlp_norm(residual, ops)
-            self.output.add(attended, residual, NoNorm(), ops)
+            self.output.add(mixed, residual, NoNorm(), ops)
         else:
-            x = self.output.add(attended, residual, self.mlp_norm, ops)
+            x = self.output.add(mixed, residual, self.mlp_norm, ops)
         if self.end is None:
-            return self.mlp.add(x, residual, norm, ops)
+            return self.mlp.add(x, residual, next_norm, ops)
         self.mlp.add(x, residual, NoNorm(), ops)
-        return self.end.apply(residual, inputs, norm, ops)
+        return self.end.apply(residual, inputs, next_norm, ops)

@@ -3,16 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.ops import Ops
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling, plain
 
 ROWS = 16
 """Rows of every product if results must not depend on the batch: how a product rounds depends on its shape."""
+
+
+class Product(Protocol):
+    """A matrix product with a weight of any form, for rows of hidden states."""
+
+    @property
+    def fp8_scaling(self) -> Fp8Scaling | None:
+        """How the input is to be quantized; None: not at all."""
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """[T, out] of x[T, in]."""
+
+    def put(self, x: Activations, out: torch.Tensor) -> None:
+        """Write the result to `out` [T, out]."""
+
+    def add(self, x: Activations, residual: torch.Tensor, factor: float = 1.0) -> None:
+        """Add the result times a factor to residual[T, out], in place."""
+
+
+class LinearOps(Protocol):
+    """The part of `ops.Ops` that `Linear` needs."""
+
+    def small_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+        add: bool = False,
+    ) -> torch.Tensor | None:
+        """The product of few rows x[T, K] and weight[N, K] transposed, plus bias[N]: a new tensor, or written to
+        out[T, N], or added to it with `add`. None, and nothing is done, if torch's product is to be used."""
+
+    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
+        """`gate` of the product of many rows x[T, K] and weight[2 I, K] transposed, by one kernel: [T, I]. None, and
+        nothing is done, if two kernels are faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +60,13 @@ class Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     batch_invariant: bool = False
-    ops: Ops | None = None
+    ops: LinearOps | None = None
 
     fp8_scaling: ClassVar[None] = None
     """The input is not to be quantized (see `scaled.ScaledLinear`)."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
+        x = plain(x)
         if not self.batch_invariant:
             few = self._small_linear(x)
             return F.linear(x, self.weight, self.bias) if few is None else few
@@ -41,8 +77,9 @@ class Linear:
         tiles = F.pad(x, (0, 0, 0, -len(x) % ROWS)).split(ROWS)
         return torch.cat([F.linear(tile, self.weight, self.bias) for tile in tiles])[: len(x)]
 
-    def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def put(self, x: Activations, out: torch.Tensor) -> None:
         """Write the result to `out` [T, out]."""
+        x = plain(x)
         if self._small_linear(x, out) is not None:
             return
         if self.batch_invariant or self.bias is not None:
@@ -50,9 +87,10 @@ class Linear:
         else:
             torch.mm(x, self.weight.t(), out=out)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> None:
+    def add(self, x: Activations, residual: torch.Tensor, factor: float = 1.0) -> None:
         """Add the result times a factor to residual[T, out], in place. Where possible, the product itself adds, so that
         the sum is rounded only once."""
+        x = plain(x)
         if factor == 1 and self._small_linear(x, residual, add=True) is not None:
             return
         if self.batch_invariant or self.bias is not None:
@@ -68,8 +106,9 @@ class Linear:
 
     def _small_linear(self, x: torch.Tensor, out: torch.Tensor | None = None, add: bool = False) -> torch.Tensor | None:
         """See `Ops.small_linear`."""
-        none = self.batch_invariant or self.ops is None
-        return None if none else self.ops.small_linear(x, self.weight, self.bias, out, add)
+        if self.batch_invariant or self.ops is None:
+            return None
+        return self.ops.small_linear(x, self.weight, self.bias, out, add)
 
 
 @dataclass(frozen=True, slots=True)

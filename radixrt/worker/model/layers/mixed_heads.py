@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling
-from radixrt.worker.model.layers.layers import Product
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling
+from radixrt.worker.model.layers.linear import Product
 from radixrt.worker.model.layers.norms import HeadNorm
 from radixrt.worker.model.layers.ops import Ops
 from radixrt.worker.model.layers.rope import rotate
+from radixrt.worker.model.mixers import Attention, identity
 from radixrt.worker.model.spec.spec import LayerSpec
 
 
@@ -28,7 +29,7 @@ class MixedNorms:
 
 @dataclass(frozen=True, slots=True)
 class MixedHeads:
-    """`layers.Projected` of such a layer."""
+    """`mixers.Projected` of such a layer."""
 
     qkv: torch.Tensor
     """[T, heads * D + kv_heads * D + kv_heads * width of V]: q, k, v. Without v if values are tied; q alone if
@@ -36,14 +37,12 @@ class MixedHeads:
     num_heads: int
     sizes: LayerSpec
     norms: MixedNorms
-    value_factor: float
-    """Multiplies v, after its norm."""
     cos: torch.Tensor
     """[T, 1, rope_dim / 2], as `sin`."""
     sin: torch.Tensor
 
     def split(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """See `layers.Projected`."""
+        """See `mixers.Projected`."""
         own = self.sizes
         q_size, k_size = self.num_heads * own.head_dim, own.kv_heads * own.head_dim
         q = self._rotated(self.qkv[:, :q_size], self.norms.q)
@@ -51,7 +50,7 @@ class MixedHeads:
             return q, None, None
         k, v = self.qkv[:, q_size : q_size + k_size], self.qkv[:, q_size + k_size :]
         v = _normalized((k if own.tied_values else v).unflatten(1, (own.kv_heads, -1)), self.norms.v)
-        return q, self._rotated(k, self.norms.k), v if self.value_factor == 1 else v * self.value_factor
+        return q, self._rotated(k, self.norms.k), v if own.value_factor == 1 else v * own.value_factor
 
     def scale_queries(self, factors: torch.Tensor) -> None:
         assert self.norms.q is None, "a norm would undo it"
@@ -59,14 +58,10 @@ class MixedHeads:
 
     @property
     def value_projection(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        return _identity
+        return identity
 
     def _rotated(self, x: torch.Tensor, norm: HeadNorm | None) -> torch.Tensor:
         return rotate(_normalized(x.unflatten(1, (-1, self.sizes.head_dim)), norm), self.cos, self.sin)
-
-
-def _identity(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 def _normalized(heads: torch.Tensor, norm: HeadNorm | None) -> torch.Tensor:
@@ -74,8 +69,8 @@ def _normalized(heads: torch.Tensor, norm: HeadNorm | None) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixed:
-    """`layers.Projections` of such a layer."""
+class Mixed(Attention):
+    """Attention of such a layer."""
 
     qkv: Product
     """To q, k and v, or what the layer has of these."""
@@ -83,13 +78,9 @@ class Mixed:
     sizes: LayerSpec
     """Those of this rank."""
     norms: MixedNorms
-    value_factor: float = 1.0
 
-    def project(self, x: torch.Tensor | Fp8Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> MixedHeads:
-        return MixedHeads(self.qkv(x), self.num_heads, self.sizes, self.norms, self.value_factor, cos, sin)
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x.flatten(1)
+    def project(self, x: Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> MixedHeads:
+        return MixedHeads(self.qkv(x), self.num_heads, self.sizes, self.norms, cos, sin)
 
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling
-from radixrt.worker.model.layers.layers import NoNorm, Norm, Output, Product
-from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling, plain
+from radixrt.worker.model.layers.layers import Output
+from radixrt.worker.model.layers.linear import Linear, Product
 from radixrt.worker.model.layers.moe import Experts, sigmoid
+from radixrt.worker.model.layers.norms import NoNorm, Norm
 from radixrt.worker.model.layers.ops import Ops
 from radixrt.worker.model.lora.lora import LoraLinear
 from radixrt.worker.model.parallel.group import Group
@@ -30,10 +31,8 @@ class Mlp:
         """How the input is to be quantized."""
         return self.gate_up.fp8_scaling
 
-    def add(
-        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
-        """Add the output for x[T, hidden] to residual[T, hidden], in place. Returns the `norm` of the new residual."""
+    def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
+        """See `layers.FeedForward`."""
         return self.down.add(_activated(self, x, ops), residual, norm, ops)
 
 
@@ -51,13 +50,11 @@ class UngatedMlp:
         """How the input is to be quantized."""
         return self.up.fp8_scaling
 
-    def add(
-        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
-        """As `Mlp.add`."""
+    def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
+        """See `layers.FeedForward`."""
         inner = self.up(x)
-        inner = ops.squared_relu(inner, self.down.fp8_scaling) if self.activation is None else self.activation(inner)
-        return self.down.add(inner, residual, norm, ops)
+        made = ops.squared_relu(inner, self.down.fp8_scaling) if self.activation is None else self.activation(inner)
+        return self.down.add(made, residual, norm, ops)
 
 
 UNGATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -102,7 +99,7 @@ class SharedMlp:
     gate: Linear | None = None
     """To one number, whose sigmoid scales the result; the same on all ranks."""
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
+    def add(self, x: Activations, residual: torch.Tensor, ops: Ops) -> None:
         """Add the output for x[T, hidden] to residual[T, hidden], in place."""
         inner = _activated(self, x, ops)
         if self.gate is None:
@@ -118,16 +115,16 @@ class UngatedShared:
     up: Product
     down: Product
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
+    def add(self, x: Activations, residual: torch.Tensor, ops: Ops) -> None:
         """As `SharedMlp.add`."""
         self.down.add(ops.squared_relu(self.up(x), self.down.fp8_scaling), residual)
 
 
-def _activated(mlp: Mlp | SharedMlp, x: torch.Tensor | Fp8Activations, ops: Ops) -> torch.Tensor | Fp8Activations:
+def _activated(mlp: Mlp | SharedMlp, x: Activations, ops: Ops) -> Activations:
     """The input of `down`, for normalized x[T, hidden]."""
     fp8_scaling = mlp.down.fp8_scaling
     if fp8_scaling is None and isinstance(mlp.gate_up, Linear | LoraLinear):
-        inner = mlp.gate_up.gated_linear(x, mlp.activation)
+        inner = mlp.gate_up.gated_linear(plain(x), mlp.activation)
         if inner is not None:
             return inner
     return ops.gate(mlp.gate_up(x), mlp.activation, fp8_scaling)
@@ -153,10 +150,8 @@ class Mixture:
         """How the input is to be quantized."""
         return self.experts.fp8_scaling
 
-    def add(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
-        """As `Mlp.add`."""
+    def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
+        """See `layers.FeedForward`."""
         if self.group is None and self.after is None and self.factor == 1:
             self._add(x, residual, ops)
             return norm(residual, ops)
@@ -165,7 +160,7 @@ class Mixture:
         if self.after is not None:
             if self.group is None:
                 return ops.add_normed(part, self.after, residual, norm)
-            residual.add_(self.group.add(self.turn, part, torch.zeros_like(part), self.after, ops))
+            residual.add_(plain(self.group.add(self.turn, part, torch.zeros_like(part), self.after, ops)))
             return norm(residual, ops)
         if self.factor != 1:
             part *= self.factor
@@ -173,7 +168,7 @@ class Mixture:
             return norm(residual.add_(part), ops)
         return self.group.add(self.turn, part, residual, norm, ops)
 
-    def _add(self, x: torch.Tensor, residual: torch.Tensor, ops: Ops) -> None:
-        self.experts.add(x, residual, ops)
+    def _add(self, x: Activations, residual: torch.Tensor, ops: Ops) -> None:
+        ops.experts(self.experts, plain(x), residual)
         if self.shared is not None:
             self.shared.add(x, residual, ops)

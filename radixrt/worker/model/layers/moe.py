@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
-from radixrt.worker.model.layers.fp8 import Fp8Linear, Fp8Scaling, Fp8Weight, concatenate_fp8
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Linear, Fp8Scaling, Fp8Weight, ScaledOps, concatenate_fp8
 from radixrt.worker.model.layers.int4 import Int4, concatenate_int4
 from radixrt.worker.model.layers.linear import Linear, concatenate
 from radixrt.worker.model.layers.mxfp4 import PackedStack
@@ -16,9 +16,6 @@ from radixrt.worker.model.parallel.sharding import Part, Shard
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec, Routing
 from radixrt.worker.model.spec.spec import SQUARED_RELU, ModelSpec
 from radixrt.worker.model.weights.weights import Weights
-
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.ops import Ops
 
 FUSED_AT = "mlp."
 """Prefix, in `model.layers.<i>.`, of a layer's experts as transformers 5 fuses them, whatever the family. It stores
@@ -63,14 +60,38 @@ class ScaledStack:
         return self.values.nbytes + self.scales.nbytes
 
 
+Stacked = torch.Tensor | ScaledStack | PackedStack | Int4
+"""A weight of all E experts."""
+
+
+class ExpertOps(ScaledOps, Protocol):
+    """The part of `ops.Ops` that experts need. `fp8_scaling`: quantize the result to FP8 with scales of that kind;
+    None: keep the dtype of x."""
+
+    def gate(
+        self, x: torch.Tensor, activation: str, fp8_scaling: Fp8Scaling | None = None, up: torch.Tensor | None = None
+    ) -> Activations:
+        """act(gate) * up, or another function of both (see `ops._ACTIVATIONS`): [T, I], of x[T, 2 I], gate first, or of
+        the gate x[T, I] and up[T, I], whose rows may be apart."""
+
+    def squared_relu(self, x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> Activations:
+        """relu(x[T, I])^2 (arXiv 2109.08668), in place unless it is quantized."""
+
+    def experts(
+        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor, for_router: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Add the output of a mixture of experts for x[T, hidden] to residual[T, hidden], in place. `for_router`: the
+        router's input, if that is not x."""
+
+
 @dataclass(frozen=True, slots=True)
 class Experts:
     """The E routed experts of a layer: `gate_up` [E, 2 I, hidden], the rows of the gate first, and `down` [E, hidden,
     I], both of the same type. Without a gate (SQUARED_RELU), `gate_up` is [E, I, hidden]."""
 
     router: Linear
-    gate_up: torch.Tensor | ScaledStack | PackedStack | Int4
-    down: torch.Tensor | ScaledStack | PackedStack | Int4
+    gate_up: Stacked
+    down: Stacked
     top_k: int
     """Experts of a token."""
     normalized: bool
@@ -101,13 +122,6 @@ class Experts:
     def is_packed(self) -> bool:
         """Whether the experts are in MXFP4 or INT4."""
         return isinstance(self.down, (PackedStack, Int4))
-
-    def add(
-        self, x: torch.Tensor, residual: torch.Tensor, ops: Ops, for_router: torch.Tensor | None = None
-    ) -> None:  # fmt: skip
-        """Add the experts' output for x[T, hidden] to residual[T, hidden], in place. `for_router`: the router's input,
-        if that is not x."""
-        ops.experts(self, x, residual, for_router)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Router logits [T, E] of x[T, hidden], float32 if `Routing.float32_logits` or the router's weight is."""
@@ -151,7 +165,7 @@ class Experts:
         return groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
 
     def one_by_one(
-        self, x: torch.Tensor, residual: torch.Tensor, ops: Ops, for_router: torch.Tensor | None = None
+        self, x: torch.Tensor, residual: torch.Tensor, ops: ExpertOps, for_router: torch.Tensor | None = None
     ) -> None:
         """The reference of `Ops.experts`: loops over the experts on the host. `for_router`: the router's input, if that
         is not x."""
@@ -176,14 +190,12 @@ class Experts:
         residual.add_(total if self.latent is None else self.latent[1](total.to(x.dtype)))
 
     def _linear(
-        self, weights: torch.Tensor | ScaledStack | PackedStack | Int4, biases: torch.Tensor | None, expert: int,
-        dtype: torch.dtype, ops: Ops,
-    ) -> Linear | Fp8Linear:  # fmt: skip
+        self, weights: Stacked, biases: torch.Tensor | None, expert: int, dtype: torch.dtype, ops: ExpertOps
+    ) -> Linear | Fp8Linear:
         bias = None if biases is None else biases[expert]
-        packed = isinstance(weights, (PackedStack, Int4))
-        weight = weights.dequantized(expert, dtype) if packed else weights[expert]
-        if isinstance(weight, Fp8Weight):
-            return Fp8Linear(weight, bias, dtype, ops)
+        if isinstance(weights, ScaledStack):
+            return Fp8Linear(weights[expert], bias, dtype, ops)
+        weight = weights[expert] if isinstance(weights, torch.Tensor) else weights.dequantized(expert, dtype)
         return Linear(weight, bias, self.batch_invariant)
 
 
@@ -220,6 +232,8 @@ def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant:
     moe = spec.experts
     assert moe is not None
     at, hidden, space = f"model.layers.{layer}.{moe.prefix}.", spec.hidden_size, moe.latent_size or spec.hidden_size
+    gate_up: Stacked
+    down: Stacked
     if (fused := _find_fused(weights, f"model.layers.{layer}.", moe)) is not None:
         name, *both = fused
         router = _read_router(weights, name, moe, hidden)
@@ -326,10 +340,10 @@ def _read_scaled(weights: Weights, matrices: list[list[Matrix]]) -> tuple[Scaled
     or if a block that shares a scale has rows of both gate and up: then all experts are dequantized."""
     stacks = None
     for expert, own in enumerate(matrices):
-        *first, last = (weights.scaled(*matrix) for matrix in own)
-        if last is None or any(matrix is None for matrix in first):
+        found = [weight for weight in (weights.scaled(*matrix) for matrix in own) if weight is not None]
+        if len(found) < len(own):
             return None
-        gate_up, down = concatenate_fp8(first), concatenate_fp8([last])
+        gate_up, down = concatenate_fp8(found[:-1]), concatenate_fp8(found[-1:])
         if gate_up is None or down is None:
             return None
         stacks = stacks or (ScaledStack.like(gate_up, len(matrices)), ScaledStack.like(down, len(matrices)))
@@ -342,8 +356,8 @@ def _read_int4(weights: Weights, matrices: list[list[Matrix]]) -> tuple[Int4, In
     """As `_read_unquantized`, in INT4. None if a matrix is not kept so, or is of another kind than the first."""
     stacks = None
     for expert, three in enumerate(matrices):
-        found = [weights.int4(*matrix) for matrix in three]
-        if any(weight is None for weight in found):
+        found = [weight for weight in (weights.int4(*matrix) for matrix in three) if weight is not None]
+        if len(found) < len(three):
             return None
         gate_up, down = concatenate_int4(found[:2]), found[2]
         if gate_up is None:

@@ -1,11 +1,13 @@
-"""Norms in plain torch, and those of heads of q and k for which there are no fused kernels."""
+"""Norms: of hidden states, in plain torch and by fused kernels, and of heads of q and k."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling
 from radixrt.worker.model.layers.rope import rotate
 
 
@@ -24,13 +26,61 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
     return (out if bias is None else out + bias).to(x.dtype)
 
 
+class NormOps(Protocol):
+    """The part of `ops.Ops` that norms of hidden states need."""
+
+    def norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        fp8_scaling: Fp8Scaling | None = None,
+        centered: bool = False,
+        bias: torch.Tensor | None = None,
+    ) -> Activations:
+        """RMSNorm of x[T, H], or LayerNorm if `centered`, maybe with a bias [H]. The weight [H] and the bias have the
+        dtype of x, or float32 (see `NormsSpec.float32_weight`)."""
+
+    def add_normed(
+        self,
+        x: torch.Tensor,
+        after: Norm,
+        residual: torch.Tensor,
+        norm: Norm | NoNorm,
+        scalar: torch.Tensor | None = None,
+    ) -> Activations:
+        """Add the norm `after` of x[T, H] to residual[T, H], and then multiply that by scalar[1], if given, both in
+        place. Returns the `norm` of the new residual."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm, or LayerNorm if `centered`. `fp8_scaling`: how the result is quantized, as its consumer wants."""
+
+    weight: torch.Tensor
+    eps: float
+    fp8_scaling: Fp8Scaling | None
+    centered: bool = False
+    bias: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor, ops: NormOps) -> Activations:
+        return ops.norm(x, self.weight, self.eps, self.fp8_scaling, self.centered, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class NoNorm:
+    """The identity, for models without a norm in some place."""
+
+    def __call__(self, x: torch.Tensor, ops: NormOps) -> torch.Tensor:
+        return x
+
+
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
     """The norm of each head of q, or of k."""
 
     weight: torch.Tensor
     """[D], or [heads, D]: of each head."""
-    bias: torch.Tensor | None
     eps: float
     centered: bool
     """LayerNorm, not RMSNorm."""
@@ -38,7 +88,7 @@ class HeadNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Of x[T, heads, D]."""
         if self.centered:
-            return layer_norm(x, self.weight, self.bias, self.eps)
+            return layer_norm(x, self.weight, None, self.eps)
         return rms_norm(x, self.weight, self.eps)
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling, Fp8Weight, quantize_activations
-from radixrt.worker.model.layers.int4 import Int4
-from radixrt.worker.model.layers.linear import Linear
-from radixrt.worker.model.layers.moe import Experts
-from radixrt.worker.model.layers.norms import layer_norm, rms_norm
-from radixrt.worker.model.lora.lora import Rows, Stack, add_by_adapter
+from radixrt.worker.model.layers.fp8 import (
+    Activations,
+    Fp8Activations,
+    Fp8Scaling,
+    Fp8Weight,
+    plain,
+    quantize_activations,
+)
+from radixrt.worker.model.layers.int4 import Int4, Int4Ops
+from radixrt.worker.model.layers.linear import Linear, LinearOps
+from radixrt.worker.model.layers.moe import ExpertOps, Experts
+from radixrt.worker.model.layers.norms import NoNorm, Norm, NormOps, layer_norm, rms_norm
+from radixrt.worker.model.lora.lora import LoraOps, Rows, Stack, add_by_adapter
 from radixrt.worker.model.spec.spec import CLAMPED_SWIGLU
-
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.layers import NoNorm, Norm
 
 
 def _clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -35,92 +39,9 @@ _ACTIVATIONS = {
 }
 
 
-class Ops(Protocol):
-    """Operations with fused kernels on a GPU (`cuda.ops`); `TorchOps` computes them in plain torch.
-
-    `fp8_scaling`: quantize the result to FP8 with scales of that kind; None: keep the dtype of x."""
-
-    def norm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        fp8_scaling: Fp8Scaling | None = None,
-        centered: bool = False,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor | Fp8Activations:
-        """RMSNorm of x[T, H], or LayerNorm if `centered`, maybe with a bias [H]. The weight [H] and the bias have the
-        dtype of x, or float32 (see `NormsSpec.float32_weight`)."""
-
-    def add_normed(
-        self,
-        x: torch.Tensor,
-        after: Norm,
-        residual: torch.Tensor,
-        norm: Norm | NoNorm,
-        scalar: torch.Tensor | None = None,
-    ) -> torch.Tensor | Fp8Activations:
-        """Add the norm `after` of x[T, H] to residual[T, H], and then multiply that by scalar[1], if given, both in
-        place. Returns the `norm` of the new residual."""
-
-    def gate(
-        self, x: torch.Tensor, activation: str, fp8_scaling: Fp8Scaling | None = None, up: torch.Tensor | None = None
-    ) -> torch.Tensor | Fp8Activations:
-        """act(gate) * up, or another function of both (see `_ACTIVATIONS`): [T, I], of x[T, 2 I], gate first, or of the
-        gate x[T, I] and up[T, I], whose rows may be apart."""
-
-    def squared_relu(self, x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> torch.Tensor | Fp8Activations:
-        """relu(x[T, I])^2 (arXiv 2109.08668), in place unless it is quantized."""
-
-    def scaled(
-        self,
-        x: torch.Tensor | Fp8Activations,
-        weight: Fp8Weight,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The product of x[T, K] and an FP8 weight [N, K] transposed, plus bias[N], in `dtype`; x is quantized first if
-        it is not yet. If residual[T, N] is given, the result is added to it, in place."""
-
-    def small_linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-        add: bool = False,
-    ) -> torch.Tensor | None:
-        """The product of few rows x[T, K] and weight[N, K] transposed, plus bias[N]: a new tensor, or written to
-        out[T, N], or added to it with `add`. None, and nothing is done, if torch's product is to be used."""
-
-    def gated_linear(self, x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """`gate` of the product of many rows x[T, K] and weight[2 I, K] transposed, by one kernel: [T, I]. None, and
-        nothing is done, if two kernels are faster."""
-
-    def int4_linear(
-        self,
-        x: torch.Tensor,
-        weight: Int4,
-        bias: torch.Tensor | None,
-        batch_invariant: bool,
-        out: torch.Tensor | None = None,
-        add: bool = False,
-    ) -> torch.Tensor:
-        """The product of x[T, K] and a weight [N, K] in INT4 transposed, plus bias[N]: a new tensor, or written to
-        out[T, N], or added to it with `add`. `batch_invariant`: see `linear.Linear`."""
-
-    def lora(
-        self, x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: float, batch_invariant: bool
-    ) -> None:
-        """Add factor * B(A x) of each row's adapter to out[T, N], in place, for x[T, K]. `batch_invariant`: see
-        `linear.Linear`."""
-
-    def experts(
-        self, experts: Experts, x: torch.Tensor, residual: torch.Tensor, for_router: torch.Tensor | None = None
-    ) -> None:  # fmt: skip
-        """Add the output of a mixture of experts for x[T, hidden] to residual[T, hidden], in place. `for_router`: the
-        router's input, if that is not x."""
+class Ops(LinearOps, Int4Ops, LoraOps, NormOps, ExpertOps, Protocol):
+    """Operations with fused kernels on a GPU (`cuda.ops`); `TorchOps` computes them in plain torch. Each kind of layer
+    says which ones it needs."""
 
     def mean_squares(self, qkv: torch.Tensor, num_heads: int, kv_heads: int) -> torch.Tensor:
         """float32[T, 2]: for each token of qkv[T, heads + 2 kv_heads, D], the mean of the squares of all elements of q,
@@ -138,7 +59,7 @@ class TorchOps:
         fp8_scaling: Fp8Scaling | None = None,
         centered: bool = False,
         bias: torch.Tensor | None = None,
-    ) -> torch.Tensor | Fp8Activations:
+    ) -> Activations:
         out = layer_norm(x, weight, bias, eps) if centered else rms_norm(x, weight, eps)
         return out if fp8_scaling is None else quantize_activations(out, fp8_scaling)
 
@@ -149,8 +70,8 @@ class TorchOps:
         residual: torch.Tensor,
         norm: Norm | NoNorm,
         scalar: torch.Tensor | None = None,
-    ) -> torch.Tensor | Fp8Activations:
-        residual.add_(after(x, TorchOps()))
+    ) -> Activations:
+        residual.add_(plain(after(x, TorchOps())))
         if scalar is not None:
             residual.mul_(scalar)
         return norm(residual, TorchOps())
@@ -158,19 +79,19 @@ class TorchOps:
     @staticmethod
     def gate(
         x: torch.Tensor, activation: str, fp8_scaling: Fp8Scaling | None = None, up: torch.Tensor | None = None
-    ) -> torch.Tensor | Fp8Activations:
+    ) -> Activations:
         gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
         out = _ACTIVATIONS[activation](gate, up)
         return out if fp8_scaling is None else quantize_activations(out, fp8_scaling)
 
     @staticmethod
-    def squared_relu(x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> torch.Tensor | Fp8Activations:
+    def squared_relu(x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> Activations:
         out = x.relu_().square_()
         return out if fp8_scaling is None else quantize_activations(out, fp8_scaling)
 
     @staticmethod
     def scaled(
-        x: torch.Tensor | Fp8Activations,
+        x: Activations,
         weight: Fp8Weight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,

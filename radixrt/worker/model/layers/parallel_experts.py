@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling
-from radixrt.worker.model.layers.layers import NoNorm, Norm
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling, plain
 from radixrt.worker.model.layers.mlp import SharedMlp
 from radixrt.worker.model.layers.moe import Experts
+from radixrt.worker.model.layers.norms import NoNorm, Norm
 from radixrt.worker.model.layers.ops import Ops
 from radixrt.worker.model.parallel.group import AFTER_MLP, Group
 
@@ -37,18 +37,16 @@ class MlpWithExperts:
         """How the input is to be quantized."""
         return self.mlp.gate_up.fp8_scaling
 
-    def add(
-        self, x: torch.Tensor | Fp8Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
-        """As `Mlp.add`."""
+    def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
+        """See `layers.FeedForward`."""
         tokens = len(residual)
         both = residual.new_zeros((2 * tokens, residual.shape[1]))  # so that ranks meet once
         part = both if self.group is None else self.group.buffer(AFTER_MLP, both).zero_()
         self.mlp.add(x, part[:tokens], ops)
-        for_router = self.before_router(residual, ops)
-        self.experts.add(self.before_experts(residual, ops), part[tokens:], ops, for_router)
+        for_router = plain(self.before_router(residual, ops))
+        ops.experts(self.experts, plain(self.before_experts(residual, ops)), part[tokens:], for_router)
         if self.group is not None:
             self.group.add(AFTER_MLP, part, both, NoNorm(), ops)
         of_mlp, of_experts = both.split(tokens)
-        both = self.after_mlp(of_mlp, ops) + self.after_experts(of_experts, ops)
+        both = plain(self.after_mlp(of_mlp, ops)) + plain(self.after_experts(of_experts, ops))
         return ops.add_normed(both, self.after, residual, norm)

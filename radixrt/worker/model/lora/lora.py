@@ -11,15 +11,12 @@ fills the stacks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from radixrt.worker.model.layers.linear import Linear
-
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.layers import Product
-    from radixrt.worker.model.layers.ops import Ops
+from radixrt.worker.model.layers.fp8 import Activations, plain
+from radixrt.worker.model.layers.linear import Linear, Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +54,16 @@ class Rows:
             self.use(self.adapters[wanted])
 
 
+class LoraOps(Protocol):
+    """The part of `ops.Ops` that products with adapters need."""
+
+    def lora(
+        self, x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: float, batch_invariant: bool
+    ) -> None:
+        """Add factor * B(A x) of each row's adapter to out[T, N], in place, for x[T, K]. `batch_invariant`: see
+        `linear.Linear`."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoraLinear:
     """A product with adapters. As `linear.Linear`."""
@@ -64,23 +71,23 @@ class LoraLinear:
     base: Product
     stack: Stack
     rows: Rows
-    ops: Ops
+    ops: LoraOps
     batch_invariant: bool
 
     fp8_scaling: ClassVar[None] = None
     """The input is not to be quantized: adapters multiply it as it is. An FP8 product quantizes it itself."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         out = self.base(x)
         self._add(x, out)
         return out
 
-    def put(self, x: torch.Tensor, out: torch.Tensor) -> None:
+    def put(self, x: Activations, out: torch.Tensor) -> None:
         """Write the result to `out` [T, out]."""
         self.base.put(x, out)
         self._add(x, out)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor, factor: float = 1.0) -> None:
+    def add(self, x: Activations, residual: torch.Tensor, factor: float = 1.0) -> None:
         """Add the result times a factor to residual[T, out], in place."""
         self.base.add(x, residual, factor)
         self._add(x, residual, factor)
@@ -91,9 +98,9 @@ class LoraLinear:
             return None
         return self.base.gated_linear(x, activation)
 
-    def _add(self, x: torch.Tensor, out: torch.Tensor, factor: float = 1.0) -> None:
+    def _add(self, x: Activations, out: torch.Tensor, factor: float = 1.0) -> None:
         if self.rows.adapters is not None:
-            self.ops.lora(x, self.stack, self.rows, out, factor, self.batch_invariant)
+            self.ops.lora(plain(x), self.stack, self.rows, out, factor, self.batch_invariant)
 
 
 def add_by_adapter(

@@ -10,22 +10,42 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from radixrt.checkpoint.lora_modules import FLAG
+from radixrt.worker.model.layers.fp8 import Fp8Linear
+from radixrt.worker.model.layers.int4 import Int4Linear
+from radixrt.worker.model.layers.linear import Linear, Product
 from radixrt.worker.model.lora.adapter import Adapter, Pair
-from radixrt.worker.model.lora.lora import LoraLinear, Rows, Stack
+from radixrt.worker.model.lora.lora import LoraLinear, LoraOps, Rows, Stack
 from radixrt.worker.model.parallel.sharding import Part
 
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.layers import Product
-    from radixrt.worker.model.layers.ops import Ops
-    from radixrt.worker.model.weights.tensors import Piece
-
+BaseProduct = Linear | Fp8Linear | Int4Linear
+"""A product without adapters."""
 RANK_ALIGNMENT = 16
 """Ranks are padded to a multiple of this: tensor cores multiply so many columns at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A projection [out, in] of a checkpoint, and the part of it to read (None: all)."""
+
+    name: str
+    shape: tuple[int, int]
+    part: Part | None = None
+    has_bias: bool = True
+    """Whether it has a bias, if those that it is concatenated with have one."""
+    rotated: bool = False
+    """It projects to q or k, which RoPE rotates."""
+    order: torch.Tensor | None = None
+    """int64: the rows of `part` that are used, in order; None: all."""
+
+    @property
+    def rows(self) -> Part | None:
+        """The part of its bias."""
+        return self.part if self.part and self.part.dim == 0 else None
 
 
 class Room(NamedTuple):
@@ -84,7 +104,7 @@ class Adapters:
     be put into any slot later."""
 
     def __init__(
-        self, adapters: Sequence[Adapter], room: Room | None, ops: Ops, dtype: torch.dtype, batch_invariant: bool
+        self, adapters: Sequence[Adapter], room: Room | None, ops: LoraOps, dtype: torch.dtype, batch_invariant: bool
     ) -> None:
         self.rows = Rows()
         self.max_rank = room.max_rank if room else max(adapter.rank for adapter in adapters)
@@ -99,7 +119,7 @@ class Adapters:
 
     def on(
         self,
-        product: Product,
+        product: BaseProduct,
         pieces: Sequence[Piece],
         other_name: Callable[[str], str],
         order: Callable[[Piece, torch.Tensor], torch.Tensor],
@@ -112,9 +132,9 @@ class Adapters:
         if not self._everywhere and known.isdisjoint(name for both in names for name in both):
             return product
         sizes, columns = tuple(_rows_of(piece) for piece in pieces), _columns_of(pieces[0])
-        kind = {"dtype": self._dtype, "device": _device_of(product)}
-        a = torch.zeros((self._slots, len(pieces) * self._rank, columns), **kind)
-        b = torch.zeros((self._slots, sum(sizes), self._rank), **kind)
+        device = _device_of(product)
+        a = torch.zeros((self._slots, len(pieces) * self._rank, columns), dtype=self._dtype, device=device)
+        b = torch.zeros((self._slots, sum(sizes), self._rank), dtype=self._dtype, device=device)
         for piece, both, own_a, own_b in zip(
             pieces, names, a.split(self._rank, dim=1), b.split(sizes, dim=1), strict=True
         ):
@@ -169,6 +189,6 @@ def _columns_of(piece: Piece) -> int:
     return piece.part.count if piece.part and piece.part.dim == 1 else piece.shape[1]
 
 
-def _device_of(product: Product) -> torch.device:
+def _device_of(product: BaseProduct) -> torch.device:
     weight = product.weight
     return (weight if isinstance(weight, torch.Tensor) else weight.values).device

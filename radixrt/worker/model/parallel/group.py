@@ -6,16 +6,13 @@ stays the same on all ranks, to the last bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
+from radixrt.worker.model.layers.fp8 import Activations
+from radixrt.worker.model.layers.norms import NoNorm, Norm, NormOps
 from radixrt.worker.model.parallel.sharding import Shard
-
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.fp8 import Fp8Activations
-    from radixrt.worker.model.layers.layers import NoNorm, Norm
-    from radixrt.worker.model.layers.ops import Ops
 
 AFTER_ATTENTION, AFTER_MLP = 0, 1
 """The two buffers of `Group.buffer`, which a forward pass uses alternately."""
@@ -31,8 +28,8 @@ class Group(Protocol):
         It is valid until the next call with the same `turn`, which is the next but one."""
 
     def add(
-        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops
-    ) -> torch.Tensor | Fp8Activations:
+        self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: NormOps
+    ) -> Activations:
         """Add the sum of all ranks' parts, each in its `buffer`, to the residual, in place. Returns the `norm` of the
         new residual."""
 

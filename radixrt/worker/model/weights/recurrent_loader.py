@@ -7,11 +7,11 @@ import torch
 from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet, ba_order, qkvz_order
 from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
 from radixrt.worker.model.layers.recurrent.short_conv import ShortConv
+from radixrt.worker.model.lora.lora_slots import Piece
 from radixrt.worker.model.parallel.sharding import Part
 from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.model.weights.head_loader import HeadsWeightLoader
-from radixrt.worker.model.weights.tensors import Piece
 from radixrt.worker.model.weights.weights import load_float32
 
 
@@ -28,6 +28,8 @@ class RecurrentWeightLoader(HeadsWeightLoader):
     def _mamba(self, at: str, mamba: MambaSpec) -> Mamba:
         """Its heads are divided, and B and C of their groups as K and V are."""
         shard, hidden = self._shard, self._spec.hidden_size
+        own = shard.spec(self._spec).recurrent
+        assert isinstance(own, MambaSpec)
         values, group = shard.part(0, mamba.values), shard.kv_rows(mamba.groups, mamba.state)
         channels = list(zip(mamba.conv_sizes, (values, group, group), strict=True))
         rows = [(mamba.values, values), *channels, (mamba.heads, shard.part(0, mamba.heads))]
@@ -40,7 +42,7 @@ class RecurrentWeightLoader(HeadsWeightLoader):
             return torch.cat([_rows_of(x, part) for x, (_, part) in parts])
 
         return Mamba(
-            spec=shard.spec(self._spec).recurrent,
+            spec=own,
             projection=self._linear(pieces, mamba.bias),
             conv=convolution("weight", 1, mamba.kernel).squeeze(1),
             conv_bias=convolution("bias") if mamba.conv_bias else None,
@@ -55,6 +57,7 @@ class RecurrentWeightLoader(HeadsWeightLoader):
 
     def _delta_net(self, at: str, delta: DeltaSpec) -> DeltaNet:
         heads, own, ups = delta.value_heads, self._shard.spec(self._spec).recurrent, None
+        assert isinstance(own, DeltaSpec)
         qkv = [self._rows(at + name, size) for name, size in zip(delta.qkv, delta.qkv_sizes, strict=False)]
         ba = [self._rows(at + name, heads) for name in (delta.b, delta.a)]
         if delta.fused:  # grouped by heads of k, of which ranks have consecutive ones

@@ -3,52 +3,22 @@ norm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling
+from radixrt.worker.model.layers.linear import Product
 from radixrt.worker.model.layers.moe import sigmoid, softplus
 from radixrt.worker.model.layers.recurrent.delta import gated_delta, gated_norm, short_conv
+from radixrt.worker.model.mixers import Recurrence, RecurrentMixer
 from radixrt.worker.model.spec.delta_spec import DeltaSpec
 
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling
-    from radixrt.worker.model.layers.layers import Product
-    from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
-    from radixrt.worker.model.layers.recurrent.short_conv import ShortConv
-
-
-Mix = Callable[[int, "DeltaNet | ShortConv | Mamba", "torch.Tensor | Fp8Activations"], torch.Tensor]
-"""What has a recurrent state in place of attention: (place of the layer among those that have, its parameters,
-normalized hidden states [T, hidden]) -> the heads' outputs [T, value_heads, value_dim], or [T, channels]. Updates the
-states of the step's sequences. On a GPU it is that of `cuda.delta_step`."""
-
 
 @dataclass(frozen=True, slots=True)
-class Recurrence:
-    """`Mix` in torch, for the states of a step's sequences."""
-
-    layer: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
-    """The states of a linear layer, by its place among these: those of its convolution and of its delta rule."""
-    slots: torch.Tensor
-    """int64[B]"""
-    bounds: torch.Tensor
-    """int64[B + 1]"""
-    to: torch.Tensor | None = None
-    """int64[B]: slots that the states are written to, if not to those that they are read from."""
-
-    def __call__(
-        self, number: int, net: DeltaNet | ShortConv | Mamba, x: torch.Tensor | Fp8Activations
-    ) -> torch.Tensor:
-        return net.mix(x, number, self)
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNet:
-    """Takes the place of `layers.Projections` in a layer with linear attention."""
+class DeltaNet(RecurrentMixer):
+    """Linear attention."""
 
     spec: DeltaSpec
     qkvz: Product
@@ -69,8 +39,8 @@ class DeltaNet:
     ups: tuple[Product, Product] | None = None
     """The second steps of the projections to decays and z, if these have two (`DeltaSpec.rank`)."""
 
-    def mix(self, x: torch.Tensor | Fp8Activations, number: int, states: Recurrence) -> torch.Tensor:
-        """See `Mix`."""
+    def mix(self, x: Activations, number: int, states: Recurrence) -> torch.Tensor:
+        """[T, value_heads, value_dim]."""
         spec, (convs, rules) = self.spec, states.layer(number)
         qkv, rest = self.qkvz(x).tensor_split((spec.channels,), dim=1)
         qkv = short_conv(qkv, self.conv, None, convs, states.slots, states.bounds, to=states.to)
@@ -81,9 +51,7 @@ class DeltaNet:
         out = gated_delta(q, k, v, decay, beta, rules, states.slots, states.bounds, self.exact, states.to)
         return gated_norm(out, z, self.norm, self.eps, "sigmoid" if self.ups else "silu")
 
-    def gates(
-        self, x: torch.Tensor | Fp8Activations, rest: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def gates(self, x: Activations, rest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """float32[T, value_heads]: beta; the logarithm of the decay, the same or [T, value_heads, key_dim]; and z
         [T, values]. `rest`: what `qkvz` gives beside q, k and v."""
         made = self.ba(x).float()
@@ -98,18 +66,12 @@ class DeltaNet:
             a = a.unflatten(1, (self.spec.value_heads, -1))
         return self.spec.beta_factor * beta, rates * a, z
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Projections.gather`."""
-        return x.flatten(1)
-
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:
-        """How the input of `mix` is to be quantized."""
         return self.qkvz.fp8_scaling if self.qkvz.fp8_scaling is self.ba.fp8_scaling else None
 
     @property
     def products(self) -> list[Product]:
-        """The projections that are applied to every token."""
         return [self.qkvz, self.ba, *(self.ups or ())]
 
 

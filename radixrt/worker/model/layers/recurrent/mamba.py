@@ -7,6 +7,7 @@ else is in the step.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -47,23 +48,23 @@ def state_space(
     """
     kind = x.dtype
     x, b, c, decay = x.float(), b.float(), c.float(), step * rates
-    inputs = x * step[..., None], b, c, decay
+    stepped = x * step[..., None]
     out = skip[:, None] * x
     firsts, owners = bounds[:-1], slots
     if len(x) > len(slots) or to is not None:  # otherwise nothing is to be read from a GPU
         counts, start, targets = bounds.diff(), 0, slots if to is None else to
         for count, slot, target in zip(counts.tolist(), slots.tolist(), targets.tolist(), strict=True):
             if count > 1 or to is not None:
-                part = [value[start : start + count] for value in inputs]
+                part = slice(start, start + count)
                 rule = _by_tokens if exact or count == 1 else in_order(_by_chunks, _by_tokens)
-                found, states[target] = rule(*part, states[slot])
-                out[start : start + count] += found
+                found, states[target] = rule(stepped[part], b[part], c[part], decay[part], states[slot])
+                out[part] += found
             start += count
         alone = counts == (1 if to is None else 0)
         firsts, owners = firsts[alone], owners[alone]
     each = max(1, len(owners)) if x.is_cuda else TOGETHER
     for at, own in zip(firsts.split(each), owners.split(each), strict=True):
-        found, states[own] = _one_token(*(value[at] for value in inputs), states[own])
+        found, states[own] = _one_token(stepped[at], b[at], c[at], decay[at], states[own])
         out[at] += found
     return out.to(kind)
 
@@ -91,7 +92,7 @@ def gated(
     if over_ranks is not None:
         every = over_ranks(means[:, 0])
         # Added rank by rank: how torch.sum rounds may depend on the shape.
-        means = (sum(every.unbind(1)) / every.shape[1])[:, None, None]
+        means = (functools.reduce(torch.add, every.unbind(1)) / every.shape[1])[:, None, None]
     normed = weight.float() * (parts * torch.rsqrt(means + eps)).flatten(1)
     return (normed * silu if norm_first else normed).to(x.dtype)
 
@@ -116,8 +117,8 @@ def _by_tokens(
     """The same of one sequence: (output [T, H, P], new state [H, P, N])."""
     out, state = torch.empty_like(x), state.clone()[None]
     for token in range(len(x)):
-        one = (value[token : token + 1] for value in (x, b, c, decay))
-        out[token : token + 1], state = _one_token(*one, state)
+        at = slice(token, token + 1)
+        out[at], state = _one_token(x[at], b[at], c[at], decay[at], state)
     return out, state[0]
 
 

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling
+from radixrt.worker.model.layers.linear import Product
 from radixrt.worker.model.layers.moe import softplus
 from radixrt.worker.model.layers.recurrent.delta import short_conv
 from radixrt.worker.model.layers.recurrent.mamba import gated, state_space
+from radixrt.worker.model.mixers import Recurrence, RecurrentMixer
+from radixrt.worker.model.parallel.group import Group
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
-
-if TYPE_CHECKING:
-    from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling
-    from radixrt.worker.model.layers.layers import Product
-    from radixrt.worker.model.layers.recurrent.delta_net import Recurrence
-    from radixrt.worker.model.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba:
-    """Takes the place of `layers.Projections` in a layer with a Mamba-2 mixer. In a `group`, each rank has a part of
-    its heads, which `spec` describes."""
+class Mamba(RecurrentMixer):
+    """A Mamba-2 mixer. In a `group`, each rank has a part of its heads, which `spec` describes."""
 
     spec: MambaSpec
     projection: Product
@@ -45,15 +41,17 @@ class Mamba:
     """Results must not depend on how sequences are cut into steps."""
     group: Group | None = None
 
-    def mix(self, x: torch.Tensor | Fp8Activations, number: int, states: Recurrence) -> torch.Tensor:
-        """As `DeltaNet.mix`: [T, values]."""
+    def mix(self, x: Activations, number: int, states: Recurrence) -> torch.Tensor:
+        """[T, values]."""
         spec, (convs, rules) = self.spec, states.layer(number)
         z, xbc, step = self.projection(x).split((spec.values, spec.channels, spec.heads), dim=1)
         xbc = short_conv(xbc, self.conv, self.conv_bias, convs, states.slots, states.bounds, to=states.to)
-        x, b, c = xbc.split(spec.conv_sizes, dim=1)
-        x, b, c = x.unflatten(1, (spec.heads, -1)), *(part.unflatten(1, (spec.groups, -1)) for part in (b, c))
+        inner, b, c = xbc.split(spec.conv_sizes, dim=1)
+        inner = inner.unflatten(1, (spec.heads, -1))
+        b, c = (part.unflatten(1, (spec.groups, -1)) for part in (b, c))
+        steps = self.steps(step)
         out = state_space(
-            x, self.steps(step), self.rates, b, c, self.skip, rules, states.slots, states.bounds, self.exact, states.to
+            inner, steps, self.rates, b, c, self.skip, rules, states.slots, states.bounds, self.exact, states.to
         )
         over_ranks = self.over_ranks if spec.group_ranks > 1 else None
         return gated(out.flatten(1), z, self.norm, spec.groups, self.eps, spec.norm == "before_gate", over_ranks)
@@ -71,16 +69,10 @@ class Mamba:
         wide = step.float() + self.step_bias
         return (F.softplus(wide) if wide.is_cuda else softplus(wide)).clamp(*self.spec.limits)
 
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Projections.gather`."""
-        return x
-
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:
-        """How the input of `mix` is to be quantized."""
         return self.projection.fp8_scaling
 
     @property
     def products(self) -> list[Product]:
-        """The projections that are applied to every token."""
         return [self.projection]
