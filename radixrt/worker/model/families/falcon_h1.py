@@ -13,7 +13,8 @@ from radixrt.worker.model.layers.int4 import Int4
 from radixrt.worker.model.parallel.sharding import Part
 from radixrt.worker.model.spec.fields import check_served, common
 from radixrt.worker.model.spec.mamba_spec import MambaSpec, read_mamba
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 from radixrt.worker.model.weights.weight_loader import WeightLoader
 from radixrt.worker.model.weights.weights import Renamed, Weights, copied_part
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from radixrt.worker.model.families.gemma import check_causal
 from radixrt.worker.model.spec.fields import common, layer_kinds, layer_windows, rope_parameters, ropes_by_kind
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
 NORMS = NormsSpec(
     after_attention="post_attention_layernorm",

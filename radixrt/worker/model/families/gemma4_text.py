@@ -15,7 +15,8 @@ from radixrt.worker.model.layers.norms import Norm
 from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
 from radixrt.worker.model.spec.fields import common, layer_kinds, layer_windows, rope_parameters, with_experts
-from radixrt.worker.model.spec.spec import LayerSpec, ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import LayerSpec, ModelSpec
 from radixrt.worker.model.weights.weight_loader import WeightLoader
 
 NORMS = dataclasses.replace(gemma3_text.NORMS, offset=0.0)

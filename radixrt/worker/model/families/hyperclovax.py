@@ -6,7 +6,8 @@ from typing import Any
 
 from radixrt.worker.model.families import granite
 from radixrt.worker.model.spec.fields import check_served
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec, with_features
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec, with_features
 
 NORMS = NormsSpec(after_attention="post_norm1", after_mlp="post_norm2")
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from radixrt.worker.model.spec.delta_spec import ShortConvSpec
 from radixrt.worker.model.spec.fields import common
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 128_000, "norm_eps": 1e-5, "rope_theta": 1e6}
 DEFAULTS |= {"tie_word_embeddings": True, "conv_bias": False, "conv_L_cache": 3}

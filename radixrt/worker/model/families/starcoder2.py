@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
 NORMS = NormsSpec(float32_weight=True, centered=True, bias=True)
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh"}

@@ -10,6 +10,7 @@ from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
 from radixrt.worker.model.spec.index_spec import IndexSpec
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
 
 CLAMPED_SWIGLU = 7.0, 1.702
 """(limit, alpha) of the activation `clamped_swiglu` (gpt-oss); see `layers`."""
@@ -40,27 +41,6 @@ class LatentSpec:
     """The projections to latents have biases."""
     index: IndexSpec | None = None
     """DeepSeek Sparse Attention: queries attend to the tokens that an indexer selects."""
-
-
-@dataclass(frozen=True, slots=True)
-class NormsSpec:
-    """Which norms a layer has, by the names of their tensors (None: there is none), and how they are computed."""
-
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    """Norm of the attention output, before it is added to the residual stream."""
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-    """Norm of the MLP output, before it is added to the residual stream."""
-    float32_weight: bool = False
-    """The weight, also of q and k norms, is multiplied in float32, before the result is rounded to the model's dtype;
-    otherwise after that."""
-    offset: float = 0.0
-    """Added to the weight; needs `float32_weight`."""
-    centered: bool = False
-    """LayerNorm (arXiv 1607.06450) in place of RMSNorm, but for norms of q and k."""
-    bias: bool = False
-    """These LayerNorms have biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +204,7 @@ class ModelSpec:
     pages."""
     hybrid_layers: tuple[tuple[int | None, int | None], ...] = ()
     """By layer, if the checkpoint counts mixers and MLPs as layers of their own: the numbers that its mixer and its MLP
-    have there; None: it has none (see `blocks`)."""
+    have there; None: it has none (see `layers.hybrid_layers`)."""
     layers: tuple[LayerSpec, ...] = ()
     """By layer, if layers differ in these sizes; they then count instead of those above (see `mixed_heads`)."""
     layer_inputs: int = 0

@@ -24,7 +24,8 @@ from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
 from radixrt.worker.model.spec.index_spec import IndexSpec
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
-from radixrt.worker.model.spec.spec import SQUARED_RELU, XIELU, GateSpec, ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import SQUARED_RELU, XIELU, GateSpec, ModelSpec
 from radixrt.worker.model.weights.interleaved_experts import read_interleaved_experts
 from radixrt.worker.model.weights.recurrent_loader import RecurrentWeightLoader
 from radixrt.worker.model.weights.weights import load_float32
