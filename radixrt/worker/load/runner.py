@@ -37,7 +37,7 @@ from radixrt.worker.model.spec.spec import ModelSpec
 from radixrt.worker.model.weights.checkpoint import SafetensorsWeights
 from radixrt.worker.model.weights.quantized import Products, block_size, is_expanded, quantization_of, stored_as
 from radixrt.worker.model.weights.random_weights import RandomWeights
-from radixrt.worker.model.weights.weight_loader import reader_of
+from radixrt.worker.model.weights.weight_loader import loader_of
 from radixrt.worker.parallel.group import TorchGroup, join, leave
 from radixrt.worker.parallel.tensor_parallel import Followers, Leader
 from radixrt.worker.plan import Runner
@@ -208,7 +208,7 @@ def _kept_wide(loaded: Loaded, model: Model, weights: Weights, products: Product
 def read_lora(config: WorkerConfig, loaded: Loaded) -> list[Adapter]:
     """The LoRA adapters of a worker. Raises ValueError if one of them, or any for this model, is not served."""
     modules = lora_modules(config)
-    if (modules or most_loaded(config)) and not reader_of(loaded.whole).takes_adapters:
+    if (modules or most_loaded(config)) and not loader_of(loaded.whole).takes_adapters:
         raise ValueError(f"LoRA adapters are not served for models of type {loaded.hf_config.get('model_type')}")
     return read_adapters(modules, config.max_lora_rank)
 

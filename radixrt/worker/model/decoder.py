@@ -27,7 +27,7 @@ from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.model.positions import Positions
 from radixrt.worker.model.predictor import read_predictor, reading_spec
 from radixrt.worker.model.spec.spec import ModelSpec
-from radixrt.worker.model.weights.weight_loader import reader_of
+from radixrt.worker.model.weights.weight_loader import loader_of
 from radixrt.worker.model.weights.weights import Weights
 
 
@@ -52,7 +52,7 @@ class Decoder(Model):
         self._group = group
         self._odd_sums = odd_sums(spec.hybrid_layers)
         lora = Adapters(adapters, room, self._ops, weights.dtype, batch_invariant) if adapters or room else None
-        kind = reader_of(spec)
+        kind = loader_of(spec)
         reader = kind(spec, weights, batch_invariant, self._ops, group, lora)
         self._embedding = reader.embedding()
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]

@@ -48,7 +48,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         logits_factor=config.get("lm_head_multiplier") or 1.0,
         recurrent=mamba,
     )
-    return dataclasses.replace(plain, reader=FalconReader, own=multipliers(config, plain, mamba))
+    return dataclasses.replace(plain, loader=FalconLoader, loader_args=multipliers(config, plain, mamba))
 
 
 class Multiplied(Renamed):
@@ -81,13 +81,13 @@ class Multiplied(Renamed):
         return next((rows for end, rows in self._multipliers if name.endswith(end)), ())
 
 
-class FalconReader(WeightLoader):
+class FalconLoader(WeightLoader):
     """Multiplies weights by what `multipliers` says."""
 
     takes_adapters = False
 
     def _view(self, weights: Weights) -> Multiplied:
-        return Multiplied(weights, self._spec.stored.other_names, cast(Multipliers, self._spec.own))
+        return Multiplied(weights, self._spec.stored.other_names, cast(Multipliers, self._spec.loader_args))
 
 
 def multipliers(config: dict[str, Any], plain: ModelSpec, mamba: MambaSpec) -> Multipliers:

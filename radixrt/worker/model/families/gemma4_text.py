@@ -62,7 +62,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         embedding_factor=config["hidden_size"] ** 0.5,
         logits_cap=config.get("final_logit_softcapping"),
         layer_inputs=config["hidden_size_per_layer_input"],
-        reader=Gemma4Reader,
+        loader=Gemma4Loader,
     )
     return with_experts(plain, experts(config)) if config.get("enable_moe_block") else plain
 
@@ -109,7 +109,7 @@ def experts(config: dict[str, Any]) -> ExpertsSpec:
     )
 
 
-class Gemma4Reader(WeightLoader):
+class Gemma4Loader(WeightLoader):
     """Reads what layers have at their end, and experts beside their MLPs."""
 
     def layer(self, number: int) -> DecoderLayer:

@@ -72,7 +72,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     if len(heads) != layers or any(n % plain.num_kv_heads for n in heads):
         raise ValueError(f"num_attention_heads_per_layer {list(heads)} is not served; multiples of the KV heads are")
     if len(set(heads)) > 1:
-        plain = dataclasses.replace(plain, reader=LagunaReader, own=heads)
+        plain = dataclasses.replace(plain, loader=LagunaLoader, loader_args=heads)
     experts = ExpertsSpec(
         count=config["num_experts"],
         top_k=config["num_experts_per_tok"],
@@ -136,13 +136,13 @@ class PaddedHeads(Renamed):
         return F.pad(groups, (0, 0) * behind + (0, missing // kv_heads)).flatten(dim, dim + 2)
 
 
-class LagunaReader(WeightLoader):
-    """Reads padded heads."""
+class LagunaLoader(WeightLoader):
+    """Pads heads."""
 
     takes_adapters = False
 
     def _view(self, weights: Weights) -> PaddedHeads:
-        return PaddedHeads(weights, self._spec, cast(tuple[int, ...], self._spec.own))
+        return PaddedHeads(weights, self._spec, cast(tuple[int, ...], self._spec.loader_args))
 
 
 def _with_rotary_dim(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:

@@ -210,11 +210,11 @@ class ModelSpec:
     layer_inputs: int = 0
     """With `layer_scalars`: size of the inputs that each layer has beside the residual stream (see `layer_inputs`); 0:
     there are none."""
-    reader: type | None = None
-    """What reads the layers of a family with more of its own than these fields can say: a subclass of
-    `reading.WeightLoader` in the family's file."""
-    own: object = None
-    """What that reader has to know beside this."""
+    loader: type | None = None
+    """What reads the layers of a family with more of its own than these fields can say: a subclass of `WeightLoader` in
+    the family's file."""
+    loader_args: object = None
+    """What that loader has to know beside this."""
     predicts: bool = False
     """The checkpoint's multi-token prediction layer is used (see `predictor`). It counts as one more layer with
     attention, after all others."""

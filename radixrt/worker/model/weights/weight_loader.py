@@ -274,8 +274,8 @@ class WeightLoader(RecurrentWeightLoader):
         )
 
 
-def reader_of(spec: ModelSpec) -> type[WeightLoader]:
-    """What reads the layers of a model (see `ModelSpec.reader`)."""
-    kind = spec.reader or WeightLoader
+def loader_of(spec: ModelSpec) -> type[WeightLoader]:
+    """What reads the layers of a model (see `ModelSpec.loader`)."""
+    kind = spec.loader or WeightLoader
     assert issubclass(kind, WeightLoader)
     return kind
