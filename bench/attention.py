@@ -28,10 +28,11 @@ from torch.nn import functional as F
 
 from bench.common import save, table
 from bench.worker import ceilings, median_ms
-from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention import attend, kernel_checks, variants
 from radixrt.worker.cuda.attention.attend import Scratch
-from radixrt.worker.cuda.attention.chunks import PagedStep, Pages, Sequences
+from radixrt.worker.cuda.attention.chunks import PagedStep, Sequences
 from radixrt.worker.cuda.attention.decodes import Cuts, DecodePlanner, Lists, SharedPrefixes, sharing_cost
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.ragged import FlashInfer, RaggedStep
 from radixrt.worker.cuda.attention.segments import Chip, SegmentStep, SharedKeys, cut_alone, cut_shared
 from radixrt.worker.cuda.attention.step import DecodeLists, Kernels, StepAttention
@@ -201,7 +202,7 @@ def tail_rows(shape: Shape, limits: dict[str, float], flashinfer: FlashInfer) ->
         limit = limit_ms(shape, unique, batch * new * (cached + new / 2), limits)
         row: dict[str, Any] = {"tails": name, "limit_ms": limit}
         measure(case, limit, "alone", case.gathered(flashinfer), row)
-        if special := variants.find_specialised(case.shape, case.keys.dtype, torch.bfloat16, DEVICE):
+        if special := kernel_checks.find_specialised(case.shape, case.keys.dtype, torch.bfloat16, DEVICE):
             measure(case, limit, "specialised", case.triton(special, False), row)
         with contextlib.suppress(ValueError):
             measure(case, limit, "together", case.together(flashinfer), row)
@@ -220,7 +221,7 @@ def forest_rows(
         row: dict[str, Any] = {"tree": name, "pages": kv_dtype, "limit_ms": forest.limit_ms(limits)}
         chosen = variants.shared_variant(forest.shape, forest.keys.element_size())
         ways = {"plain": forest.runner(None), "tree": forest.runner(chosen)}
-        if special := variants.find_specialised(forest.shape, forest.keys.dtype, torch.bfloat16, DEVICE):
+        if special := kernel_checks.find_specialised(forest.shape, forest.keys.dtype, torch.bfloat16, DEVICE):
             ways["specialised"] = forest.runner(special)
         if flashinfer is not None:
             with contextlib.suppress(ValueError):
@@ -423,7 +424,7 @@ def main() -> None:
             ways["fa3"] = partial(case.gathered, flashinfer)
             ways["fa3_split"] = partial(case.split, flashinfer)
         if not decode:
-            if special := variants.find_specialised(case.shape, case.keys.dtype, torch.bfloat16, DEVICE):
+            if special := kernel_checks.find_specialised(case.shape, case.keys.dtype, torch.bfloat16, DEVICE):
                 ways["specialised"] = partial(case.triton, special, False)
         for name, make in ways.items():
             try:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.chunks import Sequences
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.variants import Variant
 from radixrt.worker.cuda.elementwise.staging import Packer
 from radixrt.worker.cuda.latent import full_heads

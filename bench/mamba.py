@@ -29,10 +29,10 @@ from radixrt.worker.cuda.recurrent.cutting import TOKENS, Cut, Runs
 from radixrt.worker.cuda.recurrent.delta import LayerStates
 from radixrt.worker.cuda.recurrent.mamba import MambaInputs
 from radixrt.worker.cuda.recurrent.mamba_chunks import Tiles
+from radixrt.worker.model.layers.mixers import Recurrence
 from radixrt.worker.model.layers.recurrent.delta import short_conv
 from radixrt.worker.model.layers.recurrent.mamba import gated, state_space
 from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
-from radixrt.worker.model.mixers import Recurrence
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.plan import StateWork
 

@@ -23,7 +23,7 @@ from bench.attention import graph_ms
 from bench.common import save, table
 from bench.worker import ceilings
 from radixrt.worker.cuda.attention import attend, variants
-from radixrt.worker.cuda.attention.chunks import Pages
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.elementwise.staging import Packer
 from radixrt.worker.cuda.latent import index_scores

@@ -14,6 +14,7 @@ import numpy as np
 
 from radixrt.messages import TokenLogprob
 from radixrt.worker.request import Request
+from radixrt.worker.structured.stuck import Stuck
 
 if TYPE_CHECKING:
     from radixrt.checkpoint.lora_modules import LoraModule
@@ -230,7 +231,7 @@ class Result:
     token is known; with the most likely alternatives where `sampling.logprobs` is set."""
     failed: dict[int, str] = field(default_factory=dict)
     """Requests whose logits are not finite, with the reason. Only they fail; the KV they computed is discarded."""
-    stuck: dict[int, str] = field(default_factory=dict)
+    stuck: dict[int, Stuck] = field(default_factory=dict)
     """Requests that allow no token, by their grammar or otherwise, with the reason. Only they fail; the KV they
     computed is valid."""
     proposals: dict[int, list[int]] = field(default_factory=dict)

@@ -82,6 +82,7 @@ class Request:
     limit              the most tokens it may have; at least those it arrived with
     lease              pins the part of its path that is in the tree (set while it runs)
     group              requests of one group count as having arrived with its first (0: no group)
+    priority           orders its tenant's waiting requests, lowest first (`messages.Priority`)
     age                orders requests by arrival: tokens the worker had scheduled then, id of the first of its group,
                        own id
     reached            end of the last planned chunk, in tokens
@@ -105,7 +106,7 @@ class Request:
         "row", "computed", "lease", "age", "hit", "cached_tokens", "reached", "scores",
         "in_flight_tokens", "finished", "needs_host_tokens", "greedy", "matcher", "jumps",
         "initial_len", "reported", "discard_until", "group", "hit_version", "draft_state", "state", "checkpoints",
-        "pinned", "adapter", "allowed", "adjusted",
+        "pinned", "adapter", "allowed", "adjusted", "priority",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int], adapter: int = -1) -> None:
@@ -131,6 +132,7 @@ class Request:
         self.lease: Lease | None = None
         self.age: Age = (0, run.id, run.id)
         self.group = run.group
+        self.priority = run.priority
         self.hit = 0
         self.hit_version = -1
         self.cached_tokens = 0

@@ -8,9 +8,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from radixrt.worker.cuda.attention import attend, variants  # noqa: E402
+from radixrt.worker.cuda.attention import (
+    attend,
+    kernel_checks,  # noqa: E402
+    variants,
+)
 from radixrt.worker.cuda.attention.attend import Scratch  # noqa: E402
-from radixrt.worker.cuda.attention.chunks import PagedStep, Pages, Sequences  # noqa: E402
+from radixrt.worker.cuda.attention.chunks import PagedStep, Sequences  # noqa: E402
+from radixrt.worker.cuda.attention.pages import Pages  # noqa: E402
 from radixrt.worker.cuda.attention.ragged import FlashInfer, RaggedStep  # noqa: E402
 from radixrt.worker.cuda.attention.segments import Cut, SegmentStep  # noqa: E402
 from radixrt.worker.cuda.attention.variants import Shape  # noqa: E402
@@ -76,7 +81,7 @@ def test_as_torch(way, kv_dtype, page_size, window, with_sinks):
             variant = variants.chunk_variant(shape, pool.dtype.itemsize)
             cut = variants.tiling(variant, shape, 2 * 132, single=True)
             if way == "specialised":
-                variant = variants.find_specialised(shape, pool.dtype, torch.bfloat16, DEVICE)
+                variant = kernel_checks.find_specialised(shape, pool.dtype, torch.bfloat16, DEVICE)
                 if variant is None or window is not None:
                     assert pool.dtype.itemsize > 1 or window is not None or CAPABILITY != (9, 0)
                     pytest.skip("this kernel is for FP8 pages on Hopper, without windows")
@@ -106,7 +111,7 @@ def test_as_torch(way, kv_dtype, page_size, window, with_sinks):
 def test_specialised(heads, kv_heads, dim, page_size, with_sinks):
     """Other heads, causal chunks cut anywhere; what pages hold behind the sequences is NaN."""
     shape = Shape(heads, kv_heads, dim, page_size, sinks=with_sinks)
-    variant = variants.find_specialised(shape, torch.float8_e4m3fn, torch.bfloat16, DEVICE)
+    variant = kernel_checks.find_specialised(shape, torch.float8_e4m3fn, torch.bfloat16, DEVICE)
     if CAPABILITY != (9, 0):
         pytest.skip("this kernel is for Hopper")
     assert variant is not None

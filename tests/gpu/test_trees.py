@@ -7,7 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from radixrt.worker.cuda.attention import decodes, variants  # noqa: E402
+from radixrt.worker.cuda.attention import (
+    decodes,
+    kernel_checks,  # noqa: E402
+    variants,
+)
 from radixrt.worker.cuda.attention.decodes import Cuts, SharedPrefixes, sharing_cost
 from radixrt.worker.cuda.attention.ragged import FlashInfer  # noqa: E402
 from radixrt.worker.cuda.attention.segments import Chip, SegmentStep, cut_shared  # noqa: E402
@@ -53,7 +57,7 @@ def test_decodes(page_size, kv_dtype, specialised, flashinfer, monkeypatch):
         size = batch.pool.dtype.itemsize
         few, many = variants.decode_variant(batch.shape, size), variants.shared_variant(batch.shape, size)
         if specialised:
-            many = variants.find_specialised(batch.shape, batch.pool.dtype, torch.bfloat16, DEVICE)
+            many = kernel_checks.find_specialised(batch.shape, batch.pool.dtype, torch.bfloat16, DEVICE)
         cuts = Cuts(
             variants.tiling(few, batch.shape, 8 * 132),
             variants.tiling(many, batch.shape, (1 if specialised else 2) * 132),

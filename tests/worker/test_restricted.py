@@ -17,9 +17,11 @@ from radixrt.worker.load.runner import load_runner
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import NONE_ALLOWED, BadSampling, Request, from_run
 from radixrt.worker.speculative.ngram import Drafter
+from radixrt.worker.structured.stuck import Stuck, StuckCause
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_sample import logits, request
 
+NOT_ALLOWED = Stuck(StuckCause.RESTRICTION, NONE_ALLOWED)
 FEW = st.integers(3, 5)
 
 
@@ -139,7 +141,7 @@ def test_what_a_draft_leaves_no_token_after_is_no_bad_logits():
                 drafts=(Draft(asked, [5], 0),))  # fmt: skip
     sample_step = SampleStep(plan, torch.zeros(2, 8), TorchSampler())
     result = sample_step.read(sample_step.packed.numpy())
-    assert result.tokens[0] == 5 and not result.failed and result.stuck == {1: NONE_ALLOWED}
+    assert result.tokens[0] == 5 and not result.failed and result.stuck == {1: NOT_ALLOWED}
 
 
 def test_bad_logits_are_no_restriction():
@@ -155,7 +157,7 @@ def test_a_grammar_and_allowed_ids_without_a_common_token_are_no_bad_logits(mask
     asked.matcher = object()
     monkeypatch.setattr("radixrt.worker.execution.sample_step.fill_masks", lambda _, out, ahead: out.fill(mask) or {})
     result = picked(asked, torch.zeros(1, 8))
-    assert not result.failed and result.stuck == ({0: NONE_ALLOWED} if stuck else {})
+    assert not result.failed and result.stuck == ({0: NOT_ALLOWED} if stuck else {})
     assert stuck or result.tokens == [5]
 
 

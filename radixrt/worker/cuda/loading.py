@@ -1,4 +1,4 @@
-"""Creates the runner of a GPU: loads weights, finds out which kernels can be used, measures the memory of the largest
+"""Creates the runner of a GPU: finds out which kernels can be used, measures the memory of the largest
 step, and uses the rest for pages."""
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from radixrt.config import WorkerConfig
 from radixrt.messages import Run, Sampling
 from radixrt.worker.cache.page_cache import PageCache
-from radixrt.worker.cuda import ops
 from radixrt.worker.cuda.attention.chunks import HELD_BYTES
 from radixrt.worker.cuda.attention.ragged import FlashInfer
 from radixrt.worker.cuda.attention.segments import MAX_COPIES
@@ -30,9 +29,9 @@ from radixrt.worker.cuda.recurrent.delta_step import chunk_bytes
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.sampling.sampler import Thresholds, find_thresholds
 from radixrt.worker.execution.kv_pool import KVPool, StatePool
+from radixrt.worker.load.kv_scales import Scales
 from radixrt.worker.load.options import Loaded
 from radixrt.worker.load.pools import make_pool, make_states, pool_tokens
-from radixrt.worker.load.runner import load_model, load_scales
 from radixrt.worker.model.model import Model
 from radixrt.worker.parallel.group import TorchGroup
 from radixrt.worker.request import Request
@@ -52,11 +51,10 @@ SILENT_SECONDS = 5.0
 """After how many seconds of building kernels a message is logged."""
 
 
-def load_cuda_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None = None) -> CudaRunner:
-    """See `worker.loading.load_runner`. Raises torch.OutOfMemoryError if weights or a step do not fit."""
-    torch.cuda.set_device(loaded.device)
-    model = load_model(config, loaded, config.deterministic, ops=ops, group=group)
-    scales = load_scales(config, loaded, model)
+def make_cuda_runner(
+    config: WorkerConfig, loaded: Loaded, model: Model, scales: Scales, group: TorchGroup | None = None
+) -> CudaRunner:
+    """See `load.runner.make_runner`. Raises torch.OutOfMemoryError if a step does not fit."""
     flashinfer = None if config.deterministic else find_flashinfer(config, loaded)
     if group is not None and not group.smallest(int(flashinfer is not None)):
         flashinfer = None  # ranks with it would plan differently from those without

@@ -17,32 +17,60 @@ import numpy as np
 import torch
 
 from radixrt.process import gc_tuning
-from radixrt.worker.cuda.attention import attend, variants
-from radixrt.worker.cuda.attention.attention_groups import AttentionGroups, PlannedStep, Works
+from radixrt.worker.cuda.attention.attention_groups import AttentionGroups, PackedAttention, Works
 from radixrt.worker.cuda.attention.chunk_plan import few_wanted
-from radixrt.worker.cuda.attention.chunks import Pages
-from radixrt.worker.cuda.attention.decodes import DecodePlanner, Room
+from radixrt.worker.cuda.attention.decodes import DecodePlanner
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.ragged import FlashInfer
 from radixrt.worker.cuda.elementwise import kernels
-from radixrt.worker.cuda.elementwise.staging import Packer
+from radixrt.worker.cuda.elementwise.staging import PackedArray, Packer
+from radixrt.worker.cuda.forward_pass import Eager, ForwardPass, Piecewise
 from radixrt.worker.cuda.graphs.decode_graphs import DecodeGraphs, graph_sizes
 from radixrt.worker.cuda.graphs.piecewise_graphs import PiecewiseGraphs, sizes_up_to
 from radixrt.worker.cuda.latent.full_chunks import FullHeads
-from radixrt.worker.cuda.latent.sparse import Sparse, SparseAttention
-from radixrt.worker.cuda.recurrent.delta_step import PackedCopies, PackedDelta, by_tokens
-from radixrt.worker.cuda.sampling.answers import Answer, LastTokens, Launched, PackedSamplingMetadata, make_result
-from radixrt.worker.cuda.sampling.mtp import MAX_REQUESTS, Predicting
+from radixrt.worker.cuda.latent.sparse import PackedSparse, Sparse, SparseKinds
+from radixrt.worker.cuda.recurrent.delta_step import DeltaStep, RecurrentStates, StepStates, by_tokens
+from radixrt.worker.cuda.sampling.answers import (
+    Answer,
+    LastTokens,
+    Launched,
+    PackedSampling,
+    PackedSamplingMetadata,
+    make_result,
+)
+from radixrt.worker.cuda.sampling.mtp import MAX_REQUESTS, PackedProposing, Predicting
 from radixrt.worker.cuda.sampling.sampler import CudaSampler, Thresholds
 from radixrt.worker.execution.kv_pool import KVPool, StatePool
 from radixrt.worker.execution.prefix_sharing import Path
 from radixrt.worker.execution.sample_step import SampleStep
 from radixrt.worker.execution.sampler import to_device
-from radixrt.worker.execution.torch_runner import ModelRunner, ranges, wanted
+from radixrt.worker.execution.torch_runner import ModelRunner, leading_decodes, ranges
 from radixrt.worker.model.model import Model
 from radixrt.worker.model.parallel.group import Group
 from radixrt.worker.plan import Plan, Result
 
 log = logging.getLogger("radixrt.cuda")
+
+
+ADAPTERS = 4
+"""Row of `PackedStep.inputs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A step as it is packed for the device: its tokens, and a part for each thing that a step may have."""
+
+    plan: Plan
+    forward: ForwardPass
+    inputs: PackedArray
+    """See `_token_inputs`."""
+    writes: PackedArray
+    """To the page table."""
+    attention: PackedAttention | PackedSparse
+    states: StepStates
+    sampling: PackedSampling
+    proposing: PackedProposing | None
+    """None without a multi-token prediction layer."""
 
 
 @dataclass(slots=True)
@@ -101,9 +129,12 @@ class CudaRunner(ModelRunner):
         self._sinks = model.sinks
         dtypes = pool.dtype, model.dtype, self._device
         self._kinds = AttentionGroups(spec, page_size, dtypes, num_sms, flashinfer, full, tree_attention, exact)
-        self._by_tokens = exact or (spec.recurrent is not None and by_tokens(spec.recurrent, model.dtype, self._device))
-        self._sparse = self._make_sparse(page_size, exact) if spec.index else None
-        if spec.index:
+        alone = exact or (spec.recurrent is not None and by_tokens(spec.recurrent, model.dtype, self._device))
+        self._recurrent = RecurrentStates(states, alone)
+        self._attention: AttentionGroups | SparseKinds = self._kinds
+        if spec.index is not None and pool.index is not None:
+            sparse = Sparse.of(spec.index.top_k, self._kinds.all[0].shape, dtypes, exact)
+            self._attention = SparseKinds(self._kinds, sparse, pool.index)
             graph_batch = graph_tokens = 0  # which queries attend to all tokens, graphs cannot decide
         self._packers = Packer(self._device), Packer(self._device)
         self._deferred: DeferredStep | None = None
@@ -124,16 +155,6 @@ class CudaRunner(ModelRunner):
         self._num_sms = num_sms
         self._predicting: Predicting | None = None
         self._layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in layers]
-
-    def _make_sparse(self, page_size: int, exact: bool) -> Sparse:
-        """For pages of one token, of which each query has a row of its own."""
-        top_k, kinds = self._model.spec.index.top_k, (self.pool.dtype, self._model.dtype, self._device)
-        shape = dataclasses.replace(self._kinds.all[0].shape, page_size=1)
-        variant = variants.decode_variant(shape, self.pool.dtype.itemsize)
-        tiling = attend.best_tiling(variant, shape, *kinds, causal=True)
-        if exact:
-            tiling = dataclasses.replace(tiling, fixed=top_k)
-        return Sparse(top_k, page_size, shape, variant, tiling)
 
     @torch.inference_mode()
     def bind(self, table: np.ndarray) -> None:
@@ -180,6 +201,13 @@ class CudaRunner(ModelRunner):
             found |= (kind.decodes.looked_up if decodes else {}) | (kind.chunks.looked_up if chunks else {})
         return found
 
+    def _paths(self, attention: PackedAttention | PackedSparse) -> dict[int, Path]:
+        """Those of a step that is planned."""
+        if isinstance(attention, PackedAttention):
+            return self._looked_up(attention.decodes > 0, True)
+        paths, queries = self._looked_up(attention.dense.decodes > 0, True), attention.queries
+        return paths if queries is None else {int(queries.dense_requests[n]): path for n, path in paths.items()}
+
     def _pages(self, layer: int) -> Pages:
         keys, values = self._layers[layer]
         window, sinks = self._model.spec.attention_windows[layer], self._sinks[layer]
@@ -190,15 +218,12 @@ class CudaRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[[], Result]:
         self._steps += 1
-        if self.host is not None:
-            self.host.arrive()
-        if plan.moves is not None:
-            self.host.move(plan.moves, wait=plan.needs_onload)
+        self._move_pages(plan)
         packer = self._packers[self._steps % 2]
         packer.clear()
         needs_host_tokens = self._leads and any(request.needs_host_tokens for request in plan.requests)
         size = self._graphs.size_for(plan) if self._graphs else 0
-        works = self._plan_decodes(plan, len(plan.requests), size) if size else None
+        works = self._kinds.plan_decodes(plan, len(plan.requests), size) if size else None
         answer = self._answers[self._steps % 2]
         if works is not None and not any(len(work.shared_prefixes) for each in works for work in each.values()):
             step = self._replay(plan, packer, answer, size, works, needs_host_tokens)
@@ -252,124 +277,93 @@ class CudaRunner(ModelRunner):
         sample_step, answer = deferred.sample_step, self._wait(deferred.answer)
         return self._proposed(deferred.step, deferred.answer, sample_step.read(answer[: len(sample_step.packed)]))
 
-    def _plan_decodes(self, plan: Plan, count: int, size: int) -> list[Works]:
-        """The work of the first `count` requests, by kind of layers, which fits the graph of a `size`, if not 0."""
-        return [kind.plan_decodes(plan, count, Room.of(size, kind.cuts) if size else None) for kind in self._kinds.all]
-
     def _replay(
         self, plan: Plan, packer: Packer, answer: Answer, size: int, works: list[Works], needs_host_tokens: bool
     ) -> Launched:
+        """Launch a step of decodes by its graph."""
+        assert self._graphs is not None
         count = len(plan.requests)
         graph = self._graphs.packed(packer, plan, size, works)
-        copies = PackedCopies.pack(packer, plan.states) if plan.states else None
-        packed_metadata = (
-            PackedSamplingMetadata.pack(packer, plan, np.arange(count), plan.rows)
-            if self._leads and not needs_host_tokens
-            else None
-        )
+        states = self._recurrent.pack_copies(packer, plan)
+        metadata = self._leads and not needs_host_tokens
+        packed_metadata = PackedSamplingMetadata.pack(packer, plan, np.arange(count), plan.rows) if metadata else None
         asked = self._predicting.pack(packer, plan) if self._predicting else None
         if self.on_planned:
             self.on_planned(plan, self._looked_up(True, False))
         answer.begin()
         sent = packer.send(graph.integers)
-        if copies:
-            copies.restore(self.states, sent)
+        states.begin(sent)
         graph.graph.replay()
-        if copies:
-            copies.save(self.states, sent)
-        logits = self._gathered(plan, graph.logits[:count])
-        if packed_metadata:
-            self._sample(logits, packed_metadata, sent, graph.answer[size:])
+        states.end(sent)
+        logits = self._sample(plan, graph.logits[:count], packed_metadata, sent, graph.answer[size:])
         return Launched(logits, graph.answer, size, graph.tokens, sent, graph.hidden, asked)
 
     def _run(
-        self, plan: Plan, packer: Packer, answer: Answer, needs_host_tokens: bool,
-        works: list[Works] | None = None,
-    ) -> Launched:  # fmt: skip
-        parity = self._steps % 2
-        decodes, count = _leading_decodes(plan), len(plan.tokens)
-        padded = self._piecewise_graphs.size_for(count) if self._piecewise_graphs else 0
-        piecewise_graphs, padded = (self._piecewise_graphs, padded) if padded else (None, count)
-        rows = plan.rows[:decodes]
-        positions = ranges(plan.starts, plan.counts).astype(np.int32)
-        of_tokens = np.zeros((5, padded), dtype=np.int32)
-        of_tokens[:3, :count] = plan.tokens, positions, plan.slots
-        of_tokens[3, :decodes] = rows
-        of_tokens[4, count:] = -1
-        of_tokens[4, :count] = -1 if plan.adapters is None else plan.token_adapters
-        inputs = packer.add(of_tokens)
-        writes = packer.add(plan.table_writes)
-        sparse = self._sparse.step(plan, packer) if self._sparse else None
-        dense, singles = (plan, decodes) if sparse is None else (sparse.dense_plan, _leading_decodes(sparse.dense_plan))
-        if works is None:
-            works = self._plan_decodes(dense, singles, 0) if singles else [{} for _ in self._kinds.all]
-        narrow = piecewise_graphs is None and self._narrows(plan, decodes)
-        planned = [
-            PlannedStep(kind, dense, singles, each, packer, parity, narrow)
-            for kind, each in zip(self._kinds.all, works, strict=True)
-        ]
-        copies = delta = mix = None
-        if plan.states:
-            copies = PackedCopies.pack(packer, plan.states)
-            delta = PackedDelta.pack(packer, plan, decodes, self._by_tokens)
-        logit_at = packer.add(wanted(plan).astype(np.int32))
-        chosen = np.flatnonzero(plan.samples)
-        sampled_at = np.cumsum(plan.wants)[chosen] - 1
-        sampled = packer.add(sampled_at.astype(np.int32))
-        sampled_rows = packer.add(plan.rows[chosen])
-        packed_metadata = (
-            PackedSamplingMetadata.pack(packer, plan, sampled_at, plan.rows)
-            if self._leads and not needs_host_tokens
-            else None
-        )
-        asked = before = hidden = None
-        if self._predicting:
-            asked = self._predicting.pack(packer, plan)
-            before = packer.add(self._predicting.before(plan, padded))
-        if self.on_planned:
-            paths = self._looked_up(singles > 0, True)
-            if sparse is not None:
-                paths = {int(sparse.dense_requests[index]): path for index, path in paths.items()}
-            self.on_planned(plan, paths)
-
+        self, plan: Plan, packer: Packer, answer: Answer, needs_host_tokens: bool, works: list[Works] | None = None
+    ) -> Launched:
+        """Launch any step. `works` is the work of its decodes, if that is known."""
+        step = self._pack(plan, packer, needs_host_tokens, works)
         answer.begin()
-        sent = packer.send()
-        kernels.scatter(writes.of(sent), self._table)
-        if copies and delta:
-            copies.restore(self.states, sent)
-            mix = delta.step(self.states, sent)
-        tokens, positions_there, slots, rows_there, adapters = inputs.of(sent)
-        self._model.use_adapters(None if plan.adapters is None else adapters)
-        if piecewise_graphs:  # the device starts while the host prepares the rest
-            piecewise_graphs.begin(inputs.of(sent))
-        attention = self._kinds.attention([step.sent(self._pages, slots, sent) for step in planned])
-        if self._sparse is not None:
-            if sparse is not None:
-                sparse.sent(sent)
-            attention = SparseAttention(self._pages, self.pool.index, slots, attention, sparse)
-        at = logit_at.of(sent).long()
-        if piecewise_graphs:
-            resolved, x, residual = piecewise_graphs.go_on(padded, attention, mix)
-        else:
-            resolved = self._last_tokens.resolve(tokens, rows_there[:decodes])
-            x, residual = self._model.attend_all(resolved, positions_there, attention, mix, at if narrow else None)
-        if copies:
-            copies.save(self.states, sent)
-        if self._predicting and before is not None:
-            hidden = self._model.hidden(x, residual, tokens=resolved)
-            self._predicting.store(resolved, positions_there, slots, hidden, before.of(sent))
-            logits = self._model.logits(hidden[at])
-        elif narrow and len(at):
-            logits = self._model.finish(x, residual, tokens=resolved[at])
-        else:
-            logits = self._model.finish(x, residual, at, tokens=resolved)
-        picked = self._last_tokens.sample_greedy(
-            logits, self._model.own_ids, sampled_rows.of(sent), sampled.of(sent).long()
+        sent, mix = self._send(step, packer)
+        logits, hidden = self._forward(step, sent, mix)
+        picked = self._pick(step, sent, logits)
+        logits = self._sample(plan, logits, step.sampling.metadata, sent, picked[len(logits) :])
+        asked = None if step.proposing is None else step.proposing.asked
+        return Launched(logits, picked, len(logits), step.inputs.of(sent)[0], sent, hidden, asked)
+
+    def _pack(self, plan: Plan, packer: Packer, needs_host_tokens: bool, works: list[Works] | None) -> PackedStep:
+        decodes = leading_decodes(plan)
+        forward, narrow = self._forward_pass(plan, decodes)
+        step = PackedStep(
+            plan,
+            forward,
+            packer.add(_token_inputs(plan, decodes, forward.size)),
+            packer.add(plan.table_writes),
+            self._attention.pack(plan, decodes, works, packer, self._steps % 2, narrow),
+            self._recurrent.pack(packer, plan, decodes),
+            PackedSampling.pack(packer, plan, metadata=self._leads and not needs_host_tokens),
+            self._predicting.pack_all(packer, plan, forward.size) if self._predicting else None,
         )
-        logits = self._gathered(plan, logits)
-        if packed_metadata:
-            self._sample(logits, packed_metadata, sent, picked[len(logits) :])
-        return Launched(logits, picked, len(logits), tokens, sent, hidden, asked)
+        if self.on_planned:
+            self.on_planned(plan, self._paths(step.attention))
+        return step
+
+    def _forward_pass(self, plan: Plan, decodes: int) -> tuple[ForwardPass, bool]:
+        """Piecewise graphs if they are large enough; and whether the last layers are narrow (see `Eager`)."""
+        count = len(plan.tokens)
+        if self._piecewise_graphs is not None and (size := self._piecewise_graphs.size_for(count)):
+            return Piecewise(self._piecewise_graphs, size), False
+        narrow = self._narrows(plan, decodes)
+        return Eager(self._model, self._last_tokens, count, decodes, narrow), narrow
+
+    def _send(self, step: PackedStep, packer: Packer) -> tuple[torch.Tensor, DeltaStep | None]:
+        """Returns the step's integers on the device, and what recurrent layers do."""
+        sent = packer.send()
+        kernels.scatter(step.writes.of(sent), self._table)
+        mix, inputs = step.states.begin(sent), step.inputs.of(sent)
+        self._model.use_adapters(None if step.plan.adapters is None else inputs[ADAPTERS])
+        step.forward.begin(inputs)
+        return sent, mix
+
+    def _forward(
+        self, step: PackedStep, sent: torch.Tensor, mix: DeltaStep | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """This rank's logits of the wanted tokens and, with multi-token prediction, the hidden states of all."""
+        _, positions, slots, *_ = step.inputs.of(sent)
+        attention = step.attention.sent(self._pages, slots, sent)
+        wanted = step.sampling.wanted.of(sent).long()
+        tokens, x, residual, left = step.forward.attend(attention, mix, wanted)
+        step.states.end(sent)
+        if self._predicting is None or step.proposing is None:
+            return self._model.finish(x, residual, left, tokens=tokens), None
+        hidden = self._model.hidden(x, residual, tokens=tokens)
+        self._predicting.store(tokens, positions, slots, hidden, step.proposing.before.of(sent))
+        return self._model.logits(hidden[wanted]), hidden
+
+    def _pick(self, step: PackedStep, sent: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """See `LastTokens.sample_greedy`."""
+        rows, at = step.sampling.rows.of(sent), step.sampling.at.of(sent).long()
+        return self._last_tokens.sample_greedy(logits, self._model.own_ids, rows, at)
 
     def _narrows(self, plan: Plan, decodes: int) -> bool:
         """Whether layers after `ModelSpec.writers` are computed only for tokens whose logits are wanted."""
@@ -379,18 +373,24 @@ class CudaRunner(ModelRunner):
 
     # ------------------------------------------------------------ from logits to tokens
 
-    def _gathered(self, plan: Plan, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of all ranks, float32[S, vocab], if the plan needs them; otherwise this rank's. A collective."""
-        return self._model.gather(logits) if self._group is not None and plan.wants_logits else logits
-
     def _sample(
-        self, logits: torch.Tensor, packed_metadata: PackedSamplingMetadata, sent: torch.Tensor, tokens: torch.Tensor
-    ) -> None:
-        """Sample the tokens that are not greedy; write them to `tokens` and store them as their rows' last tokens."""
-        metadata, rows = packed_metadata.metadata(sent), packed_metadata.at.of(sent)
-        sampled = self._sampler.sample(logits, rows, metadata).int()
-        tokens[packed_metadata.to.of(sent).long()] = sampled
-        self._last_tokens.store(packed_metadata.rows.of(sent), sampled)
+        self,
+        plan: Plan,
+        logits: torch.Tensor,
+        packed_metadata: PackedSamplingMetadata | None,
+        sent: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Sample the tokens that are not greedy; write them to `tokens` and store them as their rows' last tokens.
+        Returns the logits of all ranks, float32[S, vocab], if the plan needs them (then it is a collective); otherwise
+        this rank's."""
+        if self._group is not None and plan.wants_logits:
+            logits = self._model.gather(logits)
+        if packed_metadata is not None:
+            sampled = self._sampler.sample(logits, packed_metadata.at.of(sent), packed_metadata.metadata(sent)).int()
+            tokens[packed_metadata.to.of(sent).long()] = sampled
+            self._last_tokens.store(packed_metadata.rows.of(sent), sampled)
+        return logits
 
     # ------------------------------------------------------------ graphs
 
@@ -399,7 +399,7 @@ class CudaRunner(ModelRunner):
         if sizes := self._graph_sizes:
             self._graphs = DecodeGraphs(
                 self._model, self._pages, self._kinds, self._last_tokens, self._table, sizes, self._packers[0],
-                shown=self._leads, states=self.states, by_tokens=self._by_tokens, predicting=self._predicting,
+                shown=self._leads, recurrent=self._recurrent, predicting=self._predicting,
             )  # fmt: skip
         if pieces := self._piece_sizes:
             has_full = self._kinds.all[0].chunks.has_full
@@ -409,7 +409,12 @@ class CudaRunner(ModelRunner):
                  max(pieces, default=0), used / 1e9)  # fmt: skip
 
 
-def _leading_decodes(plan: Plan) -> int:
-    """How many of a step's first requests compute a single token."""
-    more = np.flatnonzero(plan.counts > 1)
-    return int(more[0]) if len(more) else len(plan.counts)
+def _token_inputs(plan: Plan, decodes: int, size: int) -> np.ndarray:
+    """int32[5, size]: tokens, positions, slots, rows of the page table (those of decodes), adapters; padded."""
+    found, count = np.zeros((5, size), dtype=np.int32), len(plan.tokens)
+    found[:3, :count] = plan.tokens, ranges(plan.starts, plan.counts).astype(np.int32), plan.slots
+    found[3, :decodes] = plan.rows[:decodes]
+    found[ADAPTERS] = -1
+    if plan.token_adapters is not None:
+        found[ADAPTERS, :count] = plan.token_adapters
+    return found

@@ -13,7 +13,7 @@ from radixrt.worker.execution.kv_pool import KVPool
 from radixrt.worker.model.layers import sparse
 from radixrt.worker.model.layers.indexer import Index
 from radixrt.worker.model.layers.latent import LatentHeads
-from radixrt.worker.model.mixers import Attend, Projected
+from radixrt.worker.model.layers.mixers import Attend, Projected
 from radixrt.worker.plan import Plan
 
 
@@ -213,7 +213,7 @@ class TorchStep:
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
-        if k is not None:
+        if k is not None and v is not None:
             self._attention.pool.write(layer, self._written, k, v)
         return heads.value_projection(self.over_pages(layer, q))
 

@@ -20,6 +20,7 @@ from radixrt.messages import TokenLogprob
 from radixrt.worker.plan import FROM_DEVICE, STATE_TOKENS, Moves, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.structured.matcher import fill_masks
+from radixrt.worker.structured.stuck import Stuck
 
 EOS = 2
 _FIRST_TOKEN = 3
@@ -169,7 +170,7 @@ class FakeRunner:
         result = self._result(plan, tokens, stuck) if needs_host_tokens else Result(tokens)
         return result if plan.proposes is None else replace(result, proposals=self._propose(plan, tokens, stuck))
 
-    def _propose(self, plan: Plan, tokens: list[int], stuck: dict[int, str]) -> dict[int, list[int]]:
+    def _propose(self, plan: Plan, tokens: list[int], stuck: dict[int, Stuck]) -> dict[int, list[int]]:
         """The formula's next tokens, some of them wrong. (Those of a grammar differ.)"""
         found, drafts = {}, {draft.first: draft for draft in plan.drafts}
         for index in np.flatnonzero(plan.proposes).tolist():
@@ -182,7 +183,7 @@ class FakeRunner:
                 found[index] = ids
         return found
 
-    def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, str]:
+    def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, Stuck]:
         """Replace tokens by ones that the grammars allow, stop ids first. Returns, by index, why a request is stuck."""
         asked = [b for b, r in enumerate(plan.requests) if r.matcher is not None and plan.samples[b]]
         chosen = [b for b in asked if plan.samples_for(b)]
@@ -198,7 +199,7 @@ class FakeRunner:
             tokens[b] = ends[0] if ends else int(allowed[tokens[b] % len(allowed)])
         return {chosen[n]: problem for n, problem in problems.items()}
 
-    def _result(self, plan: Plan, tokens: list[int], stuck: dict[int, str]) -> Result:
+    def _result(self, plan: Plan, tokens: list[int], stuck: dict[int, Stuck]) -> Result:
         logprobs: list[TokenLogprob | None] = []
         if any(r.sampling.logprobs is not None for r in plan.requests):
             logprobs = [self._logprob(r, token) for r, token in zip(plan.requests, tokens, strict=True)]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from radixrt.worker.execution.attention import TorchAttention
-from radixrt.worker.model.mixers import Projected
+from radixrt.worker.model.layers.mixers import Projected
 from radixrt.worker.model.model import Model
 from radixrt.worker.plan import Plan, Result
 
@@ -64,6 +64,7 @@ class Predicting:
 
         def write(layer: int, heads: Projected) -> None:
             _, k, v = heads.split()
+            assert k is not None and v is not None
             self._attention.pool.write(layer, slots, k, v)
 
         self._predictor.store(tokens, positions, before, write)

@@ -17,6 +17,7 @@ from radixrt.worker.execution.sampler import Ahead, Masks, Sampler, choose, to_d
 from radixrt.worker.plan import Plan, Result
 from radixrt.worker.request import NONE_ALLOWED
 from radixrt.worker.structured.matcher import fill_masks
+from radixrt.worker.structured.stuck import Stuck, StuckCause
 
 NOT_FINITE = "the model gave logits that are not finite"
 
@@ -31,7 +32,7 @@ class SampleStep:
         self._plan = plan
         self._ends = np.cumsum(plan.wants)
         self._chosen = chosen = np.flatnonzero(plan.samples)
-        self._problems: dict[int, str] = {}
+        self._problems: dict[int, Stuck] = {}
         self._vocab_size = logits.shape[-1]
         self._bits: dict[int, np.ndarray] = {}
         """By index: the mask of the request's grammar, int32."""
@@ -121,7 +122,7 @@ class SampleStep:
         for row in np.flatnonzero(finite == 0):
             b = int(np.searchsorted(self._ends, row, side="right"))
             if self._allows_none(b):
-                stuck[b] = NONE_ALLOWED
+                stuck[b] = Stuck(StuckCause.RESTRICTION, NONE_ALLOWED)
             else:
                 failed[b] = NOT_FINITE
         tokens = np.zeros(len(self._plan.requests), dtype=np.int64)

@@ -16,8 +16,8 @@ from radixrt.worker.execution.mtp import Predicting
 from radixrt.worker.execution.prefix_sharing import Path
 from radixrt.worker.execution.sample_step import SampleStep
 from radixrt.worker.execution.sampler import TorchSampler
+from radixrt.worker.model.layers.mixers import Recurrence
 from radixrt.worker.model.lora.adapter import Adapter, read_adapter
-from radixrt.worker.model.mixers import Recurrence
 from radixrt.worker.model.model import Model
 from radixrt.worker.plan import Plan, Result
 
@@ -64,6 +64,14 @@ class ModelRunner:
     def num_host_states(self) -> int:
         """See `plan.Runner`."""
         return 0 if self.host is None else self.host.num_states
+
+    def _move_pages(self, plan: Plan) -> None:
+        """The copies between device and host memory with which a step begins."""
+        if self.host is None:
+            return
+        self.host.arrive()
+        if plan.moves is not None:
+            self.host.move(plan.moves, wait=plan.needs_onload)
 
     def read_adapter(self, module: LoraModule) -> Adapter:
         """See `plan.Runner`."""
@@ -143,27 +151,27 @@ class TorchRunner(ModelRunner):
     @torch.inference_mode()
     def logits(self, plan: Plan) -> torch.Tensor:
         """Compute a step. Returns float32[plan.wants.sum(), vocab], the logits of the wanted positions in order."""
-        if plan.moves is not None:
-            self.host.move(plan.moves)
-        if plan.states is not None:
-            self.states.copy(plan.states.restores)
-        adapters = plan.token_adapters
+        self._move_pages(plan)
+        mix, adapters = self._begin_states(plan), plan.token_adapters
         self._model.use_adapters(None if adapters is None else torch.from_numpy(adapters).to(self._device))
         tokens = torch.from_numpy(plan.tokens).to(self._device, torch.int64)
         positions = torch.from_numpy(ranges(plan.starts, plan.counts)).to(self._device)
         at, attend = torch.from_numpy(wanted(plan)).to(self._device), self._attention.begin(plan, self._device)
-        mix = None if plan.states is None else self._recurrence(plan)
         if self._predicting is None:
             logits = self._model.forward(tokens, positions, attend, at, mix)
         else:
             hidden = self._model.hidden(*self._model.attend_all(tokens, positions, attend, mix))
             self._predicting.store(plan, tokens, positions, hidden)
             logits = self._model.logits(hidden[at])
-        if plan.states is not None:
+        if self.states is not None and plan.states is not None:
             self.states.copy(plan.states.saves)
         return logits
 
-    def _recurrence(self, plan: Plan) -> Recurrence:
+    def _begin_states(self, plan: Plan) -> Recurrence | None:
+        """Copy to the step's states. Returns what recurrent layers do with them; None without such layers."""
+        if self.states is None or plan.states is None:
+            return None
+        self.states.copy(plan.states.restores)
         parts = plan.states.parts(plan.counts)
         sources, targets, bounds = (
             torch.from_numpy(x).to(self._device) for x in (parts.sources, parts.targets, parts.bounds)
@@ -182,3 +190,9 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     starts, counts = starts.astype(np.int64), counts.astype(np.int64)
     before = np.cumsum(counts) - counts
     return np.repeat(starts - before, counts) + np.arange(counts.sum())
+
+
+def leading_decodes(plan: Plan) -> int:
+    """How many of a step's first requests compute a single token."""
+    more = np.flatnonzero(plan.counts > 1)
+    return int(more[0]) if len(more) else len(plan.counts)

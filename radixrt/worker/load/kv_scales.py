@@ -13,7 +13,7 @@ import torch
 
 from radixrt.worker.execution.attention import attend, first_key
 from radixrt.worker.execution.kv_pool import StatePool
-from radixrt.worker.model.mixers import Projected, Recurrence
+from radixrt.worker.model.layers.mixers import Projected, Recurrence
 from radixrt.worker.model.model import Model
 from radixrt.worker.model.weights.weights import Weights
 
@@ -167,7 +167,7 @@ class _Observer:
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
-        if k is None:
+        if k is None or v is None:
             k, v = self._seen[self._sources[layer]]
         self._seen[layer] = k, v
         largest = torch.stack((k.abs().amax(), v.abs().amax())).float()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,11 +13,9 @@ from radixrt.config import WorkerConfig
 from radixrt.worker.execution.host_pool import STATE_SHARE, HostPool, host_bytes, plain_memory
 from radixrt.worker.execution.kv_pool import IndexPool, KVPool, StatePool
 from radixrt.worker.execution.mixed_pool import MixedKVPool
+from radixrt.worker.load.options import Loaded
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.parallel.group import TorchGroup
-
-if TYPE_CHECKING:
-    from radixrt.worker.load.runner import Loaded
 
 log = logging.getLogger("radixrt.loading")
 

@@ -143,9 +143,12 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
 def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None = None) -> ModelRunner:
     """The runner for the device: with kernels on a GPU, unless it cannot run them or `attention_backend` is torch."""
     if uses_kernels(config, loaded):
-        from radixrt.worker.cuda.loading import load_cuda_runner
+        from radixrt.worker.cuda import ops
+        from radixrt.worker.cuda.loading import make_cuda_runner
 
-        return load_cuda_runner(config, loaded, group)
+        torch.cuda.set_device(loaded.device)
+        model = load_model(config, loaded, config.deterministic, ops=ops, group=group)
+        return make_cuda_runner(config, loaded, model, load_scales(config, loaded, model), group)
     on_gpu = loaded.device.type == "cuda"
     if on_gpu and config.attention_backend != "torch":
         log.warning("%s: everything by torch, much slower", no_kernels(loaded))

@@ -13,18 +13,18 @@ from radixrt.worker.model.layers.hybrid_layers import odd_sums
 from radixrt.worker.model.layers.int4 import Int4Linear
 from radixrt.worker.model.layers.layers import DecoderLayer
 from radixrt.worker.model.layers.linear import Linear, Product
+from radixrt.worker.model.layers.mixers import Attend, ForwardContext, Mix
 from radixrt.worker.model.layers.mlp import Mixture
 from radixrt.worker.model.layers.norms import NoNorm
 from radixrt.worker.model.layers.ops import Ops, TorchOps
 from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
+from radixrt.worker.model.layers.positions import Positions
 from radixrt.worker.model.lora.adapter import Adapter
 from radixrt.worker.model.lora.lora import LoraLinear
 from radixrt.worker.model.lora.lora_slots import Adapters, Room
-from radixrt.worker.model.mixers import Attend, ForwardContext, Mix
 from radixrt.worker.model.model import Model
 from radixrt.worker.model.parallel.group import AFTER_MLP, Group
 from radixrt.worker.model.parallel.sharding import Shard
-from radixrt.worker.model.positions import Positions
 from radixrt.worker.model.predictor import read_predictor, reading_spec
 from radixrt.worker.model.spec.spec import ModelSpec
 from radixrt.worker.model.weights.weight_loader import loader_of

@@ -12,8 +12,8 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 if TYPE_CHECKING:
     from radixrt.worker.model.layers.fp8 import Activations
+    from radixrt.worker.model.layers.mixers import Attend, Mix
     from radixrt.worker.model.lora.adapter import Adapter
-    from radixrt.worker.model.mixers import Attend, Mix
     from radixrt.worker.model.predictor import Predictor
 
 

@@ -28,9 +28,9 @@ from safetensors import SafetensorError, safe_open
 from radixrt.worker.model.layers.fp8 import plain
 from radixrt.worker.model.layers.layers import DecoderLayer
 from radixrt.worker.model.layers.linear import Product
+from radixrt.worker.model.layers.mixers import Attend, Attention, Projected
 from radixrt.worker.model.layers.norms import Norm
 from radixrt.worker.model.layers.ops import Ops
-from radixrt.worker.model.mixers import Attend, Attention, Projected
 from radixrt.worker.model.spec.spec import ModelSpec, with_features
 from radixrt.worker.model.weights.checkpoint import INDEX, SINGLE, read_json
 from radixrt.worker.model.weights.weight_loader import WeightLoader

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from radixrt.worker.model.layers.fp8 import Activations
-    from radixrt.worker.model.mixers import Attend, Mix, Projected
+    from radixrt.worker.model.layers.mixers import Attend, Mix, Projected
 
 NAME = "radixrt"
 """Of the attention among those of transformers."""

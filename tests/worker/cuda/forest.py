@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from radixrt.worker.cuda.attention.attend import Scratch
-from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.chunks import Sequences
 from radixrt.worker.cuda.attention.decodes import Cuts, DecodePlanner, Lists
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.segments import SharedKeys
 from radixrt.worker.cuda.attention.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.attention.variants import Shape

@@ -12,7 +12,8 @@ import torch
 from radixrt.worker.cuda.attention import attend, chunk_plan
 from radixrt.worker.cuda.attention.attention_groups import EXACT_PART
 from radixrt.worker.cuda.attention.chunk_plan import ChunkPlanner, FlashInferOrHopper, FullOrAbsorbed
-from radixrt.worker.cuda.attention.chunks import PagedStep, Pages, Sequences
+from radixrt.worker.cuda.attention.chunks import PagedStep, Sequences
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.segments import Chip
 from radixrt.worker.cuda.attention.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.elementwise.staging import Packer

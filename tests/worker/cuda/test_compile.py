@@ -19,10 +19,25 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import attend, drawing, experts, full_heads, invariant, kernels, latent, products, rounding
-from radixrt.worker.cuda import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda import dequantizing, index_scores, int4, lora, mixed_append, packed_experts, residuals, routing
-from radixrt.worker.cuda import host_pool, predicting, router, sampler, scaled, selection, sinks, variants
+from radixrt.worker.cuda.attention import attend
+from radixrt.worker.cuda.sampling import sampling_kernels as drawing
+from radixrt.worker.cuda.moe import experts
+from radixrt.worker.cuda.latent import full_heads, latent
+from radixrt.worker.cuda.linear import invariant, gemm as products, quantize_activations as rounding
+from radixrt.worker.cuda.elementwise import kernels
+from radixrt.worker.cuda.recurrent import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
+from radixrt.worker.cuda.linear import dequant as dequantizing, int4, lora
+from radixrt.worker.cuda.latent import index_scores
+from radixrt.worker.cuda.attention import mixed_append
+from radixrt.worker.cuda.moe import packed_experts, routing
+from radixrt.worker.cuda.elementwise import residuals
+from radixrt.worker.cuda.host import host_pool
+from radixrt.worker.cuda.sampling import mtp as predicting, sampler
+from radixrt.worker.cuda.moe import router
+from radixrt.worker.cuda.linear import fp8 as scaled
+from radixrt.worker.cuda.latent import selection
+from radixrt.worker.cuda.attention import sinks, variants
+from radixrt.worker.cuda.linear import trials
 
 target, every = GPUTarget("cuda", int(sys.argv[1]), 32), sys.argv[2] == "every"
 fp8 = "*fp8e4nv" if int(sys.argv[1]) >= 89 else "*fp8e5"
@@ -387,8 +402,10 @@ build(attend._merge_kernel, pointers, {}, constants, 1)
 constants = {"HEADS": 32, "DIM": 64, "SOME": 16, "WIDTH": 64}
 build(sinks._sink_kernel, ["*bf16", "*fp32", "*fp32"], {}, constants)
 if int(sys.argv[1]) == 90:
-    from radixrt.worker.cuda import hopper, hopper_experts, hopper_gated
-    from radixrt.worker.cuda import hopper_full as full
+    from radixrt.worker.cuda.attention import hopper
+    from radixrt.worker.cuda.moe import hopper_experts
+    from radixrt.worker.cuda.linear import hopper_gated
+    from radixrt.worker.cuda.latent import hopper_full as full
 
     kernel = hopper._attend_specialised
     for causal in (False, True) if every else (True,):
@@ -436,7 +453,7 @@ from types import SimpleNamespace
 
 from triton.runtime import driver
 
-from radixrt.worker.cuda import launching
+from radixrt.worker.cuda.elementwise import launching
 
 built = []
 
@@ -461,11 +478,11 @@ driver.set_active(SimpleNamespace(**{name: lambda *_, value=value: value for nam
 """
 
 HOPPER_INT4 = """
-from radixrt.worker.cuda import hopper_int4
+from radixrt.worker.cuda.linear import hopper_int4
 
 kind = next(kind for kind in hopper_int4.KINDS if str(kind.tokens) == sys.argv[2])
 dtype, size = (torch.float16, 32) if kind.tokens == 32 else (torch.bfloat16, 128)
-weight, x = int4.drawn(torch.device("cpu"), dtype, 200, 1152, size, True, 40)
+weight, x = trials.draw_int4(torch.device("cpu"), dtype, 200, 1152, size, True, 40)
 for splits, bias in ((1, None), (2, torch.zeros(200, dtype=dtype))):
     out = torch.empty((40, 200), dtype=dtype)
     hopper_int4.multiply(x, weight, out, kind, splits, bias=bias, add=bias is not None)
@@ -473,7 +490,7 @@ not_serialized()
 """
 
 HOPPER_PACKED = """
-from radixrt.worker.cuda import hopper_packed_experts
+from radixrt.worker.cuda.moe import hopper_packed_experts
 
 kind = next(kind for kind in hopper_packed_experts.KINDS if str(kind.rows) == sys.argv[2])
 stack = packed_experts._some_mxfp4(torch.Generator().manual_seed(0), torch.device("cpu"))
@@ -489,7 +506,9 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import attend, hopper, kernels, products, scaled
+from radixrt.worker.cuda.attention import attend, hopper
+from radixrt.worker.cuda.elementwise import kernels
+from radixrt.worker.cuda.linear import gemm as products, fp8 as scaled
 
 for kernel in (attend._attend_kernel, hopper._attend_specialised, kernels._gather_kernel):
     stride = next(parameter for parameter in kernel.params if parameter.name == "stride")

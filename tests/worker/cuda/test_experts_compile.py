@@ -12,7 +12,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import experts, routing, scaled_experts
+from radixrt.worker.cuda.moe import experts, routing, fp8_experts as scaled_experts
 
 capability, room = int(sys.argv[1]), int(sys.argv[2])
 INTEGERS = dict.fromkeys(("rows_ptr", "tiles_ptr", "experts_ptr", "places_ptr", "tokens_ptr"), "*i32")

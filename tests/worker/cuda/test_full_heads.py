@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.chunks import Sequences
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.variants import Variant
 from radixrt.worker.cuda.attention.work import Tiling, make_items, make_merges, sequence_tiles
 from radixrt.worker.cuda.elementwise.staging import Packer

@@ -10,8 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.messages import Sampling
-from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention import attend
 from radixrt.worker.cuda.attention.attend import Scratch
+from radixrt.worker.cuda.attention.kernel_checks import find_specialised
 from radixrt.worker.cuda.attention.sinks import add_sinks
 from radixrt.worker.cuda.attention.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.attention.work import make_items, make_merges, sequence_tiles
@@ -47,8 +48,8 @@ def test_another_gluon_is_done_without(monkeypatch):
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr("radixrt.worker.cuda.attention.hopper", raising=False)
     monkeypatch.delattr(language, "shared_memory_descriptor")
-    found = variants.find_specialised(Shape(8, 2, 128, 1), torch.float8_e4m3fn, torch.bfloat16, torch.device("cuda"))
-    assert found is None
+    shape = Shape(8, 2, 128, 1)
+    assert find_specialised(shape, torch.float8_e4m3fn, torch.bfloat16, torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 64), (5, 96), (3, 1000)])

@@ -9,9 +9,9 @@ import torch
 import triton
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention import attend, kernel_checks, variants
 from radixrt.worker.cuda.attention.attend import Scratch
-from radixrt.worker.cuda.attention.chunks import Pages
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.attention.work import Items, make_items, make_merges, sequence_tiles
 from radixrt.worker.cuda.latent import latent
@@ -190,7 +190,7 @@ def test_heads_of_a_tile():
         assert (shape.group, shape.blocks) == (group, heads // group)
         assert variants.decode_variant(shape, 1).rows >= group and variants.chunk_variant(shape, 2).queries(group) >= 1
     assert (shape.key_elements, shape.value_dim, Shape(8, 2, 128, 1).key_elements) == (576, 512, 512)
-    assert variants.find_specialised(shape, torch.float8_e4m3fn, torch.bfloat16, torch.device("cuda")) is None
+    assert kernel_checks.find_specialised(shape, torch.float8_e4m3fn, torch.bfloat16, torch.device("cuda")) is None
 
 
 # ---------------------------------------------------------------- products of each head

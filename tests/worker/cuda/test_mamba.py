@@ -19,10 +19,10 @@ from radixrt.worker.cuda.recurrent.delta import LayerStates
 from radixrt.worker.cuda.recurrent.delta_step import DeltaStep
 from radixrt.worker.cuda.recurrent.mamba import MambaInputs
 from radixrt.worker.execution.kv_pool import StatePool
+from radixrt.worker.model.layers.mixers import Recurrence
 from radixrt.worker.model.layers.recurrent.delta import short_conv
 from radixrt.worker.model.layers.recurrent.mamba import gated, state_space
 from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
-from radixrt.worker.model.mixers import Recurrence
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.spec.mamba_spec import MambaSpec

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from radixrt.worker.cuda.linear import gemm
+from radixrt.worker.cuda.linear import gemm, trials
 from radixrt.worker.cuda.linear.int4 import fitting_stages
 from radixrt.worker.cuda.moe import experts as fused
 from radixrt.worker.cuda.moe import packed_experts, routing
@@ -142,7 +142,7 @@ def test_products_in_int4_are_exact_sums(pair, activation, device):
     """Each tile for the product that it is for: with gate and up, or with down."""
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     tile, counts = pair[activation is None], packed_experts.COUNTS
-    stack, chosen = packed_experts.drawn(torch.Generator(device).manual_seed(0), device, dtype)
+    stack, chosen = trials.draw_experts(torch.Generator(device).manual_seed(0), device, dtype)
     order = routing.sort(chosen, len(counts), tile.rows)
     x = 0.1 * torch.randn((len(chosen), stack.columns), device=device).to(dtype)
     found = packed_experts.product(x, order, stack, tile, activation)

@@ -11,7 +11,8 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.worker.cuda.attention import attend
-from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.chunks import Sequences
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.ragged import FlashInfer, RaggedStep
 from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.elementwise.staging import Packer

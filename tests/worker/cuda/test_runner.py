@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
 from radixrt.worker.cuda import ops
-from radixrt.worker.cuda.attention import segments, variants
+from radixrt.worker.cuda.attention import kernel_checks, segments
 from radixrt.worker.cuda.attention.chunk_plan import FlashInferOrTriton
 from radixrt.worker.cuda.attention.chunks import Sequences
 from radixrt.worker.cuda.attention.variants import Shape, Variant
@@ -168,7 +168,7 @@ def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch
     exact."""
     make_model(tmp_path, family, **SIZES, **({"sliding_window": window} if window else {}))
     special = Variant(128, 128, 4, 2, specialised=True)
-    monkeypatch.setattr(variants, "find_specialised", lambda *_: special)
+    monkeypatch.setattr(kernel_checks, "find_specialised", lambda *_: special)
     _, fast = runners(tmp_path)
     kind, places = fast._kinds.all[0], np.arange(1)
     assert kind.compiled.many is special and not kind.compiled.few.specialised

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from radixrt.worker.cuda.attention import attend, variants
-from radixrt.worker.cuda.attention.chunks import Pages
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.elementwise.staging import Packer
 from radixrt.worker.cuda.latent import index_scores as scoring

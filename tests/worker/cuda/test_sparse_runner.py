@@ -49,7 +49,7 @@ def test_exact_results_do_not_depend_on_the_batch(page_size, tmp_path, monkeypat
     found = []
     for chunk, company in ((64, []), (9, []), (25, others), (64, [prompt[:20]])):
         _, runner = runners(tmp_path, page_size=page_size, exact=True)
-        assert runner._sparse.tiling.fixed == 12, "a query's keys are not divided"
+        assert runner._attention.sparse.tiling.fixed == 12, "a query's keys are not divided"
         engine = Engine(runner, chunk=chunk, rows=8, max_model_len=64)
         engine.generate(company, generating(2))
         id = engine.add(prompt, generating(3))

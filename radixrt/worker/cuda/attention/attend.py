@@ -17,10 +17,8 @@ import triton.language as tl
 
 from radixrt.worker.cuda.attention.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.attention.work import FIELDS, MERGE_FIELDS, Tiling
-from radixrt.worker.cuda.elementwise.launching import KernelCache, launch, wait
+from radixrt.worker.cuda.elementwise.launching import LOG2_E, KernelCache, launch, wait
 from radixrt.worker.cuda.latent import latent
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def _attend_item(
@@ -271,8 +269,8 @@ def attend(
         sizes = shape.heads, shape.group, shape.head_dim, shape.latent, shape.page_size
         tile = variant.rows, variant.keys, variant.warps, variant.stages
         # A step's queries have this dtype already; those of benchmarks may not.
-        given = q.to(latent.multiplied(keys.dtype)), keys, *listed, *numbers
-        return latent.launch(grid, cache, given, sizes, kinds, tile, FIELDS, half_type(keys.dtype), starts is None)
+        of_latents = q.to(latent.multiplied(keys.dtype)), keys, *listed, *numbers
+        return latent.launch(grid, cache, of_latents, sizes, kinds, tile, FIELDS, half_type(keys.dtype), starts is None)
     given = (
         q, keys, values, *listed, scratch.lse if sinks is None else sinks, *numbers,
         shape.heads, shape.kv_heads, shape.head_dim, shape.page_size,
@@ -324,14 +322,20 @@ def best_tiling(
     chip = torch.cuda.get_device_properties(device)
     registers = variant.warps * 32 * (-(-compiled.n_regs // 8) * 8)
     shared = compiled.metadata.shared + SYSTEM_SHARED
-    fit = min(chip.regs_per_multiprocessor // registers, chip.shared_memory_per_multiprocessor // shared)
+    fit = min(chip.regs_per_multiprocessor // registers, chip.shared_memory_per_multiprocessor // shared)  # type: ignore[attr-defined]
     return tiling(variant, shape, chip.multi_processor_count * max(1, min(fit, MAX_PROGRAMS)), single=causal)
 
 
 def merge(
-    partials: Partials, merges: torch.Tensor, entries: torch.Tensor, out: torch.Tensor, shape: Shape,
-    more: Partials | None = None, sinks: torch.Tensor | None = None, cache: KernelCache | None = None,
-) -> None:  # fmt: skip
+    partials: Partials,
+    merges: torch.Tensor,
+    entries: torch.Tensor,
+    out: torch.Tensor,
+    shape: Shape,
+    more: Partials | None = None,
+    sinks: torch.Tensor | None = None,
+    cache: KernelCache | None = None,
+) -> None:
     """Merge partial results into out[T, heads, width of V], by int32 merges[M, MERGE_FIELDS] (those without parts are
     skipped) and int32 entries, of which those from MORE on refer to `more`. `sinks` float32[heads] are added."""
     if len(merges):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention import attend, kernel_checks, variants
 from radixrt.worker.cuda.attention.attend import Scratch
 from radixrt.worker.cuda.attention.chunk_plan import ChunkPlanner
-from radixrt.worker.cuda.attention.chunks import Pages
 from radixrt.worker.cuda.attention.decodes import (
     Cuts,
     DecodePlanner,
@@ -21,15 +21,16 @@ from radixrt.worker.cuda.attention.decodes import (
     SharedPrefixes,
     sharing_cost,
 )
+from radixrt.worker.cuda.attention.kernel_checks import same_bits
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.ragged import FlashInfer
 from radixrt.worker.cuda.attention.segments import Chip
 from radixrt.worker.cuda.attention.step import DecodeLists, Kernels, StepAttention
 from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.elementwise.staging import Packer
-from radixrt.worker.cuda.latent.full_chunks import FullHeads
-from radixrt.worker.cuda.linear.invariant import same_bits
+from radixrt.worker.cuda.latent.full_chunks import FullHeads, FullStep
 from radixrt.worker.model.layers.latent import UpProjections
-from radixrt.worker.model.mixers import Projected
+from radixrt.worker.model.layers.mixers import Attend, Projected
 from radixrt.worker.model.spec.spec import ModelSpec
 from radixrt.worker.plan import Plan
 
@@ -55,7 +56,7 @@ class AttentionGroup:
         itemsize = dtypes[0].itemsize
         few, many = variants.decode_variant(shape, itemsize), variants.shared_variant(shape, itemsize)
         chunk = variants.chunk_variant(shape, itemsize)
-        special = None if exact else variants.find_specialised(shape, *dtypes)
+        special = None if exact else kernel_checks.find_specialised(shape, *dtypes)
         plain = None
         if special is not None:
             many = special
@@ -122,7 +123,10 @@ class PlannedStep:
         }
         long = chunks.by_full_heads(plan, decodes)
         self._chunks, self._last = chunks.plan(plan, decodes, packer, kind.last_packers[parity], parity, long, narrow)
-        self._full, self._absorbed = chunks.plan_full(plan, decodes, long, packer) if long.any() else (None, 0)
+        self._full: FullStep | None = None
+        self._absorbed = 0
+        if long.any():
+            self._full, self._absorbed = chunks.plan_full(plan, decodes, long, packer)
 
     def sent(self, pages: Callable[[int], Pages], slots: torch.Tensor, integers: torch.Tensor) -> StepAttention:
         """The attention, when the packed integers are on the device. `slots` are those of the step's tokens."""
@@ -143,17 +147,52 @@ class PlannedStep:
 class AttentionGroups:
     """The kinds of a model's layers."""
 
-    def __init__(self, spec: ModelSpec, page_size: int, *others: object) -> None:
-        """`others` are those of AttentionGroup, from `dtypes` on."""
+    def __init__(
+        self, spec: ModelSpec, page_size: int, dtypes: DTypes, num_sms: int, flashinfer: FlashInfer | None,
+        full: FullHeads | None, tree_attention: bool, exact: bool,
+    ) -> None:  # fmt: skip
+        """See AttentionGroup."""
+        others = dtypes, num_sms, flashinfer, full, tree_attention, exact
         found: dict[Shape, list[int]] = {}
         for place in range(len(spec.attention_layers)):
             found.setdefault(Shape.of(spec, page_size, place), []).append(place)
         self.all = [AttentionGroup(spec, shape, places, *others) for shape, places in found.items()]
         self._of_place = [list(found).index(Shape.of(spec, page_size, n)) for n in range(len(spec.attention_layers))]
 
+    def plan_decodes(self, plan: Plan, count: int, size: int) -> list[Works]:
+        """The work of the first `count` requests, by kind of layers, which fits the graph of a `size`, if not 0."""
+        return [kind.plan_decodes(plan, count, Room.of(size, kind.cuts) if size else None) for kind in self.all]
+
+    def pack(
+        self, plan: Plan, decodes: int, works: list[Works] | None, packer: Packer, parity: int, narrow: bool
+    ) -> PackedAttention:
+        """A step's attention. `works` is the work of its first `decodes` requests, if that is known. For `parity` and
+        `narrow` see `ChunkPlanner.plan`."""
+        if works is None:
+            works = self.plan_decodes(plan, decodes, 0) if decodes else [{} for _ in self.all]
+        steps = [
+            PlannedStep(kind, plan, decodes, each, packer, parity, narrow)
+            for kind, each in zip(self.all, works, strict=True)
+        ]
+        return PackedAttention(self, decodes, steps)
+
     def attention(self, steps: Sequence[StepAttention]) -> StepAttention | MixedAttention:
         """The attention of all layers from that of each kind."""
         return steps[0] if len(steps) == 1 else MixedAttention([steps[kind] for kind in self._of_place])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAttention:
+    """A step's attention in all layers, planned and packed."""
+
+    kinds: AttentionGroups
+    decodes: int
+    """How many of its requests are decodes."""
+    steps: list[PlannedStep]
+
+    def sent(self, pages: Callable[[int], Pages], slots: torch.Tensor, integers: torch.Tensor) -> Attend:
+        """See `PlannedStep.sent`."""
+        return self.kinds.attention([step.sent(pages, slots, integers) for step in self.steps])
 
 
 class MixedAttention:

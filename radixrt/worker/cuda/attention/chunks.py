@@ -17,9 +17,10 @@ import torch
 
 from radixrt.worker.cuda.attention import attend
 from radixrt.worker.cuda.attention.attend import Scratch
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.variants import Shape, Variant
-from radixrt.worker.cuda.attention.work import Tiles, Tiling, make_items, make_merges, sequence_tiles
-from radixrt.worker.cuda.elementwise.staging import PackedArray, Packer
+from radixrt.worker.cuda.attention.work import Items, Merges, Tiles, Tiling, make_items, make_merges, sequence_tiles
+from radixrt.worker.cuda.elementwise.staging import PackedArray, Packer, of_maybe
 
 HELD_BYTES = 1 << 29
 """The most bytes of partial results at a time, where the length of parts is fixed: those of a chunk after a long
@@ -44,19 +45,6 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class Pages:
-    """K and V of one layer, [slots, kv_heads, D], the page table int32[rows, pages], and the scales that K and V are
-    multiplied by; `sinks` float32[heads], if the model has them."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    table: torch.Tensor
-    scales: tuple[float, float]
-    window: int | None
-    sinks: torch.Tensor | None = None
 
 
 class ChunkStep(Protocol):
@@ -95,6 +83,25 @@ class LastLayers:
 # ---------------------------------------------------------------- over pages, in place
 
 
+@dataclass(frozen=True, slots=True)
+class _PackedWork:
+    """Packed Items, and the merges of their results."""
+
+    items: PackedArray
+    starts: PackedArray | None
+    merges: PackedArray
+    entries: PackedArray
+
+    @classmethod
+    def pack(cls, packer: Packer, items: Items, merges: Merges) -> _PackedWork:
+        packed, starts = packer.add(items.items), None if items.starts is None else packer.add(items.starts)
+        return cls(packed, starts, packer.add(merges.queries), packer.add(merges.entries))
+
+    def of(self, sent: torch.Tensor) -> tuple[attend.Work, torch.Tensor, torch.Tensor]:
+        work = self.items.of(sent), of_maybe(self.starts, sent)
+        return work, self.merges.of(sent), self.entries.of(sent)
+
+
 class PagedStep:
     """A ChunkStep that reads pages in place (see the module). The layers of each window have one work list or, where
     the length of parts is fixed, several that run in turn. `plain`: kernel and tiling of the layers without a window,
@@ -112,7 +119,7 @@ class PagedStep:
     ) -> None:
         self._shape = shape
         self._variants: dict[int | None, Variant] = {}
-        self._pieces: dict[int | None, list[tuple[PackedArray | None, ...]]] = {window: [] for window in windows}
+        self._packed: dict[int | None, list[_PackedWork]] = {window: [] for window in windows}
         self._partials = 1
         most = min(MAX_ITEMS, HELD_BYTES // (4 * shape.heads * (shape.value_dim + 1)))
         for window in windows:
@@ -123,24 +130,20 @@ class PagedStep:
             for part in _rounds(tiles, how.fixed, most) if how.fixed else (tiles,):
                 items, _ = make_items(part, how)
                 merges = make_merges([items.items])
-                lists = items.items, items.starts, merges.queries, merges.entries
-                self._pieces[window].append(tuple(None if x is None else packer.add(x) for x in lists))
+                self._packed[window].append(_PackedWork.pack(packer, items, merges))
                 if len(merges.entries):  # otherwise, all results are written directly
                     self._partials = max(self._partials, merges.partials)
 
     def sent(self, integers: torch.Tensor) -> None:
-        self._lists = {
-            window: [[x and x.of(integers) for x in pieces] for pieces in rounds]
-            for window, rounds in self._pieces.items()
-        }
+        self._lists = {window: [work.of(integers) for work in rounds] for window, rounds in self._packed.items()}
         self._scratch = Scratch.make(self._partials, self._shape, integers.device)
-        self._cache = {window: self._shape.kernel_cache() for window in self._pieces}
+        self._cache = {window: self._shape.kernel_cache() for window in self._packed}
 
     def run(self, q: torch.Tensor, pages: Pages, out: torch.Tensor) -> None:
         cache = self._cache[pages.window]
-        for items, starts, merges, entries in self._lists[pages.window]:
+        for work, merges, entries in self._lists[pages.window]:
             attend.attend(
-                q, pages.keys, pages.values, pages.table, (items, starts), out, self._scratch, self._shape,
+                q, pages.keys, pages.values, pages.table, work, out, self._scratch, self._shape,
                 self._variants[pages.window], window=pages.window, causal=True, scales=pages.scales, sinks=pages.sinks,
                 cache=cache,
             )  # fmt: skip

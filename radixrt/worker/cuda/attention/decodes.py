@@ -156,8 +156,11 @@ class DecodePlanner:
         self, requests: tuple[Request, ...], rows: np.ndarray, positions: np.ndarray, room: Room | None
     ) -> DecodeWork:
         kept = self._kept
-        same = kept is not None and kept.requests == requests and np.array_equal(kept.rows, rows)
-        if same and (room is None or len(kept.work.shared_prefixes) or room.holds(kept.work)):
+        if (
+            kept is not None
+            and (kept.requests == requests and np.array_equal(kept.rows, rows))
+            and (room is None or len(kept.work.shared_prefixes) or room.holds(kept.work))
+        ):
             grown = int(positions[0] - kept.positions[0]) if len(positions) else 0
             fixed = self._cuts.few.fixed or 1 << 30
             if (
@@ -267,10 +270,10 @@ class Lists:
     @classmethod
     def pack(cls, packer: Packer, work: DecodeWork, room: Room | None = None, size: int | None = None) -> Lists:
         """With `room`, each list is padded to it, and the order to `size`."""
+        most = (None,) * 4 if room is None else (room.few, room.many, room.merges, room.entries)
         few, many = (
-            (packer.add(x.items, most), None if x.starts is None else packer.add(x.starts))
-            for x, most in ((work.few, room and room.few), (work.many, room and room.many))
+            (packer.add(x.items, count), None if x.starts is None else packer.add(x.starts))
+            for x, count in zip((work.few, work.many), most, strict=False)
         )
-        merges = packer.add(work.merges, room and room.merges)
-        entries = packer.add(work.entries, room and room.entries)
+        merges, entries = packer.add(work.merges, most[2]), packer.add(work.entries, most[3])
         return cls(few, many, merges, entries, packer.add(work.order, size), work.shared)

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from radixrt.worker.cuda.attention import attend, variants, warpgroups
-from radixrt.worker.cuda.attention.attend import Scratch
+from radixrt.worker.cuda.attention import warpgroups
 from radixrt.worker.cuda.attention.variants import Shape, Variant
 from radixrt.worker.cuda.attention.warpgroups import (
     KEYS,
@@ -31,7 +29,7 @@ from radixrt.worker.cuda.attention.warpgroups import (
     count_blocks,
     store_results,
 )
-from radixrt.worker.cuda.attention.work import FIELDS, make_items, sequence_tiles
+from radixrt.worker.cuda.attention.work import FIELDS
 from radixrt.worker.cuda.elementwise import launching
 
 FEEDERS = 8
@@ -268,33 +266,8 @@ def launch(
 VARIANT = Variant(ROWS, KEYS, 4, STAGES, specialised=True)
 
 
-def find(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device) -> Variant | None:
-    """The variant for tiles of many queries; None if this kernel does not apply, or gives wrong results here."""
+def applies(shape: Shape, pages: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for these heads."""
     if pages.itemsize > 1 or dtype.itemsize != 2 or shape.head_dim not in DIMS or shape.group > ROWS or shape.cap:
-        return None
-    if shape.value_dim != shape.head_dim:
-        return None
-    return VARIANT if warpgroups.agrees(lambda: _apart(shape, pages, dtype, device), device) else None
-
-
-def _apart(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device) -> float:
-    """The relative difference to the kernel of `attend`, for a few sequences and causal chunks."""
-    starts, counts = np.array([0, 130, 600]), np.array([300, 1, 70])
-    generator = torch.Generator(device).manual_seed(0)
-    held = -(-int((starts + counts).max()) // shape.page_size)
-    size = (held * shape.page_size, shape.kv_heads, shape.head_dim)
-    keys, values = (torch.randn(size, generator=generator, device=device).to(pages) for _ in range(2))
-    table = torch.arange(held, dtype=torch.int32, device=device)[None]
-    first = np.cumsum(counts) - counts
-    q = torch.randn((int(counts.sum()), shape.heads, shape.head_dim), generator=generator, device=device).to(dtype)
-    sinks = torch.randn(shape.heads, generator=generator, device=device) if shape.sinks else None
-    found = []
-    for variant in (VARIANT, variants.chunk_variant(shape, pages.itemsize)):
-        cut = variants.tiling(variant, shape, shape.kv_heads)
-        items, _ = make_items(sequence_tiles(0 * starts, starts, counts, first, None, cut.queries), cut)
-        scratch, out = Scratch.make(int(items.partials), shape, device), torch.empty_like(q)
-        items.items[:, 7] = 1  # with one program no tile is divided: results are written directly
-        work = torch.from_numpy(items.items).to(device), torch.from_numpy(items.starts).to(device)
-        attend.attend(q, keys, values, table, work, out, scratch, shape, variant, sinks=sinks)
-        found.append(out.float())
-    return float((found[0] - found[1]).norm() / found[1].norm())
+        return False
+    return shape.value_dim == shape.head_dim

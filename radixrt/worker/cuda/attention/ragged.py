@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
 from radixrt.worker.cuda.attention import attend
-from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.chunks import Sequences
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.sinks import add_sinks
 from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.attention.work import MERGE_FIELDS
@@ -46,7 +48,8 @@ class FlashInfer:
         """The most tokens whose K and V fit the workspace: those of a group of sequences together."""
         size = (tokens, shape.kv_heads, shape.head_dim)
         self.workspace = torch.empty(size, dtype=dtype, device=device), torch.empty(size, dtype=dtype, device=device)
-        self._wrappers: dict[tuple[int, int], object] = {}
+        self._wrappers: dict[tuple[int, int], Any] = {}
+        """Their class has no types."""
         self._planned: dict[object, tuple[object, ...]] = {}
 
     def try_out(self, windows: set[int | None]) -> None:
@@ -58,7 +61,7 @@ class FlashInfer:
         for window in windows:
             wrapper = self.wrapper(0, 0)
             self.plan(wrapper, counts, np.array([100, 300]), window)
-            wrapper.run(q, k, v, out=torch.empty_like(q))  # type: ignore[attr-defined]
+            wrapper.run(q, k, v, out=torch.empty_like(q))
         # Parts are rare (`chunk_plan`): the kernel that merges them is compiled here, not when the first are served.
         lse = torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
         nothing = torch.zeros((1, MERGE_FIELDS), dtype=torch.int32, device=q.device)
@@ -68,7 +71,7 @@ class FlashInfer:
         attend.merge((q, lse), nothing, nothing[0], torch.empty_like(q), shape, sinks=sinks)
         torch.cuda.synchronize(self._buffer.device)
 
-    def wrapper(self, parity: int, number: int) -> object:
+    def wrapper(self, parity: int, number: int) -> Any:
         """The `number`-th wrapper of a step; even and odd steps (`parity`) have their own."""
         key = parity, number
         if key not in self._wrappers:
@@ -77,9 +80,7 @@ class FlashInfer:
             )
         return self._wrappers[key]
 
-    def plan(
-        self, wrapper: object, counts: np.ndarray, keys: np.ndarray, window: int | None, causal: bool = True
-    ) -> None:
+    def plan(self, wrapper: Any, counts: np.ndarray, keys: np.ndarray, window: int | None, causal: bool = True) -> None:
         """Plan a wrapper for sequences with `counts` queries that are the last of `keys` keys (or see all of them, if
         not `causal`); nothing happens if that is its plan already. These are host arrays: nothing waits for the
         device."""
@@ -88,7 +89,7 @@ class FlashInfer:
             return
         shape = self._shape
         self._planned.pop(wrapper, None)  # in case the plan fails
-        wrapper.plan(  # type: ignore[attr-defined]
+        wrapper.plan(
             qo_indptr=_starts(counts),
             kv_indptr=_starts(keys),
             num_qo_heads=shape.heads,
@@ -129,7 +130,7 @@ class _Group:
     """Keys to gather for the longest sequence."""
     total: int
     """Keys to gather in all."""
-    wrapper: object
+    wrapper: Any
 
 
 class RaggedStep:
@@ -170,10 +171,10 @@ class RaggedStep:
             )  # fmt: skip
             mine, asked, wrapper = out[group.queries], q[group.queries], group.wrapper
             if pages.sinks is None:
-                wrapper.run(asked, k, v, out=mine)  # type: ignore[attr-defined]
+                wrapper.run(asked, k, v, out=mine)
                 continue
             lse = torch.empty(mine.shape[:2], dtype=torch.float32, device=q.device)
-            wrapper.run(asked, k, v, out=mine, lse=lse, return_lse=True)  # type: ignore[attr-defined]
+            wrapper.run(asked, k, v, out=mine, lse=lse, return_lse=True)
             add_sinks(mine, lse, pages.sinks)
 
 

@@ -13,13 +13,15 @@ A query has a copy and a partial result in each part that it is in. Partial resu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from radixrt.worker.cuda.attention import attend
-from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.chunks import Sequences
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.ragged import FlashInfer
 from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.elementwise import kernels
@@ -189,20 +191,24 @@ class SharedKeys:
         begin = 0
         for run in self._runs:
             mine = rows[begin : begin + run.copies]
-            run.wrapper.run(mine, run.k, run.v, out=run.out, lse=run.lse, return_lse=True)  # type: ignore[attr-defined]
+            run.wrapper.run(mine, run.k, run.v, out=run.out, lse=run.lse, return_lse=True)
             begin += run.copies
         return self._partials
 
 
+@dataclass(slots=True)
 class _Run:
-    """One launch of FlashInfer: its numbers of query copies and of keys, and its views of the workspace."""
+    """One launch of FlashInfer: its numbers of query copies and of keys, and its views of the workspace, which `sent`
+    sets."""
 
-    __slots__ = ("copies", "k", "keys", "lse", "out", "v", "wrapper")
-
-    def __init__(self, wrapper: object, copies: int, keys: int) -> None:
-        self.wrapper = wrapper
-        self.copies = copies
-        self.keys = keys
+    wrapper: Any
+    """FlashInfer's, which has no types."""
+    copies: int
+    keys: int
+    k: torch.Tensor = field(init=False)
+    v: torch.Tensor = field(init=False)
+    out: torch.Tensor = field(init=False)
+    lse: torch.Tensor = field(init=False)
 
 
 class SegmentStep:

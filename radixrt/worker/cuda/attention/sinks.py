@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.attention.attend import LOG2_E
+from radixrt.worker.cuda.elementwise.launching import LOG2_E
 
 HEADS = 16
 """Heads of a program."""

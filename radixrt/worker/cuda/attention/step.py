@@ -9,17 +9,19 @@ import torch
 
 from radixrt.worker.cuda.attention import attend, mixed_append
 from radixrt.worker.cuda.attention.attend import Scratch
-from radixrt.worker.cuda.attention.chunks import ChunkStep, LastLayers, Pages
+from radixrt.worker.cuda.attention.chunks import ChunkStep, LastLayers
 from radixrt.worker.cuda.attention.decodes import Lists
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.segments import SharedKeys
 from radixrt.worker.cuda.attention.variants import Shape, Variant
 from radixrt.worker.cuda.elementwise import kernels
+from radixrt.worker.cuda.elementwise.staging import of_maybe
 from radixrt.worker.cuda.latent import latent
 from radixrt.worker.cuda.latent.full_chunks import FullStep
 from radixrt.worker.model.layers.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers.layers import Heads
 from radixrt.worker.model.layers.mixed_heads import MixedHeads
-from radixrt.worker.model.mixers import Projected
+from radixrt.worker.model.layers.mixers import Projected
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class DecodeLists:
 
     @classmethod
     def of(cls, lists: Lists, sent: torch.Tensor, shared_prefixes: SharedKeys | None = None) -> DecodeLists:
-        few, many = ((items.of(sent), starts and starts.of(sent)) for items, starts in (lists.few, lists.many))
+        few, many = ((items.of(sent), of_maybe(starts, sent)) for items, starts in (lists.few, lists.many))
         merges, entries = lists.merges.of(sent), lists.entries.of(sent)
         if shared_prefixes is not None:
             shared_prefixes.sent(sent)

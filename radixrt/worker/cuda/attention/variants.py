@@ -43,7 +43,7 @@ class Shape:
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int, layer: int = 0) -> Shape:
         """That of the `layer`-th layer with attention."""
-        own, latent = spec.layer(spec.attention_layers[layer]), spec.latent and spec.latent.rank
+        own, latent = spec.layer(spec.attention_layers[layer]), None if spec.latent is None else spec.latent.rank
         v_dim = own.value_dim if own.value_dim != own.head_dim else None
         return cls(
             spec.num_heads, own.kv_heads, own.head_dim, page_size, latent, spec.scale, own.sinks,
@@ -173,18 +173,8 @@ def room() -> int:
     """Bytes of shared memory that a program may have; those of Hopper where there is no GPU."""
     if not torch.cuda.is_available():
         return 232_448
-    return torch.cuda.get_device_properties(torch.cuda.current_device()).shared_memory_per_block_optin
-
-
-def find_specialised(shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device) -> Variant | None:
-    """The variant of `hopper`, for tiles of many queries; None if it cannot be used."""
-    if shape.latent is not None:
-        return None
-    try:
-        from radixrt.worker.cuda.attention import hopper
-    except (ImportError, AttributeError):  # a Triton without Gluon, or with another version of it
-        return None
-    return hopper.find(shape, pages, dtype, device)
+    chip = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return chip.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def tiling(variant: Variant, shape: Shape, programs: int, single: bool = False) -> Tiling:

@@ -20,7 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from radixrt.worker.cuda.attention.attend import LOG2_E
+from radixrt.worker.cuda.elementwise.launching import LOG2_E
 
 log = logging.getLogger("radixrt.cuda")
 

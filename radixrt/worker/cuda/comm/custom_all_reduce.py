@@ -35,8 +35,8 @@ import triton.language as tl
 
 from radixrt.worker.cuda.elementwise.kernels import norm
 from radixrt.worker.cuda.elementwise.launching import launch, wait
-from radixrt.worker.cuda.linear.quantize_activations import launch_sizes, room, store_fp8
-from radixrt.worker.model.layers.fp8 import LIMIT, Fp8Activations, Fp8Scaling
+from radixrt.worker.cuda.linear.quantize_activations import launch_sizes, result, store_fp8
+from radixrt.worker.model.layers.fp8 import LIMIT, Activations, Fp8Scaling
 
 PROGRAMS = 128
 """The most programs of a call. All of them must be resident at once, or a barrier could wait for one that was never
@@ -315,7 +315,7 @@ class CustomAllReduce:
         weight: torch.Tensor,
         eps: float,
         fp8_scaling: Fp8Scaling | None = None,
-    ) -> torch.Tensor | Fp8Activations:
+    ) -> Activations:
         """`add`, and then `kernels.norm` of the sum, with the same bits; in one kernel, unless it is added by
         shares."""
         if self._by_shares(rows):
@@ -323,11 +323,7 @@ class CustomAllReduce:
             return norm(residual, weight, eps, fp8_scaling)
         self._take(turn, rows, residual)
         group, block, warps = launch_sizes(self.hidden, fp8_scaling)
-        if fp8_scaling is None:
-            found, out, scales, stride = (out := torch.empty_like(residual)), out, out, 0
-        else:
-            found = room(rows, self.hidden, fp8_scaling, residual.device)
-            out, scales, stride = found.values, found.scales, found.scales.stride(1)
+        found, out, scales, stride = result(residual, rows, self.hidden, fp8_scaling)
         launch(
             _add_norm_kernel, (min(rows, PROGRAMS),), None,
             self._buffers[turn], self._flags, residual, weight, out, scales, eps, rows, self.hidden, stride, self.rank,

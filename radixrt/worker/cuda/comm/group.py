@@ -42,21 +42,22 @@ class CustomAllReduceGroup(TorchGroup):
         elif self.shard.rank == 0:
             log.warning("GPUs do not read each other's memory (%s): sums by NCCL, slower", problem)
 
-    def _by_custom_all_reduce(self, rows: int) -> bool:
-        return self._all_reduce is not None and self._all_reduce.fits(rows)
+    def _peers_for(self, rows: int) -> CustomAllReduce | None:
+        """Those that add so few rows."""
+        return self._all_reduce if self._all_reduce is not None and self._all_reduce.fits(rows) else None
 
     def buffer(self, turn: int, residual: torch.Tensor) -> torch.Tensor:
-        if self._by_custom_all_reduce(len(residual)):
-            return self._all_reduce.buffer(turn, len(residual))
+        if (peers := self._peers_for(len(residual))) is not None:
+            return peers.buffer(turn, len(residual))
         return super().buffer(turn, residual)
 
     def add(
         self, turn: int, part: torch.Tensor, residual: torch.Tensor, norm: Norm | NoNorm, ops: NormOps
     ) -> Activations:
         rows = len(residual)
-        if not self._by_custom_all_reduce(rows):
+        if (peers := self._peers_for(rows)) is None:
             return super().add(turn, part, residual, norm, ops)
         if isinstance(norm, NoNorm) or norm.centered:
-            self._all_reduce.add(turn, rows, residual)
+            peers.add(turn, rows, residual)
             return norm(residual, ops)
-        return self._all_reduce.add_norm(turn, rows, residual, norm.weight, norm.eps, norm.fp8_scaling)
+        return peers.add_norm(turn, rows, residual, norm.weight, norm.eps, norm.fp8_scaling)

@@ -7,10 +7,12 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.elementwise.launching import KernelCache, launch, wait
-from radixrt.worker.cuda.linear.quantize_activations import launch_sizes, room, store_fp8
-from radixrt.worker.model.layers.fp8 import LIMIT, Fp8Activations, Fp8Scaling
+from radixrt.worker.cuda.linear.quantize_activations import launch_sizes, result, store_fp8
+from radixrt.worker.model.layers.fp8 import LIMIT, Activations, Fp8Scaling
 from radixrt.worker.model.spec.spec import CLAMPED_SWIGLU
 
+GATED_TILE = 128, 128
+"""Rows and inner features of the tiles of `hopper_gated`."""
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "clamped_swiglu": 3}
 CLAMP, ALPHA = (tl.constexpr(x) for x in CLAMPED_SWIGLU)
 
@@ -50,16 +52,12 @@ def norm(
     fp8_scaling: Fp8Scaling | None = None,
     centered: bool = False,
     bias: torch.Tensor | None = None,
-) -> torch.Tensor | Fp8Activations:
+) -> Activations:
     """RMSNorm of x[T, H], after subtracting the mean if `centered`, times a weight in the dtype of x or float32, maybe
     plus a bias; with a `fp8_scaling`, quantized to FP8."""
     rows, size = x.shape
     group, block, warps = launch_sizes(size, fp8_scaling)
-    if fp8_scaling is None:
-        found, values, scales, stride = (values := torch.empty_like(x)), values, values, 0
-    else:
-        found = room(rows, size, fp8_scaling, x.device)
-        values, scales, stride = found.values, found.scales, found.scales.stride(1)
+    found, values, scales, stride = result(x, rows, size, fp8_scaling)
     launch(_norm_kernel, (rows,), None, x, weight, weight if bias is None else bias, values, scales, eps, size, stride,
            group, LIMIT, block, centered, bias is not None, num_warps=warps)  # fmt: skip
     return found
@@ -117,18 +115,16 @@ def _gate_kernel(
 
 def gate(
     x: torch.Tensor, activation: str, fp8_scaling: Fp8Scaling | None = None, up: torch.Tensor | None = None
-) -> torch.Tensor | Fp8Activations:  # fmt: skip
+) -> Activations:  # fmt: skip
     """act(first half) * second half of x[T, 2 I], or act(x) * up of x[T, I] and up[T, I]: [T, I]; with a `fp8_scaling`,
     quantized to FP8."""
     x, up = x.chunk(2, dim=1) if up is None else (x, up)
     rows, size = x.shape
     if fp8_scaling is None:
         group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
-        found, values, scales, stride = (values := x.new_empty((rows, size))), values, values, 0
     else:
         group, block, warps = launch_sizes(size, fp8_scaling)
-        found = room(rows, size, fp8_scaling, x.device)
-        values, scales, stride = found.values, found.scales, found.scales.stride(1)
+    found, values, scales, stride = result(x, rows, size, fp8_scaling)
     launch(
         _gate_kernel, (rows, triton.cdiv(size, block)), None,
         x, up, values, scales, size, x.stride(0), up.stride(0), stride, ACTIVATIONS[activation], group, LIMIT, block,
@@ -155,16 +151,16 @@ def _squared_relu_kernel(
         tl.store(out_ptr + row * size + i, out, mask=inside)
 
 
-def squared_relu(x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> torch.Tensor | Fp8Activations:
+def squared_relu(x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> Activations:
     """relu(x[T, I])^2: in place; with a `fp8_scaling`, quantized to FP8."""
     rows, size = x.shape
+    found: Activations = x
     if fp8_scaling is None:
         group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
-        found, values, scales, stride = x, x, x, 0
+        values, scales, stride = x, x, 0
     else:
         group, block, warps = launch_sizes(size, fp8_scaling)
-        found = room(rows, size, fp8_scaling, x.device)
-        values, scales, stride = found.values, found.scales, found.scales.stride(1)
+        found, values, scales, stride = result(x, rows, size, fp8_scaling)
     launch(
         _squared_relu_kernel, (rows, triton.cdiv(size, block)), None, x, values, scales, size, stride, group, LIMIT,
         block, num_warps=warps,

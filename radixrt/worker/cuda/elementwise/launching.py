@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+LOG2_E = tl.constexpr(1.4426950408889634)
 KernelCache = dict[str, Any]
 """Compiled kernels by name, for steps that launch the same kernels for every layer, with arguments of the same types
 and alignments. It avoids Triton's inspection of the arguments, 10 to 20 µs a launch, two thirds of its cost."""
@@ -46,6 +47,12 @@ def launch(kernel: Any, grid: tuple[int, ...], cache: KernelCache | None, *args:
     if cache is not None and compiled is not None:  # the interpreter compiles nothing
         cache[kernel.__name__] = compiled
     return compiled
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    """The number of multiprocessors; that of an H200 where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 @triton.jit

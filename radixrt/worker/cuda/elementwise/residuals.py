@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.elementwise.launching import launch, wait
-from radixrt.worker.cuda.linear.quantize_activations import launch_sizes, room, store_fp8
+from radixrt.worker.cuda.linear.quantize_activations import launch_sizes, result, store_fp8
 from radixrt.worker.model.layers.fp8 import LIMIT, Activations
 from radixrt.worker.model.layers.norms import NoNorm, Norm
 from radixrt.worker.model.layers.ops import TorchOps
@@ -56,22 +56,20 @@ def add_normed(
     x: torch.Tensor, after: Norm, residual: torch.Tensor, norm: Norm | NoNorm, scalar: torch.Tensor | None = None
 ) -> Activations:
     """See `Ops.add_normed`; by torch with LayerNorms."""
-    (rows, size), followed = residual.shape, isinstance(norm, Norm)
-    if after.centered or (followed and norm.centered):
+    followed = norm if isinstance(norm, Norm) else None
+    if after.centered or (followed is not None and followed.centered):
         return TorchOps.add_normed(x, after, residual, norm, scalar)
-    fp8_scaling = norm.fp8_scaling if followed else None
+    rows, size = residual.shape
+    fp8_scaling = None if followed is None else followed.fp8_scaling
     group, block, warps = launch_sizes(size, fp8_scaling)
-    found = values = scales = residual
-    stride = 0
-    if fp8_scaling is not None:
-        found = room(rows, size, fp8_scaling, residual.device)
-        values, scales, stride = found.values, found.scales, found.scales.stride(1)
-    elif followed:
-        found = values = torch.empty_like(residual)
-    weight, eps = (norm.weight, norm.eps) if followed else (after.weight, 0.0)
+    found: Activations = residual
+    values, scales, stride, weight, eps = residual, residual, 0, after.weight, 0.0
+    if followed is not None:
+        weight, eps = followed.weight, followed.eps
+        found, values, scales, stride = result(residual, rows, size, fp8_scaling)
     launch(
         _add_normed_kernel, (rows,), None,
         x, after.weight, residual, after.weight if scalar is None else scalar, weight, values, scales, after.eps, eps,
-        size, stride, scalar is not None, followed, group, LIMIT, block, num_warps=warps,
+        size, stride, scalar is not None, followed is not None, group, LIMIT, block, num_warps=warps,
     )  # fmt: skip
     return found

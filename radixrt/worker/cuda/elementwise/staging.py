@@ -16,17 +16,18 @@ class Packer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._room = 0
         self._used = 0
-        self._grow(1 << 16)
+        self._make(1 << 16)
 
-    def _grow(self, room: int) -> None:
-        before = self._room and self._host[: self._used].clone()
+    def _make(self, room: int) -> None:
         self._room = room
         self._host = torch.empty(room, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         self._view = self._host.numpy()
-        if self._used:
-            self._host[: self._used] = before
+
+    def _grow(self, room: int) -> None:
+        before = self._host[: self._used]
+        self._make(room)
+        self._host[: self._used] = before
 
     @property
     def used(self) -> int:
@@ -79,3 +80,8 @@ class PackedArray:
     def of(self, sent: torch.Tensor) -> torch.Tensor:
         """A view of the array, int32, in the tensor that `Packer.send` returned."""
         return sent[self.begin : self.begin + self.size].view(self.shape)
+
+
+def of_maybe(packed: PackedArray | None, sent: torch.Tensor) -> torch.Tensor | None:
+    """`PackedArray.of`, if there is an array."""
+    return None if packed is None else packed.of(sent)

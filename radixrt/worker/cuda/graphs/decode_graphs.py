@@ -17,17 +17,16 @@ from tqdm import tqdm
 
 from radixrt.worker.cuda.attention.attend import Scratch
 from radixrt.worker.cuda.attention.attention_groups import AttentionGroups, MixedAttention, Works
-from radixrt.worker.cuda.attention.chunks import Pages
 from radixrt.worker.cuda.attention.decodes import Cuts, DecodeWork, Lists, Room
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.step import DecodeLists, StepAttention
 from radixrt.worker.cuda.attention.work import MERGE_FIELDS, Items
 from radixrt.worker.cuda.elementwise import kernels
 from radixrt.worker.cuda.elementwise.staging import PackedArray, Packer
-from radixrt.worker.cuda.recurrent.delta_step import DeltaStep, PackedRuns
+from radixrt.worker.cuda.recurrent.delta_step import DeltaStep, PackedRuns, RecurrentStates
 from radixrt.worker.cuda.sampling.answers import LastTokens
 from radixrt.worker.cuda.sampling.mtp import INTEGERS as REQUEST_INTEGERS
 from radixrt.worker.cuda.sampling.mtp import MAX_REQUESTS, Predicting
-from radixrt.worker.execution.kv_pool import StatePool
 from radixrt.worker.model.model import Model
 from radixrt.worker.plan import Plan, StateWork
 
@@ -82,7 +81,7 @@ class DecodeGraphs:
 
     def __init__(
         self, model: Model, pages: Callable[[int], Pages], kinds: AttentionGroups, last_tokens: LastTokens,
-        table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool, states: StatePool | None, by_tokens: bool,
+        table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool, recurrent: RecurrentStates,
         predicting: Predicting | None = None,
     ) -> None:  # fmt: skip
         """`table` is the page table, whose last row is for padding. `packer` is used only while capturing. `shown`:
@@ -93,8 +92,7 @@ class DecodeGraphs:
         self._kinds = kinds
         self._last_tokens = last_tokens
         self._table = table
-        self._states = states
-        self._by_tokens = by_tokens
+        self._recurrent = recurrent
         self._predicting = predicting
         self._sizes = sizes
         rooms = [Room.of(most, kind.cuts) for kind in kinds.all]
@@ -104,14 +102,14 @@ class DecodeGraphs:
             for room, kind in zip(rooms, kinds.all, strict=True)
         ]
         logits = torch.empty((most, model.own_width), dtype=torch.float32, device=model.device)
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
         ways = (False, True) if any(kind.cuts.cost for kind in kinds.all) else (False,)
         adapted = (False, True) if model.has_adapters else (False,)
         # The largest first: the others reuse its memory.
         wanted = list(itertools.product(sorted(sizes, reverse=True), ways, adapted))
         self._graphs = {
-            key: self._capture(*key, logits[: key[0]], pool, packer)
-            for key in tqdm(wanted, desc="capturing graphs", unit="graph", disable=not shown)
+            (size, shared, uses): self._capture(size, shared, uses, logits[:size], packer)
+            for size, shared, uses in tqdm(wanted, desc="capturing graphs", unit="graph", disable=not shown)
         }
 
     def size_for(self, plan: Plan) -> int:
@@ -161,9 +159,7 @@ class DecodeGraphs:
             ],
         )
 
-    def _capture(
-        self, size: int, shared: bool, adapted: bool, logits: torch.Tensor, pool: object, packer: Packer
-    ) -> Graph:
+    def _capture(self, size: int, shared: bool, adapted: bool, logits: torch.Tensor, packer: Packer) -> Graph:
         packer.clear()
         none = np.zeros(0, dtype=np.int32)
         works = [
@@ -171,7 +167,7 @@ class DecodeGraphs:
             for kind in self._kinds.all
         ]
         inputs = self._pack(packer, works, size, none, none, none, none, np.zeros((3, 0), dtype=np.int32),
-                            None if self._states is None else StateWork.nothing(),
+                            None if self._recurrent.pool is None else StateWork.nothing(),
                             none if adapted else None, none if self._predicting else None)  # fmt: skip
         room = packer.used + (DRAW_INTEGERS + COPY_INTEGERS) * size + 1024
         room += REQUEST_INTEGERS * max(size, MAX_REQUESTS) if self._predicting else 0
@@ -183,7 +179,7 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._model.device)
         graph = torch.cuda.CUDAGraph()
         # Other threads (NCCL's) call CUDA during the capture.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             answer, hidden = self._decode(inputs, integers, logits)
         return Graph(inputs, integers, graph, logits, answer, hidden)
 
@@ -195,9 +191,9 @@ class DecodeGraphs:
         kernels.scatter(inputs.writes.of(integers), self._table)
         tokens = self._last_tokens.resolve(inputs.tokens.of(integers), rows)
         attention = self._attention(inputs, integers)
-        mix = None
-        if self._states is not None and inputs.states is not None:
-            mix = DeltaStep(self._states, inputs.states.of(integers), by_tokens=self._by_tokens)
+        mix, pool = None, self._recurrent.pool
+        if pool is not None and inputs.states is not None:
+            mix = DeltaStep(pool, inputs.states.of(integers), by_tokens=self._recurrent.by_tokens)
         self._model.use_adapters(None if inputs.adapters is None else inputs.adapters.of(integers))
         positions = inputs.positions.of(integers)
         x, residual = self._model.attend_all(tokens, positions, attention, mix)

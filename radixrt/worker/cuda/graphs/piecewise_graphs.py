@@ -21,14 +21,15 @@ from itertools import zip_longest
 
 import torch
 
-from radixrt.worker.cuda.attention.chunks import Pages
+from radixrt.worker.cuda.attention.attention_groups import MixedAttention
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.step import StepAttention, append
 from radixrt.worker.cuda.latent.latent import multiplied
-from radixrt.worker.cuda.recurrent.delta_step import DeltaStep, Net, products, projected_widths, result_shape
+from radixrt.worker.cuda.recurrent.delta_step import DeltaStep, products, projected_widths, result_shape
 from radixrt.worker.cuda.sampling.answers import LastTokens
-from radixrt.worker.model.layers.fp8 import Fp8Activations
+from radixrt.worker.model.layers.fp8 import Activations, Fp8Activations
 from radixrt.worker.model.layers.latent import LatentHeads, UpProjections
-from radixrt.worker.model.mixers import Mix, Projected
+from radixrt.worker.model.layers.mixers import Mix, Projected, RecurrentMixer
 from radixrt.worker.model.model import Model
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.model.spec.spec import ModelSpec
@@ -83,9 +84,9 @@ def widest_heads(spec: ModelSpec) -> tuple[int, int]:
 def ending(spec: ModelSpec) -> int:
     """Elements of a token that a last graph makes, after the last attention, for `Decoder.finish`: the input of an MLP
     without a mixer, or the results of attention and of a mixer side by side. 0: there is no such graph."""
-    if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.beside:
+    if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.parallel:
         return spec.num_heads * spec.value_dim + spec.recurrent.values
-    return spec.hidden_size if spec.blocks and spec.blocks[-1][0] is None else 0
+    return spec.hidden_size if spec.hybrid_layers and spec.hybrid_layers[-1][0] is None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Captured:
     inputs: Inputs
     graphs: list[torch.cuda.CUDAGraph]
     tokens: torch.Tensor
-    x: torch.Tensor | Fp8Activations
+    x: Activations
     residual: torch.Tensor
 
 
@@ -139,16 +140,14 @@ class PiecewiseGraphs:
         self._ups: dict[int, UpProjections] = {}
         """With latent attention, by layer. Sums of latents then go to `_out`, and `_values` is a buffer of its own."""
         if spec.latent:
-            kinds = {"dtype": model.dtype, "device": model.device}
-            self._values = torch.zeros((*place, spec.latent.value_dim), **kinds)
-            self._full = torch.empty((*place, spec.latent.nope_dim + spec.rope_dim), **kinds) if full else None
+            self._values = self._out.new_zeros((*place, spec.latent.value_dim))
+            self._full = self._out.new_empty((*place, spec.latent.nope_dim + spec.rope_dim)) if full else None
         self._projected = self._mixed = None
         """With recurrent layers: what these project, and their results."""
         if delta := spec.recurrent:
-            kinds = {"dtype": model.dtype, "device": model.device}
-            self._projected = tuple(torch.empty((most, width), **kinds) for width in projected_widths(delta))
-            self._mixed = torch.zeros((most, *result_shape(delta)), **kinds)
-        self._between: list[Callable[[int, StepAttention, DeltaStep | None], None]] = []
+            self._projected = tuple(self._out.new_empty((most, width)) for width in projected_widths(delta))
+            self._mixed = self._out.new_zeros((most, *result_shape(delta)))
+        self._between: list[Callable[[int, StepAttention | MixedAttention, DeltaStep | None], None]] = []
         """By layer: launches what comes before the next graph, for a number of tokens."""
         self._integers = torch.zeros((5, most), dtype=torch.int32, device=model.device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -173,8 +172,8 @@ class PiecewiseGraphs:
         self._captured[size].graphs[0].replay()
 
     def go_on(
-        self, size: int, attention: StepAttention, mix: DeltaStep | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | Fp8Activations, torch.Tensor]:
+        self, size: int, attention: StepAttention | MixedAttention, mix: DeltaStep | None = None
+    ) -> tuple[torch.Tensor, Activations, torch.Tensor]:
         """Launch the attentions and the other graphs, after `begin`. Returns the tokens, int32[size], and what
         `Decoder.attend_all` does."""
         captured = self._captured[size]
@@ -196,7 +195,7 @@ class PiecewiseGraphs:
         )
         return q, out
 
-    def _attend(self, layer: int, size: int, attention: StepAttention) -> None:
+    def _attend(self, layer: int, size: int, attention: StepAttention | MixedAttention) -> None:
         q, out = self._heads(layer, size)
         if ups := self._ups.get(layer):
             full = None if self._full is None else self._full[:size]
@@ -204,7 +203,7 @@ class PiecewiseGraphs:
         else:
             attention.over_pages(layer, q, out)
 
-    def _mix(self, number: int, net: Net, size: int, mix: DeltaStep | None) -> None:
+    def _mix(self, number: int, net: RecurrentMixer, size: int, mix: DeltaStep | None) -> None:
         assert mix is not None and self._projected is not None and self._mixed is not None
         mix.put(number, net, tuple(x[:size] for x in self._projected), self._mixed[:size])
 
@@ -230,7 +229,7 @@ class PiecewiseGraphs:
             next_graph()
             return values
 
-        def mix(number: int, net: Net, x: torch.Tensor | Fp8Activations) -> torch.Tensor:
+        def mix(number: int, net: RecurrentMixer, x: Activations) -> torch.Tensor:
             mixed = self._project(number, net, x)
             self._between.append(lambda size, _, mix: self._mix(number, net, size, mix))
             next_graph()
@@ -264,7 +263,7 @@ class PiecewiseGraphs:
 
         return attend
 
-    def _project(self, _: int, net: Net, x: torch.Tensor | Fp8Activations) -> torch.Tensor:
+    def _project(self, _: int, net: RecurrentMixer, x: Activations) -> torch.Tensor:
         """Takes the place of linear attention in capture: writes what a layer projects to its buffers."""
         assert self._projected is not None and self._mixed is not None
         count = len(x.values if isinstance(x, Fp8Activations) else x)
@@ -274,7 +273,7 @@ class PiecewiseGraphs:
 
     def _through(
         self, inputs: Inputs, attend: Callable[[int, Projected], torch.Tensor], mix: Mix
-    ) -> tuple[torch.Tensor, torch.Tensor | Fp8Activations, torch.Tensor]:
+    ) -> tuple[torch.Tensor, Activations, torch.Tensor]:
         self._model.use_adapters(inputs.adapters)
         tokens = self._last_tokens.resolve(inputs.tokens, inputs.rows)
         return tokens, *self._model.attend_all(tokens, inputs.positions, attend, mix)

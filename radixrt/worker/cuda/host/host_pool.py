@@ -161,7 +161,11 @@ class CudaHostPool(HostPool):
 def _parts(pairs: np.ndarray, by: int, most: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Pairs in the order of one side, at most `most` at a time."""
     pairs = pairs[:, np.argsort(pairs[by])]
-    return [tuple(np.ascontiguousarray(x[i : i + most]) for x in pairs) for i in range(0, pairs.shape[1], most)]
+    first, second = pairs
+    return [
+        (np.ascontiguousarray(first[i : i + most]), np.ascontiguousarray(second[i : i + most]))
+        for i in range(0, len(first), most)
+    ]
 
 
 def _runs(slots: np.ndarray) -> list[tuple[int, int, int]]:

@@ -14,11 +14,12 @@ import torch
 
 from radixrt.worker.cuda.attention import attend, variants
 from radixrt.worker.cuda.attention.attend import Scratch
-from radixrt.worker.cuda.attention.chunks import Pages, Sequences
+from radixrt.worker.cuda.attention.chunks import Sequences
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.variants import Shape, Variant
 from radixrt.worker.cuda.attention.work import MERGE_FIELDS, Items, Tiling, make_items, make_merges, sequence_tiles
 from radixrt.worker.cuda.elementwise.launching import KernelCache
-from radixrt.worker.cuda.elementwise.staging import PackedArray, Packer
+from radixrt.worker.cuda.elementwise.staging import PackedArray, Packer, of_maybe
 from radixrt.worker.cuda.latent import full_heads
 from radixrt.worker.cuda.latent.full_heads import ALIGN, Keys
 from radixrt.worker.model.layers.latent import UpProjections
@@ -86,16 +87,16 @@ class FullHeads:
 
     def try_out(self, pages: torch.dtype) -> None:
         """Compile the kernels and run them once. Any exception means that they cannot be used."""
-        latent, kinds = self.latent, {"dtype": self._latents.dtype, "device": self._latents.device}
+        latent, like = self.latent, self._latents
         tokens, none = np.array([3], dtype=np.int32), np.zeros(1, dtype=np.int32)
         packer = Packer(self._latents.device)
         step = FullStep(Sequences(none, none, tokens, none), packer, self)
         step.sent(packer.send())
-        keys = torch.zeros((self.page_size, 1, self._latents.shape[1]), **kinds).to(pages)
+        keys = like.new_zeros((self.page_size, 1, like.shape[1])).to(pages)
         table = torch.zeros((1, 3), dtype=torch.int32, device=keys.device)
-        up = torch.zeros((self.heads, latent.nope_dim, latent.rank), **kinds).transpose(1, 2)
-        down = torch.zeros((self.heads, latent.value_dim, latent.rank), **kinds)
-        q = torch.zeros((3, self.heads, latent.nope_dim + latent.rope_dim), **kinds)
+        up = like.new_zeros((self.heads, latent.nope_dim, latent.rank)).transpose(1, 2)
+        down = like.new_zeros((self.heads, latent.value_dim, latent.rank))
+        q = like.new_zeros((3, self.heads, latent.nope_dim + latent.rope_dim))
         out = q.new_empty((3, self.heads, latent.value_dim))
         step.run(q, UpProjections(HeadLinear(up), HeadLinear(down)), Pages(keys, keys, table, (1.0, 1.0), None), out)
         scratch, nothing = Scratch.make(1, self.out_shape, q.device), table.new_zeros((1, MERGE_FIELDS))
@@ -176,7 +177,7 @@ class FullStep:
     def sent(self, integers: torch.Tensor) -> None:
         """Called with the packed integers on the device, before `run`."""
         self._lists = [
-            (group.where.of(integers), (group.items.of(integers), group.starts and group.starts.of(integers)))
+            (group.where.of(integers), (group.items.of(integers), of_maybe(group.starts, integers)))
             for group in self._groups
         ]
         self._merging = self._merges.of(integers), self._entries.of(integers)

@@ -15,16 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.attention import attend
-from radixrt.worker.cuda.attention.attend import LOG2_E, Scratch, half_type
-from radixrt.worker.cuda.attention.chunks import Pages
-from radixrt.worker.cuda.attention.variants import Variant
-from radixrt.worker.cuda.attention.work import FIELDS
-from radixrt.worker.cuda.elementwise.launching import KernelCache, launch, wait
+from radixrt.worker.cuda.attention.attend import Scratch, half_type
+from radixrt.worker.cuda.attention.pages import Pages
+from radixrt.worker.cuda.attention.variants import Shape, Variant
+from radixrt.worker.cuda.attention.work import FIELDS, Tiling, make_items, sequence_tiles
+from radixrt.worker.cuda.elementwise.launching import LOG2_E, KernelCache, launch, wait
 from radixrt.worker.model.spec.spec import LatentSpec
 
 ALIGN = 128
@@ -41,10 +42,43 @@ def find_specialised(
 ) -> Variant | None:
     """The variant of `hopper_full`; None if it cannot be used, or its results differ from those of the `other` one."""
     try:
+        from radixrt.worker.cuda.attention import warpgroups
         from radixrt.worker.cuda.latent import hopper_full
     except (ImportError, AttributeError):  # a Triton without Gluon, or with another version of it
         return None
-    return hopper_full.find(latent, heads, dtype, device, other)
+    both = hopper_full.VARIANT, other
+    if not hopper_full.applies(latent, dtype):
+        return None
+    return both[0] if warpgroups.agrees(lambda: _apart(both, latent, heads, dtype, device), device) else None
+
+
+def _apart(
+    variants: tuple[Variant, Variant], latent: LatentSpec, heads: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """The relative difference between both kernels, for a few sequences and causal chunks."""
+    nope, rope, width = latent.nope_dim, latent.rope_dim, latent.value_dim
+    starts, counts, origins = np.array([0, 130, 600]), np.array([300, 1, 170]), np.array([0, 384, 640])
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator, device=device).to(dtype)
+
+    first = np.cumsum(counts) - counts
+    tokens, keys = int(counts.sum()), int(origins[-1]) + 896
+    q, latents = draw(tokens, heads, nope + rope), draw(keys, latent.rank + rope)
+    k, v = draw(keys, heads, nope), draw(keys, heads, width)
+    shape, found = Shape(heads, heads, width, 1), []
+    for variant in variants:
+        single = not variant.specialised
+        cut = Tiling(variant.rows, variant.keys, 1 << 20, 3, single=single)  # no tile is cut
+        items, _ = make_items(sequence_tiles(origins, starts, counts, first, None, cut.queries), cut)
+        items.items[:, 7] = 1
+        work = torch.from_numpy(items.items).to(device), None if single else torch.from_numpy(items.starts).to(device)
+        scratch, out = Scratch.make(1, shape, device), torch.zeros((tokens, heads, width), dtype=dtype, device=device)
+        placed = Keys.of(k, v, latents, variant)
+        attend_full(q, placed, work, out, scratch, variant, 0, 0.1, (1.0, 1.0))
+        found.append(out.float())
+    return float((found[0] - found[1]).norm() / found[1].norm())
 
 
 # ---------------------------------------------------------------- latents, side by side

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,8 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from radixrt.worker.cuda.attention import warpgroups
-from radixrt.worker.cuda.attention.attend import Scratch
-from radixrt.worker.cuda.attention.variants import Shape, Variant
+from radixrt.worker.cuda.attention.variants import Variant
 from radixrt.worker.cuda.attention.warpgroups import (
     KEYS,
     ROWS,
@@ -31,9 +29,8 @@ from radixrt.worker.cuda.attention.warpgroups import (
     count_blocks,
     store_results,
 )
-from radixrt.worker.cuda.attention.work import FIELDS, Tiling, make_items, sequence_tiles
+from radixrt.worker.cuda.attention.work import FIELDS
 from radixrt.worker.cuda.elementwise import launching
-from radixrt.worker.cuda.latent import full_heads
 from radixrt.worker.model.spec.spec import LatentSpec
 
 MULTIPLY_REGISTERS, FEED_REGISTERS = 240, 24
@@ -176,35 +173,6 @@ def launch(
 VARIANT = Variant(ROWS, KEYS, 4, STAGES, specialised=True)
 
 
-def find(latent: LatentSpec, heads: int, dtype: torch.dtype, device: torch.device, other: Variant) -> Variant | None:
-    """The variant of this kernel; None if it does not apply, or its results differ from those of the `other` one."""
-    dims = latent.nope_dim, latent.rope_dim, latent.value_dim
-    if dtype.itemsize != 2 or dims != (NOPE, ROPE, VALUE):
-        return None
-    return VARIANT if warpgroups.agrees(lambda: _apart(latent, heads, dtype, device, other), device) else None
-
-
-def _apart(latent: LatentSpec, heads: int, dtype: torch.dtype, device: torch.device, other: Variant) -> float:
-    """The relative difference between both kernels, for a few sequences and causal chunks."""
-    starts, counts, origins = np.array([0, 130, 600]), np.array([300, 1, 170]), np.array([0, 384, 640])
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator, device=device).to(dtype)
-
-    first = np.cumsum(counts) - counts
-    tokens, keys = int(counts.sum()), int(origins[-1]) + 896
-    q, latents = draw(tokens, heads, NOPE + ROPE), draw(keys, latent.rank + ROPE)
-    k, v = draw(keys, heads, NOPE), draw(keys, heads, VALUE)
-    shape, found = Shape(heads, heads, VALUE, 1), []
-    for variant in (VARIANT, other):
-        single = not variant.specialised
-        cut = Tiling(variant.rows, variant.keys, 1 << 20, 3, single=single)  # no tile is cut
-        items, _ = make_items(sequence_tiles(origins, starts, counts, first, None, cut.queries), cut)
-        items.items[:, 7] = 1
-        work = torch.from_numpy(items.items).to(device), None if single else torch.from_numpy(items.starts).to(device)
-        scratch, out = Scratch.make(1, shape, device), torch.zeros((tokens, heads, VALUE), dtype=dtype, device=device)
-        placed = full_heads.Keys.of(k, v, latents, variant)
-        full_heads.attend_full(q, placed, work, out, scratch, variant, 0, 0.1, (1.0, 1.0))
-        found.append(out.float())
-    return float((found[0] - found[1]).norm() / found[1].norm())
+def applies(latent: LatentSpec, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for these heads."""
+    return dtype.itemsize == 2 and (latent.nope_dim, latent.rope_dim, latent.value_dim) == (NOPE, ROPE, VALUE)

@@ -6,19 +6,17 @@ Work lists, merges and pages are those of `attend`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.elementwise import launching
 from radixrt.worker.cuda.elementwise.kernels import saturated
 from radixrt.worker.cuda.elementwise.launching import wait
 from radixrt.worker.model.layers.latent import LatentHeads
-
-if TYPE_CHECKING:
-    from radixrt.worker.cuda.attention.chunks import Pages
 
 # ---------------------------------------------------------------- attention
 

@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from radixrt.worker.cuda.attention.chunks import PagedStep, Pages, Sequences
+from radixrt.worker.cuda.attention import attend, variants
+from radixrt.worker.cuda.attention.attention_groups import (
+    AttentionGroups,
+    DTypes,
+    MixedAttention,
+    PackedAttention,
+    Works,
+)
+from radixrt.worker.cuda.attention.chunks import PagedStep, Sequences
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.step import StepAttention
 from radixrt.worker.cuda.attention.variants import Shape, Variant
 from radixrt.worker.cuda.attention.work import Tiling
@@ -23,9 +32,10 @@ from radixrt.worker.cuda.latent import latent
 from radixrt.worker.cuda.latent.index_scores import KEYS, QUERIES, index_scores, make_tiles
 from radixrt.worker.cuda.latent.selection import select
 from radixrt.worker.execution.kv_pool import IndexPool
-from radixrt.worker.execution.torch_runner import ranges
+from radixrt.worker.execution.torch_runner import leading_decodes, ranges
 from radixrt.worker.model.layers.indexer import Index
 from radixrt.worker.model.layers.latent import LatentHeads
+from radixrt.worker.model.layers.mixers import Attend, Projected
 from radixrt.worker.plan import Plan
 
 MAX_SCORES = 1 << 26
@@ -41,6 +51,16 @@ class Sparse:
     shape: Shape
     variant: Variant
     tiling: Tiling
+
+    @classmethod
+    def of(cls, top_k: int, shape: Shape, dtypes: DTypes, exact: bool) -> Sparse:
+        """For pages of one token, of which each query has a row of its own. `shape` is that of all attention."""
+        single = replace(shape, page_size=1)
+        variant = variants.decode_variant(single, dtypes[0].itemsize)
+        tiling = attend.best_tiling(variant, single, *dtypes, causal=True)
+        if exact:
+            tiling = replace(tiling, fixed=top_k)
+        return cls(top_k, shape.page_size, single, variant, tiling)
 
     def step(self, plan: Plan, packer: Packer) -> SparseQueries | None:
         """The queries at positions of at least top_k; None if there are none."""
@@ -120,8 +140,8 @@ class SparseAttention:
     there are any."""
 
     def __init__(
-        self, pages: Callable[[int], Pages], index: IndexPool, slots: torch.Tensor, dense: StepAttention,
-        queries: SparseQueries | None,
+        self, pages: Callable[[int], Pages], index: IndexPool, slots: torch.Tensor,
+        dense: StepAttention | MixedAttention, queries: SparseQueries | None,
     ) -> None:  # fmt: skip
         self._pages = pages
         self._index = index
@@ -130,7 +150,8 @@ class SparseAttention:
         self._dense = dense
         self._queries = queries
 
-    def __call__(self, layer: int, heads: LatentHeads) -> torch.Tensor:
+    def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
+        assert isinstance(heads, LatentHeads)
         pages, queries = self._pages(layer), self._queries
         if heads.index is not None:
             number = heads.index.indexer.number
@@ -148,3 +169,36 @@ class SparseAttention:
                 self._dense.over_pages(layer, q[queries.others], some)
                 out[queries.others] = some
         return heads.ups.v(out)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSparse:
+    """A step's attention, planned and packed (see `PackedAttention`)."""
+
+    dense: PackedAttention
+    queries: SparseQueries | None
+    index: IndexPool
+
+    def sent(self, pages: Callable[[int], Pages], slots: torch.Tensor, integers: torch.Tensor) -> Attend:
+        """See `PlannedStep.sent`."""
+        dense = self.dense.kinds.attention([step.sent(pages, slots, integers) for step in self.dense.steps])
+        if self.queries is not None:
+            self.queries.sent(integers)
+        return SparseAttention(pages, self.index, slots, dense, self.queries)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseKinds:
+    """Takes the place of `AttentionGroups.pack` in models with indexers."""
+
+    kinds: AttentionGroups
+    sparse: Sparse
+    index: IndexPool
+
+    def pack(
+        self, plan: Plan, decodes: int, works: list[Works] | None, packer: Packer, parity: int, narrow: bool
+    ) -> PackedSparse:
+        queries = self.sparse.step(plan, packer)
+        if queries is not None:
+            plan, decodes = queries.dense_plan, leading_decodes(queries.dense_plan)
+        return PackedSparse(self.kinds.pack(plan, decodes, works, packer, parity, narrow), queries, self.index)

@@ -13,7 +13,8 @@ import torch
 import triton
 from torch.nn import functional as F
 
-from radixrt.worker.cuda.linear.gemm import STREAMED, Tile, multiply, num_sms, of_hopper, streaming
+from radixrt.worker.cuda.elementwise.launching import num_sms
+from radixrt.worker.cuda.linear.gemm import STREAMED, Tile, multiply, of_hopper, streaming
 from radixrt.worker.cuda.linear.quantize_activations import padded, quantize
 from radixrt.worker.model.layers.fp8 import BLOCK, Fp8Activations, Fp8Scaling, Fp8Weight
 
@@ -86,8 +87,8 @@ def scaled(
     known = x if isinstance(x, Fp8Activations) else quantize(x, weight.fp8_scaling)
     tile = tile_for(len(known), weight)
     if tile is None:
-        out = _by_torch(known, weight, bias, dtype)
-        return out if residual is None else residual.add_(out)
+        made = _by_torch(known, weight, bias, dtype)
+        return made if residual is None else residual.add_(made)
     out = residual
     if out is None:
         out = torch.empty((len(known), len(weight.values)), dtype=dtype, device=known.values.device)

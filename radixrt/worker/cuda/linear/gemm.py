@@ -29,7 +29,8 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.attention.variants import room
-from radixrt.worker.cuda.elementwise.launching import KernelCache, launch, wait
+from radixrt.worker.cuda.elementwise.kernels import GATED_TILE
+from radixrt.worker.cuda.elementwise.launching import KernelCache, launch, num_sms, wait
 from radixrt.worker.model.layers.fp8 import BLOCK, Fp8Scaling
 
 
@@ -260,12 +261,6 @@ def stages(tile: Tile, itemsize: int, memory: int) -> int:
     return max(1, min(tile.stages, memory // ((tile.rows + tile.columns) * tile.depth * itemsize)))
 
 
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """The number of multiprocessors; that of an H200 where there is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 STREAMED = 16, 32
 """Rows of the tiles for few rows, which stream a weight."""
 COLUMNS, BYTES = 64, 256
@@ -330,8 +325,6 @@ def small_linear(
 
 MIN_GATED_ROWS = 1024
 """The fewest rows for which one kernel may compute a product and its gate (bench/gated.py)."""
-TILE = 128, 128
-"""Rows and inner features of that kernel's tiles."""
 GATE = 240
 """Cost of the separate gate, as the depth K of a product that takes as long: for each inner feature the gate moves
 three values of 2 bytes, at the bandwidth of an H200; the product is of two, gate and up, at its FLOP rate."""
@@ -359,7 +352,7 @@ def gates(rows: int, inner: int, depth: int, programs: int) -> bool:
 
         tiles / (programs * ceil(tiles / programs)) * (1 + GATE / depth) >= WORTH
     """
-    tiles = triton.cdiv(rows, TILE[0]) * triton.cdiv(inner, TILE[1])
+    tiles = triton.cdiv(rows, GATED_TILE[0]) * triton.cdiv(inner, GATED_TILE[1])
     return tiles / (programs * triton.cdiv(tiles, programs)) * (1 + GATE / depth) >= WORTH
 
 

@@ -29,11 +29,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from radixrt.worker.cuda.attention.warpgroups import agrees, copy, copy_back
 from radixrt.worker.cuda.elementwise import kernels, launching
-from radixrt.worker.cuda.elementwise.kernels import ACTIVATIONS, gated
-from radixrt.worker.cuda.linear.gemm import TILE, num_sms
+from radixrt.worker.cuda.elementwise.kernels import ACTIVATIONS, GATED_TILE, gated
+from radixrt.worker.cuda.elementwise.launching import num_sms
 from radixrt.worker.cuda.moe.hopper_experts import place
+from radixrt.worker.model.layers.fp8 import plain
 
-ROWS, PART = TILE
+ROWS, PART = GATED_TILE
 """Rows of a tile, for two warpgroups of 64; and its inner features: rows of gate, and as many of up."""
 DEPTH, STAGES, GROUP = 64, 4, 16
 MULTIPLY_REGISTERS, FEED_REGISTERS = 240, 24
@@ -163,5 +164,5 @@ def _apart(device: torch.device) -> float:
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn((1836, 200), generator=generator, device=device).to(torch.bfloat16)
     weight = torch.randn((2 * 2568, 200), generator=generator, device=device).to(torch.bfloat16)
-    exact = kernels.gate((x.float() @ weight.float().T).to(x.dtype), "silu").float()
+    exact = plain(kernels.gate((x.float() @ weight.float().T).to(x.dtype), "silu")).float()
     return float((product(x, weight, "silu").float() - exact).norm() / exact.norm())

@@ -34,9 +34,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from radixrt.worker.cuda.attention.warpgroups import agrees, copy, copy_back
 from radixrt.worker.cuda.elementwise import launching
-from radixrt.worker.cuda.elementwise.launching import KernelCache
-from radixrt.worker.cuda.linear.gemm import num_sms
-from radixrt.worker.cuda.linear.int4 import drawn
+from radixrt.worker.cuda.elementwise.launching import KernelCache, num_sms
+from radixrt.worker.cuda.linear.trials import draw_int4
 from radixrt.worker.cuda.linear.unpack_int4 import LESS, LESS16, expansion, load_facts, operands
 from radixrt.worker.cuda.moe.hopper_experts import place
 from radixrt.worker.model.layers.int4 import MIDDLE, WIDTH, WORDS, Int4
@@ -374,7 +373,7 @@ def there(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _apart(device: torch.device, dtype: torch.dtype, tokens: int, splits: int, size: int) -> float:
     """The relative error of a product, added to a residual, with a random weight whose groups have `size` columns."""
-    weight, x = drawn(device, dtype, 200, 1152, size, True, 300)
+    weight, x = draw_int4(device, dtype, 200, 1152, size, True, 300)
     out = torch.ones((300, 200), dtype=dtype, device=device)
     exact = x.float() @ weight.dequantized().float().t() + 1
     kind = next(kind for kind in KINDS if kind.tokens == tokens)

@@ -24,10 +24,11 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.attention.variants import room
-from radixrt.worker.cuda.elementwise.launching import KernelCache, launch, wait
+from radixrt.worker.cuda.elementwise.launching import KernelCache, launch, num_sms, wait
 from radixrt.worker.cuda.linear.dequant import by_torch
-from radixrt.worker.cuda.linear.gemm import ALIGNED, Tile, _ask, num_sms, of_hopper
+from radixrt.worker.cuda.linear.gemm import ALIGNED, Tile, _ask, of_hopper
 from radixrt.worker.cuda.linear.invariant import GROUP
+from radixrt.worker.cuda.linear.trials import draw_int4
 from radixrt.worker.cuda.linear.unpack_int4 import by_instructions, load_facts, unpack_int4
 from radixrt.worker.model.layers.int4 import MIDDLE, WIDTH, WORDS, Int4
 
@@ -289,7 +290,7 @@ def _apart(
 ) -> float:  # fmt: skip
     """The relative error of a product with a random weight, whose groups have `size` columns. No tile: `by_torch`."""
     rows, columns = 40, 200
-    weight, x = drawn(device, dtype, columns, 1152, size, has_zeros, rows)
+    weight, x = draw_int4(device, dtype, columns, 1152, size, has_zeros, rows)
     out = torch.zeros((rows, columns), dtype=dtype, device=device)
     if tile is None:
         by_torch(x, weight, out)
@@ -297,16 +298,3 @@ def _apart(
         multiply(x, weight, out, tile, splits)
     exact = x.float() @ weight.dequantized().float().t()
     return float((out.float() - exact).norm() / exact.norm())
-
-
-def drawn(
-    device: torch.device, dtype: torch.dtype, columns: int, depth: int, size: int, has_zeros: bool, rows: int
-) -> tuple[Int4, torch.Tensor]:
-    """A random weight whose groups have `size` columns, and x[rows, depth]."""
-    generator = torch.Generator(device).manual_seed(0)
-    q = torch.randint(16, (columns, depth), generator=generator, device=device, dtype=torch.int32)
-    scales = 0.01 + 0.01 * torch.rand((columns, -(-depth // size)), generator=generator, device=device)
-    zeros = torch.randint(17, scales.shape, generator=generator, device=device, dtype=torch.int32)
-    weight = Int4.of(q, scales.to(dtype), zeros if has_zeros else None, dtype)
-    assert weight is not None
-    return weight, torch.randn((rows, depth), generator=generator, device=device).to(dtype)

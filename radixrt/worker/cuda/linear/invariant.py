@@ -7,21 +7,15 @@ size, and decodes may use a kernel of their own. Whether they are is tested on t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from radixrt.worker.cuda.attention import attend, variants
-from radixrt.worker.cuda.attention.attend import Scratch
-from radixrt.worker.cuda.attention.variants import Shape, Variant
-from radixrt.worker.cuda.attention.work import make_items, sequence_tiles
-from radixrt.worker.cuda.elementwise.launching import launch, wait
-from radixrt.worker.cuda.linear.gemm import STREAMED, Tile, multiply, num_sms, streaming
+from radixrt.worker.cuda.elementwise.launching import launch, num_sms, wait
+from radixrt.worker.cuda.linear.gemm import STREAMED, Tile, multiply, streaming
 
 log = logging.getLogger("radixrt.cuda")
 
@@ -161,32 +155,3 @@ def head_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> No
             x, weight, out, rows, x.stride(0), out.stride(0), x.stride(1), out.stride(1), columns, depth,
             *weight.stride(), tile.rows, tile.columns, tile.depth, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-
-
-def same_bits(
-    few: Variant, chunk: Variant, shape: Shape, pages: torch.dtype, dtype: torch.dtype, device: torch.device
-) -> bool:
-    """Whether the variant `few` computes the attention of single queries with the same bits as that of chunks."""
-    if few.keys != chunk.keys or device.type != "cuda":
-        return False
-    lengths = np.array([1, 63, 64, 65, 700, 1000])
-    generator = torch.Generator(device).manual_seed(0)
-    held = -(-int(lengths.max()) // shape.page_size)
-    size = held * shape.page_size, shape.kv_heads
-    keys, values = (
-        torch.randn((*size, dim), generator=generator, device=device).to(pages)
-        for dim in (shape.head_dim, shape.value_dim)
-    )
-    table = torch.arange(held, dtype=torch.int32, device=device)[None]
-    q = torch.randn((len(lengths), shape.heads, shape.head_dim), generator=generator, device=device).to(dtype)
-    places, ones = np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64)
-    tiles = sequence_tiles(np.zeros_like(places), lengths - 1, ones, places, None, 1)
-    found = []
-    for variant in (few, chunk):
-        cut = variants.tiling(variant, shape, 1)
-        items, _ = make_items(tiles, dataclasses.replace(cut, fixed=1 << 20))
-        scratch = Scratch.make(len(items), shape, device)
-        there = torch.from_numpy(items.items).to(device), None
-        attend.attend(q, keys, values, table, there, q, scratch, shape, variant)
-        found.append(scratch)
-    return all(torch.equal(a, b) for a, b in zip(*(scratch.partials for scratch in found), strict=True))

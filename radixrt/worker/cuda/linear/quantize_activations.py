@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from radixrt.worker.cuda.elementwise.launching import launch, wait
-from radixrt.worker.model.layers.fp8 import BLOCK, FP8, LIMIT, Fp8Activations, Fp8Scaling
+from radixrt.worker.model.layers.fp8 import BLOCK, FP8, LIMIT, Activations, Fp8Activations, Fp8Scaling
 
 PADDED = 4
 """With block scales, cuBLASLt requires a multiple of this many rows."""
@@ -50,10 +50,23 @@ def room(rows: int, size: int, fp8_scaling: Fp8Scaling, device: torch.device) ->
     return Fp8Activations(values[:rows], torch.empty((groups, most), dtype=torch.float32, device=device).t()[:rows])
 
 
+def result(
+    like: torch.Tensor, rows: int, size: int, fp8_scaling: Fp8Scaling | None
+) -> tuple[Activations, torch.Tensor, torch.Tensor, int]:
+    """(a new result [rows, size], its values, its scales, their stride): in FP8 with a `fp8_scaling`, otherwise of the
+    dtype of `like`; scales then have no meaning."""
+    if fp8_scaling is None:
+        out = like.new_empty((rows, size))
+        return out, out, out, 0
+    found = room(rows, size, fp8_scaling, like.device)
+    return found, found.values, found.scales, found.scales.stride(1)
+
+
 def padded(x: Fp8Activations) -> Fp8Activations:
     """Extend a result of `room` to a multiple of PADDED rows, of whatever content."""
     most = triton.cdiv(len(x), PADDED) * PADDED
-    return Fp8Activations(*(part.as_strided((most, part.shape[1]), part.stride()) for part in (x.values, x.scales)))
+    values, scales = (part.as_strided((most, part.shape[1]), part.stride()) for part in (x.values, x.scales))
+    return Fp8Activations(values, scales)
 
 
 def launch_sizes(size: int, fp8_scaling: Fp8Scaling | None) -> tuple[int, int, int]:

@@ -35,8 +35,9 @@ from radixrt.worker.cuda.elementwise.launching import launch, wait
 from radixrt.worker.cuda.linear.gemm import Tile, small_linear, stages
 from radixrt.worker.cuda.moe import fp8_experts, packed_experts, router, routing
 from radixrt.worker.cuda.moe.routing import ALIGNED, TILE_FIELDS, Order
-from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling
-from radixrt.worker.model.layers.moe import Experts
+from radixrt.worker.model.layers.fp8 import Fp8Activations, Fp8Scaling, plain
+from radixrt.worker.model.layers.int4 import Int4
+from radixrt.worker.model.layers.moe import Experts, ScaledStack
 from radixrt.worker.model.layers.mxfp4 import PackedStack
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
 from radixrt.worker.model.spec.spec import SQUARED_RELU
@@ -284,34 +285,42 @@ def _begun(experts: Experts, x: torch.Tensor) -> Logits:
 
 def _add(experts: Experts, logits: Logits, x: torch.Tensor, residual: torch.Tensor) -> None:
     """As `add`, for x in the space that experts are computed in."""
-    count = len(experts.down)
     if experts.routing.scales_inputs:  # a token has one expert (see `no_kernels`), whose output has the weight 1
+        assert isinstance(logits, torch.Tensor)
         x = x * logits.float().amax(-1, keepdim=True).sigmoid().to(x.dtype)
-    rows = len(x) * experts.top_k / count
-    if experts.is_fp8:
-        return _add_scaled(experts, logits, x, residual, fp8_experts.tile_for(rows, experts.gate_up, experts.down))
-    if experts.is_packed:
-        return _add_packed(experts, logits, x, residual, rows)
+    rows = _rows(experts, x)
+    gate_up, down = experts.gate_up, experts.down
+    if isinstance(gate_up, ScaledStack) and isinstance(down, ScaledStack):
+        return _add_scaled(experts, gate_up, down, logits, x, residual)
+    if isinstance(down, PackedStack | Int4):
+        return _add_packed(experts, down, logits, x, residual)
+    assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
     tile = MANY if experts.batch_invariant else tile_for(rows)
-    aligned = x.shape[1] % ALIGNED == 0 and experts.down.shape[2] % ALIGNED == 0
+    aligned = x.shape[1] % ALIGNED == 0 and down.shape[2] % ALIGNED == 0
     by_expert = aligned and x.is_cuda and x.dtype == torch.bfloat16 and not experts.batch_invariant
-    shallow = rows <= TILES or max(x.shape[1], experts.down.shape[2]) < DEEP
+    shallow = rows <= TILES or max(x.shape[1], down.shape[2]) < DEEP
     if by_expert and rows > SPREAD and shallow and (hopper := _hopper(x.device)):
         weights, order, _ = _begin(experts, logits, hopper.ROWS, x, None)
         inner = _inner(experts, hopper.product, spread(x, order), order, is_sorted=True)
-        made = hopper.product(inner, order, experts.down, None)
+        made = hopper.product(inner, order, down, None)
     elif by_expert and tile is None:
+        assert isinstance(logits, torch.Tensor)
         kind = experts.routing
         weights, chosen = routing.route(logits, experts.top_k, _normalized(experts), kind, experts.bias)
-        order = routing.sort(chosen, count, 0)
-        made = _by_torch(experts, x, order)
+        order = routing.sort(chosen, len(down), 0)
+        made = _by_torch(experts, gate_up, down, x, order)
     else:
         tile = tile or MANY
         weights, order, _ = _begin(experts, logits, tile.rows, x, None)
         flipped = rows <= FEWEST and tile is FEW
         inner = _inner(experts, partial(_product, tile=tile, flipped=flipped), x, order)
-        made = _product(inner, order, experts.down, tile, None, flipped=flipped)
+        made = _product(inner, order, down, tile, None, flipped=flipped)
     _combine(experts, made, weights, order, residual)
+
+
+def _rows(experts: Experts, x: torch.Tensor) -> float:
+    """Rows of x[T, hidden] per expert, on average."""
+    return len(x) * experts.top_k / len(experts.down)
 
 
 def _inner(
@@ -320,9 +329,8 @@ def _inner(
     """The input of the experts' second product, [T * chosen, I], by `product`, for x[T, hidden]; or, if it is sorted,
     [T * chosen, hidden]."""
     if experts.activation == SQUARED_RELU:
-        return kernels.squared_relu(
-            product(x if is_sorted else spread(x, order), order, experts.gate_up, activation=None)
-        )
+        made = product(x if is_sorted else spread(x, order), order, experts.gate_up, activation=None)
+        return plain(kernels.squared_relu(made))
     return product(x, order, experts.gate_up, activation=experts.activation, bias=experts.gate_up_bias)
 
 
@@ -364,33 +372,41 @@ def no_kernels(moe: ExpertsSpec) -> str:
     return ""
 
 
-def _by_torch(experts: Experts, x: torch.Tensor, order: Order) -> torch.Tensor:
+def _by_torch(
+    experts: Experts, gate_up: torch.Tensor, down: torch.Tensor, x: torch.Tensor, order: Order
+) -> torch.Tensor:
     """The experts' results, [T * chosen, hidden] sorted by expert, for x[T, hidden], by torch's grouped product."""
-    inner = F.grouped_mm(spread(x, order), experts.gate_up.transpose(1, 2), offs=order.ends)
+    inner = F.grouped_mm(spread(x, order), gate_up.transpose(1, 2), offs=order.ends)
     if experts.activation == SQUARED_RELU:
-        inner = kernels.squared_relu(inner)
+        inner = plain(kernels.squared_relu(inner))
     elif experts.gate_up_bias is None:
-        inner = kernels.gate(inner, experts.activation)
+        inner = plain(kernels.gate(inner, experts.activation))
     else:
         inner = biased_gate(inner, experts.gate_up_bias, order, experts.activation)
-    return F.grouped_mm(inner, experts.down.transpose(1, 2), offs=order.ends)
+    return F.grouped_mm(inner, down.transpose(1, 2), offs=order.ends)
 
 
-def _add_scaled(experts: Experts, logits: Logits, x: torch.Tensor, residual: torch.Tensor, tile: Tile) -> None:
+def _add_scaled(
+    experts: Experts, gate_up: ScaledStack, down: ScaledStack, logits: Logits, x: torch.Tensor, residual: torch.Tensor
+) -> None:
     """As `add`, for experts in FP8, which have no biases."""
-    gate_up, down = experts.gate_up, experts.down
+    tile = fp8_experts.tile_for(_rows(experts, x), gate_up, down)
     weights, order, known = _begin(experts, logits, tile.rows, x, gate_up.fp8_scaling)
-    inner = fp8_experts.product(known, order, gate_up, tile, x.dtype, of_tokens=True)
+    assert known is not None
+    made = fp8_experts.product(known, order, gate_up, tile, x.dtype, of_tokens=True)
     if experts.activation == SQUARED_RELU:
-        inner = kernels.squared_relu(inner, down.fp8_scaling)
+        inner = kernels.squared_relu(made, down.fp8_scaling)
     else:
-        inner = kernels.gate(inner, experts.activation, down.fp8_scaling)
+        inner = kernels.gate(made, experts.activation, down.fp8_scaling)
+    assert isinstance(inner, Fp8Activations)
     _combine(experts, fp8_experts.product(inner, order, down, tile, x.dtype), weights, order, residual)
 
 
-def _add_packed(experts: Experts, logits: Logits, x: torch.Tensor, residual: torch.Tensor, rows: float) -> None:
-    """Of experts in MXFP4 or INT4, with so many rows each, on average."""
-    down, exact = experts.down, experts.batch_invariant
+def _add_packed(
+    experts: Experts, down: PackedStack | Int4, logits: Logits, x: torch.Tensor, residual: torch.Tensor
+) -> None:
+    """As `add`, for experts in MXFP4 or INT4."""
+    rows, exact = _rows(experts, x), experts.batch_invariant
     hopper = None if exact else packed_experts.hopper_kernel(x, down, down.columns, rows)
     if hopper is not None:
         kind = hopper.kind_for(rows)

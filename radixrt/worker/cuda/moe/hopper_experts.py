@@ -30,6 +30,7 @@ from radixrt.worker.cuda.elementwise import kernels, launching
 from radixrt.worker.cuda.elementwise.kernels import ACTIVATIONS, gated
 from radixrt.worker.cuda.moe import routing
 from radixrt.worker.cuda.moe.routing import TILE_FIELDS, Order
+from radixrt.worker.model.layers.fp8 import plain
 
 ROWS = 128
 """Rows of a tile: two warpgroups of 64."""
@@ -234,7 +235,7 @@ def _apart(device: torch.device) -> float:
         each = [a.float() @ w.float().T for a, w in zip(x.split(counts), weight, strict=True)]
         if activation:
             made = torch.cat([a + b.float() for a, b in zip(each, bias, strict=True)]).to(x.dtype)
-            exact.append(kernels.gate(made, activation).float().flatten())
+            exact.append(plain(kernels.gate(made, activation)).float().flatten())
         else:
             exact.append(torch.cat(each).flatten())
     a, b = torch.cat(found), torch.cat(exact)

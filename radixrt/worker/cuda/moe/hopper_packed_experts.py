@@ -31,10 +31,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from radixrt.worker.cuda.attention.warpgroups import agrees, copy
 from radixrt.worker.cuda.elementwise import kernels, launching
 from radixrt.worker.cuda.elementwise.kernels import ACTIVATIONS, gated
-from radixrt.worker.cuda.linear.gemm import num_sms
-from radixrt.worker.cuda.moe import packed_experts, routing
+from radixrt.worker.cuda.elementwise.launching import num_sms
+from radixrt.worker.cuda.linear.trials import draw_experts
+from radixrt.worker.cuda.moe import routing
 from radixrt.worker.cuda.moe.hopper_experts import place
 from radixrt.worker.cuda.moe.routing import TILE_FIELDS
+from radixrt.worker.model.layers.fp8 import plain
 from radixrt.worker.model.layers.mxfp4 import WIDTH, WORDS, PackedStack
 
 if TYPE_CHECKING:
@@ -136,11 +138,11 @@ def _words(w_smem, s_smem, stage, HALF: gl.constexpr, GATED: gl.constexpr, W: gl
         w = gl.join(gate, up).reshape([4, 8, 16, 2]).permute((0, 3, 1, 2)).reshape([64, 16])
         scales = gl.join(of_gate, of_up).reshape([4, 8, 2]).permute((0, 2, 1)).reshape([64])
     else:
-        SCALES: gl.constexpr = gl.DistributedLinearLayout(
+        ALL_SCALES: gl.constexpr = gl.DistributedLinearLayout(
             [[0, 8]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[0, 16], [0, 32]], [], [1, 64]
         )
         w = w_smem.index(2 * stage + HALF).load(W)
-        scales = s_smem.index(2 * stage + HALF).load(SCALES).reshape([64])
+        scales = s_smem.index(2 * stage + HALF).load(ALL_SCALES).reshape([64])
     w = gl.convert_layout(w, W, assert_trivial=True)
     return w, gl.convert_layout(scales, gl.SliceLayout(1, W), assert_trivial=True)
 
@@ -356,13 +358,14 @@ def _apart(device: torch.device, kind: Kind) -> float:
     """The relative error to float32, for a few experts whose rows fill tiles, or do not: of a product with a gate and a
     bias, and of one without, of columns that begin within a group that shares a scale."""
     generator = torch.Generator(device).manual_seed(0)
-    stack, chosen = packed_experts.drawn(generator, device)
+    stack, chosen = draw_experts(generator, device)
+    assert isinstance(stack, PackedStack)
     order = routing.sort(chosen, len(stack), kind.rows)
     counts = chosen.flatten().bincount(minlength=len(stack)).tolist()
     x = torch.randn((len(chosen), stack.columns), generator=generator, device=device).bfloat16()
     bias = torch.randn((len(stack), stack.values.shape[2]), generator=generator, device=device).bfloat16()
     each = [a.float() @ stack.dequantized(n, torch.float32).T for n, a in enumerate(x.split(counts))]
     with_bias = torch.cat([a + bias[n].float() for n, a in enumerate(each)]).bfloat16()
-    exact = torch.cat(each).flatten(), kernels.gate(with_bias, "silu").float().flatten()
+    exact = torch.cat(each).flatten(), plain(kernels.gate(with_bias, "silu")).float().flatten()
     found = product(x, order, stack, None, kind=kind), product(x, order, stack, "silu", bias, kind=kind)
     return max(float((a.float().flatten() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))

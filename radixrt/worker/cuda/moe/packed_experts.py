@@ -27,10 +27,11 @@ import triton.language as tl
 
 from radixrt.worker.cuda.attention.variants import room
 from radixrt.worker.cuda.elementwise.kernels import ACTIVATIONS, gated
-from radixrt.worker.cuda.elementwise.launching import launch, wait
-from radixrt.worker.cuda.linear.gemm import Tile, all_ended, num_sms, of_hopper, split_counts
+from radixrt.worker.cuda.elementwise.launching import launch, num_sms, wait
+from radixrt.worker.cuda.linear.gemm import Tile, all_ended, of_hopper, split_counts
 from radixrt.worker.cuda.linear.int4 import fitting_stages
 from radixrt.worker.cuda.linear.invariant import GROUP
+from radixrt.worker.cuda.linear.trials import COUNTS, draw_experts
 from radixrt.worker.cuda.linear.unpack_int4 import by_instructions, load_facts, unpack_int4
 from radixrt.worker.cuda.moe.routing import TILE_FIELDS, sort
 from radixrt.worker.model.layers.int4 import MIDDLE, Int4
@@ -315,51 +316,16 @@ def _hopper(device: torch.device) -> ModuleType | None:
     return hopper_packed_experts if hopper_packed_experts.there(device) else None
 
 
-COUNTS, CHECKED_ROWS, CHECKED_BLOCKS, BEFORE = (40, 0, 150, 1), 200, 9, 8
-"""Of the experts that `there` tries: tokens, rows, blocks of 32 columns, and columns before the first one."""
-
-
 def _apart(
     device: torch.device, tile: Tile, int4: torch.dtype | None = None, splits: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> float:  # fmt: skip
     """The relative error of products with a few random experts, in MXFP4 for x in `dtype`, or in INT4."""
     generator = torch.Generator(device).manual_seed(0)
-    stack, chosen = drawn(generator, device, int4)
+    stack, chosen = draw_experts(generator, device, int4)
     order = sort(chosen, len(COUNTS), tile.rows)
     x = torch.randn((len(chosen), stack.columns), generator=generator, device=device).to(int4 or dtype)
     found = product(x, order, stack, tile, None, splits=splits).float()
     each = zip(x.float().split(COUNTS), range(len(COUNTS)), strict=True)
     exact = torch.cat([a @ stack.dequantized(number, torch.float32).T for a, number in each])
     return float((found - exact).norm() / exact.norm())
-
-
-def drawn(
-    generator: torch.Generator, device: torch.device, int4: torch.dtype | None = None
-) -> tuple[PackedStack | Int4, torch.Tensor]:
-    """A few random experts, in MXFP4 or in INT4 of a dtype, and the expert of each of some rows, int32[R, 1]."""
-    stack = _some_mxfp4(generator, device) if int4 is None else _some_int4(generator, device, int4)
-    of_each = [torch.full((count, 1), e, dtype=torch.int32) for e, count in enumerate(COUNTS)]
-    return stack, torch.cat(of_each).to(device)
-
-
-def _some_mxfp4(generator: torch.Generator, device: torch.device) -> PackedStack:
-    shape = CHECKED_ROWS, CHECKED_BLOCKS
-    stack = PackedStack.empty(len(COUNTS), CHECKED_ROWS, CHECKED_BLOCKS * 32 - BEFORE, BEFORE, device)
-    for number in range(len(COUNTS)):
-        bits = torch.randint(256, (*shape, 16), generator=generator, device=device, dtype=torch.uint8)
-        stack.put(number, bits, torch.randint(110, 121, shape, generator=generator, device=device, dtype=torch.uint8))
-    return stack
-
-
-def _some_int4(generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Int4:
-    shape = CHECKED_ROWS, CHECKED_BLOCKS
-    found = []
-    for _ in COUNTS:
-        q = torch.randint(16, (CHECKED_ROWS, CHECKED_BLOCKS * 32), generator=generator, device=device)
-        scales = (0.01 + torch.rand(shape, generator=generator, device=device)).to(dtype)
-        found.append(Int4.of(q, scales, torch.randint(16, shape, generator=generator, device=device), dtype))
-    stack = found[0].stack(len(found))
-    for number, weight in enumerate(found):
-        stack.put(number, weight)
-    return stack

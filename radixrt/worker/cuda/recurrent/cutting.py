@@ -36,7 +36,8 @@ class Cut:
 
     @classmethod
     def of(cls, parts: Parts, device: torch.device, tokens: int = TOKENS) -> Cut:
-        return cls(*(torch.from_numpy(x).to(device) for x in cut(parts, tokens)), tokens)
+        chunks, sequences = (torch.from_numpy(x).to(device) for x in cut(parts, tokens))
+        return cls(chunks, sequences, tokens)
 
     @property
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -338,21 +338,20 @@ def by_chunks(
     number, heads = len(lists.chunks), spec.value_heads
     solved, scores = x.new_empty((2, number, heads, TOKENS, TOKENS))
     each = net.ups is not None
-    wide = {"dtype": torch.float32, "device": x.device}
     half, keys = TYPES[x.dtype], triton.next_power_of_2(spec.key_dim)
     unit = tl.float32 if half == tl.float32 else tl.float16
     sizes = spec.key_heads, heads, spec.key_dim, spec.value_dim
     given = x, inputs.a, inputs.b, net.rates, net.dt_bias, lists.chunks, solved, scores
     numbers = spec.key_dim**-0.5, inputs.a.stride(0), inputs.b.stride(0), *sizes, spec.beta_factor, TOKENS, CHUNK_FIELDS
     if each:
-        factors = torch.empty((number, heads, spec.key_dim), **wide)
+        factors = x.new_empty((number, heads, spec.key_dim), dtype=torch.float32)
         faded = x.new_empty((number, heads, 3, TOKENS, spec.key_dim))
         launch(
             _within_each_kernel, (heads, number, 1), cache,
             *given, faded, factors, *numbers, half, unit, tiles.block, ROWS, num_warps=tiles.each_warps, num_stages=1,
         )  # fmt: skip
     else:
-        factors = faded = torch.empty((number, heads, FACTORS, TOKENS), **wide)
+        factors = faded = x.new_empty((number, heads, FACTORS, TOKENS), dtype=torch.float32)
         launch(
             _within_kernel, (heads, number, 1), cache,
             *given, factors, *numbers, FACTORS, half, unit, tiles.block, keys, num_warps=tiles.within_warps,

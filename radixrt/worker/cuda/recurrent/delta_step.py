@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from radixrt.worker.cuda.recurrent.cutting import TOKENS, Cut, Runs, cut
 from radixrt.worker.cuda.recurrent.delta import DeltaInputs, LayerStates
 from radixrt.worker.cuda.recurrent.mamba import MambaInputs
 from radixrt.worker.execution.kv_pool import StatePool
-from radixrt.worker.model.layers.fp8 import Fp8Activations
+from radixrt.worker.model.layers.fp8 import Activations
 from radixrt.worker.model.layers.linear import Product
+from radixrt.worker.model.layers.mixers import RecurrentMixer
 from radixrt.worker.model.layers.recurrent.delta_net import DeltaNet
 from radixrt.worker.model.layers.recurrent.mamba_mixer import Mamba
 from radixrt.worker.model.layers.recurrent.short_conv import ShortConv
@@ -37,7 +39,6 @@ STATES = 64, 128, 256
 KERNELS = 2, 3, 4
 """Inputs that the convolution of a token sees."""
 
-Net = DeltaNet | ShortConv | Mamba
 Spec = DeltaSpec | ShortConvSpec | MambaSpec
 
 
@@ -85,9 +86,14 @@ def projected_widths(spec: Spec) -> tuple[int, ...]:
     return spec.channels + (2 * spec.rank or spec.values), (1 if spec.rank else 2) * spec.value_heads
 
 
-def products(net: Net) -> tuple[Product, ...]:
+def products(net: RecurrentMixer) -> tuple[Product, ...]:
     """The projections whose results `DeltaStep.put` takes."""
     return (net.qkvz, net.ba) if isinstance(net, DeltaNet) else tuple(net.products)
+
+
+def _spec_of(net: RecurrentMixer) -> DeltaSpec | MambaSpec:
+    assert isinstance(net, DeltaNet | Mamba)
+    return net.spec
 
 
 def result_shape(spec: Spec) -> tuple[int, ...]:
@@ -156,7 +162,7 @@ class PackedCopies:
 
 
 class DeltaStep:
-    """`model.delta_net.Mix` for a step's tokens, decodes first, then parts of sequences. Tokens after them are padding,
+    """`model.mixers.Mix` for a step's tokens, decodes first, then parts of sequences. Tokens after them are padding,
     whose results have no meaning.
 
     decodes    the first tokens: decodes and drafts
@@ -174,14 +180,14 @@ class DeltaStep:
         aligned = pool.convs[0, 0].nbytes % 16 == 0
         self._caches: tuple[KernelCache | None, ...] = ({}, {}) if aligned else (None, None)
 
-    def __call__(self, number: int, net: Net, x: torch.Tensor | Fp8Activations) -> torch.Tensor:
+    def __call__(self, number: int, net: RecurrentMixer, x: Activations) -> torch.Tensor:
         projected = tuple(product(x) for product in products(net))
-        shape = net.conv.shape[:1] if isinstance(net, ShortConv) else result_shape(net.spec)
+        shape = net.conv.shape[:1] if isinstance(net, ShortConv) else result_shape(_spec_of(net))
         out = projected[0].new_empty((len(projected[0]), *shape))
         self.put(number, net, projected, out)
         return out
 
-    def put(self, number: int, net: Net, projected: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+    def put(self, number: int, net: RecurrentMixer, projected: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         """Write the results for what a layer projects (`products`) to `out`."""
         states = LayerStates(*self._pool.layer(number))
         if isinstance(net, ShortConv):
@@ -191,6 +197,7 @@ class DeltaStep:
         if isinstance(net, Mamba):
             self._put_mamba(net, MambaInputs.of(net, *projected), states, out)
             return
+        assert isinstance(net, DeltaNet)
         inputs = DeltaInputs.of(net, *projected)
         _, many = self._caches
         first = 0
@@ -223,7 +230,7 @@ class DeltaStep:
             by_lists(x, inputs, net, states, self._lists, out, many)
         mamba.finish(inputs, net, out, few)
 
-    def _convolved(self, net: Net, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
+    def _convolved(self, net: Mamba | ShortConv, x: torch.Tensor, states: LayerStates) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         few, many = self._caches
         if self._decodes is not None:
@@ -270,5 +277,63 @@ class PackedDelta:
 
     def step(self, pool: StatePool, sent: torch.Tensor) -> DeltaStep:
         decodes = None if self.decodes is None else self.decodes.of(sent)
-        lists = None if self.lists is None else Cut(*(x.of(sent) for x in self.lists))
+        lists = None if self.lists is None else Cut(self.lists[0].of(sent), self.lists[1].of(sent))
         return DeltaStep(pool, decodes, lists, self.by_tokens)
+
+
+class StepStates(Protocol):
+    """What a step does with recurrent states."""
+
+    def begin(self, sent: torch.Tensor) -> DeltaStep | None:
+        """When the packed integers are on the device: copies to the step's states. Returns what its layers do with
+        them; None if there are none, or if a graph has that."""
+
+    def end(self, sent: torch.Tensor) -> None:
+        """After the step: copies from its states."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStates:
+    """That of a model with recurrent layers. `delta` None: a graph has its place."""
+
+    pool: StatePool
+    copies: PackedCopies
+    delta: PackedDelta | None = None
+
+    def begin(self, sent: torch.Tensor) -> DeltaStep | None:
+        self.copies.restore(self.pool, sent)
+        return None if self.delta is None else self.delta.step(self.pool, sent)
+
+    def end(self, sent: torch.Tensor) -> None:
+        self.copies.save(self.pool, sent)
+
+
+class NoStates:
+    """That of other models."""
+
+    def begin(self, sent: torch.Tensor) -> None:
+        return None
+
+    def end(self, sent: torch.Tensor) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentStates:
+    """The states of a runner, None if there are none. `by_tokens`: see DeltaStep."""
+
+    pool: StatePool | None
+    by_tokens: bool
+
+    def pack(self, packer: Packer, plan: Plan, decodes: int) -> StepStates:
+        """For a step whose first `decodes` entries have one token each."""
+        if self.pool is None or plan.states is None:
+            return NoStates()
+        copies = PackedCopies.pack(packer, plan.states)
+        return PackedStates(self.pool, copies, PackedDelta.pack(packer, plan, decodes, self.by_tokens))
+
+    def pack_copies(self, packer: Packer, plan: Plan) -> StepStates:
+        """For a step that is a graph."""
+        if self.pool is None or plan.states is None:
+            return NoStates()
+        return PackedStates(self.pool, PackedCopies.pack(packer, plan.states))

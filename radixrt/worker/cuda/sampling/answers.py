@@ -14,6 +14,7 @@ from radixrt.worker.cuda.sampling import sampling_kernels
 from radixrt.worker.cuda.sampling.mtp import PackedRequests
 from radixrt.worker.execution.sample_step import NOT_FINITE
 from radixrt.worker.execution.sampler import SamplingMetadata
+from radixrt.worker.execution.torch_runner import wanted
 from radixrt.worker.model.parallel.group import Group
 from radixrt.worker.plan import Plan, Result
 
@@ -98,6 +99,32 @@ class LastTokens:
         if self._group is not None:
             self._group.broadcast(self._tokens)
         return kernels.resolve(tokens, rows, self._tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSampling:
+    """What of a step's tokens becomes logits, and what of these becomes tokens."""
+
+    wanted: PackedArray
+    """Indices of the tokens whose logits are wanted."""
+    at: PackedArray
+    """Rows of the logits, one for each token that is sampled."""
+    rows: PackedArray
+    """Of the page table, likewise."""
+    metadata: PackedSamplingMetadata | None
+    """None if all are greedy, or if the host samples later."""
+
+    @classmethod
+    def pack(cls, packer: Packer, plan: Plan, metadata: bool) -> PackedSampling:
+        """`draws`: whether tokens that are not greedy are sampled with the step."""
+        chosen = np.flatnonzero(plan.samples)
+        at = np.cumsum(plan.wants)[chosen] - 1
+        return cls(
+            packer.add(wanted(plan).astype(np.int32)),
+            packer.add(at.astype(np.int32)),
+            packer.add(plan.rows[chosen]),
+            PackedSamplingMetadata.pack(packer, plan, at, plan.rows) if metadata else None,
+        )
 
 
 class Answer:

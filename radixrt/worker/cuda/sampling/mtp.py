@@ -19,7 +19,7 @@ import triton.language as tl
 
 from radixrt.worker.cuda.attention import attend, variants
 from radixrt.worker.cuda.attention.attend import Scratch
-from radixrt.worker.cuda.attention.chunks import Pages
+from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.step import append
 from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.attention.work import FIELDS, MERGE_FIELDS
@@ -27,7 +27,7 @@ from radixrt.worker.cuda.elementwise.staging import PackedArray, Packer
 from radixrt.worker.cuda.sampling import sampling_kernels
 from radixrt.worker.execution.mtp import sequences
 from radixrt.worker.model.layers.latent import LatentHeads
-from radixrt.worker.model.mixers import Projected
+from radixrt.worker.model.layers.mixers import Projected
 from radixrt.worker.model.model import Model
 from radixrt.worker.plan import Plan
 from radixrt.worker.speculative.ngram import MAX_ROWS
@@ -150,6 +150,15 @@ class PackedRequests:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class PackedProposing:
+    """What a step needs for proposals, packed."""
+
+    asked: PackedRequests
+    before: PackedArray
+    """See `Predicting.before`."""
+
+
 @dataclass(slots=True)
 class Pass:
     """The buffers of a pass for `size` requests, and its graph, if it is captured."""
@@ -225,6 +234,10 @@ class Predicting:
     def pack(self, packer: Packer, plan: Plan) -> PackedRequests:
         return PackedRequests.pack(packer, plan, self._sizes, self._padding)
 
+    def pack_all(self, packer: Packer, plan: Plan, room: int) -> PackedProposing:
+        """For a step of `room` tokens, with padding, that is no graph."""
+        return PackedProposing(self.pack(packer, plan), packer.add(self.before(plan, room)))
+
     def finish(
         self, packed: PackedRequests, sent: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor,
         sampled: torch.Tensor, integers: torch.Tensor,
@@ -292,8 +305,12 @@ class Predicting:
         integers[0] = self._padding
         merges = np.zeros((size, MERGE_FIELDS), dtype=np.int32)
         merges[:] = np.arange(size)[:, None] * [1, parts, 0] + [0, 0, parts]
+        row, position, count, token = integers
         return Pass(
-            *integers,
+            row,
+            position,
+            count,
+            token,
             torch.zeros((size, self._model.spec.hidden_size), dtype=self._model.dtype, device=device),
             parts,
             Scratch.make(size * parts, shape, device),

@@ -20,10 +20,10 @@ import torch
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling, plain
 from radixrt.worker.model.layers.indexer import Index, Indexer
 from radixrt.worker.model.layers.linear import HeadLinear, Product
+from radixrt.worker.model.layers.mixers import Attention
 from radixrt.worker.model.layers.norms import Norm, rms_norm
 from radixrt.worker.model.layers.ops import Ops
 from radixrt.worker.model.layers.rope import rotate
-from radixrt.worker.model.mixers import Attention
 
 NORM_EPS = 1e-6
 """Epsilon of the norms of latents, whatever `rms_norm_eps` says (transformers, `DeepseekV2RMSNorm`)."""

@@ -12,11 +12,11 @@ import torch
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling, plain
 from radixrt.worker.model.layers.layer_inputs import LayerEnd
 from radixrt.worker.model.layers.linear import Product
+from radixrt.worker.model.layers.mixers import Attention, ForwardContext, LayerPlace, Mixer, identity
 from radixrt.worker.model.layers.moe import sigmoid, softplus
 from radixrt.worker.model.layers.norms import HeadNorms, NoNorm, Norm, rms_norm
 from radixrt.worker.model.layers.ops import Ops
 from radixrt.worker.model.layers.rope import rotate
-from radixrt.worker.model.mixers import Attention, ForwardContext, LayerPlace, Mixer, identity
 from radixrt.worker.model.parallel.group import Group
 
 

@@ -10,10 +10,10 @@ import torch
 
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling
 from radixrt.worker.model.layers.linear import Product
+from radixrt.worker.model.layers.mixers import Attention, identity
 from radixrt.worker.model.layers.norms import HeadNorm
 from radixrt.worker.model.layers.ops import Ops
 from radixrt.worker.model.layers.rope import rotate
-from radixrt.worker.model.mixers import Attention, identity
 from radixrt.worker.model.spec.spec import LayerSpec
 
 

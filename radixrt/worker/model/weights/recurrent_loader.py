@@ -27,8 +27,7 @@ class RecurrentWeightLoader(HeadsWeightLoader):
 
     def _mamba(self, at: str, mamba: MambaSpec) -> Mamba:
         """Its heads are divided, and B and C of their groups as K and V are."""
-        shard, hidden = self._shard, self._spec.hidden_size
-        own = shard.spec(self._spec).recurrent
+        shard, hidden, own = self._shard, self._spec.hidden_size, self._shard.spec(self._spec).recurrent
         assert isinstance(own, MambaSpec)
         values, group = shard.part(0, mamba.values), shard.kv_rows(mamba.groups, mamba.state)
         channels = list(zip(mamba.conv_sizes, (values, group, group), strict=True))

@@ -13,13 +13,13 @@ from radixrt.worker.model.layers.latent import NORM_EPS, Latent, UpProjections
 from radixrt.worker.model.layers.layer_inputs import LayerInputs
 from radixrt.worker.model.layers.layers import DecoderLayer, FeedForward, Gate, Grouped, NoMlp, NoOutput
 from radixrt.worker.model.layers.linear import HeadLinear, Linear
+from radixrt.worker.model.layers.mixers import Attention, HybridMixer, Mixer, NoMixer, RecurrentMixer
 from radixrt.worker.model.layers.mlp import UNGATED, Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
 from radixrt.worker.model.layers.moe import Experts, read_experts
 from radixrt.worker.model.layers.norms import NoNorm, Norm
+from radixrt.worker.model.layers.positions import place_of
 from radixrt.worker.model.lora.lora_slots import Piece
-from radixrt.worker.model.mixers import Attention, HybridMixer, Mixer, NoMixer, RecurrentMixer
 from radixrt.worker.model.parallel.group import AFTER_ATTENTION, AFTER_MLP
-from radixrt.worker.model.positions import place_of
 from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
 from radixrt.worker.model.spec.index_spec import IndexSpec

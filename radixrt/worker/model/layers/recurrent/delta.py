@@ -110,9 +110,9 @@ def gated_delta(
     parts = [_split(x, bounds) for x in (q, k, v, decay, beta)]
     out = []
     targets = slots if to is None else to
-    for slot, target, a, b, c, d, e in zip(slots.tolist(), targets.tolist(), *parts, strict=True):
-        rule = _by_tokens if exact or len(a) == 1 else in_order(_by_chunks, _by_tokens)
-        found, states[target] = rule(a, b, c, d, e, states[slot])
+    for slot, target, *part in zip(slots.tolist(), targets.tolist(), *parts, strict=True):
+        rule: Rule = _by_tokens if exact or len(part[0]) == 1 else in_order(_by_chunks, _by_tokens)
+        found, states[target] = rule(*part, states[slot])
         out.append(found)
     return torch.cat(out).to(kind)
 

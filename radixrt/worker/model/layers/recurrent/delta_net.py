@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling
 from radixrt.worker.model.layers.linear import Product
+from radixrt.worker.model.layers.mixers import Recurrence, RecurrentMixer
 from radixrt.worker.model.layers.moe import sigmoid, softplus
 from radixrt.worker.model.layers.recurrent.delta import gated_delta, gated_norm, short_conv
-from radixrt.worker.model.mixers import Recurrence, RecurrentMixer
 from radixrt.worker.model.spec.delta_spec import DeltaSpec
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.layers.moe import sigmoid
-from radixrt.worker.model.layers.recurrent.delta import VECTOR, in_order
+from radixrt.worker.model.layers.recurrent.delta import VECTOR, Rule, in_order
 
 CHUNK = 64
 """Tokens that `_by_chunks` computes by matrix products."""
@@ -48,23 +48,23 @@ def state_space(
     """
     kind = x.dtype
     x, b, c, decay = x.float(), b.float(), c.float(), step * rates
-    stepped = x * step[..., None]
+    inputs = x * step[..., None], b, c, decay
     out = skip[:, None] * x
     firsts, owners = bounds[:-1], slots
     if len(x) > len(slots) or to is not None:  # otherwise nothing is to be read from a GPU
         counts, start, targets = bounds.diff(), 0, slots if to is None else to
         for count, slot, target in zip(counts.tolist(), slots.tolist(), targets.tolist(), strict=True):
             if count > 1 or to is not None:
-                part = slice(start, start + count)
-                rule = _by_tokens if exact or count == 1 else in_order(_by_chunks, _by_tokens)
-                found, states[target] = rule(stepped[part], b[part], c[part], decay[part], states[slot])
-                out[part] += found
+                part = [value[start : start + count] for value in inputs]
+                rule: Rule = _by_tokens if exact or count == 1 else in_order(_by_chunks, _by_tokens)
+                found, states[target] = rule(*part, states[slot])
+                out[start : start + count] += found
             start += count
         alone = counts == (1 if to is None else 0)
         firsts, owners = firsts[alone], owners[alone]
     each = max(1, len(owners)) if x.is_cuda else TOGETHER
     for at, own in zip(firsts.split(each), owners.split(each), strict=True):
-        found, states[own] = _one_token(stepped[at], b[at], c[at], decay[at], states[own])
+        found, states[own] = _one_token(inputs[0][at], b[at], c[at], decay[at], states[own])
         out[at] += found
     return out.to(kind)
 

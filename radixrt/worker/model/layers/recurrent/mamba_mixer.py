@@ -9,10 +9,10 @@ from torch.nn import functional as F
 
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling
 from radixrt.worker.model.layers.linear import Product
+from radixrt.worker.model.layers.mixers import Recurrence, RecurrentMixer
 from radixrt.worker.model.layers.moe import softplus
 from radixrt.worker.model.layers.recurrent.delta import short_conv
 from radixrt.worker.model.layers.recurrent.mamba import gated, state_space
-from radixrt.worker.model.mixers import Recurrence, RecurrentMixer
 from radixrt.worker.model.parallel.group import Group
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
 

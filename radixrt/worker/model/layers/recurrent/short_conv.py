@@ -8,8 +8,8 @@ import torch
 
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling
 from radixrt.worker.model.layers.linear import Product
+from radixrt.worker.model.layers.mixers import Recurrence, RecurrentMixer
 from radixrt.worker.model.layers.recurrent.delta import short_conv
-from radixrt.worker.model.mixers import Recurrence, RecurrentMixer
 
 
 @dataclass(frozen=True, slots=True)

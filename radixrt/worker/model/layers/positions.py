@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from radixrt.worker.model.layers.mixers import LayerPlace
 from radixrt.worker.model.layers.rope import frequencies
-from radixrt.worker.model.mixers import LayerPlace
 from radixrt.worker.model.spec.spec import ModelSpec
 
 
