@@ -71,7 +71,7 @@ class Request:
     row                page-table row while it runs, -1 while it waits
     state              slot of its recurrent state while it runs, if the model has any
     pinned             tokens of the prefixes that it pins
-    checkpoints        tokens, ascending, after which a checkpoint of its state is taken (see `branching`)
+    checkpoints        tokens, ascending, after which a checkpoint of its state is taken (see `state_checkpoints`)
     computed           tokens whose KV is in pages, or will be when the planned steps have run
     in_flight_tokens   tokens that planned steps sample and whose ids the host does not know yet
     finished           whether it has ended
@@ -82,7 +82,7 @@ class Request:
     limit              the most tokens it may have; at least those it arrived with
     lease              pins the part of its path that is in the tree (set while it runs)
     group              requests of one group count as having arrived with its first (0: no group)
-    priority           orders its tenant's waiting requests, lowest first (`messages.Priority`)
+    priority           orders its tenant's waiting requests, lowest first (`messages.Priority`); evictions too, if asked
     age                orders requests by arrival: tokens the worker had scheduled then, id of the first of its group,
                        own id
     reached            end of the last planned chunk, in tokens

@@ -43,7 +43,7 @@ class Engine:
         self.outputs: dict[int, list[Output]] = {}
         self._next = 0
         self._inflight = None
-        runner.bind(self.cache.table)
+        runner.bind(self.cache.requests.table)
 
     def add(
         self,
