@@ -21,6 +21,7 @@ import time
 import traceback
 import typing
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,12 +182,16 @@ def build_parser() -> argparse.ArgumentParser:
 def _serve(args: argparse.Namespace) -> int:
     read_keys(args)
     read_admin_key(args)
-    _check_here(check_files if vars(args).get("fake") else check_model, args.model)
+    _check_model_here(args.model, vars(args).get("fake", ""), vars(args).get("model_impl", "auto"))
     _check_here(check_files, vars(args).get("tokenizer", ""))
     configs = {role: from_args(config, args) for role, config in ROLES.items()}
     _check_adapters(configs["worker"])
     own = {field.name: vars(args)[field.name] for field in dataclasses.fields(StackConfig) if field.name in vars(args)}
     return launcher.run_stack(StackConfig(**configs, **own))
+
+
+def _check_model_here(name: str, fake: str, impl: str) -> None:
+    _check_here(check_files if fake else partial(check_model, impl=impl), name)
 
 
 def _check_here(check: Callable[[str], None], name: str) -> None:
@@ -211,7 +216,7 @@ def _role(args: argparse.Namespace) -> int:
         read_admin_key(args)
         config = from_args(ROLES[args.role], args)
         if args.role == "worker":
-            _check_here(check_files if config.fake else check_model, config.model)
+            _check_model_here(config.model, config.fake, config.model_impl)
             _check_adapters(config)
     check_role(config)
     return run_role(args.role, resolve(config), Pulse(args.pulse))

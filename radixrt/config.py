@@ -27,6 +27,7 @@ class Form(NamedTuple):
 
 
 DEVICE = Form(re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch, "auto, cpu, cuda or cuda:N")
+MODEL_IMPL = Form(re.compile(r"auto|radixrt|transformers").fullmatch, "auto, radixrt or transformers")
 NAME = Form(
     lambda text: text.isprintable() and len(text.encode(errors="replace")) <= 200,
     "at most 200 bytes, all of which can be printed",
@@ -87,6 +88,12 @@ class WorkerConfig:
     router: str = setting("", "ZMQ address of the router's worker socket")
     name: str = setting("", "unique worker name (default: host, pid, four hex digits)", form=NAME)
     device: str = setting("auto", "auto (a GPU if there is one), cpu, cuda or cuda:N", form=DEVICE)
+    model_impl: str = setting(
+        "auto",
+        "who computes the model: radixrt, transformers (all but attention; dense models, without --lora-modules, "
+        "--tensor-parallel-size, quantized weights and CUDA graphs), auto (radixrt if it has the model's family)",
+        form=MODEL_IMPL,
+    )
     tensor_parallel_size: int = setting(
         1, "ranks (GPUs) of each worker, each with a part of every weight matrix", least=1, most=64
     )

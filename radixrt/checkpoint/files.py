@@ -8,110 +8,14 @@ import math
 import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from radixrt.config import MAX_TOKENS, Form
 
-FAMILIES = (
-    "afmoe",
-    "apertus",
-    "arcee",
-    "bamba",
-    "cohere",
-    "cohere2",
-    "cohere2_moe",
-    "cwm",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "dots1",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "exaone4",
-    "exaone4_5",
-    "exaone_moe",
-    "falcon_h1",
-    "flex_olmo",
-    "gemma",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "gemma4",
-    "gemma4_text",
-    "glm",
-    "glm4",
-    "glm46v",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm4v",
-    "glm4v_moe",
-    "glm_moe_dsa",
-    "gpt_neox",
-    "gpt_oss",
-    "granite",
-    "granite_swa",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "hy_v3",
-    "hyperclovax",
-    "internlm3",
-    "iquestcoder",
-    "kimi_k2",
-    "kimi_k25",
-    "kimi_linear",
-    "laguna",
-    "lfm2",
-    "lfm2_moe",
-    "llama",
-    "llama4",
-    "llama4_text",
-    "mellum",
-    "mimo_v2_flash",
-    "minimax_m2",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "mistral3",
-    "mistral4",
-    "mixtral",
-    "nemotron",
-    "nemotron_h",
-    "olmo",
-    "olmo2",
-    "olmo3",
-    "olmo_hybrid",
-    "olmoe",
-    "persimmon",
-    "phi",
-    "phi3",
-    "phimoe",
-    "qwen2",
-    "qwen2_5_vl",
-    "qwen2_moe",
-    "qwen2_vl",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "sarvam_mla",
-    "sarvam_moe",
-    "seed_oss",
-    "smollm3",
-    "solar_open",
-    "stablelm",
-    "starcoder2",
-    "youtu",
-)
-"""Every `model_type` that can be served."""
+FOLDER = Path(__file__).parents[1] / "worker" / "model" / "families"
+FAMILIES = tuple(sorted(file.name for file in iter_modules([str(FOLDER)])))
+"""Every `model_type` that has a file, of which only the name is read here."""
 SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model.v*")
 """Patterns of a sentencepiece model's name, the likeliest first."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -266,7 +170,7 @@ TEXT |= dict.fromkeys(
 ) | {"mlp_multipliers": NUMBERS, "ssm_multipliers": NUMBERS}  # fmt: skip
 TEXT |= dict.fromkeys(
     ("rope_theta", "rope_local_base_freq", "query_pre_attn_scalar", "logits_scaling", "attn_logit_softcapping",
-     "final_logit_softcapping", "clip_qkv", "rotary_emb_base", "attn_scale", "swa_rope_theta", "attention_value_scale"),
+     "final_logit_softcapping", "clip_qkv", "attn_scale", "swa_rope_theta", "attention_value_scale"),
     POSITIVE,
 )  # fmt: skip
 TEXT |= dict.fromkeys(
@@ -325,14 +229,17 @@ def check_files(folder: str | Path) -> None:
         read_file(Path(folder, name))
 
 
-def check_model(folder: str | Path) -> None:
-    """The same for a checkpoint, whose config.json says more. Fields that are missing are left to who needs them."""
+def check_model(folder: str | Path, impl: str = "auto") -> None:
+    """The same for a checkpoint, whose config.json says more. Fields that are missing are left to who needs them, and
+    all of a family that transformers computes by `impl`, the setting `model_impl`, to its own checks."""
     check_files(folder)
     path = Path(folder, "config.json")
     config = read_file(path)
     family = config.get("model_type")
     if isinstance(family, str) and family not in FAMILIES:  # of others values may be of other kinds
-        raise ValueError(not_served(family))
+        if impl == "radixrt":
+            raise ValueError(not_served(family))
+        return
     own = OF_FAMILY.get(family, {}) if isinstance(family, str) else {}
     _check(path, "", config, TEXT | own | {"text_config": TEXT})
     whole = config | {name: value for name, value in (config.get("text_config") or {}).items() if value is not None}

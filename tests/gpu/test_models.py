@@ -32,13 +32,14 @@ LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, 
 LATENT |= {"head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 256}
 
 FAMILIES = ["llama", "qwen3", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe"]
+BY_TRANSFORMERS = ("gpt_neox", "olmo", "persimmon", "phi", "stablelm")
 OTHERS = ["minimax_m2", "phi3", "gemma3_text", "seed_oss", "smollm3", "olmo2", "olmo3", "granite", "ministral3"]
 OTHERS += ["mistral4", "glm", "glm4", "glm4_moe_lite", "dots1", "solar_open", "exaone4", "iquestcoder"]
 OTHERS += ["qwen2_moe", "olmoe", "flex_olmo", "ernie4_5", "ernie4_5_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "arcee"]
 OTHERS += ["ministral", "granitemoe", "cohere", "cohere2", "cwm", "youtu", "exaone_moe", "hy_v3", "internlm3", "mellum"]
 OTHERS += ["sarvam_moe", "sarvam_mla", "granitemoeshared", "granitemoehybrid", "granite_swa", "granitemoe_swa"]
 OTHERS += ["llama4_text"]
-OTHERS += ["gemma", "gemma2", "gpt_neox", "nemotron", "olmo", "persimmon", "phi", "stablelm", "starcoder2"]
+OTHERS += ["gemma", "gemma2", "nemotron", "starcoder2", *BY_TRANSFORMERS]
 OTHERS += ["afmoe", "apertus", "hyperclovax", "laguna", "cohere2_moe", "qwen3_next", "qwen3_5_text"]
 OTHERS += ["qwen3_5_moe_text", "olmo_hybrid", "kimi_linear", "lfm2", "lfm2_moe", "deepseek_v32", "glm_moe_dsa"]
 OTHERS += ["nemotron_h", "bamba", "falcon_h1", "phimoe", "mimo_v2_flash", "gemma4_text", "gemma4_text+moe"]
@@ -111,6 +112,8 @@ def soften(model, folder) -> None:
 def load(folder, **settings) -> Runner:
     config = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536} | settings
     config.setdefault("enforce_eager", True)
+    if folder.name.removesuffix("0") in BY_TRANSFORMERS:
+        config["model_impl"] = "transformers"
     if folder.name.startswith(("gpt_oss", "gemma", "olmo3", "exaone", "ministral0", "cohere2", *HEADS_256, *WINDOWED)):
         config.setdefault("attention_backend", "triton")  # FlashInfer's kernels of their shapes take minutes to build
     return load_runner(resolve(WorkerConfig(**config)))

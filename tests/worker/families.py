@@ -98,7 +98,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "glm4_moe_lite": LATENT | EXPERTS,
     "glm_moe_dsa": INDEXED | {"num_hidden_layers": 4, "index_topk_freq": 2},
-    "gpt_neox": {},
     "granite_swa": WINDOWS | GRANITE_SWASH,
     "granitemoe": GRANITE_MOE,
     "granitemoe_swa": WINDOWS | GRANITE_SWASH | {"shared_intermediate_size": 72},
@@ -125,10 +124,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmo_hybrid": OLMO_HYBRID,
     "nemotron": {"hidden_act": "relu2"},
     "nemotron_h": NEMOTRON,
-    "olmo": {},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
-    "persimmon": {"hidden_act": "relu2"},
-    "phi": {},
     "phimoe": {"num_local_experts": 6, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True},
     "qwen2_moe": QWEN_MOE,
     "qwen3_5_moe_text": HYBRID | HYBRID_MOE,
@@ -137,16 +133,29 @@ SIZES: dict[str, dict[str, Any]] = {
     "sarvam_mla": LATENT | EXPERTS | {"q_lora_rank": None},
     "sarvam_moe": EXPERTS | {"head_dim": 16},
     "solar_open": EXPERTS | {"head_dim": 16, "routed_scaling_factor": 2.5},
-    "stablelm": {},
     "starcoder2": {},
     "youtu": LATENT,
 }
 FAMILIES = (*checkpoints.FAMILIES, *SIZES)
 
+BY_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 64},
+    "gpt_neox": {},
+    "gptj": {"rotary_dim": 8},
+    "helium": {"head_dim": 16},
+    "olmo": {},
+    "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "persimmon": {"hidden_act": "relu2"},
+    "phi": {},
+    "stablelm": {},
+    "vaultgemma": WINDOWS | GEMMA_2,
+}
+"""Families that transformers computes."""
+
 
 def make_model(folder: Path | str, family: str, **changes: Any):
     """As `checkpoints.make_model`, for any family that is not multimodal."""
-    fields = copy.deepcopy(SIZES.get(family, {}) | changes)  # transformers modifies nested ones
+    fields = copy.deepcopy((SIZES | BY_TRANSFORMERS).get(family, {}) | changes)  # transformers modifies nested ones
     return checkpoints.make_model(folder, family, **fields)
 
 

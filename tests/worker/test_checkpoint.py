@@ -38,7 +38,7 @@ def edit(folder, **changes) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not served; afmoe, apertus, arcee, "),
+        ({"model_type": "mamba"}, "layers use transformers' attention interface 0 times"),
         ({"model_type": "scaled"}, "model_type 'scaled' is not served"),
         ({"model_type": "REMOVED"}, "model_type '' is not served"),
         ({"hidden_size": "REMOVED"}, "no hidden_size"),

@@ -168,7 +168,12 @@ def test_all_ranks_together_are_the_model(packed, checkpoint, stored, size):
 def test_what_config_json_says(shared_data):
     config = read_json(shared_data / "model_configs" / "openai--gpt-oss-20b.json")
     spec = read_spec(config)
-    assert spec.windows == (128, None) * 12 and spec.sinks and spec.qkv_bias and spec.output_bias
+    assert (
+        spec.windows == (128, None) * 12
+        and spec.attention.sinks
+        and spec.attention.qkv_bias
+        and spec.attention.output_bias
+    )
     assert (spec.max_model_len, spec.head_dim, spec.activation) == (131_072, 64, "clamped_swiglu")
     assert (spec.experts.count, spec.experts.top_k, spec.experts.intermediate_size) == (32, 4, 2880)
     assert spec.rope["truncate"] is False and spec.rope["rope_theta"] == 150_000

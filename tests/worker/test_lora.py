@@ -38,7 +38,6 @@ FAMILIES = [
     ("qwen3", DENSE, {}),
     ("phi3", FUSED, {}),
     ("granite", DENSE, {}),
-    ("gpt_neox", ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"), {}),
     ("nemotron_h", ("in_proj", "out_proj", "q_proj", "shared_experts.up_proj"), {}),
 ]
 MORE = [
@@ -50,7 +49,6 @@ MORE = [
     ("qwen3_moe", ("q_proj", "k_proj", "v_proj", "o_proj"), {}),
     ("deepseek_v2", ("q_proj", "kv_a_proj_with_mqa", "o_proj"), {}),
     ("glm4_moe", ALL_BUT_EXPERTS, {}),
-    ("phi", ("q_proj", "dense", "fc1", "fc2"), {}),
     ("gpt_oss", ("q_proj", "k_proj", "v_proj", "o_proj"), {}),
     ("qwen3_next", ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"), {}),
     ("kimi_linear", ("self_attn.q_proj", "o_proj", "f_a_proj", "f_b_proj"), {}),

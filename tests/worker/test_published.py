@@ -125,7 +125,6 @@ PHI_MOE |= {"rope_scaling": LONGROPE_FACTORS | ORIGINAL | {"type": "longrope"}, 
 PHI_MOE |= {"original_max_position_embeddings": 64, "sliding_window": 512}
 PHI_MOE["rope_scaling"] |= {"long_mscale": 1.3, "short_mscale": 1.2}
 PHI_MOE["rope_scaling"]["short_factor"] = LONGROPE_FACTORS["long_factor"]  # transformers never uses those of long ones
-STABLE = LAYER_NORM | {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "rope_theta": 1e4}
 QWEN: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "rope_theta": 1e6}
 QWEN |= {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1, "norm_topk_prob": False}
 QWEN |= {"sliding_window": 32_768, "max_window_layers": 21, "use_sliding_window": False, "num_key_value_heads": 2}
@@ -283,14 +282,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi 4 mini": ("phi3", PHI | PARTIAL_ROTARY | {"tie_word_embeddings": True}),
     "command r+": ("cohere", COHERE | {"use_qk_norm": True}),
     "starcoder 2": ("starcoder2", LAYER_NORM | {"norm_epsilon": 1e-5, "use_bias": True, "sliding_window": 16}),
-    "stablelm 2 1.6b": ("stablelm", STABLE | {"use_qkv_bias": True}),
-    "stablelm 2 12b": ("stablelm", STABLE | {"qk_layernorm": True, "use_parallel_residual": True}),
-    "phi 2": ("phi", LAYER_NORM | {"partial_rotary_factor": 0.5, "qk_layernorm": False, "hidden_act": "gelu_new"}),
     "phi 3.5 moe": ("phimoe", PHI_MOE),
     "nemotron 4": ("nemotron", LAYER_NORM | {"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5}),
-    "pythia": ("gpt_neox", LAYER_NORM | {"rotary_emb_base": 1e5, "rotary_pct": 0.5, "hidden_act": "gelu"}),
-    "olmo 7b": ("olmo", PLAIN | {"clip_qkv": 0.5, "rope_theta": 1e4, "rope_scaling": None, "rms_norm_eps": "REMOVED"}),
-    "persimmon 8b": ("persimmon", LAYER_NORM | {"hidden_act": "relu2", "qk_layernorm": True, "num_key_value_heads": 4}),
     "gemma 2b": ("gemma", GEMMA_1 | {"hidden_act": "gelu"}),
     "gemma 7b, of few words": ("gemma", GEMMA_1 | {"num_key_value_heads": 4}),
     "gemma 2 9b": ("gemma2", GEMMA_2 | {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 16}),
@@ -960,8 +953,7 @@ DEFAULT_LENGTH = [
     "phi3",
 ]
 DEFAULT_LENGTH += ["afmoe", "apertus", "cwm", "exaone4_5", "exaone_moe", "glm4v", "glm46v", "glm4v_moe", "granite_swa"]
-DEFAULT_LENGTH += ["gemma", "gemma2", "gpt_neox", "nemotron", "olmo", "persimmon", "phi", "stablelm", "starcoder2"]
-DEFAULT_LENGTH += ["phimoe"]
+DEFAULT_LENGTH += ["gemma", "gemma2", "nemotron", "starcoder2", "phimoe"]
 DEFAULT_LENGTH += ["llama4", "llama4_text", "mimo_v2_flash"]
 DEFAULT_LENGTH += ["bamba", "cohere2_moe", "falcon_h1", "hy_v3", "internlm3", "laguna", "mellum", "youtu"]
 DEFAULT_LENGTH += ["lfm2", "lfm2_moe", "olmo_hybrid", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
@@ -1031,7 +1023,7 @@ def test_mistral_4_has_no_factor_of_the_softmax_scale():
     rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "max_position_embeddings": 1_048_576, "partial_rotary_factor": 0.5}
     sizes = {"qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
     spec = read_spec({"model_type": "mistral4", "rope_parameters": rope} | sizes | MINIMAL)
-    assert spec.scale == 128**-0.5 and spec.query_scaling == QueryScaling(0.1, 8192)
+    assert spec.scale == 128**-0.5 and spec.attention.query_scaling == QueryScaling(0.1, 8192)
     assert frequencies(spec.rope, spec.rope_dim, spec.max_model_len)[1] == 1
     assert read_spec({"model_type": "mistral4"} | sizes | MINIMAL).scale == 128**-0.5
 

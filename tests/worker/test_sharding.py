@@ -227,13 +227,8 @@ def mix(layer, heads):
         ("cohere2", {}),
         ("cohere2_moe", {"num_shared_experts": 2}),
         ("olmo_hybrid", {"linear_num_key_heads": 4, "linear_num_value_heads": 4}),
-        ("gpt_neox", {}),
         ("nemotron", {}),
-        ("olmo", {"clip_qkv": 0.5}),
-        ("persimmon", {}),
         ("phimoe", {"vocab_size": 500}),
-        ("phi", {"qk_layernorm": True, "vocab_size": 500}),
-        ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
         ("starcoder2", {}),
     ],
 )

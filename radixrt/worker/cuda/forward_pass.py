@@ -12,9 +12,9 @@ from radixrt.worker.cuda.attention.step import StepAttention
 from radixrt.worker.cuda.graphs.piecewise_graphs import PiecewiseGraphs
 from radixrt.worker.cuda.recurrent.delta_step import DeltaStep
 from radixrt.worker.cuda.sampling.answers import LastTokens
-from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.fp8 import Activations
 from radixrt.worker.model.layers.mixers import Attend
+from radixrt.worker.model.model import Model
 
 Attended = tuple[torch.Tensor, Activations, torch.Tensor, torch.Tensor | None]
 """The tokens, int32[T], with those of the step before in place of FROM_DEVICE; what `Decoder.attend_all` returns; and
@@ -38,7 +38,7 @@ class Eager:
     """Kernels that the host launches one by one. The first `decodes` tokens may be FROM_DEVICE. `narrow`: layers after
     `ModelSpec.writers` are computed only for tokens whose logits are wanted."""
 
-    def __init__(self, model: Decoder, last_tokens: LastTokens, size: int, decodes: int, narrow: bool) -> None:
+    def __init__(self, model: Model, last_tokens: LastTokens, size: int, decodes: int, narrow: bool) -> None:
         self.size = size
         self._model = model
         self._last_tokens = last_tokens

@@ -32,7 +32,7 @@ from radixrt.worker.execution.kv_pool import KVPool, StatePool
 from radixrt.worker.load.kv_scales import Scales
 from radixrt.worker.load.options import Loaded
 from radixrt.worker.load.pools import make_pool, make_states, pool_tokens
-from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.model import Model
 from radixrt.worker.parallel.group import TorchGroup
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.plan_builder import MAX_SCORED_TOKENS
@@ -52,7 +52,7 @@ SILENT_SECONDS = 5.0
 
 
 def make_cuda_runner(
-    config: WorkerConfig, loaded: Loaded, model: Decoder, scales: Scales, group: TorchGroup | None = None
+    config: WorkerConfig, loaded: Loaded, model: Model, scales: Scales, group: TorchGroup | None = None
 ) -> CudaRunner:
     """See `load.runner.make_runner`. Raises torch.OutOfMemoryError if a step does not fit."""
     flashinfer = None if config.deterministic else find_flashinfer(config, loaded)
@@ -61,7 +61,8 @@ def make_cuda_runner(
     full = None if config.deterministic else find_full_heads(config, loaded)
     if group is not None and not group.smallest(int(full is not None)):
         full = None
-    graphs = 0 if config.enforce_eager or loaded.spec.index else config.max_num_seqs
+    eager = config.enforce_eager or loaded.spec.index or loaded.by_transformers
+    graphs = 0 if eager else config.max_num_seqs
     tokens = config.max_total_tokens
     reserved = tokens * loaded.token_bytes
     if not tokens:
@@ -80,7 +81,7 @@ def make_cuda_runner(
 
 
 def _make(
-    config: WorkerConfig, loaded: Loaded, model: Decoder, pool: KVPool, flashinfer: FlashInfer | None,
+    config: WorkerConfig, loaded: Loaded, model: Model, pool: KVPool, flashinfer: FlashInfer | None,
     full: FullHeads | None, graphs: int, group: TorchGroup | None, states: StatePool | None,
 ) -> CudaRunner:  # fmt: skip
     return CudaRunner(
@@ -102,7 +103,7 @@ def _make(
     )
 
 
-def graph_tokens(config: WorkerConfig, loaded: Loaded, model: Decoder) -> int:
+def graph_tokens(config: WorkerConfig, loaded: Loaded, model: Model) -> int:
     """The most tokens of a step that runs as piecewise CUDA graphs."""
     most = GROUP_TOKENS if config.tensor_parallel_size > 1 else config.max_num_batched_tokens
     return min(most, config.max_num_batched_tokens, most_tokens(loaded.spec, model.is_fp8 or model.is_int4))
@@ -114,7 +115,7 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     spec = loaded.spec
     if spec.latent is not None and config.attention_backend == "flashinfer":
         raise ValueError("attention_backend: FlashInfer is not used for latent attention")
-    chunked = spec.chunked and any(spec.windows)
+    chunked = spec.attention.chunked and any(spec.windows)
     if chunked and config.attention_backend == "flashinfer":
         raise ValueError("attention_backend: FlashInfer is not used for attention in chunks")
     if spec.layers and config.attention_backend == "flashinfer":
@@ -184,7 +185,7 @@ def _built(what: str) -> Iterator[None]:
 
 
 def step_bytes(
-    config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None, full: FullHeads | None,
+    config: WorkerConfig, loaded: Loaded, model: Model, flashinfer: FlashInfer | None, full: FullHeads | None,
     group: TorchGroup | None,
 ) -> int:  # fmt: skip
     """Bytes that the largest step needs beside weights and pages: those of a measured step, plus what that step does
@@ -210,7 +211,7 @@ def step_bytes(
 
 
 def _largest_step(
-    config: WorkerConfig, loaded: Loaded, model: Decoder, flashinfer: FlashInfer | None, full: FullHeads | None,
+    config: WorkerConfig, loaded: Loaded, model: Model, flashinfer: FlashInfer | None, full: FullHeads | None,
     group: TorchGroup | None,
 ) -> int:  # fmt: skip
     """Measure the peak bytes of a step with a long chunk and as many decodes as may run, with sampling."""

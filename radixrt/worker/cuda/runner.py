@@ -45,7 +45,7 @@ from radixrt.worker.execution.prefix_sharing import Path
 from radixrt.worker.execution.sample_step import SampleStep
 from radixrt.worker.execution.sampler import to_device
 from radixrt.worker.execution.torch_runner import ModelRunner, leading_decodes, ranges
-from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.model import Model
 from radixrt.worker.model.parallel.group import Group
 from radixrt.worker.plan import Plan, Result
 
@@ -106,7 +106,7 @@ class CudaRunner(ModelRunner):
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         pool: KVPool,
         page_size: int,
         *,

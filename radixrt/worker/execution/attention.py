@@ -34,8 +34,8 @@ class TorchAttention:
     k positions  0 ..................................   a query at p sees (p - window, p], or with `chunked`
                                                         [p - p % window, p]
 
-    `windows` and `sinks` (see `ModelSpec.sinks`) are given by layer. With `top_k`, there are indexers, which select the
-    tokens that are seen (see `model.indexer`).
+    `windows` and `sinks` (see `AttentionSpec.sinks`) are given by layer. With `top_k`, there are indexers, which select
+    the tokens that are seen (see `model.indexer`).
     """
 
     exact = False
@@ -52,8 +52,8 @@ class TorchAttention:
         chunked: bool = False,
         top_k: int = 0,
     ) -> None:
-        """`scale` multiplies the scores; None: head_dim^-0.5. `cap`: see `ModelSpec.score_cap`; `chunked`: see
-        `ModelSpec.chunked`."""
+        """`scale` multiplies the scores; None: head_dim^-0.5. `cap`: see `AttentionSpec.score_cap`; `chunked`: see
+        `AttentionSpec.chunked`."""
         self.pool = pool
         self._page_size = page_size
         self._windows = windows

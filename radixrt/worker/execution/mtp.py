@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from radixrt.worker.execution.attention import TorchAttention
-from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.mixers import Projected
+from radixrt.worker.model.model import Model
 from radixrt.worker.plan import Plan, Result
 
 
@@ -42,7 +42,7 @@ class LastStates:
 class Predicting:
     """The layer of one runner, whose `attention` it uses."""
 
-    def __init__(self, model: Decoder, attention: TorchAttention) -> None:
+    def __init__(self, model: Model, attention: TorchAttention) -> None:
         assert model.predictor is not None
         self._model = model
         self._predictor = model.predictor

@@ -16,9 +16,9 @@ from radixrt.worker.execution.mtp import Predicting
 from radixrt.worker.execution.prefix_sharing import Path
 from radixrt.worker.execution.sample_step import SampleStep
 from radixrt.worker.execution.sampler import TorchSampler
-from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.mixers import Recurrence
 from radixrt.worker.model.lora.adapter import Adapter, read_adapter
+from radixrt.worker.model.model import Model
 from radixrt.worker.plan import Plan, Result
 
 OnPlanned = Callable[[Plan, Mapping[int, Path]], None]
@@ -34,7 +34,7 @@ class ModelRunner:
     """The attributes of `plan.Runner` that follow from a model and its pool."""
 
     def __init__(
-        self, model: Decoder, pool: KVPool, page_size: int, eos_ids: frozenset[int], states: StatePool | None = None
+        self, model: Model, pool: KVPool, page_size: int, eos_ids: frozenset[int], states: StatePool | None = None
     ) -> None:
         spec = model.spec
         self.num_states = 0 if states is None else states.slots
@@ -106,7 +106,7 @@ class TorchRunner(ModelRunner):
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         pool: KVPool,
         page_size: int,
         eos_ids: frozenset[int] = frozenset(),
@@ -117,8 +117,8 @@ class TorchRunner(ModelRunner):
         spec = model.spec
         kind = BatchInvariantAttention if batch_invariant else TorchAttention
         self._attention = kind(
-            pool, page_size, spec.attention_windows, spec.scale, model.sinks, spec.score_cap, spec.chunked,
-            spec.index.top_k if spec.index else 0,
+            pool, page_size, spec.attention_windows, spec.scale, model.sinks, spec.attention.score_cap,
+            spec.attention.chunked, spec.index.top_k if spec.index else 0,
         )  # fmt: skip
         widest = spec.hidden_size * max(spec.intermediate_size, spec.num_heads * spec.head_dim)
         small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS

@@ -13,8 +13,8 @@ import torch
 
 from radixrt.worker.execution.attention import attend, first_key
 from radixrt.worker.execution.kv_pool import StatePool
-from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.mixers import Projected, Recurrence
+from radixrt.worker.model.model import Model
 from radixrt.worker.model.weights.weights import Weights
 
 log = logging.getLogger("radixrt.scales")
@@ -40,7 +40,7 @@ SMALLEST = 2.0**-64
 """The smallest scale; values that would need a smaller one are practically 0."""
 
 
-def choose_scales(source: str, weights: Weights, model: Decoder, dtype: torch.dtype, bos_id: object = None) -> Scales:
+def choose_scales(source: str, weights: Weights, model: Model, dtype: torch.dtype, bos_id: object = None) -> Scales:
     """The scales of pages of an FP8 `dtype`, from the `source` that the setting names. Logs them, and warns of layers
     that clip. Raises ValueError that names a tensor of the checkpoint that is no valid scale."""
     numbers = model.spec.attention_layers
@@ -114,7 +114,7 @@ def _positive(weights: Weights, name: str) -> float | None:
 # ---------------------------------------------------------------- calibrated
 
 
-def largest_values(model: Decoder, bos_id: object = None) -> list[tuple[float, float]]:
+def largest_values(model: Model, bos_id: object = None) -> list[tuple[float, float]]:
     """The largest |K| and |V| of each layer over a few prompts of random tokens, which are the same for every worker.
 
     For random tokens the largest values are only roughly those of text (they come mostly from the weights, from single
@@ -135,7 +135,7 @@ def largest_values(model: Decoder, bos_id: object = None) -> list[tuple[float, f
     return [(k, v) for k, v in attend.largest.tolist()]
 
 
-def _states_of_one(model: Decoder, tokens: int) -> Recurrence | None:
+def _states_of_one(model: Model, tokens: int) -> Recurrence | None:
     """Fresh recurrent states for one prompt, if the model has any."""
     if model.spec.recurrent is None:
         return None
@@ -155,12 +155,12 @@ def calibration_prompts(vocab_size: int, max_model_len: int, bos_id: object = No
 class _Observer:
     """An `Attend` of one prompt without pages, which records the largest |K| and |V| by layer."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, model: Model) -> None:
         self._windows = model.spec.attention_windows
         self._scale = model.spec.scale
         self._sinks = model.sinks
-        self._cap = model.spec.score_cap
-        self._chunked = model.spec.chunked
+        self._cap = model.spec.attention.score_cap
+        self._chunked = model.spec.attention.chunked
         self._sources = model.spec.kv_sources
         self._seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.largest = torch.zeros((len(self._windows), 2), device=model.device)

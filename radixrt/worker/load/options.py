@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from radixrt.checkpoint.files import check_model
+from radixrt.checkpoint.files import FAMILIES, check_model
 from radixrt.config import WorkerConfig
 from radixrt.worker.execution.kv_pool import DTYPES
 from radixrt.worker.load.kv_scales import SOURCES
-from radixrt.worker.model import read_spec
+from radixrt.worker.model import read_spec, transformers_model
 from radixrt.worker.model.layers import int4
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.model.predictor import has_predictor, is_stored, with_predictor
@@ -26,6 +26,8 @@ log = logging.getLogger("radixrt.loading")
 
 BACKENDS = ("auto", "flashinfer", "triton", "torch")
 QUANTIZATIONS = ("auto", "fp8", "none")
+FALLBACK_ON_GPU = False
+"""Whether `model_impl` auto has transformers compute models of families without a file on a GPU, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Loaded:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     eos_ids: frozenset[int]
+    by_transformers: bool = False
+    """Whether transformers computes the model (see `model.transformers_model`)."""
 
     @property
     def token_bytes(self) -> int:
@@ -67,7 +71,7 @@ def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B0
     hf_config = checkpoint.read_json(folder / "config.json")
     if not hf_config:
         raise ValueError(f"{folder} holds no config.json: it is no checkpoint")
-    check_model(folder)
+    check_model(folder, config.model_impl)
     try:
         return _look_up(config, shard, folder, hf_config)
     except (TypeError, AttributeError, IndexError, ArithmeticError) as error:
@@ -85,14 +89,43 @@ def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[s
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = choose_dtype(config.dtype, hf_config, device)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
-    spec = read_spec(hf_config, config.max_model_len)
+    by_transformers = uses_transformers(config, hf_config.get("model_type"), device)
+    if by_transformers:
+        check_plain(config, device, kv_dtype)
+        spec = transformers_model.read_spec(folder, config.max_model_len)
+    else:
+        spec = read_spec(hf_config, config.max_model_len)
     if predicts(config, hf_config, folder, device):
         spec = with_predictor(spec, hf_config)
-    for note in notes(hf_config, spec):
+    for note in () if by_transformers else notes(hf_config, spec):
         log.warning("%s: %s", folder.name, note)
     # A tokenizer may have ids for which the model has no logits.
     eos_ids = frozenset(id for id in checkpoint.eos_ids(folder) if id < spec.vocab_size)
-    return Loaded(folder, hf_config, spec, shard.spec(spec), device, dtype, kv_dtype, eos_ids)
+    return Loaded(folder, hf_config, spec, shard.spec(spec), device, dtype, kv_dtype, eos_ids, by_transformers)
+
+
+def uses_transformers(config: WorkerConfig, family: object, device: torch.device) -> bool:
+    """Whether transformers computes a model of this family."""
+    there = FALLBACK_ON_GPU or device.type != "cuda"
+    return config.model_impl == "transformers" or (config.model_impl == "auto" and there and family not in FAMILIES)
+
+
+def check_plain(config: WorkerConfig, device: torch.device, kv_dtype: torch.dtype) -> None:
+    """ValueError names a setting that is not served where transformers computes the model."""
+    served = {
+        "tensor_parallel_size": config.tensor_parallel_size == 1,
+        "lora_modules": not config.lora_modules,
+        "enable_lora": not config.enable_lora,
+        "quantization": config.quantization != "fp8",
+        "speculative_algorithm": config.speculative_algorithm != "mtp",
+        "deterministic": not config.deterministic,
+        "kv_cache_dtype": device.type != "cpu" or kv_dtype.itemsize > 1,  # see `is_exact`
+    }
+    if missing := next((name for name, holds in served.items() if not holds), ""):
+        raise ValueError(
+            f"{missing} {getattr(config, missing)!r} is not served where transformers computes the model "
+            "(see --model-impl)"
+        )
 
 
 def predicts(config: WorkerConfig, hf_config: Mapping[str, Any], folder: Path, device: torch.device) -> bool:

@@ -26,15 +26,18 @@ from radixrt.worker.load.options import (
     uses_kernels,
 )
 from radixrt.worker.load.pools import begin_host, make_pool, make_states, pool_tokens
+from radixrt.worker.model import transformers_model
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.hybrid_layers import named
 from radixrt.worker.model.lora.adapter import Adapter, read_adapters
 from radixrt.worker.model.lora.lora_slots import Room
+from radixrt.worker.model.model import Model
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.model.spec.spec import ModelSpec
 from radixrt.worker.model.weights.checkpoint import SafetensorsWeights
 from radixrt.worker.model.weights.quantized import Products, block_size, is_expanded, quantization_of, stored_as
 from radixrt.worker.model.weights.random_weights import RandomWeights
+from radixrt.worker.model.weights.weight_loader import loader_of
 from radixrt.worker.parallel.group import TorchGroup, join, leave
 from radixrt.worker.parallel.tensor_parallel import Followers, Leader
 from radixrt.worker.plan import Runner
@@ -163,11 +166,14 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
 
 def load_model(
     config: WorkerConfig, loaded: Loaded, exact: bool = False, ops: Any = None, group: TorchGroup | None = None
-) -> Decoder:
+) -> Model:
     """Loads the weights, with progress on stderr, and warns of tensors that the model does not use.
 
     `ops`: the kernels of a GPU, None without them.
     """
+    if loaded.by_transformers:
+        seed = config.seed if config.load_format == "dummy" else None
+        return transformers_model.load(loaded.folder, loaded.spec, loaded.dtype, loaded.device, seed)
     products = choose_products(config.quantization, loaded, exact, ops is not None)
     is_follower = group is not None and group.shard.rank > 0
     packed = keeps_packed(config.quantization, loaded, ops is not None)
@@ -185,7 +191,7 @@ def load_model(
         weights.close()
 
 
-def _kept_wide(loaded: Loaded, model: Decoder, weights: Weights, products: Products, packed: bool) -> str:
+def _kept_wide(loaded: Loaded, model: Model, weights: Weights, products: Products, packed: bool) -> str:
     """What takes more memory than its user may expect, as it is kept in 16 bits; "" if nothing does."""
     form = stored_as(loaded.hf_config)
     memory = "are dequantized at load: they take the memory of 16 bits"
@@ -205,7 +211,7 @@ def _kept_wide(loaded: Loaded, model: Decoder, weights: Weights, products: Produ
 def read_lora(config: WorkerConfig, loaded: Loaded) -> list[Adapter]:
     """The LoRA adapters of a worker. Raises ValueError if one of them, or any for this model, is not served."""
     modules = lora_modules(config)
-    if (modules or most_loaded(config)) and (loaded.whole.multipliers or loaded.whole.layer_heads):
+    if (modules or most_loaded(config)) and not loader_of(loaded.whole).takes_adapters:
         raise ValueError(f"LoRA adapters are not served for models of type {loaded.hf_config.get('model_type')}")
     return read_adapters(modules, config.max_lora_rank)
 
@@ -228,7 +234,7 @@ def _without_kv(spec: ModelSpec) -> list[str]:
     return [f".layers.{i}.self_attn.{name}" for i in layers for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")]
 
 
-def load_scales(config: WorkerConfig, loaded: Loaded, model: Decoder) -> Scales:
+def load_scales(config: WorkerConfig, loaded: Loaded, model: Model) -> Scales:
     """The scales of each layer for `KVPool.scales`; all 1 if the pages are not FP8."""
     if loaded.kv_dtype.itemsize > 1:
         return [(1.0, 1.0)] * len(loaded.spec.attention_layers)

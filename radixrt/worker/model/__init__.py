@@ -1,7 +1,4 @@
-"""Model families, one file each, named as the checkpoint's `model_type`.
-
-The function `spec(config)` of each turns the parsed `config.json` into a `ModelSpec`; `decoder` computes any of them.
-"""
+"""Models: `families` says what each is, `decoder` computes them, and `transformers_model` those without a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder of all families. It knows nothing of pages: attention is a function that is passed to it."""
+"""The decoder of all families with a file here."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ from radixrt.worker.model.layers.positions import Positions
 from radixrt.worker.model.lora.adapter import Adapter
 from radixrt.worker.model.lora.lora import LoraLinear
 from radixrt.worker.model.lora.lora_slots import Adapters, Room
+from radixrt.worker.model.model import Model
 from radixrt.worker.model.parallel.group import AFTER_MLP, Group
 from radixrt.worker.model.parallel.sharding import Shard
-from radixrt.worker.model.predictor import Predictor, read_predictor, reading_spec
+from radixrt.worker.model.predictor import read_predictor, reading_spec
 from radixrt.worker.model.spec.spec import ModelSpec
-from radixrt.worker.model.weights.weight_loader import WeightLoader
+from radixrt.worker.model.weights.weight_loader import loader_of
 from radixrt.worker.model.weights.weights import Weights
 
 
-class Decoder:
-    """The weights of a model on one device, and the forward pass over tokens of any number of sequences.
-
-    `spec` describes the whole model. In a tensor-parallel `group` this rank has a part of it, which `Decoder.spec`
+class Decoder(Model):
+    """`spec` describes the whole model. In a tensor-parallel `group` this rank has a part of it, which `Decoder.spec`
     describes. LoRA `adapters` are numbered in their order; with `room`, others can be put in their place."""
 
     def __init__(
@@ -49,12 +48,12 @@ class Decoder:
         shard = group.shard if group else Shard()
         self.spec = shard.spec(spec)
         self.own_ids = shard.token_ids(spec.vocab_size)
-        """Token ids whose logits this rank computes."""
         self._ops = ops or TorchOps()
         self._group = group
         self._odd_sums = odd_sums(spec.hybrid_layers)
         lora = Adapters(adapters, room, self._ops, weights.dtype, batch_invariant) if adapters or room else None
-        reader = WeightLoader(spec, weights, batch_invariant, self._ops, group, lora)
+        kind = loader_of(spec)
+        reader = kind(spec, weights, batch_invariant, self._ops, group, lora)
         self._embedding = reader.embedding()
         self._layers = [reader.layer(i) for i in range(spec.num_layers)]
         if lora is not None:
@@ -63,16 +62,13 @@ class Decoder:
         self._adapters = None if lora is None else lora.rows
         self._norm = reader.norm("norm")
         self._head = Linear(reader.head(self._embedding), None, batch_invariant)
-        self._layer_inputs = reader.layer_inputs() if spec.layer_inputs else None
-        self._head_bias = reader.head_bias(self.own_ids, self.own_width) if spec.head_bias else None
+        self._layer_inputs = reader.layer_inputs()
+        self._head_bias = reader.head_bias(self.own_ids, self.own_width)
         self._positions = Positions(spec, self._embedding.device)
-        self._embedding_factor = float(torch.tensor(spec.embedding_factor, dtype=self.dtype))
-        self.predictor: Predictor | None = None
-        """See `ModelSpec.predicts`."""
+        self._embedding_factor = float(torch.tensor(spec.factors.embedding_factor, dtype=self.dtype))
+        self.predictor = None
         if spec.predicts:
-            own = WeightLoader(
-                reading_spec(spec), weights, batch_invariant, self._ops, group
-            )  # adapters have nothing of it
+            own = kind(reading_spec(spec), weights, batch_invariant, self._ops, group)  # adapters have nothing of it
             self.predictor = read_predictor(own, spec, self._embed, self._positions.rotations, self._ops)
 
     @property
@@ -86,13 +82,12 @@ class Decoder:
     @property
     def sinks(self) -> tuple[torch.Tensor | None, ...]:
         """By layer with attention: the sinks of this rank's query heads, float32[heads], or None (see
-        `ModelSpec.sinks`)."""
+        `AttentionSpec.sinks`)."""
         layers = self._layers if self.predictor is None else [*self._layers, self.predictor.layer]
         return tuple(layers[number].sinks for number in self.spec.attention_layers)
 
     @property
     def has_unquantized_experts(self) -> bool:
-        """Whether a layer has experts that are in 16 bits or more."""
         sparse = Mixture, MlpWithExperts
         mixtures = (layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, sparse))
         return any(not (experts.is_fp8 or experts.is_packed) for experts in mixtures)
@@ -112,45 +107,24 @@ class Decoder:
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA adapters are loaded, or can be."""
         return self._adapters is not None
 
     @property
     def max_lora_rank(self) -> int:
-        """The largest rank of an adapter for which there is room; 0 if there is none."""
         return 0 if self._lora is None else self._lora.max_rank
 
     def put_adapter(self, slot: int, adapter: Adapter) -> None:
-        """Make an adapter the one of number `slot`, which no step in flight may use. Raises ValueError, and changes
-        nothing, if it does not fit this model."""
         if self._lora is None:
             raise ValueError("there is no room for LoRA adapters")
         self._lora.put(slot, adapter)
 
     def use_adapters(self, adapters: torch.Tensor | None) -> None:
-        """Set the LoRA adapter of each token of the next forward pass, int32[T], -1: none. None: no token has one."""
         if self._adapters is not None:
             self._adapters.use(adapters)
 
     @property
     def own_width(self) -> int:
-        """Columns of this rank's logits: those of `own_ids`, and on the last ranks maybe padding."""
         return len(self._head.weight)
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        wanted: torch.Tensor | None = None,
-        mix: Mix | None = None,
-    ) -> torch.Tensor:
-        """float32 logits [S, vocab] for int tokens[T] at int positions[T]: for the tokens at the indices `wanted`,
-        int64[S], or for all. `mix` is needed if there are recurrent layers.
-
-        After attention, the last layer is computed only for these tokens."""
-        x, residual = self.attend_all(tokens, positions, attend, mix)
-        return self.gather(self.finish(x, residual, wanted, tokens=tokens))
 
     def attend_all(
         self,
@@ -160,11 +134,7 @@ class Decoder:
         mix: Mix | None = None,
         wanted: torch.Tensor | None = None,
     ) -> tuple[Activations, torch.Tensor]:
-        """The forward pass up to and including the last layer's attention. Returns its output (see `mixers.Attend`) and
-        the residual stream [T, hidden]. If the last layer has none, the input of its MLP is in place of the output.
-
-        With int64 wanted[S], the layers after `ModelSpec.writers`, of which there must be some, are computed only for
-        these tokens, and so is what is returned."""
+        """As in `Model`. If the last layer has no attention, the input of its MLP is in place of the output."""
         residual = self._embed(tokens)
         context = self._context(tokens, positions, residual, attend, mix)
         if wanted is None:
@@ -210,20 +180,6 @@ class Decoder:
         embedded = F.embedding(tokens, self._embedding)
         return embedded if self._embedding_factor == 1 else embedded.mul_(self._embedding_factor)
 
-    def finish(
-        self,
-        x: Activations,
-        residual: torch.Tensor,
-        wanted: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The rest of the forward pass, from the results of `attend_all`: this rank's logits, float32[S, own_width],
-        written to `out` if given. `tokens` are needed if layers have inputs."""
-        if wanted is not None and not len(wanted):
-            return torch.empty((0, self.own_width), device=residual.device)
-        return self.logits(self.hidden(x, residual, wanted, tokens), out)
-
     def hidden(
         self,
         x: Activations,
@@ -231,7 +187,6 @@ class Decoder:
         wanted: torch.Tensor | None = None,
         tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `finish`, without the output projection: the hidden states after the final norm, [S, hidden]."""
         if wanted is not None:
             residual, tokens = residual[wanted], None if tokens is None else tokens[wanted]
             if self._adapters is not None:
@@ -248,14 +203,12 @@ class Decoder:
         return plain(x)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's logits, float32[S, own_width], of hidden states after the final norm; written to `out` if
-        given."""
         if not len(hidden):
             return torch.empty((0, self.own_width), device=hidden.device)
         logits = self._logits(hidden, out)
         if self._head_bias is not None:
             logits.add_(self._head_bias)
-        factor, cap = self.spec.logits_factor, self.spec.logits_cap
+        factor, cap = self.spec.factors.logits_factor, self.spec.factors.logits_cap
         if factor != 1:
             logits.mul_(factor)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -267,7 +220,6 @@ class Decoder:
             self._group.add(AFTER_MLP, self._group.buffer(AFTER_MLP, one).zero_(), one, NoNorm(), self._ops)
 
     def gather(self, logits: torch.Tensor) -> torch.Tensor:
-        """All ranks' logits, float32[S, vocab], from those of each rank (`finish`)."""
         if self._group is None:
             return logits
         if not len(logits):

@@ -31,7 +31,7 @@ from radixrt.worker.model.layers.linear import Product
 from radixrt.worker.model.layers.mixers import Attend, Attention, Projected
 from radixrt.worker.model.layers.norms import Norm
 from radixrt.worker.model.layers.ops import Ops
-from radixrt.worker.model.spec.spec import ModelSpec
+from radixrt.worker.model.spec.spec import ModelSpec, with_features
 from radixrt.worker.model.weights.checkpoint import INDEX, SINGLE, read_json
 from radixrt.worker.model.weights.weight_loader import WeightLoader
 
@@ -129,13 +129,13 @@ def reading_spec(spec: ModelSpec) -> ModelSpec:
     number = spec.num_layers
     at, experts = f"model.layers.{number}.", spec.experts
     names = [(at + name, f"mtp.{other}") for name, other in OTHER_NAMES]
-    return dataclasses.replace(
+    return with_features(
         spec,
         predicts=False,
         num_layers=number + 1,
         windows=(*spec.windows, None),
         experts=experts and dataclasses.replace(experts, layers=experts.layers | {number}),
-        other_names=(*spec.other_names, *names, (at, "mtp.layers.0.")),
+        other_names=(*spec.stored.other_names, *names, (at, "mtp.layers.0.")),
     )
 
 

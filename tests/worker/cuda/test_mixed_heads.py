@@ -18,28 +18,28 @@ from tests.worker.cuda.test_kernels import error
 EPS, HEADS = 1e-5, 10
 SLOTS = [3, 0, 17, 9, 4]
 LAYERS = {
-    "as Gemma 4's": (LayerSpec(2, 32, 32, 1), 16, 1.0),
-    "with tied values": (LayerSpec(1, 48, 48, 1, tied_values=True), 24, 1.0),
-    "of another layer": (LayerSpec(2, 32, 32, 1, source=0), 16, 1.0),
-    "as MiMo's": (LayerSpec(5, 24, 16, 1), 4, 0.707),
+    "as Gemma 4's": (LayerSpec(2, 32, 32, 1), 16),
+    "with tied values": (LayerSpec(1, 48, 48, 1, tied_values=True), 24),
+    "of another layer": (LayerSpec(2, 32, 32, 1, source=0), 16),
+    "as MiMo's": (LayerSpec(5, 24, 16, 1, value_factor=0.707), 4),
 }
 
 
 def make_heads(name: str, normed: bool, dtype: torch.dtype, device: torch.device) -> MixedHeads:
-    own, turned, factor = LAYERS[name]
+    own, turned = LAYERS[name]
     generator = torch.Generator().manual_seed(0)
 
     def norm(size: int) -> HeadNorm:
         weight = 1 + torch.randn(size, generator=generator) / 4
-        return HeadNorm(weight.to(device, dtype), None, EPS, centered=False)
+        return HeadNorm(weight.to(device, dtype), EPS, centered=False)
 
     values = 0 if own.tied_values else own.kv_heads * own.value_dim
     more = 0 if own.source is not None else own.kv_heads * own.head_dim + values
     qkv = torch.randn(len(SLOTS), HEADS * own.head_dim + more, generator=generator)
     cos, sin = torch.randn(2, len(SLOTS), 1, turned, generator=generator).to(device, dtype)
-    without = HeadNorm(torch.ones(1, device=device), None, EPS, centered=False)
+    without = HeadNorm(torch.ones(1, device=device), EPS, centered=False)
     norms = MixedNorms(norm(own.head_dim), norm(own.head_dim), without) if normed else MixedNorms()
-    return MixedHeads(qkv.to(device, dtype), HEADS, own, norms, factor, cos, sin)
+    return MixedHeads(qkv.to(device, dtype), HEADS, own, norms, cos, sin)
 
 
 @pytest.mark.parametrize("name", LAYERS)

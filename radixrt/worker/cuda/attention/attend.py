@@ -2,7 +2,7 @@
 and (with tiles of several sequences) shared prefixes, and one kernel that merges partial results.
 
 Online softmax in base 2 (arXiv 1805.02867); partial results are merged by their log-sum-exp (arXiv 2311.01282).
-A sink (see `ModelSpec.sinks`) is added where a result becomes final: where it is written directly, or in the merge.
+A sink (see `AttentionSpec.sinks`) is added where a result becomes final: where it is written directly, or in the merge.
 FP8 pages are widened to float16, which holds every FP8 value exactly, and multiplied by tensor cores.
 """
 

@@ -127,7 +127,7 @@ def append(
         parts += 2 * triton.cdiv(own.kv_heads, HEADS_AT_ONCE)
     launch(
         _append_mixed_kernel, (tokens, parts), None,
-        qkv, heads.cos, heads.sin, *weights, slots, q, keys, values, *eps, *scales, heads.value_factor,
+        qkv, heads.cos, heads.sin, *weights, slots, q, keys, values, *eps, *scales, heads.sizes.value_factor,
         heads.num_heads, own.kv_heads, dim // 2, heads.cos.shape[-1], own.value_dim, qkv.shape[1],
         triton.next_power_of_2(dim // 2), triton.next_power_of_2(own.value_dim), HEADS_AT_ONCE, *there,
         own.tied_values, limit, num_warps=4,

@@ -1,4 +1,4 @@
-"""Adds attention sinks (see `ModelSpec.sinks`) to the results of kernels that do not support them."""
+"""Adds attention sinks (see `AttentionSpec.sinks`) to the results of kernels that do not support them."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ class Shape:
     scale_override: float | None = None
     """Scale of the softmax, if it is not head_dim^-0.5."""
     sinks: bool = False
-    """Whether there are sinks, float32[heads] (see `ModelSpec.sinks`)."""
+    """Whether there are sinks, float32[heads] (see `AttentionSpec.sinks`)."""
     cap: float = 0.0
-    """See `ModelSpec.score_cap`; 0: there is none."""
+    """See `AttentionSpec.score_cap`; 0: there is none."""
     chunked: bool = False
-    """See `ModelSpec.chunked`."""
+    """See `AttentionSpec.chunked`."""
     v_dim: int | None = None
     """Elements of a head of V, if they are not as many as those of K."""
 
@@ -47,7 +47,7 @@ class Shape:
         v_dim = own.value_dim if own.value_dim != own.head_dim else None
         return cls(
             spec.num_heads, own.kv_heads, own.head_dim, page_size, latent, spec.scale, own.sinks,
-            spec.score_cap or 0.0, spec.chunked, v_dim,
+            spec.attention.score_cap or 0.0, spec.attention.chunked, v_dim,
         )  # fmt: skip
 
     @property

@@ -46,7 +46,7 @@ class Tiling:
     the kernel needs fewer registers, and takes a sixth less time for large chunks. With `fixed`, each part has a
     program of its own as well, and parts do not depend on the batch: keys [0, fixed), [fixed, 2 fixed) and so on.
 
-    With `chunked`, windows are chunks (see `ModelSpec.chunked`)."""
+    With `chunked`, windows are chunks (see `AttentionSpec.chunked`)."""
 
     queries: int
     keys: int

@@ -27,7 +27,7 @@ from radixrt.worker.cuda.recurrent.delta_step import DeltaStep, PackedRuns, Recu
 from radixrt.worker.cuda.sampling.answers import LastTokens
 from radixrt.worker.cuda.sampling.mtp import INTEGERS as REQUEST_INTEGERS
 from radixrt.worker.cuda.sampling.mtp import MAX_REQUESTS, Predicting
-from radixrt.worker.model.decoder import Decoder
+from radixrt.worker.model.model import Model
 from radixrt.worker.plan import Plan, StateWork
 
 DRAW_INTEGERS = 16
@@ -80,7 +80,7 @@ class DecodeGraphs:
     All use the same buffers for partial results and for logits."""
 
     def __init__(
-        self, model: Decoder, pages: Callable[[int], Pages], kinds: AttentionGroups, last_tokens: LastTokens,
+        self, model: Model, pages: Callable[[int], Pages], kinds: AttentionGroups, last_tokens: LastTokens,
         table: torch.Tensor, sizes: list[int], packer: Packer, shown: bool, recurrent: RecurrentStates,
         predicting: Predicting | None = None,
     ) -> None:  # fmt: skip

@@ -27,10 +27,10 @@ from radixrt.worker.cuda.attention.step import StepAttention, append
 from radixrt.worker.cuda.latent.latent import multiplied
 from radixrt.worker.cuda.recurrent.delta_step import DeltaStep, products, projected_widths, result_shape
 from radixrt.worker.cuda.sampling.answers import LastTokens
-from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Activations
 from radixrt.worker.model.layers.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers.mixers import Mix, Projected, RecurrentMixer
+from radixrt.worker.model.model import Model
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.model.spec.spec import ModelSpec
 
@@ -119,7 +119,7 @@ class PiecewiseGraphs:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         pages: Callable[[int], Pages],
         last_tokens: LastTokens,
         sizes: list[int],

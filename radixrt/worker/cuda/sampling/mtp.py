@@ -26,9 +26,9 @@ from radixrt.worker.cuda.attention.work import FIELDS, MERGE_FIELDS
 from radixrt.worker.cuda.elementwise.staging import PackedArray, Packer
 from radixrt.worker.cuda.sampling import sampling_kernels
 from radixrt.worker.execution.mtp import sequences
-from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.latent import LatentHeads
 from radixrt.worker.model.layers.mixers import Projected
+from radixrt.worker.model.model import Model
 from radixrt.worker.plan import Plan
 from radixrt.worker.speculative.ngram import MAX_ROWS
 
@@ -182,7 +182,7 @@ class Predicting:
     device. A pass is captured for each number of requests in `sizes`, ascending; for others it runs without a graph."""
 
     def __init__(
-        self, model: Decoder, pages: Callable[[int], Pages], table: torch.Tensor, page_size: int, num_sms: int,
+        self, model: Model, pages: Callable[[int], Pages], table: torch.Tensor, page_size: int, num_sms: int,
         sizes: list[int],
     ) -> None:  # fmt: skip
         assert model.predictor is not None

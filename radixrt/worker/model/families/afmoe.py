@@ -13,7 +13,8 @@ from radixrt.worker.model.spec.fields import (
     rope_parameters,
     with_experts,
 )
-from radixrt.worker.model.spec.spec import GateSpec, ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import GateSpec, ModelSpec
 
 NORMS = NormsSpec(
     after_attention="post_attention_layernorm",

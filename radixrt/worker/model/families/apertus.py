@@ -7,7 +7,8 @@ from typing import Any
 
 from radixrt.worker.model.families import llama
 from radixrt.worker.model.spec.fields import check_served
-from radixrt.worker.model.spec.spec import XIELU, ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import XIELU, ModelSpec
 
 NORMS = NormsSpec(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
 ROPE = {"rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

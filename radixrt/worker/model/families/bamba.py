@@ -7,7 +7,8 @@ from typing import Any
 
 from radixrt.worker.model.spec.fields import check_served, common
 from radixrt.worker.model.spec.mamba_spec import linear_layers, read_mamba
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144}
 """Defaults of transformers for fields that config.json lacks."""

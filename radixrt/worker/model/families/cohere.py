@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common
-from radixrt.worker.model.spec.spec import HeadNormsSpec, ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import HeadNormsSpec, ModelSpec
 
 NORMS = NormsSpec(before_mlp="input_layernorm", float32_weight=True, centered=True)
 HEAD_NORMS = HeadNormsSpec(("q_norm", "k_norm"), per_head=True)

@@ -7,9 +7,10 @@ from typing import Any
 from radixrt.worker.model.families import cohere, cohere2
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec, Routing
 from radixrt.worker.model.spec.fields import check_served, moe_layers, with_experts
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
-DEFAULTS = {"head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 0}
+DEFAULTS: dict[str, Any] = {"head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 0}
 DEFAULTS |= {"norm_topk_prob": True, "expert_selection_fn": "softmax", "layer_norm_eps": 1e-5}
 DEFAULTS |= {"shared_expert_combination_strategy": "average", "prefix_dense_sliding_window_pattern": 1}
 DEFAULTS |= {"max_position_embeddings": 8192}

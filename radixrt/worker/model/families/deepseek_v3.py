@@ -9,9 +9,9 @@ from radixrt.worker.model.spec.expert_spec import Routing
 from radixrt.worker.model.spec.fields import check_served
 from radixrt.worker.model.spec.spec import ModelSpec
 
-ROUTED = {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "n_routed_experts": 256, "n_shared_experts": 1}
-ROUTED |= {"moe_intermediate_size": 2048, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5}
-ROUTED |= {"norm_topk_prob": True, "rope_interleave": True}
+ROUTED: dict[str, Any] = {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "n_routed_experts": 256}
+ROUTED |= {"n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
+ROUTED |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_interleave": True}
 """Defaults of transformers for fields that config.json lacks."""
 
 

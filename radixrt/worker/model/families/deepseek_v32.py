@@ -44,4 +44,5 @@ def _index(config: Mapping[str, Any], layers: tuple[int, ...], interleaved: bool
     if sizes["index_head_dim"] < config["qk_rope_head_dim"]:
         raise ValueError(f"index_head_dim {sizes['index_head_dim']} is less than qk_rope_head_dim")
     rotation = bool(config.get("indexer_rope_interleave", interleaved))
-    return IndexSpec(*sizes.values(), rotation, layers)
+    heads, dim, top_k = sizes.values()
+    return IndexSpec(heads, dim, top_k, rotation, layers)

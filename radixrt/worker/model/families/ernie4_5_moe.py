@@ -9,8 +9,9 @@ from radixrt.worker.model.spec.expert_spec import ExpertsSpec, Routing
 from radixrt.worker.model.spec.fields import check_served, with_experts
 from radixrt.worker.model.spec.spec import ModelSpec
 
-DEFAULTS = {"num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2}
-DEFAULTS |= {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_norm_min": 1e-12}
+DEFAULTS: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 1536}
+DEFAULTS |= {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
+DEFAULTS |= {"moe_layer_interval": 1, "moe_norm_min": 1e-12}
 """Defaults of transformers for fields that config.json lacks."""
 BIAS = "moe_statics.e_score_correction_bias"
 

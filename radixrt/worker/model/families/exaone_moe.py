@@ -8,10 +8,11 @@ from radixrt.worker.model.families import exaone4
 from radixrt.worker.model.families.deepseek_v2 import with_routed_experts
 from radixrt.worker.model.families.deepseek_v3 import sigmoid_routing
 from radixrt.worker.model.spec.fields import check_served, moe_layers
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
-DEFAULTS = {"first_k_dense_replace": 1, "moe_intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8}
-DEFAULTS |= {"num_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
+DEFAULTS: dict[str, Any] = {"first_k_dense_replace": 1, "moe_intermediate_size": 1024, "num_experts": 64}
+DEFAULTS |= {"num_experts_per_tok": 8, "num_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
 """Defaults of transformers for fields that config.json lacks."""
 OTHER_NAMES = ((".gate.e_score_correction_bias", ".e_score_correction_bias"),)
 

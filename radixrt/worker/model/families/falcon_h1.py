@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
+import torch
+
+from radixrt.worker.model.layers.fp8 import Fp8Weight
+from radixrt.worker.model.layers.int4 import Int4
+from radixrt.worker.model.parallel.sharding import Part
 from radixrt.worker.model.spec.fields import check_served, common
 from radixrt.worker.model.spec.mamba_spec import MambaSpec, read_mamba
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
-from radixrt.worker.model.weights.multipliers import Multipliers
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
+from radixrt.worker.model.weights.weight_loader import WeightLoader
+from radixrt.worker.model.weights.weights import Renamed, Weights, copied_part
 
+Multipliers = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+"""(end of a tensor's name, for consecutive rows: (their number, their factor))."""
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
 DEFAULTS |= {"mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True}
 """Defaults of transformers for fields that config.json lacks."""
@@ -38,7 +48,46 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         logits_factor=config.get("lm_head_multiplier") or 1.0,
         recurrent=mamba,
     )
-    return dataclasses.replace(plain, multipliers=multipliers(config, plain, mamba))
+    return dataclasses.replace(plain, loader=FalconLoader, loader_args=multipliers(config, plain, mamba))
+
+
+class Multiplied(Renamed):
+    """Weights with factors of activations multiplied into them when they are read (arXiv 2507.22448, section 3.2.3). In
+    16 bits this rounds each weight once, as the factor would round each activation."""
+
+    def __init__(self, weights: Weights, pairs: Sequence[tuple[str, str]], multipliers: Multipliers) -> None:
+        super().__init__(weights, pairs)
+        self._multipliers = multipliers
+
+    def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
+        rows = self._rows(name)
+        if not rows:
+            return super().load(name, shape, part)
+        whole = super().load(name, shape)
+        counts, factors = (torch.tensor(x, device=whole.device) for x in zip(*rows, strict=True))
+        column = factors.float().repeat_interleave(counts).view(-1, *[1] * (whole.dim() - 1))
+        whole = (whole.float() * column).to(whole.dtype)
+        return whole if part is None else copied_part(whole, part)
+
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Fp8Weight | None:
+        """None if multiplied: such weights are dequantized."""
+        return None if self._rows(name) else super().scaled(name, shape, part)
+
+    def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
+        """As `scaled`."""
+        return None if self._rows(name) else super().int4(name, shape, part)
+
+    def _rows(self, name: str) -> tuple[tuple[int, float], ...]:
+        return next((rows for end, rows in self._multipliers if name.endswith(end)), ())
+
+
+class FalconLoader(WeightLoader):
+    """Multiplies weights by what `multipliers` says."""
+
+    takes_adapters = False
+
+    def _view(self, weights: Weights) -> Multiplied:
+        return Multiplied(weights, self._spec.stored.other_names, cast(Multipliers, self._spec.loader_args))
 
 
 def multipliers(config: dict[str, Any], plain: ModelSpec, mamba: MambaSpec) -> Multipliers:

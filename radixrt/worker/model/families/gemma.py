@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 DEFAULTS |= {"num_key_value_heads": 16}

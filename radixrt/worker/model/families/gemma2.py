@@ -10,9 +10,9 @@ from radixrt.worker.model.families.gemma3_text import NORMS
 from radixrt.worker.model.spec.fields import common, layer_windows
 from radixrt.worker.model.spec.spec import ModelSpec
 
-DEFAULTS = {"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 8192, "sliding_window": 4096}
-DEFAULTS |= {"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-DEFAULTS |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+DEFAULTS: dict[str, Any] = {"head_dim": 256, "num_key_value_heads": 4, "max_position_embeddings": 8192}
+DEFAULTS |= {"sliding_window": 4096, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"}
+DEFAULTS |= {"tie_word_embeddings": True, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 """Defaults of transformers for fields that config.json lacks."""
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from radixrt.worker.model.families.gemma import check_causal
 from radixrt.worker.model.spec.fields import common, layer_kinds, layer_windows, rope_parameters, ropes_by_kind
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
 NORMS = NormsSpec(
     after_attention="post_attention_layernorm",
@@ -16,10 +17,11 @@ NORMS = NormsSpec(
     float32_weight=True,
     offset=1.0,
 )
-DEFAULTS = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
-DEFAULTS |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
-DEFAULTS |= {"sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
-DEFAULTS |= {"query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+DEFAULTS: dict[str, Any] = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216}
+DEFAULTS |= {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+DEFAULTS |= {"max_position_embeddings": 131_072, "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6}
+DEFAULTS |= {"rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"}
+DEFAULTS |= {"tie_word_embeddings": True}
 """Defaults of transformers for fields that config.json lacks."""
 
 

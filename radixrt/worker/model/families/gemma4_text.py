@@ -7,9 +7,17 @@ import dataclasses
 from typing import Any
 
 from radixrt.worker.model.families import gemma3_text
+from radixrt.worker.model.layers.layer_inputs import LayerEnd, LayerInputs
+from radixrt.worker.model.layers.layers import DecoderLayer, FeedForward
+from radixrt.worker.model.layers.linear import Linear
+from radixrt.worker.model.layers.mlp import SharedMlp
+from radixrt.worker.model.layers.norms import Norm
+from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
 from radixrt.worker.model.spec.fields import common, layer_kinds, layer_windows, rope_parameters, with_experts
+from radixrt.worker.model.spec.norms_spec import NormsSpec
 from radixrt.worker.model.spec.spec import LayerSpec, ModelSpec
+from radixrt.worker.model.weights.weight_loader import WeightLoader
 
 NORMS = dataclasses.replace(gemma3_text.NORMS, offset=0.0)
 DEFAULTS: dict[str, Any] = {"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216}
@@ -47,7 +55,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         layers=layers,
         layer_ropes=tuple(ropes[kind] | {"rotated": own.head_dim} for kind, own in zip(kinds, layers, strict=True)),
         qk_norm=True,
-        value_norm=True,
         qkv_bias=bias,
         output_bias=bias,
         norms=NORMS,
@@ -55,7 +62,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         embedding_factor=config["hidden_size"] ** 0.5,
         logits_cap=config.get("final_logit_softcapping"),
         layer_inputs=config["hidden_size_per_layer_input"],
-        layer_scalars=True,
+        loader=Gemma4Loader,
     )
     return with_experts(plain, experts(config)) if config.get("enable_moe_block") else plain
 
@@ -83,7 +90,7 @@ def layer_sizes(config: dict[str, Any]) -> tuple[LayerSpec, ...]:
             raise ValueError(f"num_key_value_heads {kv_heads} does not divide {heads} heads")
         wide = bool(config.get("use_double_wide_mlp")) and source is not None
         inner = config["intermediate_size"] * (2 if wide else 1)
-        found.append(LayerSpec(kv_heads, dim, dim, inner, source, tied_values=tied and full))
+        found.append(LayerSpec(kv_heads, dim, dim, inner, source, tied_values=tied and full, value_norm=True))
     return tuple(found)
 
 
@@ -100,3 +107,51 @@ def experts(config: dict[str, Any]) -> ExpertsSpec:
         fused_names=FUSED_NAMES,
         parallel=True,
     )
+
+
+class Gemma4Loader(WeightLoader):
+    """Reads what layers have at their end, and experts beside their MLPs."""
+
+    def layer(self, number: int) -> DecoderLayer:
+        return dataclasses.replace(super().layer(number), end=self._end(f"layers.{number}."))
+
+    def layer_inputs(self) -> LayerInputs | None:
+        spec, name = self._spec, "per_layer_model_projection"
+        if not spec.layer_inputs:
+            return None
+        width = spec.num_layers * spec.layer_inputs
+        projection = Linear(self.matrix(name, width, spec.hidden_size), None, self._batch_invariant)
+        norm = Norm(self._norm_weight("per_layer_projection_norm", spec.layer_inputs), spec.norm_eps, None)
+        embedding = self.matrix("embed_tokens_per_layer", spec.vocab_size, width)
+        return LayerInputs(embedding, projection, norm, spec.layer_inputs)
+
+    def _end(self, at: str) -> LayerEnd:
+        spec, size = self._spec, self._spec.layer_inputs
+        scalar = self._weights.load(f"model.{at}layer_scalar", (1,))
+        if not size:
+            return LayerEnd(scalar)
+        shapes = {"per_layer_input_gate": (size, spec.hidden_size), "per_layer_projection": (spec.hidden_size, size)}
+        gate, back = (
+            Linear(self.matrix(at + name, *shape), None, self._batch_invariant, self._ops)
+            for name, shape in shapes.items()
+        )
+        return LayerEnd(scalar, gate, back, self.norm(at + "post_per_layer_input_norm"), spec.activation)
+
+    def _mlp(self, number: int, norms: NormsSpec) -> FeedForward:
+        spec, at = self._spec, f"layers.{number}."
+        if spec.experts is None:
+            return super()._mlp(number, norms)
+        mlp = self._gated_mlp(at + "mlp.", spec.layer(number).intermediate_size)
+        experts = self._experts(number, spec.experts)
+        scale = self._weights.load(f"model.{at}router.scale", (spec.hidden_size,)).float()
+        scales = self._weights.load(f"model.{at}router.per_expert_scale", (experts.router.weight.shape[0],)).float()
+        return MlpWithExperts(
+            mlp=SharedMlp(mlp.gate_up, mlp.down.product, mlp.activation),
+            after_mlp=self.norm(at + "post_feedforward_layernorm_1"),
+            experts=dataclasses.replace(experts, scales=scales),
+            before_experts=self.norm(at + "pre_feedforward_layernorm_2"),
+            after_experts=self.norm(at + "post_feedforward_layernorm_2"),
+            before_router=Norm(scale * spec.hidden_size**-0.5, spec.norm_eps, None),
+            after=self.norm(at + "post_feedforward_layernorm"),
+            group=self._group,
+        )

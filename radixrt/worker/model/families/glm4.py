@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model.families import glm
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
 NORMS = NormsSpec(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from radixrt.worker.model.families import llama
-from radixrt.worker.model.spec.spec import ModelSpec
+from radixrt.worker.model.spec.spec import ModelSpec, with_features
 
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
     """`features`: other fields of ModelSpec, for derived families."""
-    return dataclasses.replace(
+    return with_features(
         llama.spec(config, **features),
         embedding_factor=config.get("embedding_multiplier", 1.0),
         scale_override=config.get("attention_multiplier", 1.0),

@@ -9,7 +9,7 @@ from radixrt.worker.model.families import granite
 from radixrt.worker.model.families.granitemoeshared import with_shared
 from radixrt.worker.model.spec.fields import check_served
 from radixrt.worker.model.spec.mamba_spec import linear_layers, read_mamba
-from radixrt.worker.model.spec.spec import ModelSpec
+from radixrt.worker.model.spec.spec import ModelSpec, with_features
 
 OTHER_NAMES = ((".mlp.gate_up_proj", ".shared_mlp.input_linear"), (".mlp.down_proj", ".shared_mlp.output_linear"))
 
@@ -27,6 +27,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         plain = with_shared(granite.spec(config), config | {"num_local_experts": experts})
     else:
         plain = granite.spec(config | {"intermediate_size": shared})
-        plain = dataclasses.replace(plain, fused_gate_up=True, other_names=OTHER_NAMES)
+        plain = with_features(plain, fused_gate_up=True, other_names=OTHER_NAMES)
     plain = dataclasses.replace(plain, recurrent=mamba)
     return plain if positions == "rope" else dataclasses.replace(plain, layer_ropes=(None,) * plain.num_layers)

@@ -19,8 +19,8 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     the same for all layers."""
     check_served(config, SERVED)
     inner = config["intermediate_size"]
-    same = {name: _uniform(config, name) for name in ("moe_intermediate_size", "num_shared_expert") if name in config}
-    check_served(same, {"moe_intermediate_size": inner, "num_shared_expert": 1})
+    served = {"moe_intermediate_size": inner, "num_shared_expert": 1}
+    check_served({name: _uniform(config, name) for name in served if name in config}, served)
     experts = ExpertsSpec(
         count=_uniform(config, "num_experts") or config.get("num_local_experts") or 1,
         top_k=_uniform(config, "moe_topk") or config.get("num_experts_per_tok") or 1,
@@ -38,8 +38,9 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 def _uniform(config: dict[str, Any], name: str) -> int | None:
     """The value of a field that may be a list by layer. ValueError if layers differ."""
-    value = config.get(name)
-    values = value if isinstance(value, list) and value else [value]
+    value: Any = config.get(name)
+    values: list[Any] = value if isinstance(value, list) and value else [value]
     if any(x != values[0] for x in values) or not (value is None or type(values[0]) is int):
         raise ValueError(f"{name} {value!r} is not served; the same number for all layers is")
-    return values[0]
+    found: int | None = values[0]
+    return found

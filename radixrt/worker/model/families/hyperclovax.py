@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from radixrt.worker.model.families import granite
 from radixrt.worker.model.spec.fields import check_served
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec, with_features
 
 NORMS = NormsSpec(after_attention="post_norm1", after_mlp="post_norm2")
 
@@ -19,7 +19,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     if normed:
         check_served(config, {"residual_multiplier": 1.0})
     plain = granite.spec(config, norms=NORMS if normed else NormsSpec())
-    return dataclasses.replace(
+    return with_features(
         plain,
         scale_override=config.get("attention_multiplier") or plain.head_dim**-0.5,
         logits_factor=config.get("logits_scaling", 1.0),

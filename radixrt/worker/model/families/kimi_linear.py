@@ -10,9 +10,9 @@ from radixrt.worker.model.families.deepseek_v3 import sigmoid_routing
 from radixrt.worker.model.families.qwen3_next import FULL, LINEAR, check_kinds
 from radixrt.worker.model.spec.delta_spec import DeltaSpec
 from radixrt.worker.model.spec.fields import check_served, moe_layers
-from radixrt.worker.model.spec.spec import ModelSpec
+from radixrt.worker.model.spec.spec import ModelSpec, with_features
 
-DEFAULTS = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+DEFAULTS: dict[str, Any] = {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 DEFAULTS |= {"v_head_dim": 128, "moe_intermediate_size": 1024, "n_shared_experts": 1, "n_routed_experts": 256}
 DEFAULTS |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.446, "norm_topk_prob": True, "n_group": 1}
 DEFAULTS |= {"topk_group": 1, "max_position_embeddings": 1_048_576, "rms_norm_eps": 1e-5}
@@ -63,7 +63,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         out="o_proj",
         rank=size,
     )
-    plain = dataclasses.replace(
+    plain = with_features(
         latent_decoder(config | {"mlp_bias": False}, interleaved=False),
         recurrent=delta,
         layer_ropes=(None,) * len(layers),

@@ -4,8 +4,16 @@ each; experts selected by sigmoid."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import re
+from collections.abc import Sequence
+from typing import Any, cast
 
+import torch
+from torch.nn import functional as F
+
+from radixrt.worker.model.layers.fp8 import Fp8Weight
+from radixrt.worker.model.layers.int4 import Int4
+from radixrt.worker.model.parallel.sharding import Part
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec, Routing
 from radixrt.worker.model.spec.fields import (
     check_served,
@@ -18,10 +26,13 @@ from radixrt.worker.model.spec.fields import (
     with_experts,
 )
 from radixrt.worker.model.spec.spec import GateSpec, ModelSpec
+from radixrt.worker.model.weights.weight_loader import WeightLoader
+from radixrt.worker.model.weights.weights import Renamed, Weights
 
-DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "sliding_window": 512, "max_position_embeddings": 131_072}
-DEFAULTS |= {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "gating": True}
-DEFAULTS |= {"shared_expert_intermediate_size": 512, "moe_routed_scaling_factor": 1.0}
+DEFAULTS: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 8, "sliding_window": 512}
+DEFAULTS |= {"max_position_embeddings": 131_072, "num_experts": 256, "num_experts_per_tok": 8}
+DEFAULTS |= {"moe_intermediate_size": 512, "gating": True, "shared_expert_intermediate_size": 512}
+DEFAULTS |= {"moe_routed_scaling_factor": 1.0}
 """Defaults of transformers for fields that config.json lacks."""
 ROPES = {"rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None}
 """These fields of config.json are ignored: only `rope_parameters` counts."""
@@ -61,7 +72,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     if len(heads) != layers or any(n % plain.num_kv_heads for n in heads):
         raise ValueError(f"num_attention_heads_per_layer {list(heads)} is not served; multiples of the KV heads are")
     if len(set(heads)) > 1:
-        plain = dataclasses.replace(plain, layer_heads=heads)
+        plain = dataclasses.replace(plain, loader=LagunaLoader, loader_args=heads)
     experts = ExpertsSpec(
         count=config["num_experts"],
         top_k=config["num_experts_per_tok"],
@@ -76,6 +87,62 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         shared="shared_expert",
     )
     return with_experts(plain, experts)
+
+
+class PaddedHeads(Renamed):
+    """Pads layers that have fewer query heads than others with heads of zeros, so that attention has the same shape in
+    all layers.
+
+        in the group of query heads of each KV head:   q_proj  zero rows at the end   o_proj  zero columns at the end
+
+    The output of a padding head is multiplied by zeros, so the result does not change, and no more of K and V is read.
+    (A quarter of the published layers have 6 query heads per KV head, the others 8 or 9.)"""
+
+    def __init__(self, weights: Weights, spec: ModelSpec, heads: Sequence[int]) -> None:
+        super().__init__(weights, spec.stored.other_names)
+        self._spec = spec
+        self._heads = heads
+        rows = "q_proj" if spec.attention.gate is None else f"(?:q_proj|{spec.attention.gate.name})"
+        self._pattern = re.compile(rf"\.layers\.(\d+)\.self_attn\.(?:{rows}\.(?:weight|bias)|(o_proj)\.weight)$")
+
+    def load(self, name: str, shape: Sequence[int], part: Part | None = None) -> torch.Tensor:
+        if (found := self._short_of_heads(name)) is None:
+            return super().load(name, shape, part)
+        heads, dim = found
+        stored = list(shape)
+        stored[dim] = shape[dim] // self._spec.num_heads * heads
+        whole = self._pad(super().load(name, stored), heads, dim)
+        return whole if part is None else whole.narrow(part.dim, part.start, part.count).contiguous()
+
+    def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Fp8Weight | None:
+        """None if padded: such weights are dequantized."""
+        return super().scaled(name, shape, part) if self._short_of_heads(name) is None else None
+
+    def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
+        """As `scaled`."""
+        return super().int4(name, shape, part) if self._short_of_heads(name) is None else None
+
+    def _short_of_heads(self, name: str) -> tuple[int, int] | None:
+        """(its heads, their dimension) if the tensor has fewer heads than `num_heads`, else None."""
+        match = self._pattern.search(name)
+        if match is None or (heads := self._heads[int(match[1])]) == self._spec.num_heads:
+            return None
+        return heads, 1 if match[2] else 0
+
+    def _pad(self, own: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+        kv_heads, missing = self._spec.num_kv_heads, self._spec.num_heads - heads
+        groups = own.unflatten(dim, (kv_heads, heads // kv_heads, -1))
+        behind = groups.dim() - dim - 2  # dimensions after that of a group's heads: F.pad counts from the last one
+        return F.pad(groups, (0, 0) * behind + (0, missing // kv_heads)).flatten(dim, dim + 2)
+
+
+class LagunaLoader(WeightLoader):
+    """Pads heads."""
+
+    takes_adapters = False
+
+    def _view(self, weights: Weights) -> PaddedHeads:
+        return PaddedHeads(weights, self._spec, cast(tuple[int, ...], self._spec.loader_args))
 
 
 def _with_rotary_dim(rope: dict[str, Any], head_dim: int) -> dict[str, Any]:

@@ -6,14 +6,16 @@ from typing import Any
 
 from radixrt.worker.model.spec.delta_spec import ShortConvSpec
 from radixrt.worker.model.spec.fields import common
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 128_000, "norm_eps": 1e-5, "rope_theta": 1e6}
 DEFAULTS |= {"tie_word_embeddings": True, "conv_bias": False, "conv_L_cache": 3}
 FEED_FORWARD = {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256}
 """Defaults of transformers for fields that config.json lacks."""
 NORMS = NormsSpec(before_attention="operator_norm", before_mlp="ffn_norm")
-OTHER_NAMES = ((".self_attn.o_proj", ".self_attn.out_proj"), ("model.norm.", "model.embedding_norm."))
+OTHER_NAMES: tuple[tuple[str, str], ...] = (("model.norm.", "model.embedding_norm."), (".o_proj", ".out_proj"))
+OTHER_NAMES += ((".q_norm.", ".q_layernorm."), (".k_norm.", ".k_layernorm."))
 OTHER_NAMES += tuple(
     (f".mlp.{name}_proj", f".feed_forward.{stored}") for name, stored in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 )
@@ -56,7 +58,6 @@ def with_convolutions(config: dict[str, Any]) -> ModelSpec:
     return common(
         config | {"tie_word_embeddings": tied, "rms_norm_eps": config["norm_eps"], "hidden_act": "silu"},
         qk_norm=True,
-        qk_norm_names=("q_layernorm", "k_layernorm"),
         norms=NORMS,
         recurrent=found if found.layers else None,
         other_names=OTHER_NAMES,

@@ -9,8 +9,8 @@ from radixrt.worker.model.spec.expert_spec import ExpertsSpec, Routing
 from radixrt.worker.model.spec.fields import with_experts
 from radixrt.worker.model.spec.spec import ModelSpec
 
-DEFAULTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "num_dense_layers": 2}
-DEFAULTS |= {"use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
+DEFAULTS: dict[str, Any] = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792}
+DEFAULTS |= {"num_dense_layers": 2, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
 """Defaults of transformers for fields that config.json lacks."""
 
 

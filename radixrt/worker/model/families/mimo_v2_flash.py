@@ -23,7 +23,7 @@ DEFAULTS |= {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "attentio
 DEFAULTS |= {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "norm_topk_prob": True}
 DEFAULTS |= {"rope_theta": 5e6, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334}
 """Defaults of transformers for fields that config.json lacks."""
-SERVED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": None}
+SERVED: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": None}
 SERVED |= {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
 """The only values of these fields that are served: those of the published model."""
 OTHER_NAMES = ((".self_attn.sinks", ".self_attn.attention_sink_bias"),)
@@ -52,7 +52,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         layer_ropes=tuple(ropes[kind] for kind in kinds),
         layers=tuple(_layer(config, kind == "sliding_attention") for kind in kinds),
         qkv_bias=bool(config.get("attention_bias")),
-        value_factor=config["attention_value_scale"],
         other_names=OTHER_NAMES,
     )
     if plain.num_heads % (2 * plain.num_kv_heads) and "sliding_attention" in kinds:
@@ -73,7 +72,10 @@ def spec(config: dict[str, Any]) -> ModelSpec:
 
 def _layer(config: dict[str, Any], windowed: bool) -> LayerSpec:
     kv_heads = config["num_key_value_heads"] * (2 if windowed else 1)
-    return LayerSpec(kv_heads, config["head_dim"], config["v_head_dim"], config["intermediate_size"], sinks=windowed)
+    return LayerSpec(
+        kv_heads, config["head_dim"], config["v_head_dim"], config["intermediate_size"], sinks=windowed,
+        value_factor=config["attention_value_scale"],
+    )  # fmt: skip
 
 
 def _rope(config: dict[str, Any], kind: str) -> dict[str, Any]:

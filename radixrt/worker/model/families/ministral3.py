@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from radixrt.worker.model.families import mistral
-from radixrt.worker.model.spec.spec import ModelSpec, QueryScaling
+from radixrt.worker.model.spec.spec import ModelSpec, QueryScaling, with_features
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
@@ -26,4 +25,4 @@ def with_query_scaling(spec: ModelSpec) -> ModelSpec:
     """The spec with `query_scaling`, by `llama_4_scaling_beta` of the RoPE parameters."""
     beta = spec.rope.get("llama_4_scaling_beta")
     query_scaling = QueryScaling(beta, spec.rope["original_max_position_embeddings"]) if beta else None
-    return dataclasses.replace(spec, query_scaling=query_scaling)
+    return with_features(spec, query_scaling=query_scaling)

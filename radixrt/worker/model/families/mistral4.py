@@ -11,7 +11,7 @@ from radixrt.worker.model.spec.expert_spec import Routing
 from radixrt.worker.model.spec.fields import check_served
 from radixrt.worker.model.spec.spec import ModelSpec
 
-DEFAULTS = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
+DEFAULTS: dict[str, Any] = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
 DEFAULTS |= {"v_head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4}
 DEFAULTS |= {"moe_intermediate_size": 2048, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 DEFAULTS |= {"rope_interleave": True, "max_position_embeddings": 1_048_576}

@@ -11,7 +11,8 @@ from radixrt.worker.model.layers.hybrid_layers import HybridLayers, paired
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
 from radixrt.worker.model.spec.fields import check_served, common, with_experts
 from radixrt.worker.model.spec.mamba_spec import FULL, LINEAR, MambaSpec, checked, time_step_limit
-from radixrt.worker.model.spec.spec import SQUARED_RELU, ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import SQUARED_RELU, ModelSpec
 
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21_504}
 DEFAULTS |= {"max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "mamba_num_heads": 128, "mamba_head_dim": 64}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
 NORMS = NormsSpec(
     before_attention=None,

@@ -8,7 +8,8 @@ from typing import Any
 from radixrt.worker.model.families import olmo2
 from radixrt.worker.model.families.qwen3_next import FULL, LINEAR, check_kinds, delta
 from radixrt.worker.model.spec.fields import check_served
-from radixrt.worker.model.spec.spec import ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True, "rms_norm_eps": 1e-6}
 DEFAULTS |= {"max_position_embeddings": 65_536}

@@ -9,7 +9,7 @@ from radixrt.worker.model.spec.expert_spec import ExpertsSpec, Routing
 from radixrt.worker.model.spec.fields import common, with_experts
 from radixrt.worker.model.spec.spec import ModelSpec
 
-DEFAULTS = {"intermediate_size": 6400, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
+DEFAULTS: dict[str, Any] = {"intermediate_size": 6400, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
 DEFAULTS |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 16, "num_experts_per_tok": 2}
 DEFAULTS |= {"router_jitter_noise": 0.01}
 """Defaults of transformers for fields that config.json lacks."""
@@ -28,7 +28,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         norms=NORMS,
         qkv_bias=bias,
         output_bias=bias,
-        head_bias=bool(config.get("lm_head_bias")),
         other_names=OTHER_NAMES,
     )
     experts = ExpertsSpec(

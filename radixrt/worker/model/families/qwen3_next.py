@@ -9,7 +9,8 @@ from radixrt.worker.model.families.qwen3_moe import sparse_layers
 from radixrt.worker.model.spec.delta_spec import DeltaSpec
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
 from radixrt.worker.model.spec.fields import check_served, common, with_experts
-from radixrt.worker.model.spec.spec import GateSpec, ModelSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import GateSpec, ModelSpec
 
 DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25, "full_attention_interval": 4}
 DEFAULTS |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}

@@ -58,7 +58,7 @@ class HybridLayerNames(Renamed):
     """The tensors of such a checkpoint by the names that they have in other models."""
 
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:
-        super().__init__(weights, (("model.", "backbone."), *spec.other_names))
+        super().__init__(weights, (("model.", "backbone."), *spec.stored.other_names))
         self._blocks = spec.hybrid_layers
 
     def _name(self, name: str) -> str:

@@ -76,13 +76,9 @@ class Grouped(Attention):
     group: Group | None = None
     head_norms: HeadNorms | None = None
     """Instead of `norms`: what is computed here, by torch."""
-    clip: float | None = None
-    """See `ModelSpec.clip_qkv`."""
 
     def project(self, x: Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> Heads:
         qkv = self.qkv(x).unflatten(1, (-1, self.head_dim))
-        if self.clip is not None:
-            qkv.clamp_(-self.clip, self.clip)
         if self.head_norms is not None:
             cos, sin = self.head_norms.apply(qkv, self.num_heads, cos, sin)
         means = self._means(qkv, ops) if self.norm_all_heads else None
@@ -218,9 +214,9 @@ class DecoderLayer:
     parallel: bool = False
     """See `ModelSpec.parallel`: the MLP's input is the norm of the residual stream before the mixer's output."""
     sinks: torch.Tensor | None = None
-    """float32[heads] (see `ModelSpec.sinks`)."""
+    """float32[heads] (see `AttentionSpec.sinks`)."""
     gate: Gate | None = None
-    """See `ModelSpec.gate`."""
+    """See `AttentionSpec.gate`."""
     end: LayerEnd | None = None
     """What follows the MLP."""
 

@@ -37,8 +37,6 @@ class MixedHeads:
     num_heads: int
     sizes: LayerSpec
     norms: MixedNorms
-    value_factor: float
-    """Multiplies v, after its norm."""
     cos: torch.Tensor
     """[T, 1, rope_dim / 2], as `sin`."""
     sin: torch.Tensor
@@ -52,7 +50,7 @@ class MixedHeads:
             return q, None, None
         k, v = self.qkv[:, q_size : q_size + k_size], self.qkv[:, q_size + k_size :]
         v = _normalized((k if own.tied_values else v).unflatten(1, (own.kv_heads, -1)), self.norms.v)
-        return q, self._rotated(k, self.norms.k), v if self.value_factor == 1 else v * self.value_factor
+        return q, self._rotated(k, self.norms.k), v if own.value_factor == 1 else v * own.value_factor
 
     def scale_queries(self, factors: torch.Tensor) -> None:
         assert self.norms.q is None, "a norm would undo it"
@@ -80,10 +78,9 @@ class Mixed(Attention):
     sizes: LayerSpec
     """Those of this rank."""
     norms: MixedNorms
-    value_factor: float = 1.0
 
     def project(self, x: Activations, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> MixedHeads:
-        return MixedHeads(self.qkv(x), self.num_heads, self.sizes, self.norms, self.value_factor, cos, sin)
+        return MixedHeads(self.qkv(x), self.num_heads, self.sizes, self.norms, cos, sin)
 
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:

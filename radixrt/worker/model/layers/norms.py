@@ -81,7 +81,6 @@ class HeadNorm:
 
     weight: torch.Tensor
     """[D], or [heads, D]: of each head."""
-    bias: torch.Tensor | None
     eps: float
     centered: bool
     """LayerNorm, not RMSNorm."""
@@ -89,7 +88,7 @@ class HeadNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Of x[T, heads, D]."""
         if self.centered:
-            return layer_norm(x, self.weight, self.bias, self.eps)
+            return layer_norm(x, self.weight, None, self.eps)
         return rms_norm(x, self.weight, self.eps)
 
 

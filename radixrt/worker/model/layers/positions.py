@@ -15,7 +15,7 @@ def place_of(spec: ModelSpec, layer: int) -> LayerPlace:
     """The place of a layer; one after all others has the RoPE of the last one."""
     recurrent = sorted(spec.recurrent.layers) if spec.recurrent else []
     others = spec.attention_layers if layer in spec.attention_layers else recurrent
-    rope, scaling = spec.ropes[min(layer, len(spec.ropes) - 1)], spec.query_scaling
+    rope, scaling = spec.ropes[min(layer, len(spec.ropes) - 1)], spec.attention.query_scaling
     scales = scaling is not None and not (scaling.only_without_rope and rope)
     return LayerPlace(layer, others.index(layer) if layer in others else 0, _kinds(spec).index(rope), scales)
 
@@ -31,7 +31,7 @@ class Positions:
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         found = [frequencies(rope, spec.rope_dim, spec.max_model_len) for rope in _kinds(spec)]
         self._angles = [(angles.to(device), factor) for angles, factor in found]
-        self._query_scaling = spec.query_scaling
+        self._query_scaling = spec.attention.query_scaling
 
     def rotations(self, positions: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """By kind: cos and sin [T, 1, rope_dim / 2] for int positions[T]."""
@@ -42,7 +42,7 @@ class Positions:
         return found
 
     def query_factors(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """Factors [T, 1, 1] of queries at int positions[T] (see `ModelSpec.query_scaling`); None if there are none."""
+        """Factors [T, 1, 1] of queries at int positions[T] (see `spec.QueryScaling`); None if there are none."""
         if self._query_scaling is None:
             return None
         beta, tokens, ahead = self._query_scaling.beta, self._query_scaling.tokens, self._query_scaling.ahead

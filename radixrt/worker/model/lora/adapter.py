@@ -31,7 +31,7 @@ NOT_SERVED = {
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` with which an adapter belongs to base weights that were changed."""
 PREFIX = "base_model.model."
-TEXT_PREFIXES = "model.language_model.", "language_model.model.", "model.", "gpt_neox.", "backbone.", "transformer.", ""
+TEXT_PREFIXES = "model.language_model.", "language_model.model.", "model.", "backbone.", "transformer.", ""
 """What stands before `layers.` in names of modules of the text model."""
 MATRICES = {".lora_A.weight": 0, ".lora_B.weight": 1}
 """Ends of tensors' names: A is [r, in], B is [out, r], so these are also the dimensions of the rank."""
@@ -178,7 +178,7 @@ def _pairs(
     config: Config, tensors: Mapping[str, tuple[torch.Tensor | None, torch.Tensor | None]]
 ) -> dict[str, Pair]:  # fmt: skip
     """By projection."""
-    found = {}
+    found: dict[str, Pair] = {}
     for module, (a, b) in tensors.items():
         if a is None or b is None:
             raise ValueError(f"{module} has only one of lora_A and lora_B")
@@ -187,7 +187,9 @@ def _pairs(
             raise ValueError(
                 f"{module}: lora_A is {list(a.shape)} and lora_B {list(b.shape)}, by {CONFIG} the rank is {rank}"
             )
-        if (projection := _projection(module)) in found:
+        projection = _projection(module)
+        assert projection is not None, "see `_end`"
+        if projection in found:
             raise ValueError(f"{projection} has two names")
         if not math.isfinite(scale := config.scale(module)):
             raise ValueError(f"{module} has the scale {scale}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
@@ -48,7 +49,7 @@ class Shard:
         stay. ValueError if sizes are not divisible by the number of ranks."""
         if self.size == 1:
             return whole
-        changes = {
+        changes: dict[str, Any] = {
             "num_heads": self._share("num_attention_heads", whole.num_heads),
             "num_kv_heads": self._kv_share(whole.num_kv_heads),
             "layers": tuple(self._layer(own) for own in whole.layers),
@@ -108,7 +109,8 @@ class Shard:
         """This rank's slices of both halves of a dimension of 2 * `half` elements; [None] if there is only one rank."""
         if self.size == 1:
             return [None]
-        own = self.part(dim, half)
+        each = half // self.size
+        own = Part(dim, self.rank * each, (self.rank + 1) * each)
         return [own, Part(dim, half + own.start, half + own.stop)]
 
     def kv_rows(self, kv_heads: int, dim: int) -> Part | None:

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from radixrt.worker.model.spec.spec import NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
-from radixrt.worker.model.spec.spec import ModelSpec
+from radixrt.worker.model.spec.spec import ModelSpec, with_features
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu"}
 ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_tanh")
@@ -17,8 +17,8 @@ approximation."""
 
 def common(config: dict[str, Any], partial_rotary: bool = False, **features: Any) -> ModelSpec:
     """A spec from the fields of config.json whose names most families share, and from `features`, other fields of
-    ModelSpec. With `partial_rotary`, config.json may have a `partial_rotary_factor`. ValueError names a bad field,
-    KeyError a missing one."""
+    ModelSpec and its parts. With `partial_rotary`, config.json may have a `partial_rotary_factor`. ValueError names a
+    bad field, KeyError a missing one."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or hidden // heads
     activation = config.get("hidden_act", "silu")
@@ -41,8 +41,8 @@ def common(config: dict[str, Any], partial_rotary: bool = False, **features: Any
         activation=ACTIVATIONS.get(activation, ""),
         tied=bool(config.get("tie_word_embeddings", False)),
         windows=tuple(None if window is None or window >= longest else window for window in windows),
-        **features,
     )
+    spec = with_features(spec, **features)
     if not spec.activation:
         raise ValueError(f"hidden_act {activation!r} is not served; {', '.join(ACTIVATIONS)} are")
     if spec.num_heads % spec.num_kv_heads:

@@ -70,7 +70,7 @@ class MambaSpec:
         return len(self.layers) * (conv + 4 * math.prod(self.rule_shape))
 
 
-DEFAULTS = {"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256}
+DEFAULTS: dict[str, Any] = {"mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256}
 DEFAULTS |= {"mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False}
 """Defaults of transformers for fields that config.json lacks, in the families that have these names."""
 LINEAR, FULL = ("mamba", "linear_attention"), ("attention", "full_attention")
@@ -125,7 +125,7 @@ def linear_layers(kinds: list[str], config: Mapping[str, Any]) -> frozenset[int]
 def time_step_limit(config: Mapping[str, Any]) -> tuple[float, float]:
     """`time_step_limit`; by default there is none. transformers writes an infinity as {"__float__": "Infinity"}."""
     given = config.get("time_step_limit") or (0.0, math.inf)
-    found = [value.get("__float__") if isinstance(value, dict) else value for value in given]
+    found: list[Any] = [value.get("__float__") if isinstance(value, dict) else value for value in given]
     try:
         low, high = map(float, found)
     except (TypeError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
 from radixrt.worker.model.spec.index_spec import IndexSpec
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
 
 CLAMPED_SWIGLU = 7.0, 1.702
 """(limit, alpha) of the activation `clamped_swiglu` (gpt-oss); see `layers`."""
@@ -42,39 +44,15 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class NormsSpec:
-    """Which norms a layer has, by the names of their tensors (None: there is none), and how they are computed."""
-
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None
-    """Norm of the attention output, before it is added to the residual stream."""
-    before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
-    """Norm of the MLP output, before it is added to the residual stream."""
-    float32_weight: bool = False
-    """The weight, also of q and k norms, is multiplied in float32, before the result is rounded to the model's dtype;
-    otherwise after that."""
-    offset: float = 0.0
-    """Added to the weight; needs `float32_weight`."""
-    centered: bool = False
-    """LayerNorm (arXiv 1607.06450) in place of RMSNorm, but for norms of q and k."""
-    bias: bool = False
-    """These LayerNorms have biases."""
-    weight: bool = True
-    """False: there are neither weights nor biases."""
-
-
-@dataclass(frozen=True, slots=True)
 class HeadNormsSpec:
-    """Norms of each head of q and k that are not those of `ModelSpec.qk_norm` (see `norms.HeadNorms`)."""
+    """Norms of each head of q and k that are not those of `AttentionSpec.qk_norm` (see `norms.HeadNorms`)."""
 
     names: tuple[str, ...]
     """Of q and of k, in `self_attn.`; none: without weights."""
     centered: bool = True
     """LayerNorm, not RMSNorm."""
-    bias: bool = False
     per_head: bool = False
-    """Each head has a weight of its own: [heads, D], or a tensor for each: `<name>.norms.<head>.weight`."""
+    """Each head has a weight of its own: [heads, D]."""
     after_rope: bool = False
     only_with_rope: bool = False
     """Only layers with RoPE have these norms."""
@@ -120,6 +98,66 @@ class LayerSpec:
     tied_values: bool = False
     """There is no projection to v, which is that to k, before norm and RoPE."""
     sinks: bool = False
+    value_norm: bool = False
+    """RMSNorm of each head of v, without a weight."""
+    value_factor: float = 1.0
+    """Multiplies v, after that norm."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention, where it is not that of Llama."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    """The output projection of attention (`o_proj`) has a bias."""
+    qk_norm: bool = False
+    """RMSNorm of each head of q and k, before RoPE."""
+    qk_norm_all_heads: bool = False
+    """Instead of `qk_norm`: one RMSNorm over all heads of q together, and one over all heads of k."""
+    head_norms: HeadNormsSpec | None = None
+    """Norms of q and k of another kind."""
+    query_scaling: QueryScaling | None = None
+    """Not with `qk_norm`, which would undo it."""
+    scale_override: float | None = None
+    """Softmax scale; None: head_dim^-0.5."""
+    score_cap: float | None = None
+    """Attention scores x become cap tanh(x / cap), before the softmax (soft-capping)."""
+    sinks: bool = False
+    """Attention sinks: each query head has a learned logit that takes part in its softmax, without a value (arXiv
+    2309.17453)."""
+    chunked: bool = False
+    """Windows do not slide: a token attends to itself and the tokens before it in its chunk of `window` tokens."""
+    gate: GateSpec | None = None
+    """Gate on the attention output."""
+
+
+@dataclass(frozen=True, slots=True)
+class FactorsSpec:
+    """Factors between the layers, and after the last one."""
+
+    embedding_factor: float = 1.0
+    """Multiplies the embeddings, rounded to their dtype."""
+    residual_factor: float = 1.0
+    """Multiplies what attention and MLP add to the residual stream."""
+    logits_factor: float = 1.0
+    logits_cap: float | None = None
+    """The same for logits, after `logits_factor`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSpec:
+    """How a checkpoint stores tensors."""
+
+    other_names: tuple[tuple[str, str], ...] = ()
+    """(part of a tensor's name, its replacement in some checkpoints); see `weights.Renamed`."""
+    fused_qkv: bool = False
+    """The checkpoint stores the q, k and v projections as one matrix, `qkv_proj`."""
+    fused_gate_up: bool = False
+    """The checkpoint stores the gate and up projections as one matrix, `gate_up_proj`."""
+    interleaved: bool = False
+    """In the checkpoint's order, RoPE rotates elements 2i and 2i + 1 of a head together (GPT-J style), not i and
+    i + rope_dim / 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,88 +182,39 @@ class ModelSpec:
     windows: tuple[int | None, ...]
     """By layer: the sliding window (a token attends to itself and the `window - 1` tokens before it), or None: full
     attention. A window of at least `max_model_len` is None."""
-    chunked: bool = False
-    """Windows do not slide: a token attends to itself and the tokens before it in its chunk of `window` tokens."""
-    qkv_bias: bool = False
-    fused_qkv: bool = False
-    """The checkpoint stores the q, k and v projections as one matrix, `qkv_proj`."""
-    qkv_by_head: bool = False
-    """With `fused_qkv`: its rows are those of q, k and v of the first head, then of the next. Each query head has a KV
-    head."""
-    fused_gate_up: bool = False
-    """The checkpoint stores the gate and up projections as one matrix, `gate_up_proj`."""
-    output_bias: bool = False
-    """The output projection of attention (`o_proj`) has a bias."""
     mlp_bias: bool = False
     ungated: bool = False
     """MLPs have no gate, whatever the activation."""
-    head_bias: bool = False
-    """The output projection (`lm_head`) has a bias."""
-    qk_norm: bool = False
-    """RMSNorm of each head of q and k, before RoPE."""
-    qk_norm_all_heads: bool = False
-    """Instead of `qk_norm`: one RMSNorm over all heads of q together, and one over all heads of k."""
-    qk_norm_names: tuple[str, str] = ("q_norm", "k_norm")
-    """Names of the norms of q and k, in `self_attn.`."""
-    head_norms: HeadNormsSpec | None = None
-    """Norms of q and k of another kind."""
-    clip_qkv: float | None = None
-    """Elements of q, k and v are clamped to [-clip_qkv, clip_qkv] before RoPE."""
     rotary_dim: int | None = None
     """Elements of a head that RoPE rotates: the first ones. None: all."""
-    interleaved: bool = False
-    """In the checkpoint's order, RoPE rotates elements 2i and 2i + 1 of a head together (GPT-J style), not i and
-    i + rope_dim / 2."""
-    query_scaling: QueryScaling | None = None
-    """Not with `qk_norm`, which would undo it."""
-    experts: ExpertsSpec | None = None
+    attention: AttentionSpec = AttentionSpec()
     norms: NormsSpec = NormsSpec()
+    factors: FactorsSpec = FactorsSpec()
+    stored: StoredSpec = StoredSpec()
+    experts: ExpertsSpec | None = None
     layer_ropes: tuple[dict[str, Any] | None, ...] = ()
     """By layer, if layers differ: its `rope`, or None: no RoPE. Its key `rotated` is the `rotary_dim` of the layer."""
-    scale_override: float | None = None
-    """Softmax scale; None: head_dim^-0.5."""
-    embedding_factor: float = 1.0
-    """Multiplies the embeddings, rounded to their dtype."""
-    residual_factor: float = 1.0
-    """Multiplies what attention and MLP add to the residual stream."""
-    logits_factor: float = 1.0
-    score_cap: float | None = None
-    """Attention scores x become cap tanh(x / cap), before the softmax (soft-capping)."""
-    logits_cap: float | None = None
-    """The same for logits, after `logits_factor`."""
     latent: LatentSpec | None = None
     """Latent attention: there is one KV head, whose `head_dim` is that of the latent and the shared rotated key
     together. Its V is the latent, the first elements of K."""
     parallel: bool = False
     """Attention and MLP have the same input, the residual stream before both (arXiv 2204.02311, section 2)."""
-    sinks: bool = False
-    """Attention sinks: each query head has a learned logit that takes part in its softmax, without a value (arXiv
-    2309.17453)."""
-    gate: GateSpec | None = None
-    """Gate on the attention output."""
     recurrent: DeltaSpec | ShortConvSpec | MambaSpec | None = None
     """Some layers have linear attention, short convolutions or Mamba-2 mixers: a recurrent state instead of K and V in
     pages."""
     hybrid_layers: tuple[tuple[int | None, int | None], ...] = ()
     """By layer, if the checkpoint counts mixers and MLPs as layers of their own: the numbers that its mixer and its MLP
-    have there; None: it has none (see `blocks`)."""
-    multipliers: tuple[tuple[str, tuple[tuple[int, float], ...]], ...] = ()
-    """Factors of weights (see `multipliers`)."""
+    have there; None: it has none (see `layers.hybrid_layers`)."""
     layers: tuple[LayerSpec, ...] = ()
     """By layer, if layers differ in these sizes; they then count instead of those above (see `mixed_heads`)."""
-    value_norm: bool = False
-    """With `layers`: RMSNorm of each head of v, without a weight."""
-    value_factor: float = 1.0
-    """With `layers`: multiplies v."""
     layer_inputs: int = 0
     """With `layer_scalars`: size of the inputs that each layer has beside the residual stream (see `layer_inputs`); 0:
     there are none."""
-    layer_scalars: bool = False
-    """The residual stream is multiplied by a scalar after each layer."""
-    layer_heads: tuple[int, ...] = ()
-    """By layer: query heads, if some layers have fewer than `num_heads` (see `padded_heads`)."""
-    other_names: tuple[tuple[str, str], ...] = ()
-    """(part of a tensor's name, its replacement in some checkpoints); see `weights.Renamed`."""
+    loader: type | None = None
+    """What reads the layers of a family with more of its own than these fields can say: a subclass of `WeightLoader` in
+    the family's file."""
+    loader_args: object = None
+    """What that loader has to know beside this."""
     predicts: bool = False
     """The checkpoint's multi-token prediction layer is used (see `predictor`). It counts as one more layer with
     attention, after all others."""
@@ -242,7 +231,7 @@ class ModelSpec:
     @property
     def index(self) -> IndexSpec | None:
         """See `LatentSpec.index`."""
-        return self.latent and self.latent.index
+        return None if self.latent is None else self.latent.index
 
     @property
     def index_elements(self) -> int:
@@ -271,7 +260,8 @@ class ModelSpec:
         """The sizes of a layer."""
         if self.layers:
             return self.layers[number]
-        return LayerSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.intermediate_size, sinks=self.sinks)
+        sinks = self.attention.sinks
+        return LayerSpec(self.num_kv_heads, self.head_dim, self.head_dim, self.intermediate_size, sinks=sinks)
 
     @property
     def ends_with_attention(self) -> bool:
@@ -292,9 +282,7 @@ class ModelSpec:
     @property
     def layer_elements(self) -> int:
         """Elements of the weights that a token is multiplied by in a layer, averaged over layers."""
-        hidden, heads, latent = self.hidden_size, self.num_heads, self.latent
-        if self.layer_heads:
-            heads = sum(self.layer_heads) // self.num_layers
+        hidden, heads, latent, gate = self.hidden_size, self.num_heads, self.latent, self.attention.gate
         if self.layers:
             attention = sum(hidden * self._attention_rows(one) for one in self.layers) // self.num_layers
         elif latent is None:
@@ -303,11 +291,11 @@ class ModelSpec:
             of_q, q_rank = heads * (latent.nope_dim + latent.rope_dim), latent.q_rank
             attention = of_q * (q_rank or hidden) + hidden * ((q_rank or 0) + latent.rank + latent.rope_dim)
             attention += heads * (latent.rank * (latent.nope_dim + latent.value_dim) + latent.value_dim * hidden)
-        if self.index is not None:
-            each = self.index.heads * (self.index.dim * latent.q_rank + hidden) + self.index.dim * hidden
-            attention += each * len(self.index.layers) // self.num_layers
-        if self.gate is not None:
-            attention += hidden * heads * (1 if self.gate.per_head else self.head_dim)
+            if (index := latent.index) is not None:
+                each = index.heads * (index.dim * (q_rank or 0) + hidden) + index.dim * hidden
+                attention += each * len(index.layers) // self.num_layers
+        if gate is not None:
+            attention += hidden * heads * (1 if gate.per_head else self.head_dim)
         if self.recurrent is not None:
             attention *= len(self.attention_layers) - self.predicts
             attention += self.recurrent.elements(hidden) * len(self.recurrent.layers)
@@ -347,9 +335,24 @@ class ModelSpec:
         """Softmax scale."""
         if self.latent:
             return self.latent.scale
-        return self.head_dim**-0.5 if self.scale_override is None else self.scale_override
+        override = self.attention.scale_override
+        return self.head_dim**-0.5 if override is None else override
 
     @property
     def ropes(self) -> tuple[dict[str, Any] | None, ...]:
         """RoPE parameters by layer; None: no RoPE."""
         return self.layer_ropes or (self.rope,) * self.num_layers
+
+
+PARTS = {"attention": AttentionSpec, "factors": FactorsSpec, "stored": StoredSpec}
+PART_OF = {one.name: part for part, kind in PARTS.items() for one in dataclasses.fields(kind)}
+"""The name of a field of a part -> that of the part."""
+
+
+def with_features(spec: ModelSpec, **features: Any) -> ModelSpec:
+    """A copy with other values of fields, those of its parts among them, which have names of their own."""
+    changes = {name: value for name, value in features.items() if name not in PART_OF}
+    for part in PARTS:
+        if own := {name: value for name, value in features.items() if PART_OF.get(name) == part}:
+            changes[part] = dataclasses.replace(getattr(spec, part), **own)
+    return dataclasses.replace(spec, **changes)

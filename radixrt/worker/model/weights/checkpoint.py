@@ -25,11 +25,11 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ORIGINAL_FILES = "consolidated*"
 """Files of the same weights in the publisher's original format, with other tensor names than in transformers."""
-SIDE_TENSORS = ("rotary_emb.inv_freq", "_scale", "_scale_inv", ".attention.bias", ".attention.masked_bias")
-"""Endings of the names of tensors that may be left unused: RoPE frequencies are computed, scales are only read with
-their weights, and GPT-NeoX has stored masks."""
-VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.", "embed_vision.")
-VISION_PREFIXES += ("vision_model.", "audio_tower.", "embed_audio.")
+SIDE_TENSORS = ("rotary_emb.inv_freq", "_scale", "_scale_inv")
+"""Endings of the names of tensors that may be left unused: RoPE frequencies are computed, and scales are only read with
+their weights."""
+VISION_PREFIXES: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.", "mm_projector.", "visual.")
+VISION_PREFIXES += ("embed_vision.", "vision_model.", "audio_tower.", "embed_audio.")
 """Beginnings of the names of tensors of encoders of images and sounds, which are ignored."""
 TOKENIZER_FILES = ("tokenizer_config", "special_tokens_map", "tokenizer")
 LFS_POINTER = b"version https://git-lfs"

@@ -61,11 +61,13 @@ def _read_matrices(
     shapes = (moe.count, 2 * inner, hidden), (moe.count, hidden, inner)
     if f"{names[0]}_blocks" not in weights:
         each = zip(names, shapes, parts, strict=True)
-        return _stack(*(_read_unquantized(weights, name, shape, part) for name, shape, part in each), moe.count)
+        gate_up, down = (_read_unquantized(weights, name, shape, part) for name, shape, part in each)
+        return _stack(gate_up, down, moe.count)
     blocks = [_read_blocks(weights, name, shape) for name, shape in zip(names, shapes, strict=True)]
     if weights.packed and all(fits(scales) for _, scales in blocks):
         return _pack_gate_up(blocks[0], parts[0]), _pack_down(blocks[1], parts[1])
-    return _stack(*(_dequantizer(one, part, weights.dtype) for one, part in zip(blocks, parts, strict=True)), moe.count)
+    gate_up, down = (_dequantizer(one, part, weights.dtype) for one, part in zip(blocks, parts, strict=True))
+    return _stack(gate_up, down, moe.count)
 
 
 def deinterleave(interleaved: torch.Tensor, dim: int = 0) -> torch.Tensor:

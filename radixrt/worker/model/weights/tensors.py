@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
@@ -20,8 +21,6 @@ from radixrt.worker.model.parallel.group import Group
 from radixrt.worker.model.parallel.sharding import Part, Shard
 from radixrt.worker.model.spec.spec import ModelSpec
 from radixrt.worker.model.weights.interleaved_experts import deinterleave
-from radixrt.worker.model.weights.multipliers import Multiplied
-from radixrt.worker.model.weights.padded_heads import PaddedHeads
 from radixrt.worker.model.weights.weights import Renamed, Weights
 
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
@@ -29,6 +28,9 @@ HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 
 class TensorLoader:
     """Reads a rank's parts of a decoder's tensors from a checkpoint."""
+
+    takes_adapters: ClassVar[bool] = True
+    """Whether LoRA adapters fit what is made of the tensors."""
 
     def __init__(
         self,
@@ -40,18 +42,17 @@ class TensorLoader:
         adapters: Adapters | None = None,
     ) -> None:
         self._spec = spec
-        self._weights: HybridLayerNames | Multiplied | PaddedHeads | Renamed
-        if spec.hybrid_layers:
-            self._weights = HybridLayerNames(weights, spec)
-        elif spec.multipliers:
-            self._weights = Multiplied(weights, spec)
-        else:
-            self._weights = PaddedHeads(weights, spec) if spec.layer_heads else Renamed(weights, spec.other_names)
+        self._weights = self._view(weights)
         self._batch_invariant = batch_invariant
         self._ops = ops
         self._group = group
         self._adapters = adapters
         self._shard = group.shard if group else Shard()
+
+    def _view(self, weights: Weights) -> Renamed:
+        """The checkpoint's tensors by the names that are asked for here."""
+        spec = self._spec
+        return HybridLayerNames(weights, spec) if spec.hybrid_layers else Renamed(weights, spec.stored.other_names)
 
     def embedding(self) -> torch.Tensor:
         """Read before all others."""
@@ -87,8 +88,11 @@ class TensorLoader:
         head = self._weights.load(HEAD, embedding.shape, part)
         return tied if self._spec.tied and torch.equal(head, tied) else head
 
-    def head_bias(self, ids: range, width: int) -> torch.Tensor:
-        """float32[width]: the bias of the output projection to this rank's token `ids`, padded with zeros."""
+    def head_bias(self, ids: range, width: int) -> torch.Tensor | None:
+        """float32[width]: the bias of the output projection to this rank's token `ids`, padded with zeros; None if
+        there is none."""
+        if HEAD_BIAS not in self._weights:
+            return None
         whole = self._weights.load(HEAD_BIAS, (self._spec.vocab_size,)).float()[ids.start : ids.stop]
         return F.pad(whole, (0, width - len(ids)))
 
@@ -148,14 +152,14 @@ class TensorLoader:
         spec = self._spec
         if piece.order is not None:
             rows = rows[piece.order.to(rows.device)]
-        if not (piece.rotated and spec.interleaved):
+        if not (piece.rotated and spec.stored.interleaved):
             return rows
         numbers = torch.arange(len(rows), device=rows.device).unflatten(0, (-1, spec.head_dim))
         return rows[self._deinterleaved_columns(numbers).flatten()]
 
     def _deinterleaved_columns(self, x: torch.Tensor) -> torch.Tensor:
         """The same for [..., D] of heads."""
-        if not self._spec.interleaved:
+        if not self._spec.stored.interleaved:
             return x
         rotated, others = x[..., : self._spec.rope_dim], x[..., self._spec.rope_dim :]
         return torch.cat((deinterleave(rotated, x.dim() - 1), others), dim=-1)
@@ -168,7 +172,7 @@ class TensorLoader:
                 return None
             if p.order is not None and (weight := weight.picked(p.order)) is None:
                 return None
-            if p.rotated and self._spec.interleaved:
+            if p.rotated and self._spec.stored.interleaved:
                 if weight.fp8_scaling is not Fp8Scaling.ROWS:  # reordered rows would belong to several blocks
                     return None
                 values = self._deinterleaved(p, weight.values.view(torch.uint8)).view(FP8)  # torch cannot index FP8
@@ -182,7 +186,7 @@ class TensorLoader:
         for p in pieces:
             if (weight := self._weights.int4(f"model.{p.name}.weight", p.shape, p.part)) is None:
                 return None
-            if p.order is not None or (p.rotated and self._spec.interleaved):
+            if p.order is not None or (p.rotated and self._spec.stored.interleaved):
                 weight = weight.take(self._deinterleaved(p, torch.arange(weight.rows, device=weight.values.device)))
             found.append(weight)
         return concatenate_int4(found)
@@ -192,7 +196,7 @@ class TensorLoader:
         product = self._plain_linear(pieces, bias)
         if self._shard.rank:  # one of the ranks adds the bias
             product = dataclasses.replace(product, bias=None)
-        return Output(self._adapted(product, pieces), self._group, turn, after, self._spec.residual_factor)
+        return Output(self._adapted(product, pieces), self._group, turn, after, self._spec.factors.residual_factor)
 
     def _outputs(
         self, names: tuple[str, str], columns: tuple[int, int], biases: tuple[bool, bool], turn: int
@@ -204,13 +208,13 @@ class TensorLoader:
         own = [self._bias(piece) for piece, bias in zip(pieces, biases, strict=True) if bias]
         if self._shard.rank:  # one of the ranks adds the biases
             own = []
-        bias = functools.reduce(torch.add, own) if own else None
-        product = Linear(weight, bias, self._batch_invariant, self._ops)
-        return Output(product, self._group, turn, None, self._spec.residual_factor)
+        both = functools.reduce(torch.add, own) if own else None
+        product = Linear(weight, both, self._batch_invariant, self._ops)
+        return Output(product, self._group, turn, None, self._spec.factors.residual_factor)
 
     def norm(self, name: str, fp8_scaling: Fp8Scaling | None = None) -> Norm:
         size, norms = self._spec.hidden_size, self._spec.norms
-        weight = self._norm_weight(name, size) if norms.weight else self._ones
+        weight = self._norm_weight(name, size)
         bias = self._norm_bias(name, size) if norms.bias else None
         return Norm(weight, self._spec.norm_eps, fp8_scaling, norms.centered, bias)
 

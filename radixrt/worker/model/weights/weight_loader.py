@@ -10,13 +10,13 @@ import torch
 from radixrt.worker.model.layers.hybrid_layers import turn
 from radixrt.worker.model.layers.indexer import Indexer
 from radixrt.worker.model.layers.latent import NORM_EPS, Latent, UpProjections
+from radixrt.worker.model.layers.layer_inputs import LayerInputs
 from radixrt.worker.model.layers.layers import DecoderLayer, FeedForward, Gate, Grouped, NoMlp, NoOutput
 from radixrt.worker.model.layers.linear import HeadLinear, Linear
 from radixrt.worker.model.layers.mixers import Attention, HybridMixer, Mixer, NoMixer, RecurrentMixer
 from radixrt.worker.model.layers.mlp import UNGATED, Mixture, Mlp, SharedMlp, UngatedMlp, UngatedShared, Xielu
 from radixrt.worker.model.layers.moe import Experts, read_experts
 from radixrt.worker.model.layers.norms import NoNorm, Norm
-from radixrt.worker.model.layers.parallel_experts import MlpWithExperts
 from radixrt.worker.model.layers.positions import place_of
 from radixrt.worker.model.lora.lora_slots import Piece
 from radixrt.worker.model.parallel.group import AFTER_ATTENTION, AFTER_MLP
@@ -24,7 +24,8 @@ from radixrt.worker.model.spec.delta_spec import DeltaSpec, ShortConvSpec
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec
 from radixrt.worker.model.spec.index_spec import IndexSpec
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
-from radixrt.worker.model.spec.spec import SQUARED_RELU, XIELU, GateSpec, NormsSpec
+from radixrt.worker.model.spec.norms_spec import NormsSpec
+from radixrt.worker.model.spec.spec import SQUARED_RELU, XIELU, GateSpec, ModelSpec
 from radixrt.worker.model.weights.interleaved_experts import read_interleaved_experts
 from radixrt.worker.model.weights.recurrent_loader import RecurrentWeightLoader
 from radixrt.worker.model.weights.weights import load_float32
@@ -52,10 +53,10 @@ class WeightLoader(RecurrentWeightLoader):
         if isinstance(spec.recurrent, MambaSpec) and spec.recurrent.parallel:
             mixer = HybridMixer(attention, self._mamba(at + "mamba.", spec.recurrent))
             both = name, at + "mamba.out_proj"
-            biases = spec.output_bias, spec.recurrent.out_bias
+            biases = spec.attention.output_bias, spec.recurrent.out_bias
             output = self._outputs(both, (inner, spec.recurrent.values), biases, AFTER_ATTENTION)
         else:
-            output = self._output(name, shape, spec.output_bias, self._turn(number, AFTER_ATTENTION), after)
+            output = self._output(name, shape, spec.attention.output_bias, self._turn(number, AFTER_ATTENTION), after)
         return DecoderLayer(
             place=place_of(spec, number),
             attention_norm=attention_norm,
@@ -65,8 +66,7 @@ class WeightLoader(RecurrentWeightLoader):
             mlp=mlp,
             parallel=spec.parallel,
             sinks=self._sinks(at + "self_attn.sinks") if sizes.sinks else None,
-            gate=self._gate(at + "self_attn.", spec.gate, attention_norm) if spec.gate else None,
-            end=self._layer_end(at) if spec.layer_scalars else None,
+            gate=self._gate(at + "self_attn.", spec.attention.gate, attention_norm) if spec.attention.gate else None,
         )
 
     def _turn(self, number: int, place: int) -> int:
@@ -109,39 +109,33 @@ class WeightLoader(RecurrentWeightLoader):
         )
 
     def _grouped_query(self, number: int, at: str) -> Attention:
-        spec = self._spec
+        spec, attention, stored = self._spec, self._spec.attention, self._spec.stored
         q, kv, hidden = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.hidden_size
         own_heads, own_kv = self._shard.part(0, q), self._shard.kv_rows(spec.num_kv_heads, spec.head_dim)
-        assert not (spec.interleaved and (spec.fused_qkv or spec.qk_norm or spec.qk_norm_all_heads)), (
-            "no family has both"
-        )
-        assert not (spec.qkv_by_head and spec.num_kv_heads < spec.num_heads), "rows of k and v are those of q"
-        norms, (q_norm, k_norm) = None, spec.qk_norm_names
-        if spec.qk_norm_all_heads:
-            norms = self._norm_weight(at + q_norm, q, own_heads), self._norm_weight(at + k_norm, kv, own_kv)
-        elif spec.qk_norm:
-            norms = self._norm_weight(at + q_norm, spec.head_dim), self._norm_weight(at + k_norm, spec.head_dim)
+        normed = attention.qk_norm or attention.qk_norm_all_heads
+        assert not (stored.interleaved and (stored.fused_qkv or normed)), "no family has both"
+        norms, q_norm, k_norm = None, at + "q_norm", at + "k_norm"
+        if attention.qk_norm_all_heads:
+            norms = self._norm_weight(q_norm, q, own_heads), self._norm_weight(k_norm, kv, own_kv)
+        elif attention.qk_norm:
+            norms = self._norm_weight(q_norm, spec.head_dim), self._norm_weight(k_norm, spec.head_dim)
         query = Piece(at + "q_proj", (q, hidden), own_heads, rotated=True)
-        if spec.gate is not None and spec.gate.in_q:
+        if attention.gate is not None and attention.gate.in_q:
             query = self._half(query, 0)
         pieces = [
             query,
             Piece(at + "k_proj", (kv, hidden), own_kv, rotated=True),
             Piece(at + "v_proj", (kv, hidden), own_kv),
         ]
-        if spec.qkv_by_head:
-            pieces = [self._of_each_head(at + "qkv_proj", number, own_heads) for number in range(3)]
-        elif spec.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
+        if stored.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
             pieces = self._fused(at + "qkv_proj", pieces)
-        qkv = self._linear(pieces, spec.qkv_bias)
+        qkv = self._linear(pieces, attention.qkv_bias)
         own = self._shard.spec(spec).num_heads
-        kind, head_norms = spec.head_norms, None
+        kind, head_norms = attention.head_norms, None
         if kind is not None and not (kind.only_with_rope and spec.ropes[number] is None):
             head_norms = self._head_norms(at, kind)
-        return Grouped(
-            qkv, own, spec.head_dim, norms, spec.norm_eps, spec.qk_norm_all_heads, self._group, head_norms,
-            spec.clip_qkv,
-        )  # fmt: skip
+        across = attention.qk_norm_all_heads
+        return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, across, self._group, head_norms)
 
     def _latent(self, number: int) -> Latent:
         """Heads are divided among ranks; the projections to latents and the indexer are replicated."""
@@ -235,32 +229,19 @@ class WeightLoader(RecurrentWeightLoader):
             return NoMlp()
         after, turn = self._norm_after(f"layers.{number}.", norms.after_mlp), self._turn(number, AFTER_MLP)
         if spec.experts is not None and number in spec.experts.layers:
-            read = read_interleaved_experts if spec.experts.interleaved_gate_up else read_experts
-            experts = read(spec, self._weights, number, self._batch_invariant, self._shard)
-            if spec.experts.parallel:
-                return self._mlp_with_experts(number, experts, after)
-            factor = spec.residual_factor * spec.experts.factor
+            experts = self._experts(number, spec.experts)
+            factor = spec.factors.residual_factor * spec.experts.factor
             return Mixture(experts, self._group, turn, self._shared(at, spec.experts), after, factor)
         inner = spec.layer(number).intermediate_size
         return (self._gated_mlp if spec.gated else self._ungated_mlp)(at, inner, turn, after)
 
-    def _mlp_with_experts(self, number: int, experts: Experts, after: Norm | None) -> MlpWithExperts:
-        """With the names of Gemma 4."""
-        spec, at = self._spec, f"layers.{number}."
-        mlp = self._gated_mlp(at + "mlp.", spec.layer(number).intermediate_size)
-        scale = self._weights.load(f"model.{at}router.scale", (spec.hidden_size,)).float()
-        scales = self._weights.load(f"model.{at}router.per_expert_scale", (experts.router.weight.shape[0],)).float()
-        assert after is not None
-        return MlpWithExperts(
-            mlp=SharedMlp(mlp.gate_up, mlp.down.product, mlp.activation),
-            after_mlp=self.norm(at + "post_feedforward_layernorm_1"),
-            experts=dataclasses.replace(experts, scales=scales),
-            before_experts=self.norm(at + "pre_feedforward_layernorm_2"),
-            after_experts=self.norm(at + "post_feedforward_layernorm_2"),
-            before_router=Norm(scale * spec.hidden_size**-0.5, spec.norm_eps, None),
-            after=after,
-            group=self._group,
-        )
+    def _experts(self, number: int, experts: ExpertsSpec) -> Experts:
+        read = read_interleaved_experts if experts.interleaved_gate_up else read_experts
+        return read(self._spec, self._weights, number, self._batch_invariant, self._shard)
+
+    def layer_inputs(self) -> LayerInputs | None:
+        """What reads the inputs that layers have beside the residual stream, if they have any."""
+        return None
 
     def _ungated_mlp(self, at: str, inner: int, turn: int = AFTER_MLP, after: Norm | None = None) -> UngatedMlp:
         spec, hidden = self._spec, self._spec.hidden_size
@@ -284,10 +265,17 @@ class WeightLoader(RecurrentWeightLoader):
         spec, hidden = self._spec, self._spec.hidden_size
         own = self._shard.part(0, inner)
         gate_up = [Piece(at + name, (inner, hidden), own) for name in ("gate_proj", "up_proj")]
-        if spec.fused_gate_up:
+        if spec.stored.fused_gate_up:
             gate_up = self._fused(at + "gate_up_proj", gate_up)
         return Mlp(
             gate_up=self._linear(gate_up, spec.mlp_bias),
             down=self._output(at + "down_proj", (hidden, inner), spec.mlp_bias, turn, after),
             activation=spec.activation,
         )
+
+
+def loader_of(spec: ModelSpec) -> type[WeightLoader]:
+    """What reads the layers of a model (see `ModelSpec.loader`)."""
+    kind = spec.loader or WeightLoader
+    assert issubclass(kind, WeightLoader)
+    return kind
