@@ -172,9 +172,9 @@ class PageCache:
         self._running[request.row] = request
         pages = _int32(request.lease.values())
         self._fill(request.row, 0, pages)
-        request.computed = min(request.lease.length, request.reusable)
+        request.resume_at(min(request.lease.length, request.reusable))
         if self.states is not None:
-            request.computed = self._covered(pages, request.computed)
+            request.resume_at(self._covered(pages, request.computed))
             if self.host is not None and not self.states.free:
                 self._hold_state(request)
             request.state = self.states.begin(self._page_of(request, request.computed))
@@ -207,7 +207,7 @@ class PageCache:
         most = min(request.lease.length, request.reusable)
         if self.states is not None:
             return self._restore(request, most)
-        request.computed = max(request.computed, most)
+        request.resume_at(max(request.computed, most))
 
     def fetch(self, request: Request) -> int:
         """Copy back, before the step being planned, what host memory holds of a running request's path beyond its
@@ -231,16 +231,16 @@ class PageCache:
             self.publish(request, stop)
         if state:
             self.states.fetch(request.state, state)
-            request.computed = most
+            request.resume_at(most)
         elif stop > start:
-            request.computed = stop
+            request.resume_at(stop)
         return stop - start + (STATE_TOKENS if state else 0)
 
     def _restore(self, request: Request, most: int) -> None:
         """Let a running request go on from the deepest checkpoint of its first `most` tokens, if that saves some."""
         covered = self._covered(self.table[request.row, : most // self.page_size], most)
         if covered > request.computed:
-            request.computed = covered
+            request.resume_at(covered)
             self.states.restore(request.state, self._page_of(request, covered))
 
     def save(self, request: Request, tokens: int, within: int = 0) -> None:
@@ -256,6 +256,10 @@ class PageCache:
         if tokens % self.page_size or not 0 < tokens <= request.lease.length:
             return 0
         return int(self.table[request.row, tokens // self.page_size - 1])
+
+    def accept(self, request: Request, drafted: int) -> None:
+        """Let a request go on from the state after so many of its drafted tokens."""
+        request.state = self.states.accept(request.state, drafted)
 
     def reserve(self, request: Request, tokens: int) -> None:
         """Ensure that a running request has pages for its first `tokens` tokens, evicting if needed. Raises OutOfPages
@@ -360,7 +364,7 @@ class PageCache:
         else:
             request.lease.release()
         request.lease = None
-        request.computed = 0
+        request.resume_at(0)
         request.row = -1
         self.held[row] = 0
         del self._running[row]
