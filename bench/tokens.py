@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import save, table
-from radixrt.messages import ChatPrompt
+from radixrt.messages import NO_TENANT, ChatPrompt
 from radixrt.tokens import Sessions, Tokenizer, load_tokenizer
 from tests.checkpoints import TRAINING_TEXT, make_tokenizer
 
@@ -122,7 +122,7 @@ def chat_row(tokenizer: Tokenizer, text: str, tokens: int, repeats: int) -> dict
     before = b""
     for asked, answered in zip(pieces[::2], pieces[1::2], strict=True):
         messages.append({"role": "user", "content": asked})
-        encoded = sessions.encode_chat("bench", ChatPrompt(messages))
+        encoded = sessions.encode_chat(NO_TENANT, ChatPrompt(messages))
         assert encoded.ids.startswith(before), "a prompt does not begin with the one before it and its answer"
         ids = tokenizer.encode_continuation(answered[: size // 2]) + tokenizer.encode_continuation(
             answered[size // 2 :]
@@ -136,8 +136,8 @@ def chat_row(tokenizer: Tokenizer, text: str, tokens: int, repeats: int) -> dict
         ChatPrompt([*messages, {"role": "user", "content": MESSAGE.format(n, n)}]) for n in range(100, 100 + repeats)
     ]
     whole_ms = median_ms(lambda chat: tokenizer._backend.encode(tokenizer.apply_chat(chat), False), chats)
-    ours_ms = median_ms(lambda chat: sessions.encode_chat("bench", chat), chats)
-    encoded = sessions.encode_chat("bench", chats[0])
+    ours_ms = median_ms(lambda chat: sessions.encode_chat(NO_TENANT, chat), chats)
+    encoded = sessions.encode_chat(NO_TENANT, chats[0])
     assert encoded.ids.startswith(before) and encoded.kept_turns == TURNS
     return {
         "tokens": len(encoded.ids) // 4,
@@ -145,7 +145,7 @@ def chat_row(tokenizer: Tokenizer, text: str, tokens: int, repeats: int) -> dict
         "whole_ms": whole_ms,
         "one_more_ms": ours_ms,
         "times_faster": whole_ms / ours_ms,
-        "seen_before_ms": median_ms(lambda chat: sessions.encode_chat("bench", chat), chats),
+        "seen_before_ms": median_ms(lambda chat: sessions.encode_chat(NO_TENANT, chat), chats),
     }
 
 

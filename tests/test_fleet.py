@@ -17,11 +17,12 @@ import pytest
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.launch import ray_workers as fleet
-from radixrt.launch.launcher import Stack, StartError
+from radixrt.launch.launcher import Stack
 from radixrt.launch.ray_workers import Host, RayWorkers
 from radixrt.messages import Sampling
 from radixrt.process.ports import free_tcp_address
 from radixrt.process.shutdown import Pulses
+from radixrt.process.starting import StartError
 from radixrt.process.subprocesses import Child
 from radixrt.wire.keys import make_secret_key, public_suffix
 from tests.waiting import eventually

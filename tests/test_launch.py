@@ -15,7 +15,7 @@ from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConf
 from radixrt.frontend.http.server import listen
 from radixrt.launch import launcher, process_main
 from radixrt.messages import Leave, ToRouter
-from radixrt.process import ports, subprocesses
+from radixrt.process import ports, starting, subprocesses
 from radixrt.wire import watch
 from radixrt.wire.addresses import is_loopback
 from radixrt.worker import setup
@@ -26,12 +26,11 @@ from tests.waiting import eventually
 
 def shares(monkeypatch, gpus: int, workers: int, **worker) -> list[tuple[str, int]]:
     """(device, threads) of each."""
-    monkeypatch.setattr(launcher, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(starting, "gpu_count", lambda: gpus)
     monkeypatch.setattr("radixrt.config.gpu_count", lambda: gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    configs = launcher.worker_configs(
-        StackConfig(RouterConfig(), WorkerConfig(**worker), FrontendConfig(), workers), "x"
-    )
+    stack = StackConfig(RouterConfig(), WorkerConfig(**worker), FrontendConfig(), workers)
+    configs = starting.worker_configs(stack, "x")
     return [(config.device, config.cpu_threads) for config in configs]
 
 

@@ -25,7 +25,7 @@ from radixrt.client import Client, ServerError
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.launch import launcher
-from radixrt.launch.launcher import Child, Stack, StartError, start_subprocess
+from radixrt.launch.launcher import Child, Stack, start_subprocess
 from radixrt.messages import (
     Cancel,
     Generate,
@@ -38,6 +38,7 @@ from radixrt.messages import (
 from radixrt.process import subprocesses
 from radixrt.process.ports import free_tcp_address
 from radixrt.process.shutdown import BUSY, DRAINED, DRAINING, IDLE, Pulses
+from radixrt.process.starting import StartError
 from tests.checkpoints import make_model, make_tokenizer
 from tests.waiting import eventually
 from tests.worker.engine import prompts
@@ -320,7 +321,7 @@ def test_a_worker_that_fails_again_and_again_is_started_less_often(folder, monke
     monkeypatch.setattr(launcher, "MAX_SECONDS", 0.4)
     ends = {"router": "exec sleep 60", "worker-0": "exit 3", "worker-1": "exec sleep 60", "worker-2": "exit 0"}
     begun = act(monkeypatch, ends)
-    monkeypatch.setattr(launcher, "Life", partial(launcher.Incarnation, delay=0.05))
+    monkeypatch.setattr(launcher, "Incarnation", partial(launcher.Incarnation, delay=0.05))
     with Stack(config(folder, 3)) as running:
         running.start()
         codes: list[int] = []
@@ -350,7 +351,7 @@ def test_a_worker_that_ends_in_order_to_be_replaced_is_started_again_though_it_i
     """At once if it was told to; else as one that failed."""
     monkeypatch.setattr(launcher, "RESTART_SECONDS", 0.05)
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(launcher, "Life", partial(launcher.Incarnation, delay=0.02))
+    monkeypatch.setattr(launcher, "Incarnation", partial(launcher.Incarnation, delay=0.02))
     begun = act(monkeypatch, {"router": "exec sleep 60", "worker-0": f"exit {code}"})
     with watched(Stack(config(folder, 1))) as running:
         eventually(lambda: len(begun["worker-0"]) == 3)
@@ -361,7 +362,7 @@ def test_a_child_that_does_not_get_on_is_replaced(folder, monkeypatch, caplog):
     """A worker by another process; without its router the stack ends, and says so by its code."""
     monkeypatch.setattr(launcher, "RESTART_SECONDS", 0.05)
     monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(launcher, "Life", partial(launcher.Incarnation, delay=0.02))
+    monkeypatch.setattr(launcher, "Incarnation", partial(launcher.Incarnation, delay=0.02))
     begun = act(monkeypatch, {"router": "exec sleep 60", "worker-0": "exec sleep 60"})
     silent = {"worker-0": 0}
     look = Child.end_if_silent
@@ -423,7 +424,7 @@ def test_a_stack_drains_until_router_and_front_ends_say_so(folder, monkeypatch):
 
 
 def test_a_front_end_that_fails_is_started_again(folder, monkeypatch):
-    monkeypatch.setattr(launcher, "Life", partial(launcher.Incarnation, delay=0.05))
+    monkeypatch.setattr(launcher, "Incarnation", partial(launcher.Incarnation, delay=0.05))
     several = dataclasses.replace(config(folder, 1, fake="0,0.001"), api_server_count=2)
     with watched(Stack(several)) as running:
         (victim,) = (child for child in running._subprocesses if child.name == "frontend-0")

@@ -91,7 +91,7 @@ def _parse(text: str) -> LoraModule:
         name, _, path = text.partition("=")
     if not name or not path:
         raise ValueError(f'{FLAG} {text!r}: expected NAME=PATH, or {{"name": ..., "path": ...}}')
-    if not name.isprintable():  # line breaks separate the parts of a namespace
+    if not name.isprintable():
         raise ValueError(f"{FLAG} {text!r}: the name has characters that cannot be printed")
     return LoraModule(name, os.path.expanduser(path))  # shells do not, after NAME=
 

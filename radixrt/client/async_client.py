@@ -41,7 +41,6 @@ from radixrt.messages import (
     Tokenize,
     TokenPrompt,
     Tokens,
-    Usage,
 )
 
 if TYPE_CHECKING:
@@ -172,16 +171,18 @@ class AsyncClient:
         model: str = "",
         origin: Origin = Origin(),
         cache_salt: str = "",
+        priority: int = 0,
     ) -> list[Completion]:
-        """`n` continuations of one prompt, which is computed once. Choice i is sampled with seed + i."""
-        request = self._generate(prompt, n, sampling, False, model=model, origin=origin, cache_salt=cache_salt)
-        completions: list[Completion | None] = [None] * max(n, 1)  # the reply to n < 1 is an error
+        """`n` continuations of one prompt, which is computed once. Choice i is sampled with seed + i. While requests of
+        the same tenant wait, those of the lowest `priority` are computed first."""
+        request = self._generate(
+            prompt, n, sampling, False, model=model, origin=origin, cache_salt=cache_salt, priority=priority
+        )
+        completions = [Completion() for _ in range(max(n, 1))]  # the reply to n < 1 is an error
         async with self._answers(request) as answers:
-            while None in completions:
+            for _ in completions:  # each has one delta
                 delta = _expect(Delta, await answers.get())
-                completions[delta.index] = Completion(
-                    delta.text, delta.ids, delta.finish or "stop", delta.stop, delta.usage or Usage(), delta.logprobs
-                )
+                completions[delta.index].add(delta)
         return completions
 
     async def stream(
@@ -193,11 +194,14 @@ class AsyncClient:
         model: str = "",
         origin: Origin = Origin(),
         cache_salt: str = "",
+        priority: int = 0,
     ) -> AsyncIterator[Delta]:
         """Deltas as they arrive; the last one of a choice has `finish` and `usage`. Closing the iterator cancels the
         request."""
         open_choices = max(n, 1)  # see generate_n
-        request = self._generate(prompt, n, sampling, True, model=model, origin=origin, cache_salt=cache_salt)
+        request = self._generate(
+            prompt, n, sampling, True, model=model, origin=origin, cache_salt=cache_salt, priority=priority
+        )
         async with self._answers(request) as answers:
             while open_choices:
                 delta = _expect(Delta, await answers.get())
@@ -218,6 +222,7 @@ class AsyncClient:
         model: str = "",
         origin: Origin = Origin(),
         cache_salt: str = "",
+        priority: int = 0,
     ) -> Scored:
         """Natural log-probabilities of the tokens of each choice as a continuation of the prompt, in one round trip."""
         request = Score(
@@ -228,6 +233,7 @@ class AsyncClient:
             origin=origin,
             api_key=self._api_key,
             cache_salt=cache_salt,
+            priority=priority,
         )
         return await self._ask_for(Scored, request)
 
@@ -354,7 +360,7 @@ class AsyncClient:
 def _expect(kind: type[T], answer: Answer) -> T:
     """`answer`, if it has type `kind`. Raises ServerError otherwise."""
     if isinstance(answer, Error):
-        raise ServerError(answer.code, answer.message, answer.field, answer.retry_after)
+        raise ServerError(answer.code, answer.message, answer.field, answer.retry_after, answer.reason)
     if not isinstance(answer, kind):
         raise ServerError(500, f"the server answered with {type(answer).__name__}, not {kind.__name__}")
     return answer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from radixrt import wire
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, check, resolve
-from radixrt.launch.launcher import POLL_SECONDS, StartError, ask_health, worker_configs
+from radixrt.process.starting import POLL_SECONDS, StartError, ask_health, worker_configs
 from radixrt.worker.setup import make_worker
 
 if TYPE_CHECKING:

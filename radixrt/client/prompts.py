@@ -10,6 +10,7 @@ import msgspec
 
 from radixrt.messages import (
     ChatPrompt,
+    Delta,
     FinishReason,
     PartsPrompt,
     Prompt,
@@ -36,6 +37,15 @@ class Completion(msgspec.Struct):
     @property
     def token_ids(self) -> list[int]:
         return token_list(self.ids)
+
+    def add(self, delta: Delta) -> None:
+        """Add the next delta of the choice."""
+        self.text += delta.text
+        self.ids += delta.ids
+        if delta.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + delta.logprobs
+        if delta.finish is not None:
+            self.finish, self.stop, self.usage = delta.finish, delta.stop, delta.usage or Usage()
 
 
 def token_bytes(ids: Sequence[int]) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import httpx
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from radixrt import wire
 from radixrt.messages import (
@@ -28,6 +29,7 @@ from radixrt.messages import (
     Deltas,
     Done,
     Error,
+    ErrorReason,
     Generate,
     Info,
     Scored,
@@ -52,14 +54,27 @@ OnAnswer = Callable[[Answer], None]
 
 class ServerError(Exception):
     """The server has refused or failed a request, or cannot be reached. `code` is an HTTP status, `field` the invalid
-    field of the request, if any; `retry_after` is in seconds (with 429 and 503), or None."""
+    field of the request, if any; `retry_after` is in seconds (with 429 and 503), or None; `reason` that of the router's
+    Error, if it has one."""
 
-    def __init__(self, code: int, message: str, field: str = "", retry_after: float | None = None) -> None:
+    def __init__(
+        self,
+        code: int,
+        message: str,
+        field: str = "",
+        retry_after: float | None = None,
+        reason: ErrorReason | UnsetType = UNSET,
+    ) -> None:
         super().__init__(f"{message} ({code})")
         self.code = code
         self.message = message
         self.field = field
         self.retry_after = retry_after
+        self.reason = reason
+
+    def error(self) -> Error:
+        """As a message, without the request's id."""
+        return Error(None, self.code, self.message, self.field, self.retry_after, self.reason)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickling: by default, exceptions are restored by `__init__(*args)`, but `args` is only the message."""

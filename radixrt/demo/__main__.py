@@ -15,8 +15,9 @@ from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo import world
 from radixrt.demo.program import MAX_CALLS, act, calculator, carry_out, fill_in, judge, recall
-from radixrt.launch.launcher import Stack, StartError
+from radixrt.launch.launcher import Stack
 from radixrt.process.ports import free_tcp_address
+from radixrt.process.starting import StartError
 from radixrt.report import to_text
 
 ASKED = 5

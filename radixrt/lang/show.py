@@ -142,7 +142,7 @@ def _step_row(depth: int, step: Step, run: Run) -> str:
         f'<td class="n">{cell:,}</td>' if isinstance(cell, int) else f'<td class="n">{cell}</td>'
         for cell in (*counts, first, timed)
     )
-    bad = ' class="bad"' if step.finish.startswith(("error", "budget", "cancelled")) else ""
+    bad = ' class="bad"' if step.failed else ""
     said = escape(step.said[:SHOWN])
     return (
         f'<tr{bad}><td style="padding-left:{_indent(depth)}">{escape(_label(step))}</td>'

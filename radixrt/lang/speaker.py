@@ -18,7 +18,7 @@ from radixrt.lang.nodes import Gen, Role, Select
 from radixrt.lang.session import Session
 from radixrt.lang.trace import Run, Step
 from radixrt.lang.values import Promise, Value
-from radixrt.messages import GONE, TOKEN_BYTES, Delta, Origin, Sampling, StatePrompt, Usage
+from radixrt.messages import GONE, TOKEN_BYTES, Origin, Sampling, StatePrompt
 
 T = TypeVar("T")
 
@@ -160,7 +160,7 @@ class Speaker:
                         step.first = self._run.now()
                     if budget is not None:
                         budget.charge(len(delta.ids) // TOKEN_BYTES)
-                    _add(whole, delta)
+                    whole.add(delta)
                     if delta.text and promise.streams:
                         promise.add_piece(delta.text)
             tokens = len(whole.ids) // TOKEN_BYTES
@@ -182,12 +182,3 @@ class Speaker:
         best = max(node.choices, key=scores.__getitem__)
         self.history.add_choice(best, state)
         return Value(best, [], "stop", scored.usage, scores=scores)
-
-
-def _add(whole: Completion, delta: Delta) -> None:
-    whole.text += delta.text
-    whole.ids += delta.ids
-    if delta.logprobs:
-        whole.logprobs = (whole.logprobs or []) + delta.logprobs
-    if delta.finish is not None:
-        whole.finish, whole.stop, whole.usage = delta.finish, delta.stop, delta.usage or Usage()

@@ -39,6 +39,8 @@ class Step:
     usage: Usage = Usage()
     finish: str = ""
     """A gen's finish reason, the kind of error, or ""."""
+    failed: bool = False
+    """Whether it ended with an error, which `finish` names."""
     said: str = ""
     """The text of a text, gen or select; the result of a tool."""
     forks: tuple[str, ...] = ()
@@ -78,7 +80,7 @@ class Run:
         """A step ends now."""
         step.ended = self.now()
         if problem is not None:
-            step.finish = _finish_of(problem)
+            step.failed, step.finish = True, _finish_of(problem)
 
     @contextlib.contextmanager
     def timed(self, branch: str, kind: str, name: str, site: Site) -> Iterator[Step]:

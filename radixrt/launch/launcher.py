@@ -29,7 +29,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from radixrt import wire
 from radixrt.config import (
@@ -38,14 +38,13 @@ from radixrt.config import (
     StackConfig,
     WorkerConfig,
     check,
-    gpu_count,
     http_url,
     resolve,
 )
 from radixrt.launch.process_main import check_address, say_leave
-from radixrt.messages import Ask, ClientReply, Info
 from radixrt.process.ports import free_tcp_address, keep_port
 from radixrt.process.shutdown import DRAINED, IDLE
+from radixrt.process.starting import POLL_SECONDS, StartError, ask_health, worker_configs
 from radixrt.process.subprocesses import (
     HANG_CODE,
     RESTART_CODE,
@@ -63,29 +62,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("radixrt.launch")
 
-POLL_SECONDS = 0.1
 RESTART_SECONDS = 1.0
 """A worker or front end that has failed while another one serves is restarted after this long. The delay doubles each
 time that it did not run for STEADY_SECONDS, up to MAX_SECONDS."""
 STEADY_SECONDS = 600.0
 MAX_SECONDS = 60.0
-
-_client_reply = wire.Decoder(ClientReply)
-
-
-class StartError(RuntimeError):
-    """The stack could not be started: a process ended, or was not ready in time."""
-
-
-def ask_health(link: wire.Link, seconds: float) -> dict[str, Any] | None:
-    """The router's health (see `AsyncClient.health`); None if it does not reply within `seconds`."""
-    link.drain()
-    link.send(wire.encode(Ask(id=0, what="health")))
-    payload = link.recv(seconds)
-    if payload is None:
-        return None
-    reply = _client_reply.decode(payload)
-    return reply.data if isinstance(reply, Info) else None
 
 
 @dataclass(slots=True)
@@ -408,27 +389,6 @@ def near_address() -> str:
             probe.bind(f"\0{name}")
             return f"ipc://@{name}"
     return free_tcp_address()
-
-
-def worker_configs(config: StackConfig, worker_address: str) -> list[WorkerConfig]:
-    """The configuration of each worker on this machine: with its name, the router's address, and its GPU or its share
-    of the CPU's threads. Raises ValueError if there are too few GPUs."""
-    pattern = config.worker
-    gpus = 0 if pattern.fake or pattern.device not in ("auto", "cuda") else gpu_count()
-    ranks = config.workers * pattern.tensor_parallel_size
-    if 0 < gpus < ranks:
-        name = "workers" if config.workers > 1 else "tensor_parallel_size"
-        each = f" of {pattern.tensor_parallel_size} GPUs each" if pattern.tensor_parallel_size > 1 else ""
-        raise ValueError(f"{name}: {config.workers} workers{each} need {ranks} GPUs, this machine has {gpus}")
-    configs = []
-    for number in range(config.workers):
-        changes = {"name": f"worker-{number}", "router": worker_address}
-        if gpus > 1:
-            changes["device"] = f"cuda:{number * pattern.tensor_parallel_size}"
-        if not gpus and not pattern.cpu_threads:
-            changes["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // ranks)
-        configs.append(resolve(dataclasses.replace(pattern, **changes)))
-    return configs
 
 
 def run_stack(config: StackConfig) -> int:

@@ -7,6 +7,7 @@ Token ids are sent as little-endian int32 `bytes` (TOKEN_BYTES per token): `np.f
 place. This package imports nothing else of radixrt. No tensors and no pickles are sent.
 """
 
+from radixrt.messages.namespace import NO_TENANT, Namespace, tenant_of
 from radixrt.messages.prompts import (
     GONE,
     AssistantTurnEnd,
@@ -54,18 +55,19 @@ from radixrt.messages.shared import (
     TOKEN_BYTES,
     Count,
     DropReason,
+    ErrorReason,
     FinishReason,
     Grammar,
     GrammarKind,
     Name,
     Number,
     Origin,
+    Priority,
     Sampling,
     Scope,
     SessionFacts,
     TokenLogprob,
     Usage,
-    tenant_of,
 )
 from radixrt.messages.worker import (
     Abort,
@@ -99,6 +101,7 @@ from radixrt.messages.worker import (
 
 __all__ = [
     "GONE",
+    "NO_TENANT",
     "TOKEN_BYTES",
     "Abort",
     "Adapter",
@@ -123,6 +126,7 @@ __all__ = [
     "DropReason",
     "Dropped",
     "Error",
+    "ErrorReason",
     "FinishReason",
     "Forget",
     "Fork",
@@ -135,12 +139,14 @@ __all__ = [
     "Load",
     "LoadAdapter",
     "Name",
+    "Namespace",
     "Number",
     "Origin",
     "Output",
     "PartsPrompt",
     "Pause",
     "Pin",
+    "Priority",
     "Prompt",
     "Recall",
     "Register",

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from radixrt.messages.shared import FinishReason, TokenLogprob, Usage
+from radixrt.messages.shared import ErrorReason, FinishReason, TokenLogprob, Usage
 
 
 class Delta(msgspec.Struct, array_like=True):
@@ -64,6 +64,7 @@ class Error(msgspec.Struct, tag="error"):
     field: str = ""
     retry_after: float | None = None
     """In seconds; for codes 429 and 503."""
+    reason: ErrorReason | msgspec.UnsetType = msgspec.UNSET
 
 
 class Done(msgspec.Struct, tag="done"):

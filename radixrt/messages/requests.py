@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from radixrt.messages.prompts import Prompt, StatePrompt, TextPrompt, TokenPrompt
-from radixrt.messages.shared import Name, Number, Origin, Sampling, Scope, SessionFacts
+from radixrt.messages.shared import Name, Number, Origin, Priority, Sampling, Scope, SessionFacts
 
 
 class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True):
@@ -32,6 +32,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     origin: Origin = Origin()
     api_key: str = ""
     cache_salt: Name = ""
+    priority: Priority = 0
     pin: list[tuple[int, float]] = []
     session: SessionFacts = SessionFacts()
     prompt_logprobs: bool = False
@@ -47,6 +48,7 @@ class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):
     origin: Origin = Origin()
     api_key: str = ""
     cache_salt: Name = ""
+    priority: Priority = 0
 
 
 class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Literal
 
 import msgspec
@@ -77,8 +78,29 @@ class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
+"""As in vLLM, lower comes earlier: a request waits while others of its tenant with lower values do. 0 by default; among
+equals, and between tenants, it has no effect."""
 Scope = Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
-DropReason = Literal["thinking", "opening", "rewritten", "not_found"]
+
+
+class ErrorReason(StrEnum):
+    """What is wrong with a request, where clients do something about it. The values are codes of OpenAI's API."""
+
+    CONTEXT_LENGTH = "context_length_exceeded"
+
+
+class DropReason(StrEnum):
+    """Why the ids of an answer that was generated here could not be used."""
+
+    THINKING = "thinking"
+    """The template drops its thinking."""
+    OPENING = "opening"
+    """The template drops the opening before it."""
+    REWRITTEN = "rewritten"
+    """The template renders it differently."""
+    NOT_FOUND = "not_found"
+    """It is not found in the rendered text."""
 
 
 class SessionFacts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -89,8 +111,7 @@ class SessionFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     respelled: Count = 0
     """Of these, answers that the chat template renders differently."""
     dropped: dict[DropReason, Count] = {}
-    """Answers whose generated ids could not be used, by reason: the template drops their thinking, or the opening
-    before them, renders them differently, or they are not found in the rendered text."""
+    """Answers whose generated ids could not be used, by reason."""
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -108,8 +129,3 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=False):
     completion_tokens: int = 0
     cached_tokens: int = 0
     worker: str = ""
-
-
-def tenant_of(namespace: str) -> str:
-    """The tenant of a namespace: its first line."""
-    return namespace.partition("\n")[0]

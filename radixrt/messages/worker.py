@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from radixrt.messages.shared import Count, FinishReason, Number, Sampling, TokenLogprob
+from radixrt.messages.shared import Count, FinishReason, Number, Priority, Sampling, TokenLogprob
 
 # ---------------------------------------------------------------- router -> worker
 
@@ -31,6 +31,7 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     group: int = 0
     adapter: str = ""
     version: int = 0
+    priority: Priority = 0
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):

@@ -2,7 +2,7 @@
 
 router core --arrived, finished, load--> Report --to_json--> HTTP, ZMQ, `radixrt report` --to_text--> terminal
                                                 --to_html--> browser
-                                                --render---> Prometheus
+                                                --router.server.prometheus--> Prometheus
 """
 
 from radixrt.report.page import to_html

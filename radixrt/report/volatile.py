@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from radixrt.messages import TOKEN_BYTES
+from radixrt.messages import TOKEN_BYTES, Namespace
 from radixrt.tree import RadixTree, common_length, realigned, resembling
 
 Decode = Callable[[bytes], str]
@@ -108,7 +108,7 @@ class PrefixBreakingTexts:
     def __init__(self) -> None:
         self._kinds: OrderedDict[tuple[str, str], list[Kind]] = OrderedDict()
         self._tails = RadixTree(values=False)
-        """What followed the last span of prompts, by namespace, kind and position."""
+        """What followed the last span of prompts, by the number of their kind and position."""
         self._last_kind = 0
 
     def arrived(self, tenant: str, namespace: str, ids: bytes, known: int) -> None:
@@ -135,7 +135,7 @@ class PrefixBreakingTexts:
                 return
             if changes := aligned(kind.head, ids, same):
                 kinds.insert(0, kinds.pop(at))
-                self._count(namespace, kind, ids, changes, known)
+                self._count(kind, ids, changes, known)
                 return
         if of_kind:  # its span has a value that occurred before
             return
@@ -146,23 +146,23 @@ class PrefixBreakingTexts:
         for extra in [kind for kind in kinds if kind.spans][MAX_KINDS:]:
             kinds.remove(extra)
 
-    def _count(self, namespace: str, kind: Kind, ids: bytes, changes: list[Change], known: int) -> None:
+    def _count(self, kind: Kind, ids: bytes, changes: list[Change], known: int) -> None:
         spans = [kind.span(change) for change in changes]
-        same_until = self._seen_until(namespace, kind, ids, spans[-1], changes[-1])
+        same_until = self._seen_until(kind, ids, spans[-1], changes[-1])
         for span, change in zip(spans, changes, strict=True):
             span.changed += 1
             span.lost += max(0, same_until - max(known, change.new_end))
             begin, end = change.new - (change.old - span.start), change.new_end + (span.end - change.old_end)
             span.values.append(ids[begin * TOKEN_BYTES : end * TOKEN_BYTES])
 
-    def _seen_until(self, namespace: str, kind: Kind, ids: bytes, span: Span, change: Change) -> int:
+    def _seen_until(self, kind: Kind, ids: bytes, span: Span, change: Change) -> int:
         """The position in a prompt up to which, apart from its spans, it equals an earlier prompt. `span` is its last
         span, and `change` how it differs there."""
         if change.old_end > span.tail or not span.changed:
             span.tail = max(span.tail, change.old_end)
-            self._remember(f"{namespace}\n{kind.number}\n{span.tail}", kind.head, span.tail)
+            self._remember(f"{kind.number} {span.tail}", kind.head, span.tail)
         begin = change.new_end + span.tail - change.old_end
-        return begin + self._remember(f"{namespace}\n{kind.number}\n{span.tail}", ids, begin)
+        return begin + self._remember(f"{kind.number} {span.tail}", ids, begin)
 
     def _remember(self, tail: str, ids: bytes, at: int) -> int:
         """Insert a prompt's tokens from `at` on into the tree of tails. Returns how many of them were there already."""
@@ -188,9 +188,9 @@ class PrefixBreakingTexts:
 
 
 def has_salt(namespace: str) -> bool:
-    """Whether a namespace (three lines: tenant, model, cache_salt) has a salt. A salt separates users of one tenant, so
-    the tenant's report must not show their text."""
-    return any(namespace.split("\n", 2)[2:])
+    """Whether the namespace of a key has a salt. A salt separates users of one tenant, so the tenant's report must not
+    show their text."""
+    return bool(Namespace.of(namespace).salt)
 
 
 def aligned(old: bytes, new: bytes, same: int) -> list[Change]:

@@ -179,7 +179,7 @@ def check_choices(n: int) -> None:
         _refuse("n", f"must be in [1, {MAX_CHOICES}]")
 
 
-def parse_api_keys(entries: list[str]) -> dict[str, str]:
+def parse_api_keys(entries: Sequence[str]) -> dict[str, str]:
     """Parse `TENANT:KEY` entries into {key: tenant}. Raises ValueError that names an invalid entry (never its key)."""
     tenants: dict[str, str] = {}
     for number, entry in enumerate(entries, 1):
@@ -203,7 +203,7 @@ def refusal(request_id: int, problem: FieldError) -> Error:
     """The Error for a request with an invalid field."""
     if isinstance(problem, Refused):
         return problem.error(request_id)
-    return Error(request_id, 400, str(problem), problem.field)
+    return Error(request_id, 400, str(problem), problem.field, reason=problem.reason)
 
 
 def malformed(payload: bytes, problem: Exception) -> Error:

@@ -1,6 +1,6 @@
 """Text to token ids and back: tokenizers, chat templates, incremental detokenization, stop strings.
 
-    prompt --TextService.encode--> ids ... generated ids --TextStream.push--> text, stop
+    prompt --TextService.encode--> ids ... generated ids --OutputProcessor.take--> text, stop
     chat --Sessions.encode_chat--> ids with answers as generated <--Sessions.remember-- message, ids
 
 `incremental.py` encodes only text that was not seen before; `cuts.py` proves where a text can be cut without changing
@@ -11,16 +11,17 @@ The only folder that imports tokenizers, sentencepiece and transformers.
 
 from radixrt.tokens._ids import cut_ids, ids_below, parse_ids
 from radixrt.tokens.detok import Detokenizer
+from radixrt.tokens.output import OutputProcessor
 from radixrt.tokens.sessions import Encoded, Sessions
-from radixrt.tokens.text import TextService, TextStream
+from radixrt.tokens.text import TextService
 from radixrt.tokens.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "Detokenizer",
     "Encoded",
+    "OutputProcessor",
     "Sessions",
     "TextService",
-    "TextStream",
     "Tokenizer",
     "cut_ids",
     "ids_below",

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import sentencepiece
 import tokenizers
@@ -197,7 +197,7 @@ class SentencePieceBackend:
             ids.append(token)
             at = match.end()
             if self._added[token].rstrip:
-                at = WHITE_SPACE.match(text, at).end()
+                at = space.end() if (space := WHITE_SPACE.match(text, at)) else at
         ids += self._encode_plain(text[at:], at)
         return ids + self._eos if add_special_tokens else ids
 
@@ -254,7 +254,7 @@ class SentencePieceBackend:
         spaced = {i: t[1:] for i, t in enumerate(texts) if t[:1] == " " and i not in self._added}
         drops_space = any(sp.decode([i]) != texts[i] for i in list(spaced)[:1])
         # A model trained with remove_extra_whitespaces drops all leading spaces; others drop only one.
-        ends = "space" if sp.decode([sp.piece_to_id(SPACE)] * 2) else "text"
+        ends: Literal["space", "text"] = "space" if sp.decode([sp.piece_to_id(SPACE)] * 2) else "text"
         return TextPieces(texts, byte_of, strict=False, head=spaced if drops_space else {}, head_ends=ends)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from radixrt.messages import ChatPrompt
+from radixrt.messages import ChatPrompt, Namespace
 from radixrt.tokens.rewriting import REASONING_KEYS, is_parsed
 from radixrt.tokens.turns import Steps, finished
 
@@ -29,18 +29,18 @@ _to_json = msgspec.json.Encoder(order="sorted").encode
 _WHITE_SPACE = re.compile(r"\s+")
 
 
-def keys_of(namespace: str, prompt: ChatPrompt) -> list[Key]:
+def keys_of(namespace: Namespace, prompt: ChatPrompt) -> list[Key]:
     """The keys of a chat's prefixes of 0, 1, 2, ... all messages. Chats with the same key are the same conversation."""
     return finished(keys_in_steps(namespace, prompt))
 
 
-def keys_in_steps(namespace: str, prompt: ChatPrompt) -> Steps[list[Key]]:
+def keys_in_steps(namespace: Namespace, prompt: ChatPrompt) -> Steps[list[Key]]:
     """`keys_of` in steps."""
-    key = _hashed(b"", _to_json([namespace, prompt.tools, prompt.template_args]))
+    key = _hashed(b"", _to_json([namespace.key, prompt.tools, prompt.template_args]))
     keys = [key]
     for at in range(0, len(prompt.messages), STEP_MESSAGES):
         if at:
-            yield
+            yield None
         for message in prompt.messages[at : at + STEP_MESSAGES]:
             keys.append(key := next_key(key, message))
     return keys

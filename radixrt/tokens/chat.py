@@ -46,7 +46,7 @@ STEP_PIECES = 512
 """Pieces of text that a template writes in a step; there are about four for each message."""
 STEP_MESSAGES = 512
 
-NO_CALLS = ("tool_calls", [])
+NO_CALLS: tuple[str, list[Any]] = ("tool_calls", [])
 """Some clients send this empty key; templates test only whether there is the key."""
 
 
@@ -135,7 +135,7 @@ class ChatTemplates:
         values = 0
         for at in range(0, len(prompt.messages), STEP_MESSAGES):
             if at:
-                yield
+                yield None
             messages += [_checked(i, one) for i, one in enumerate(prompt.messages[at : at + STEP_MESSAGES], at)]
             values += sum(map(_argument_values, messages[at:]))
             if values > MAX_ARGUMENTS:
@@ -144,7 +144,7 @@ class ChatTemplates:
             raise FieldError("messages", "messages must hold at least one message")
         for at in range(0, len(messages), STEP_MESSAGES):
             if at:
-                yield
+                yield None
             some = messages[at : at + STEP_MESSAGES]
             messages[at : at + STEP_MESSAGES] = [template.adapted(i, one) for i, one in enumerate(some, at)]
         if prompt.partial:
@@ -241,7 +241,7 @@ class _Template:
                 raise
             except FieldError as error:
                 refusal = refusal or error
-            yield
+            yield None
         try:
             raise refusal  # type: ignore[misc]
         finally:
@@ -269,7 +269,7 @@ class _Template:
                 if len(block) < STEP_PIECES:
                     return "".join(written)
                 limits.pause()
-                yield
+                yield None
                 limits.go_on()
         except jinja2.TemplateError as error:  # raise_exception and undefined variables
             raise FieldError("messages", f"the chat template refuses these messages: {error.message}") from error
@@ -309,6 +309,8 @@ class _Limits:
 def _use(node: nodes.Node, names: Collection[str]) -> str | None:
     """How an expression uses a variable or attribute with one of these names: the name of a filter or attribute, or
     "is" and that of a test. None if it does not."""
+    if not isinstance(node, nodes.Filter | nodes.Getattr | nodes.Test):
+        return None
     if not any(_is_named(node.node, name) for name in names):
         return None
     match node:
@@ -330,7 +332,7 @@ def _mentions(tree: nodes.Template, name: str) -> bool:
     return constants or any(node.attr == name for node in tree.find_all(nodes.Getattr))
 
 
-def _is_named(node: nodes.Node, name: str) -> bool:
+def _is_named(node: nodes.Node | None, name: str) -> bool:
     """Whether an expression is `name`, `x.name` or `x['name']`, filters aside."""
     while isinstance(node, nodes.Filter) and node.node is not None:
         node = node.node
@@ -381,7 +383,7 @@ def _with_parsed_arguments(call: Any) -> Any:
     """A tool call with `function.arguments` parsed, if they are a JSON object."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, str) or not is_parsed(arguments):
+    if not isinstance(function, dict) or not isinstance(arguments, str) or not is_parsed(arguments):
         return call
     try:
         parsed = json.loads(arguments) if arguments else {}

@@ -9,29 +9,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import msgspec
-
 from radixrt.config import FrontendConfig, RouterConfig
-from radixrt.messages import ChatPrompt, Prompt, SessionFacts
+from radixrt.messages import ChatPrompt, Namespace, Prompt, SessionFacts
 from radixrt.tokens import Encoded, Sessions, TextService
 from radixrt.tokens.chain import Key
 from radixrt.tokens.errors import Room
 from radixrt.tokens.text import is_short_chat
 from radixrt.tokens.turns import in_one_step
-
-_to_json = msgspec.json.Encoder().encode
-_REASONS = {
-    "the template drops its thinking": "thinking",
-    "the template drops ": "opening",
-    "the template writes it differently": "rewritten",
-}
-"""How the notes in `Encoded.dropped` begin, and the reason that each is counted under."""
-
-
-def namespace_of(tenant: str, cache_salt: str = "") -> str:
-    """The namespace of what is kept for a tenant and salt. The tenant is written as JSON, which has no line feeds, so
-    that (tenant, salt) can be told apart."""
-    return f"{_to_json(tenant).decode()}\n{cache_salt}"
 
 
 class SharedStore(Protocol):
@@ -53,9 +37,8 @@ class Conversations:
     ) -> None:
         self._text = text
         self._shared_store = shared_store
-        self._sessions: Sessions | None = None
-        if text.tokenizer is not None and config.session_tokens > 0:
-            self._sessions = Sessions(text.tokenizer, config.session_tokens, config.keep_thinking)
+        kept, tokenizer = config.session_tokens, text.tokenizer
+        self._sessions = Sessions(tokenizer, kept, config.keep_thinking) if tokenizer is not None and kept > 0 else None
 
     @property
     def num_tokens(self) -> int:
@@ -73,20 +56,21 @@ class Conversations:
     ) -> Encoded:
         """Token ids of any prompt; `room` and `last` as for `TextService.encode`. Answers in a chat have the ids with
         which they were generated for this tenant and salt. Raises FieldError on bad input."""
-        namespace = namespace_of(tenant, cache_salt)
-        if self._sessions is None or not isinstance(prompt, ChatPrompt):
+        namespace = Namespace(tenant, salt=cache_salt)
+        sessions = self._sessions
+        if sessions is None or not isinstance(prompt, ChatPrompt):
             return Encoded(await self._text.encode(prompt, namespace, room, last), "")
-        if self._shared_store is not None and (missing := await self._missing(namespace, prompt)):
+        if self._shared_store is not None and (missing := await self._missing(sessions, namespace, prompt)):
             for key, value in zip(missing, await self._shared_store.recall(missing, api_key), strict=True):
                 if value is not None:
-                    self._sessions.learn(namespace, key, value)
-        return await self._text.encode_chat(self._sessions, namespace, prompt, room)
+                    sessions.learn(namespace, key, value)
+        return await self._text.encode_chat(sessions, namespace, prompt, room)
 
-    async def _missing(self, namespace: str, prompt: ChatPrompt) -> list[Key]:
+    async def _missing(self, sessions: Sessions, namespace: Namespace, prompt: ChatPrompt) -> list[Key]:
         """The keys of answers that only other processes may know; of a long chat, they are computed in a thread."""
         if is_short_chat(prompt.messages):
-            return self._sessions.missing(namespace, prompt)
-        work = in_one_step(self._sessions.missing, namespace, prompt)
+            return sessions.missing(namespace, prompt)
+        work = in_one_step(sessions.missing, namespace, prompt)
         return await self._text.run(namespace, work, "messages")
 
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, api_key: str = "") -> None:
@@ -102,9 +86,5 @@ def facts(encoded: Encoded) -> SessionFacts:
     """Counts of the answers in a chat that kept their ids, and that lost them, by reason."""
     if not (encoded.kept_turns or encoded.dropped):
         return SessionFacts()
-    dropped = Counter(_reason(note.partition(": ")[2]) for note in encoded.dropped)
+    dropped = Counter(answer.reason for answer in encoded.dropped)
     return SessionFacts(encoded.kept_turns, len(encoded.respelled), dict(dropped))
-
-
-def _reason(why: str) -> Any:
-    return next((reason for start, reason in _REASONS.items() if why.startswith(start)), "not_found")

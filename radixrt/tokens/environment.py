@@ -64,7 +64,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _Generation(Extension):
     """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here its body is plain text."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]  # jinja2 declares it for instances
 
     def parse(self, parser: Any) -> nodes.Node:
         line = next(parser.stream).lineno

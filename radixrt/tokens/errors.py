@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from msgspec import UNSET, UnsetType
+
+from radixrt.messages import ErrorReason
+
 
 class FieldError(ValueError):
     """Invalid input. `field` is the request's field (`messages[2].content`); the text says what is wrong with it."""
 
-    def __init__(self, field: str, message: str) -> None:
+    def __init__(self, field: str, message: str, reason: ErrorReason | UnsetType = UNSET) -> None:
         super().__init__(message)
         self.field = field
-
-
-MAX_CONTEXT = "this model's maximum context length is"
-"""A part of `too_long`'s message, and of no other error: clients recognize OpenAI's error by it."""
-
-
-def too_long(tokens: int, limit: int, least: int) -> str:
-    """The error message for a prompt of `tokens` tokens, where prompt and output may have `limit` together and the
-    output needs `least`. It begins as Anthropic's message does, by which clients recognize that error."""
-    most = limit - least
-    return f"the prompt is too long: {tokens} tokens > {most} maximum; {MAX_CONTEXT} {limit} tokens, output included"
+        self.reason = reason
 
 
 class Room(NamedTuple):
@@ -31,7 +25,10 @@ class Room(NamedTuple):
     least: int = 1
 
     def check(self, tokens: int, *, whole: bool = True) -> None:
-        """Raise FieldError if a prompt of so many tokens, or more if that is not the `whole` prompt, does not fit."""
+        """Raise FieldError if a prompt of so many tokens, or more if that is not the `whole` prompt, does not fit. Its
+        text begins as Anthropic's does, and goes on as OpenAI's: clients recognize them."""
         if tokens + self.least > self.limit:
+            text = f"the prompt is too long: {tokens} tokens > {self.limit - self.least} maximum; this model's maximum "
+            text += f"context length is {self.limit} tokens, output included"
             more = "" if whole else "; it was not counted to its end"
-            raise FieldError("prompt", too_long(tokens, self.limit, self.least) + more)
+            raise FieldError("prompt", text + more, ErrorReason.CONTEXT_LENGTH)

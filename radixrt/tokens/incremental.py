@@ -6,8 +6,9 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import cast
 
-from radixrt.messages import TOKEN_BYTES, tenant_of
+from radixrt.messages import NO_TENANT, TOKEN_BYTES, Namespace
 from radixrt.tokens.cuts import ANCHOR, Cuts
 from radixrt.tokens.errors import Room
 from radixrt.tokens.quota import Shares
@@ -34,7 +35,7 @@ class Incremental:
     spans but the last are known. `encode_many` returns the ids of each text; it must be thread safe, and this class is.
 
     What was encoded in one namespace is not known in another: from the time that a text takes, nobody can tell what
-    others have sent. The first line of a namespace is its tenant.
+    others have sent.
     """
 
     def __init__(self, encode_many: EncodeMany, cuts: Cuts, max_tokens: int = MEMORY_TOKENS) -> None:
@@ -53,7 +54,13 @@ class Incremental:
         return self._shares.total // TOKEN_BYTES
 
     def start(
-        self, text: str, before: bytes = b"", behind: bytes = b"", *, grows: bool = True, namespace: str = ""
+        self,
+        text: str,
+        before: bytes = b"",
+        behind: bytes = b"",
+        *,
+        grows: bool = True,
+        namespace: Namespace = NO_TENANT,
     ) -> PendingText:
         """Look up what is known of a text: 1-2 µs per 1,000 characters. The ids `before` and `behind` are added around
         its own. `grows`: the text will come again with more behind it, so its last span is looked up in parts only."""
@@ -67,7 +74,7 @@ class Incremental:
         return PendingText(self, pieces, len(spans), found, before, behind, namespace)
 
     def start_after(
-        self, lead: str, lead_ids: list[int], text: str, *, grows: bool = True, namespace: str = ""
+        self, lead: str, lead_ids: list[int], text: str, *, grows: bool = True, namespace: Namespace = NO_TENANT
     ) -> PendingText:
         """`start` a text that follows `lead`: both are encoded together, and the ids of `lead` are left out. If the
         result does not begin with these, the text is encoded alone."""
@@ -79,7 +86,7 @@ class Incremental:
         """Ids of a text as int32 bytes, without special tokens. Raises what `encode_many` raises."""
         return self.start(text).finish()
 
-    def encode_parts(self, parts: list[str], namespace: str = "") -> dict[str, bytes]:
+    def encode_parts(self, parts: list[str], namespace: Namespace = NO_TENANT) -> dict[str, bytes]:
         """Encode parts, and cache them."""
         encoded = dict(zip(parts, [array("i", ids).tobytes() for ids in self._encode_many(parts)], strict=True))
         self.remember(encoded, namespace)
@@ -97,10 +104,10 @@ class Incremental:
         """The number of ids of parts without that of ANCHOR, which the first part of a text does not have."""
         return sum(len(one) - self._skip for one in ids) // TOKEN_BYTES
 
-    def remember(self, encoded: Mapping[str, bytes], namespace: str = "") -> None:
-        tenant = tenant_of(namespace)
+    def remember(self, encoded: Mapping[str, bytes], namespace: Namespace = NO_TENANT) -> None:
+        tenant = namespace.tenant
         with self._lock:
-            memory = self._memory.setdefault(tenant, OrderedDict()).setdefault(namespace, OrderedDict())
+            memory = self._memory.setdefault(tenant, OrderedDict()).setdefault(namespace.key, OrderedDict())
             more = 0
             for part, ids in encoded.items():
                 before = memory.pop(part, None)
@@ -112,20 +119,20 @@ class Incremental:
 
     def _drop_oldest(self, tenant: str) -> None:
         own = self._memory[tenant]
-        namespace, memory = next(iter(own.items()))
+        key, memory = next(iter(own.items()))
         part, ids = memory.popitem(last=False)
         if not memory:
-            del own[namespace]
+            del own[key]
         if not own:
             del self._memory[tenant]
         self._shares.add(tenant, -_size(part, ids))
 
-    def _known(self, parts: list[str], namespace: str) -> list[bytes | None]:
+    def _known(self, parts: list[str], namespace: Namespace) -> list[bytes | None]:
         with self._lock:
-            own = self._memory.get(tenant_of(namespace))
-            if own is None or (memory := own.get(namespace)) is None:
+            own = self._memory.get(namespace.tenant)
+            if own is None or (memory := own.get(namespace.key)) is None:
                 return [None] * len(parts)
-            own.move_to_end(namespace)
+            own.move_to_end(namespace.key)
             get, touch = memory.get, memory.move_to_end
             known = [get(part) for part in parts]
             for part, ids in zip(parts, known, strict=True):
@@ -157,7 +164,7 @@ class PendingText:
         known: dict[str, bytes | None],
         before: bytes,
         behind: bytes,
-        namespace: str,
+        namespace: Namespace,
     ) -> None:
         self._incremental, self._pieces, self._spans, self._known = incremental, pieces, spans, known
         self._before, self._behind, self._namespace = before, behind, namespace
@@ -186,7 +193,7 @@ class PendingText:
             least += self._least(encoded)
             if room:
                 room.check(least, whole=False)
-        yield
+        yield None
         ids = self._whole()
         if ids.startswith(self.lead):
             return ids[len(self.lead) :]
@@ -195,12 +202,13 @@ class PendingText:
     def last_steps(self, tokens: int) -> Steps[bytes]:
         """The last ids, at least `tokens` if there are so many: the text before these is not encoded."""
         found, count = [self._behind], len(self._behind)
+        known = cast("Mapping[str, bytes]", self._known)  # once their batches are encoded
         for number in range(len(self._pieces) - 1, -1, -1):
             parts = self._pieces[number]
             for batch in _batches([part for part in parts if self._known[part] is None]):
                 yield LONG if len(batch[0]) > LONG_CHARS else None
                 self._known |= self._incremental.encode_parts(batch, self._namespace)
-            ids = self._incremental.joined([self._known[part] for part in parts])
+            ids = self._incremental.joined([known[part] for part in parts])
             found.append(self._incremental.behind_anchor(ids) if number else ids)
             count += len(found[-1])
             if count >= tokens * TOKEN_BYTES:
@@ -221,7 +229,7 @@ class PendingText:
         return [part for part, ids in self._known.items() if ids is None]
 
     def _whole(self) -> bytes:
-        known, joined = self._known, self._incremental.joined
+        known, joined = cast("Mapping[str, bytes]", self._known), self._incremental.joined
         spans = [joined([known[part] for part in parts]) for parts in self._pieces]
         whole = zip(self._pieces[: self._spans], spans[: self._spans], strict=True)
         grown = {_whole(parts): ids for parts, ids in whole if len(parts) > 1}

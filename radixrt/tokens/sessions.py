@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from radixrt.messages import TOKEN_BYTES, ChatPrompt, tenant_of
+from radixrt.messages import NO_TENANT, TOKEN_BYTES, ChatPrompt, Namespace
 from radixrt.tokens.chain import Key, Message, keys_in_steps, keys_of, next_key, reasoning_of
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.incremental import PendingText
 from radixrt.tokens.quota import Shares
-from radixrt.tokens.spelling import BEFORE_CHARS, Answer, Span, Speller, Spelling
+from radixrt.tokens.spelling import BEFORE_CHARS, Answer, Dropped, Span, Speller, Spelling
 from radixrt.tokens.tokenizer import Tokenizer
 from radixrt.tokens.turns import Steps, finished
 
@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
     text        the text that the template rendered
     kept_turns  how many answers have the ids with which they were generated
     respelled   notes on those of them that the template would write differently, with the same content
-    dropped     notes on answers that lost stored ids, wholly or in part ("message 3: the template drops its thinking")
+    dropped     answers that lost stored ids, wholly or in part ("message 3: the template drops its thinking")
     key         for `remember`, as is `tenant`
     """
 
@@ -45,15 +45,14 @@ class Encoded(NamedTuple):
     text: str
     kept_turns: int = 0
     respelled: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
     key: Key | None = None
     tenant: str = ""
 
 
 class Sessions:
     """Keeps at most `max_tokens` generated tokens. Beyond that the least recently used ones of the tenant with most are
-    dropped. An answer counts for at least `least_tokens`. The first line of a namespace is its tenant. Thread safe; no
-    I/O.
+    dropped. An answer counts for at least `least_tokens`. Thread safe; no I/O.
 
         encode_chat(messages) -> Encoded -> ... generate ... -> remember(encoded, answer, ids)
         encode_chat([*messages, answer, more]).ids  =  encoded.ids + ids + ids of what is new
@@ -85,28 +84,28 @@ class Sessions:
         """The number of kept tokens, as answers count."""
         return self._shares.total // TOKEN_BYTES
 
-    def encode_chat(self, namespace: str, prompt: ChatPrompt) -> Encoded:
+    def encode_chat(self, namespace: Namespace, prompt: ChatPrompt) -> Encoded:
         """Encode a chat; answers that are kept in `namespace` get their generated ids. Raises FieldError on bad
         input."""
         return self.start(namespace, prompt).finish()
 
-    def start(self, namespace: str, prompt: ChatPrompt) -> PendingChat:
+    def start(self, namespace: Namespace, prompt: ChatPrompt) -> PendingChat:
         """Begin `encode_chat`: everything except the encoding of unseen text, which may be done in a thread."""
         return finished(self._start(namespace, prompt, None))
 
-    def steps(self, namespace: str, prompt: ChatPrompt, room: Room | None = None) -> Steps[Encoded]:
+    def steps(self, namespace: Namespace, prompt: ChatPrompt, room: Room | None = None) -> Steps[Encoded]:
         """`encode_chat` in steps. Raises FieldError as soon as it is certain that there is not the `room`."""
         pending = yield from self._start(namespace, prompt, room)
-        yield
+        yield None
         return (yield from pending.steps(room))
 
-    def _start(self, namespace: str, prompt: ChatPrompt, room: Room | None) -> Steps[PendingChat]:
+    def _start(self, namespace: Namespace, prompt: ChatPrompt, room: Room | None) -> Steps[PendingChat]:
         tokenizer = self._tokenizer
         try:
             keys = yield from keys_in_steps(namespace, prompt)
         except NO_MESSAGES:  # rendering the template will raise a better error
             keys = None
-        answers = self._find(tenant_of(namespace), prompt, keys) if keys else {}
+        answers = self._find(namespace.tenant, prompt, keys) if keys else {}
         prompt = _with_thinking(prompt, answers)
         text = yield from tokenizer.chat_steps(prompt)
         if not answers:
@@ -129,7 +128,7 @@ class Sessions:
             self._put(encoded.tenant, key, [*others, answer])
         return key
 
-    def missing(self, namespace: str, prompt: ChatPrompt) -> list[Key]:
+    def missing(self, namespace: Namespace, prompt: ChatPrompt) -> list[Key]:
         """The keys of the answers in a chat that are not kept here; empty if the chat is invalid."""
         try:
             keys = keys_of(namespace, prompt)[1:]
@@ -144,7 +143,7 @@ class Sessions:
         with self._lock:
             return _export(self._answers[key]) if key in self._answers else None
 
-    def learn(self, namespace: str, key: Key, exported: bytes) -> None:
+    def learn(self, namespace: Namespace, key: Key, exported: bytes) -> None:
         """Keep what another process has exported; ignored if it cannot be decoded."""
         try:
             answers = _exported.decode(exported)
@@ -152,7 +151,7 @@ class Sessions:
             return
         if 0 < self._size(answers) <= self._max_bytes:
             with self._lock:
-                self._put(tenant_of(namespace), key, answers)
+                self._put(namespace.tenant, key, answers)
 
     def _put(self, tenant: str, key: Key, answers: list[Answer]) -> None:
         used = self._used.setdefault(tenant, OrderedDict())
@@ -210,7 +209,7 @@ class PendingChat:
     __slots__ = ("_key", "_namespace", "_parts", "_spelling", "text")
 
     def __init__(
-        self, tokenizer: Tokenizer, text: str, spelling: Spelling, key: Key | None, namespace: str = ""
+        self, tokenizer: Tokenizer, text: str, spelling: Spelling, key: Key | None, namespace: Namespace = NO_TENANT
     ) -> None:
         self.text, self._spelling, self._key, self._namespace = text, spelling, key, namespace
         self._parts: list[PendingText | bytes] = []
@@ -254,9 +253,9 @@ class PendingChat:
         ids, spelling = b"".join(parts), self._spelling
         if not ids:
             raise FieldError("messages", "messages are empty: at least one token is needed")
-        notes = [_notes(found) for found in (spelling.respelled, spelling.dropped)]
-        tenant = tenant_of(self._namespace)
-        return Encoded(ids, self.text, len(spelling.spans), *notes, key=self._key, tenant=tenant)
+        respelled = tuple(f"message {index}: {how}" for index, how in sorted(spelling.respelled.items()))
+        dropped, tenant = tuple(sorted(spelling.dropped.values())), self._namespace.tenant
+        return Encoded(ids, self.text, len(spelling.spans), respelled, dropped, self._key, tenant)
 
 
 def _named(error: ValueError) -> FieldError:
@@ -270,7 +269,3 @@ def _with_thinking(prompt: ChatPrompt, answers: dict[int, Answer]) -> ChatPrompt
         if answer.reasoning and reasoning_of(messages[index]) is None:
             messages[index] = messages[index] | {"reasoning_content": answer.reasoning}
     return msgspec.structs.replace(prompt, messages=messages)
-
-
-def _notes(found: dict[int, str]) -> tuple[str, ...]:
-    return tuple(f"message {index}: {why}" for index, why in sorted(found.items()))

@@ -11,10 +11,11 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import msgspec
 
-from radixrt.messages import TOKEN_BYTES, ChatPrompt
+from radixrt.messages import NO_TENANT, TOKEN_BYTES, ChatPrompt, DropReason, Namespace
 from radixrt.tokens.chain import Message, bare
 from radixrt.tokens.errors import FieldError
 from radixrt.tokens.tokenizer import Tokenizer
@@ -23,6 +24,7 @@ BEFORE_CHARS = 64
 """An answer is assumed to be at its former place if this many characters before it are unchanged as well."""
 
 MAX_OPENINGS = 64
+NOT_FOUND = "it cannot be told from the rest of what the template writes"
 RESPELLED = "the template writes its white space, JSON or headers in another way"
 THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>")
 _WHITE_SPACE = re.compile(r"\s*")
@@ -64,13 +66,27 @@ class Span:
     head: str = ""
 
 
+class Dropped(NamedTuple):
+    """An answer that lost its ids, wholly or in part; `note` says why in words."""
+
+    message: int
+    reason: DropReason
+    note: str
+
+    def __str__(self) -> str:
+        return f"message {self.message}: {self.note}"
+
+
 @dataclass(slots=True)
 class Spelling:
-    """The spans by the index of their message, and notes on what was respelled and dropped."""
+    """The spans by the index of their message, notes on what was respelled, and what was dropped."""
 
     spans: dict[int, Span] = field(default_factory=dict)
     respelled: dict[int, str] = field(default_factory=dict)
-    dropped: dict[int, str] = field(default_factory=dict)
+    dropped: dict[int, Dropped] = field(default_factory=dict)
+
+    def drop(self, index: int, reason: DropReason, note: str) -> None:
+        self.dropped[index] = Dropped(index, reason, note)
 
     def ordered(self) -> list[Span]:
         return sorted(self.spans.values(), key=lambda span: (span.start, span.end))
@@ -91,7 +107,9 @@ class Speller:
         self._openings: dict[str, str] = {}
         """By namespace and kind of message."""
 
-    def find(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], namespace: str = "") -> Spelling:
+    def find(
+        self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], namespace: Namespace = NO_TENANT
+    ) -> Spelling:
         """Find the spans of `answers` (by index of the message) in `text`, which the template rendered for `prompt`,
         a chat in `namespace`."""
         spelling = Spelling()
@@ -111,7 +129,7 @@ class Speller:
                 opening = self._opening(prompt, index, answer, namespace)
                 self._judge(spelling, index, answer, prompt, text, opening, *places[index])
             else:
-                spelling.dropped[index] = "it cannot be told from the rest of what the template writes"
+                spelling.drop(index, DropReason.NOT_FOUND, NOT_FOUND)
         self._part(spelling)
         for index in spelling.spans:
             if unseen := _unseen(answers[index], text):
@@ -189,22 +207,22 @@ class Speller:
                 answer.respelled = text[start:end] if start == answer.offset else None
             self._keep(spelling, index, answer, text, start, end, lost)
         elif written == body and not self._keep_thinking:
-            spelling.dropped[index] = f"the template drops {lost.strip()!r} before it"
+            spelling.drop(index, DropReason.OPENING, f"the template drops {lost.strip()!r} before it")
             self._keep(spelling, index, answer, text, start, end)
         elif written == body or _lacks_thinking(written, whole, answer.reasoning):
             if self._keep_thinking:
                 spelling.respelled[index] = "its thinking is kept, which the template drops"
                 self._keep(spelling, index, answer, text, start, end, lost)
             else:
-                spelling.dropped[index] = "the template drops its thinking"
+                spelling.drop(index, DropReason.THINKING, "the template drops its thinking")
         else:
-            spelling.dropped[index] = "the template writes it differently"
+            spelling.drop(index, DropReason.REWRITTEN, "the template writes it differently")
 
     def _keep(
         self, spelling: Spelling, index: int, answer: Answer, text: str, start: int, end: int, head: str = ""
     ) -> None:
         """Use the ids of an answer for text[start:end], including its end token if the template writes that as well."""
-        close = _WHITE_SPACE.match(text, end).end()
+        close = _after_space(text, end)
         if not answer.end:
             spelling.spans[index] = Span(start, end, answer.ids, None, head)
         elif text.startswith(answer.end, close):
@@ -214,11 +232,11 @@ class Speller:
         else:  # it ended differently from what the template writes next
             spelling.spans[index] = Span(start, end, answer.ids[:-TOKEN_BYTES], None, head)
 
-    def _opening(self, prompt: ChatPrompt, index: int, answer: Answer, namespace: str) -> str:
+    def _opening(self, prompt: ChatPrompt, index: int, answer: Answer, namespace: Namespace) -> str:
         """What the template added where the answer at `index` began; "" if that cannot be determined. Cached by kind of
         message, since most answers begin alike."""
         last = prompt.messages[index - 1]["role"] if index else ""
-        kind = repr((namespace, last, prompt.tools is None, sorted(prompt.template_args.items())))
+        kind = repr((namespace.key, last, prompt.tools is None, sorted(prompt.template_args.items())))
         if (opening := self._openings.get(kind)) is None:
             if len(self._openings) >= MAX_OPENINGS:
                 self._openings.clear()
@@ -241,7 +259,7 @@ class Speller:
         for index, span in sorted(spelling.spans.items(), key=lambda item: item[1].start):
             if span.start < at:
                 del spelling.spans[index]
-                spelling.dropped[index] = "it cannot be told from the rest of what the template writes"
+                spelling.drop(index, DropReason.NOT_FOUND, NOT_FOUND)
             else:
                 at = span.end
 
@@ -260,13 +278,18 @@ def _as_seen(answer: Answer, text: str) -> Answer:
     return answer if body == answer.body else replace(answer, body=body)
 
 
+def _after_space(text: str, at: int) -> int:
+    found = _WHITE_SPACE.match(text, at)
+    return found.end() if found else at
+
+
 def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, str]:
     """Returns (where an answer begins in text[at:end], the rest of its opening if the template wrote only a part of
     it).
 
     Before `at` is the template's text, without trailing white space; the opening may end there or in white space after.
     """
-    latest = min(_WHITE_SPACE.match(text, at).end(), end)
+    latest = min(_after_space(text, at), end)
     for size in range(len(opening), 0, -1):
         if not opening[:size].strip():
             break
@@ -320,4 +343,4 @@ def _lacks_thinking(written: str, whole: str, reasoning: str | None) -> bool:
     if not whole.endswith(written) or len(whole) == len(written):
         return False
     thinking = whole[: len(whole) - len(written)]
-    return (bool(reasoning) and bare(reasoning) in thinking) or thinking.endswith(THINKING_ENDS)
+    return bool(reasoning and bare(reasoning) in thinking) or thinking.endswith(THINKING_ENDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from struct import Struct
 from typing import Any, Self
 
 import msgspec
@@ -11,22 +10,19 @@ import numpy as np
 
 from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.messages import (
+    NO_TENANT,
     TOKEN_BYTES,
     ChatPrompt,
-    Delta,
+    Namespace,
     PartsPrompt,
     Prompt,
-    Sampling,
     TextPrompt,
     TokenPrompt,
-    tenant_of,
 )
 from radixrt.tokens._ids import ids_below
-from radixrt.tokens.detok import Detokenizer
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.incremental import PendingText
 from radixrt.tokens.sessions import Encoded, Sessions
-from radixrt.tokens.stops import StopFinder
 from radixrt.tokens.tokenizer import Tokenizer, load_tokenizer
 from radixrt.tokens.turns import Result, Steps, Turns, finished
 
@@ -58,7 +54,6 @@ ENTRY_CHARS, CALL_CHARS = 512, 8
 """A part of a content, or a call, takes as long as so many characters, and so does each byte of a call, which is parsed
 and written again."""
 
-_pack_token = Struct("<i").pack
 _to_msgpack = msgspec.msgpack.Encoder().encode
 NO_TOKENIZER = "there is no tokenizer here: send token ids"
 
@@ -108,7 +103,7 @@ class TextService:
         self.close()
 
     async def encode(
-        self, prompt: Prompt, namespace: str = "", room: Room | None = None, last: int | None = None
+        self, prompt: Prompt, namespace: Namespace = NO_TENANT, room: Room | None = None, last: int | None = None
     ) -> bytes:
         """Ids of a prompt, at least one. What takes long is done in threads, in turn with the other tenants'; the first
         line of a namespace is its tenant. What was encoded in the same namespace is looked up.
@@ -116,9 +111,9 @@ class TextService:
         Raises FieldError if it is not valid, and if it does not fit into the `room`, as soon as that is certain. With
         `last`, only so many of the last ids are wanted, and only text that these need is encoded, where possible.
         """
-        if self._turns is None or _is_short(prompt):
-            return self.encode_now(prompt, namespace)
         tokenizer = self.tokenizer
+        if tokenizer is None or _is_short(prompt):
+            return self.encode_now(prompt, namespace)
         match prompt:
             case TextPrompt(text=text, add_special_tokens=special):
                 field = "prompt"
@@ -136,7 +131,7 @@ class TextService:
         return await self.run(namespace, _steps(pending, field, room, last), field)
 
     async def encode_chat(
-        self, sessions: Sessions, namespace: str, prompt: ChatPrompt, room: Room | None = None
+        self, sessions: Sessions, namespace: Namespace, prompt: ChatPrompt, room: Room | None = None
     ) -> Encoded:
         """`sessions.encode_chat`; in threads, as `encode`, if there is much unseen text."""
         if not is_short_chat(prompt.messages):
@@ -147,7 +142,7 @@ class TextService:
         return await self.run(namespace, pending.steps(room), "messages")
 
     async def encode_shown(
-        self, prompt: Prompt, namespace: str = "", *, render_only: bool = False
+        self, prompt: Prompt, namespace: Namespace = NO_TENANT, *, render_only: bool = False
     ) -> tuple[bytes, str]:
         """Returns (ids of a prompt, the rendered text of a chat; "" for other prompts).
 
@@ -158,25 +153,28 @@ class TextService:
         return await self.run(namespace, self._shown_steps(prompt, namespace, render_only), "messages")
 
     async def encode_choices(
-        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: str = ""
+        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: Namespace = NO_TENANT
     ) -> list[TextPrompt | TokenPrompt]:
         """`encode_part` of each choice, in threads, as `encode`."""
         if self._turns is None:
             return finished(self._choice_steps(choices, namespace))
         return await self.run(namespace, self._choice_steps(choices, namespace), "choices")
 
-    async def run(self, namespace: str, steps: Steps[Result], field: str = "prompt", *, long: bool = False) -> Result:
+    async def run(
+        self, namespace: Namespace, steps: Steps[Result], field: str = "prompt", *, long: bool = False
+    ) -> Result:
         """See `Turns.run`."""
-        return await self._turns.run(tenant_of(namespace), steps, field, long=long)
+        assert self._turns is not None, "there is a tokenizer"
+        return await self._turns.run(namespace.tenant, steps, field, long=long)
 
-    def _shown_steps(self, prompt: ChatPrompt, namespace: str, render_only: bool) -> Steps[tuple[bytes, str]]:
-        text = yield from self.tokenizer.chat_steps(prompt)
+    def _shown_steps(self, prompt: ChatPrompt, namespace: Namespace, render_only: bool) -> Steps[tuple[bytes, str]]:
+        text = yield from self._with_tokenizer("messages").chat_steps(prompt)
         if render_only:
             return b"", text
         return (yield from self._text_steps(text, False, "messages", namespace, None)), text
 
     def _choice_steps(
-        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: str
+        self, choices: Sequence[TextPrompt | TokenPrompt], namespace: Namespace
     ) -> Steps[list[TextPrompt | TokenPrompt]]:
         encoded: list[TextPrompt | TokenPrompt] = []
         for i, choice in enumerate(choices):
@@ -184,28 +182,28 @@ class TextService:
             encoded.append(TokenPrompt(ids or _refuse_empty(f"choices[{i}]")))
         return encoded
 
-    def _steps(self, prompt: Prompt, namespace: str, room: Room | None) -> Steps[bytes]:
+    def _steps(self, prompt: Prompt, namespace: Namespace, room: Room | None) -> Steps[bytes]:
         """The ids of a prompt that is not text alone."""
         match prompt:
             case ChatPrompt():
-                text = yield from self.tokenizer.chat_steps(prompt)
+                text = yield from self._with_tokenizer("messages").chat_steps(prompt)
                 return (yield from self._text_steps(text, False, "messages", namespace, room))
             case PartsPrompt(parts=parts):
                 return (yield from self._parts_steps(parts, namespace, room))
         return self.encode_now(prompt, namespace)
 
     def _text_steps(
-        self, text: str, special: bool, field: str, namespace: str, room: Room | None, last: int | None = None
+        self, text: str, special: bool, field: str, namespace: Namespace, room: Room | None, last: int | None = None
     ) -> Steps[bytes]:
         tokenizer = self._with_tokenizer(field)
         if last is None:
             tokenizer.check_room(text, room)
         pending = tokenizer.start(text, special, namespace=namespace)
-        yield
+        yield None
         return (yield from _steps(pending, field, room, last))
 
     def _parts_steps(
-        self, parts: Sequence[TextPrompt | TokenPrompt], namespace: str, room: Room | None
+        self, parts: Sequence[TextPrompt | TokenPrompt], namespace: Namespace, room: Room | None
     ) -> Steps[bytes]:
         encoded: list[bytes] = []
         tokens = 0
@@ -222,7 +220,7 @@ class TextService:
         self,
         part: TextPrompt | TokenPrompt,
         field: str,
-        namespace: str = "",
+        namespace: Namespace = NO_TENANT,
         room: Room | None = None,
         beside: int = 0,
     ) -> Steps[bytes]:
@@ -231,14 +229,16 @@ class TextService:
             return self._checked(part.ids, field) if part.ids else b""
         try:
             pending = self._with_tokenizer(field).start_after(part.text, namespace=namespace)
-            yield
+            yield None
             return (yield from pending.steps(room, beside))
         except FieldError:
             raise
         except ValueError as error:
             raise FieldError(field, str(error)) from error
 
-    def said_steps(self, part: TextPrompt, first: bool, namespace: str, room: Room | None, before: int) -> Steps[bytes]:
+    def said_steps(
+        self, part: TextPrompt, first: bool, namespace: Namespace, room: Room | None, before: int
+    ) -> Steps[bytes]:
         """`encode_now` of a part that is the `first` of a prompt, and `encode_after` of others, which come after
         `before` ids, in steps. Raises FieldError as soon as it is certain that there is not the `room`."""
         if first and not part.text:
@@ -247,7 +247,7 @@ class TextService:
             return (yield from self._text_steps(part.text, part.add_special_tokens, "prompt", namespace, room))
         return (yield from self._part_steps(part, "prompt", namespace, room, before))
 
-    def encode_now(self, prompt: Prompt, namespace: str = "") -> bytes:
+    def encode_now(self, prompt: Prompt, namespace: Namespace = NO_TENANT) -> bytes:
         """`encode` in the calling thread."""
         match prompt:
             case TokenPrompt(ids=ids):
@@ -264,7 +264,9 @@ class TextService:
         """Ids of text that continues a prompt: without special tokens or an added leading space. At least one."""
         return finished(self._part_steps(part, field)) or _refuse_empty(field)
 
-    def encode_after(self, part: TextPrompt | TokenPrompt, field: str = "prompt", namespace: str = "") -> bytes:
+    def encode_after(
+        self, part: TextPrompt | TokenPrompt, field: str = "prompt", namespace: Namespace = NO_TENANT
+    ) -> bytes:
         """As `encode_part`, for a part that may have no ids."""
         return finished(self._part_steps(part, field, namespace))
 
@@ -272,7 +274,7 @@ class TextService:
         """The text that the chat template renders for messages."""
         return self._with_tokenizer("messages").apply_chat(prompt)
 
-    async def decode(self, ids: bytes, skip_special_tokens: bool = True, namespace: str = "") -> str:
+    async def decode(self, ids: bytes, skip_special_tokens: bool = True, namespace: Namespace = NO_TENANT) -> str:
         """Text of all `ids` at once; of many, in threads, as `encode`."""
         if self._turns is None or len(ids) <= INLINE_IDS * TOKEN_BYTES:
             return self.decode_now(ids, skip_special_tokens)
@@ -293,7 +295,7 @@ class TextService:
         stream, texts, size = pieces.stream(), [], STEP_IDS * TOKEN_BYTES
         for at in range(0, len(ids), size):
             texts.append(stream.push(ids[at : at + size]))
-            yield
+            yield None
         return "".join(texts) + stream.flush()
 
     def _with_tokenizer(self, field: str = "prompt") -> Tokenizer:
@@ -301,7 +303,7 @@ class TextService:
             raise FieldError(field, NO_TOKENIZER)
         return self.tokenizer
 
-    def _encode_text(self, text: str, special: bool, field: str, namespace: str) -> bytes:
+    def _encode_text(self, text: str, special: bool, field: str, namespace: Namespace) -> bytes:
         return finished(self._text_steps(text, special, field, namespace, None))
 
     def _checked(self, ids: bytes, field: str) -> bytes:
@@ -377,69 +379,3 @@ def _num_bytes(calls: list[Any]) -> int:
         return len(_to_msgpack(calls))
     except (TypeError, ValueError, RecursionError):
         return INLINE_SEEN_CHARS
-
-
-class TextStream:
-    """The text of one answer while it is generated; ends at a stop string. Empty if `service` has no tokenizer
-    (then stop strings raise FieldError).
-
-    `stop` is the stop string that ended it, or None. With `include_stop` the text ends with it, otherwise
-    before it. Without stop strings text is passed on as soon as its characters are complete.
-    """
-
-    __slots__ = ("_detokenizer", "_finder", "_include_stop", "past", "plain_push")
-
-    def __init__(self, service: TextService, sampling: Sampling) -> None:
-        tokenizer = service.tokenizer
-        if tokenizer is None and sampling.stop:
-            raise FieldError("stop", f"stop strings need text, but {NO_TOKENIZER}")
-        self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens) if tokenizer else None
-        self._finder = StopFinder(sampling.stop, sampling.include_stop) if sampling.stop else None
-        self._include_stop = sampling.include_stop
-        self.past = 0
-        """Tokens of the last delta that came after a stop string, and are to be dropped."""
-        self.plain_push = self._detokenizer.push if self._detokenizer and not self._finder else None
-        """`push` for answers without stop strings, which returns only the text; None if there are stop strings."""
-
-    def take(self, delta: Delta) -> str:
-        """The text that a delta of the choice adds; with the last delta, the rest of the text. Afterwards `stop` may be
-        set. A token that ended the choice is part of the text only with `include_stop`."""
-        ids = delta.ids
-        if self.plain_push is not None and delta.finish is None:
-            return self.plain_push(ids)
-        if isinstance(delta.stop, int) and not self._include_stop and ids.endswith(_pack_token(delta.stop)):
-            ids = ids[:-TOKEN_BYTES]
-        text = self._take_until_stop(ids, len(delta.ids)) if self._finder else self.push(ids)[0]
-        return text + self.flush() if delta.finish is not None and self.stop is None else text
-
-    def _take_until_stop(self, ids: bytes, size: int) -> str:
-        """The text of ids up to a stop string; one token at a time, so as to know how many of the `size` bytes of the
-        delta come after it."""
-        text, taken = "", 0
-        while taken < len(ids) and self.stop is None:
-            text += self.push(ids[taken : taken + TOKEN_BYTES])[0]
-            taken += TOKEN_BYTES
-        self.past = (size - taken) // TOKEN_BYTES if self.stop is not None else 0
-        return text
-
-    @property
-    def stop(self) -> str | None:
-        return self._finder.found if self._finder else None
-
-    def push(self, ids: Sequence[int] | bytes) -> tuple[str, str | None]:
-        """Returns (the text that these ids add, the stop string if one is complete). ids: ints, or int32 bytes."""
-        if self._detokenizer is None:
-            return "", None
-        text = self._detokenizer.push(ids)
-        if self._finder is None:
-            return text, None
-        return self._finder.push(text), self._finder.found
-
-    def flush(self) -> str:
-        """The rest of the text, at the end of the answer; may set `stop`."""
-        if self._detokenizer is None:
-            return ""
-        text = self._detokenizer.flush()
-        if self._finder is None:
-            return text
-        return self._finder.push(text) + self._finder.flush()

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from radixrt.checkpoint.files import SENTENCEPIECE_FILES, SPECIAL_NAMES, read_file
-from radixrt.messages import ChatPrompt
+from radixrt.messages import NO_TENANT, ChatPrompt, Namespace
 from radixrt.tokens.backends import Backend, JsonBackend, load_sentencepiece
 from radixrt.tokens.chat import ChatTemplates, read_templates
 from radixrt.tokens.cuts import NO_CUTS, AddedToken
@@ -63,7 +63,7 @@ class Tokenizer:
         self._whole = Incremental(self._encode_whole, NO_CUTS, memory_tokens // 4) if self._around is None else None
         self._line_ids = self._find_line_ids()
 
-    def encode(self, text: str, add_special_tokens: bool = True, namespace: str = "") -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, namespace: Namespace = NO_TENANT) -> list[int]:
         """Ids of `text`; special tokens in it are recognized. `add_special_tokens` adds BOS or EOS if the model expects
         them. Raises ValueError if the text is not valid Unicode (a lone surrogate)."""
         ids = self.start(text, add_special_tokens, namespace=namespace).finish()
@@ -74,7 +74,7 @@ class Tokenizer:
         return self.start(text, add_special_tokens).finish()
 
     def start(
-        self, text: str, add_special_tokens: bool = True, *, grows: bool = True, namespace: str = ""
+        self, text: str, add_special_tokens: bool = True, *, grows: bool = True, namespace: Namespace = NO_TENANT
     ) -> PendingText:
         """Begin `encode_bytes`: look up what was encoded before in the namespace. The rest may be done in a thread.
         `grows`: see `Incremental.start`."""
@@ -82,7 +82,8 @@ class Tokenizer:
             return self._incremental.start(text, grows=grows, namespace=namespace)
         if self._whole:
             return self._whole.start(text, namespace=namespace)
-        return self._incremental.start(text, *self._around, namespace=namespace)
+        before, behind = self._around or (b"", b"")
+        return self._incremental.start(text, before, behind, namespace=namespace)
 
     def check_room(self, text: str, room: Room | None) -> None:
         """Raise FieldError if a text cannot have so few tokens that it fits: found without encoding it."""
@@ -117,7 +118,7 @@ class Tokenizer:
         return memoryview(self.start_after(text).finish()).cast("i").tolist()
 
     def start_after(
-        self, text: str, token: int | None = None, *, grows: bool = True, namespace: str = ""
+        self, text: str, token: int | None = None, *, grows: bool = True, namespace: Namespace = NO_TENANT
     ) -> PendingText:
         """Begin to encode text that continues other text. `token`: the last token of that, if it is an added one."""
         lead, ids = (LINE if self._line_ids else "", self._line_ids)
@@ -246,7 +247,7 @@ def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any],
     if bos or eos:
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=[token for token in (bos, "$A", eos) if token],
-            special_tokens=[(token, tokenizer.token_to_id(token)) for token in {bos, eos} - {None}],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in {bos, eos} if token],
         )
 
 
@@ -297,7 +298,7 @@ def _declared_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
 
 def _extra_tokens(*configs: Mapping[str, Any]) -> list[AddedToken]:
     """Special tokens without one of the SPECIAL_NAMES; configs have lists of strings or objects, or objects by name."""
-    found = []
+    found: list[Any] = []
     for config in configs:
         for key in ("additional_special_tokens", "extra_special_tokens"):
             tokens = config.get(key) or []

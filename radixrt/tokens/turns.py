@@ -179,7 +179,7 @@ class _Job:
         except StopIteration as end:
             self._end(self.future.set_result, end.value)
         except TooLong:
-            log.warning("tenant %s: %s was given up, one step of it took too much time", self.tenant, self._field)
+            log.warning("tenant %r: %s was given up, one step of it took too much time", self.tenant, self._field)
             problem = Interrupted(self._field, f"{self._field}: encoding takes too much time or memory")
             self._end(self.future.set_exception, problem)
         except BaseException as error:

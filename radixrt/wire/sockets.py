@@ -29,7 +29,7 @@ Key = tuple[bytes, bytes]
 
 def open_socket(kind: int = zmq.DEALER) -> zmq.Socket:
     """A new socket, neither connected nor bound."""
-    socket = zmq.Context.instance().socket(kind)
+    socket: zmq.Socket = zmq.Context.instance().socket(kind)
     socket.linger = 0
     socket.sndhwm = HIGH_WATER
     socket.rcvhwm = HIGH_WATER

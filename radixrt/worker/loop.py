@@ -24,7 +24,6 @@ from radixrt.checkpoint.lora_modules import num_slots
 from radixrt.process.watchdog import Watchdog
 from radixrt.worker import status
 from radixrt.worker.cache.page_cache import PageCache
-from radixrt.worker.execution.fake_runner import FakeRunner
 from radixrt.worker.lora_slots import AdapterSlots
 from radixrt.worker.plan import DeviceLost, Plan, Result, Runner
 from radixrt.worker.request import from_run
@@ -101,8 +100,8 @@ class Worker:
         )
         self.scheduler = Scheduler(self.cache, limits, drafter, runner.shares)
         runner.bind(self.cache.table)
-        if isinstance(runner, FakeRunner):
-            runner.histories = self.scheduler.histories
+        if check:
+            runner.audit(self.scheduler.histories)
         self._registration = status.registration(identity, runner, self.cache, limits, self.max_model_len)
         self._connect = connect
         self._check = check

@@ -15,6 +15,7 @@ import numpy as np
 
 from radixrt.messages import TokenLogprob
 from radixrt.messages.ranks import RequestInfo, TreePath
+from radixrt.worker.structured.stuck import Stuck
 
 if TYPE_CHECKING:
     from radixrt.checkpoint.lora_modules import LoraModule
@@ -228,6 +229,8 @@ class Gained(NamedTuple):
     ids: np.ndarray
 
 
+Histories = Callable[["Plan"], list[tuple[Sequence[int], bool]]]
+"""See `Scheduler.histories`."""
 MaskRoom = Callable[[int], np.ndarray]
 """See `Runner.mask_room`."""
 NONE_ALLOWED = "allowed_token_ids, bad_words and the rest of the request allow no token"
@@ -248,7 +251,7 @@ class SampleInputs:
     masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
     """int32[len(masked), ceil(vocabulary / 32)], in memory from `Runner.mask_room`: the ids that their grammars allow,
     bit i % 32 of word i // 32 for id i."""
-    stuck: dict[int, str] = field(default_factory=dict)
+    stuck: dict[int, Stuck] = field(default_factory=dict)
     """See Result, as far as grammars are the reason."""
 
 
@@ -273,7 +276,7 @@ class Result:
     token is known; with the most likely alternatives where `sampling.logprobs` is set."""
     failed: dict[int, str] = field(default_factory=dict)
     """Requests whose logits are not finite, with the reason. Only they fail; the KV they computed is discarded."""
-    stuck: dict[int, str] = field(default_factory=dict)
+    stuck: dict[int, Stuck] = field(default_factory=dict)
     """Requests that allow no token, by their grammar or otherwise, with the reason. Only they fail; the KV they
     computed is valid."""
     proposals: dict[int, list[int]] = field(default_factory=dict)
@@ -323,6 +326,10 @@ class Runner(Protocol):
 
     def bind(self, table: np.ndarray) -> None:
         """Called once with the page table, int32[rows, pages], which the host keeps writing to."""
+
+    def audit(self, histories: Histories) -> None:
+        """Called once, after `bind`, if the worker checks itself: a runner without a model compares what requests read
+        with their known tokens."""
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         """Start a step. The returned function waits for its result; until then the host may plan the next step."""

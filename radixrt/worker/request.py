@@ -76,6 +76,7 @@ class Request:
                     `limit` and `stop_ids` are its fields
     pinned          tokens of the prefixes that it pins
     group           requests of one group count as having arrived with its first (0: no group)
+    priority        orders its tenant's waiting requests, lowest first (`messages.Priority`)
     jumps           whether forced tokens of its grammar may be appended without sampling: only its text is wanted
     initial_len     tokens it arrived with
     scores          log-probabilities of its known tokens, if it asks for them
@@ -111,7 +112,7 @@ class Request:
 
     __slots__ = (
         "info", "id", "number", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit",
-        "stop_ids", "pinned", "group", "jumps", "initial_len", "scores", "adapter", "total", "computed",
+        "stop_ids", "pinned", "group", "priority", "jumps", "initial_len", "scores", "adapter", "total", "computed",
         "discard_until", "reached", "cached_tokens", "reported", "row", "state", "lease", "checkpoints", "age", "hit",
         "hit_version", "matcher", "draft_state", "finished",
     )  # fmt: skip
@@ -127,6 +128,7 @@ class Request:
         self.adapter = adapter
         self.pinned = [tokens for tokens, _ in run.pin]
         self.group = run.group
+        self.priority = run.priority
         self.tokens = array("i")
         self.tokens.frombytes(run.ids)
         self.initial_len = self.reported = self.total = len(self.tokens)

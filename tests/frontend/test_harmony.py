@@ -27,7 +27,7 @@ from radixrt.frontend.parsing import (
     Reasoning,
     tool_format,
 )
-from radixrt.messages import ChatPrompt
+from radixrt.messages import NO_TENANT, ChatPrompt
 from radixrt.tokens import Sessions, load_tokenizer
 from tests.frontend.scripted import HARMONY, MARKS, Model, gathered, joined, make_family, scripted
 
@@ -360,7 +360,7 @@ class Talk:
 
     def ask(self, *messages: dict[str, Any]):
         self.messages += messages
-        self.encoded = self.sessions.encode_chat("n", ChatPrompt(list(self.messages), self.tools))
+        self.encoded = self.sessions.encode_chat(NO_TENANT, ChatPrompt(list(self.messages), self.tools))
         return self.encoded
 
     def answer(self, text: str, message: dict[str, Any], echoed: dict[str, Any] | None = None) -> None:
@@ -401,7 +401,7 @@ def test_thoughts_stay_in_a_loop_and_go_with_its_answer(tmp_path, keep, echoes):
         )
         assert talk.shown().count("Let me think.") == 2 and not encoded.dropped
     else:
-        assert encoded.dropped == tuple(f"message {i}: the template drops its thinking" for i in (1, 3))
+        assert [one[:2] for one in encoded.dropped] == [(1, "thinking"), (3, "thinking")]
         assert talk.shown() == encoded.text and "think" not in encoded.text
     assert talk.shown().count("<|channel|>final<|message|>It is sunny.<|end|>") == 1
     # The next turn is a loop of its own, and hits again.
@@ -420,9 +420,7 @@ def test_the_published_template_drops_thoughts(tmp_path, shared_data, keep):
         if turn and keep:
             assert encoded.ids.startswith(talk.ids[-1][:-4]) and not encoded.dropped
         elif turn:
-            assert encoded.dropped == tuple(
-                f"message {2 * i + 1}: the template drops its thinking" for i in range(turn)
-            )
+            assert [one[:2] for one in encoded.dropped] == [(2 * i + 1, "thinking") for i in range(turn)]
             assert talk.shown() == encoded.text and "Let me think" not in encoded.text
         answer = {"role": "assistant", "content": "It is sunny."}
         talk.answer(THOUGHT + ANSWER, answer | THINKING, answer)

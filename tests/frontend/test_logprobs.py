@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from radixrt.frontend.generate import exchange
+from radixrt.frontend.openai import exchange
 from radixrt.frontend.openai.replies import Reply
 from radixrt.messages import TokenLogprob
 from radixrt.messages.ranks import RequestInfo

@@ -12,16 +12,16 @@ import httpx
 import openai
 import pytest
 
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.logprobs import Tokens
-from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Reasoning
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.history import messages_of
 from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.replies import ResponseReply
-from radixrt.frontend.responses.schema import Asked, Create
+from radixrt.frontend.responses.schema import Create
 from radixrt.frontend.responses.store import ResponseStore
-from radixrt.messages import Error, TokenLogprob, Usage
+from radixrt.messages import Error, Namespace, TokenLogprob, Usage
 from tests.frontend.scripted import Model, scripted
 from tests.frontend.test_sessions import odd, sequences
 
@@ -706,33 +706,36 @@ def test_the_store_is_bounded():
     store = ResponseStore(10_000)
     said = {"role": "user", "content": "x" * 1000}
     for i in range(100):
-        store.put("a", f"a{i}", b"body", (), [said])
+        store.put(Namespace("a"), f"a{i}", b"body", (), [said])
         assert store.num_bytes <= 10_000
-    assert store.get("a", "a99") and not store.get("a", "a80") and not store.get("b", "a99")
-    assert [m["content"] for m in store.get("a", "a99").messages] == ["x" * 1000]
-    store.get("a", "a95")
+    assert store.get(Namespace("a"), "a99") and not store.get(Namespace("a"), "a80")
+    assert not store.get(Namespace("b"), "a99")
+    assert [m["content"] for m in store.get(Namespace("a"), "a99").messages] == ["x" * 1000]
+    store.get(Namespace("a"), "a95")
     for i in range(100, 107):
-        store.put("a", f"a{i}", b"body", (), [said])
-    assert store.get("a", "a95") and not store.get("a", "a96"), "what is used stays"
+        store.put(Namespace("a"), f"a{i}", b"body", (), [said])
+    assert store.get(Namespace("a"), "a95") and not store.get(Namespace("a"), "a96"), "what is used stays"
 
 
 def test_a_tenant_that_fills_the_store_loses_his_own():
     """However many salts he uses, and however long the others have been quiet."""
     store = ResponseStore(20_000)
     said = {"role": "user", "content": "x" * 1000}
-    quiet = [(f"{tenant}\n{salt}", f"{tenant}{salt}") for tenant in "bc" for salt in range(2)]
+    quiet = [(Namespace(tenant, salt=f"{salt}"), f"{tenant}{salt}") for tenant in "bc" for salt in range(2)]
     for namespace, response_id in quiet:
         store.put(namespace, response_id, b"", (), [said])
     for i in range(100):
-        store.put(f"a\nsalt{i}", f"a{i}", b"", (), [said])
+        store.put(Namespace("a", salt=f"salt{i}"), f"a{i}", b"", (), [said])
         assert store.num_bytes <= 20_000
     assert all(store.get(*name) for name in quiet)
-    assert store.get("a\nsalt99", "a99") and not store.get("a\nsalt80", "a80") and not store.get("a\nsalt0", "a99")
-    assert not store.get("a", "a99") and not store.get("b\nsalt99", "a99"), "of another namespace"
-    store.put("d\n", "huge", b"y" * 30_000, (), [said])
-    assert all(store.get(*name) for name in quiet) and not store.get("d\n", "huge"), "too large for the store"
+    newest, older, oldest = (Namespace("a", salt=f"salt{i}") for i in (99, 80, 0))
+    assert store.get(newest, "a99") and not store.get(older, "a80")
+    for other in (oldest, Namespace("a"), Namespace("b", salt="salt99")):
+        assert not store.get(other, "a99"), "of another namespace"
+    store.put(Namespace("d"), "huge", b"y" * 30_000, (), [said])
+    assert all(store.get(*name) for name in quiet) and not store.get(Namespace("d"), "huge"), "too large for the store"
     for i in range(85, 100):
-        store.delete(f"a\nsalt{i}", f"a{i}")
+        store.delete(Namespace("a", salt=f"salt{i}"), f"a{i}")
     for name in quiet:
         assert store.delete(*name)
     assert store.num_bytes == 0
@@ -742,13 +745,13 @@ def test_a_chain_costs_its_turns_once():
     store = ResponseStore(1 << 20)
     turns: tuple = ()
     for i in range(20):
-        store.put("a", f"r{i}", b"", turns, [{"role": "user", "content": "x" * 1000}])
-        turns = store.get("a", f"r{i}").turns
+        store.put(Namespace("a"), f"r{i}", b"", turns, [{"role": "user", "content": "x" * 1000}])
+        turns = store.get(Namespace("a"), f"r{i}").turns
     assert 20_000 < store.num_bytes < 45_000 and len(turns) == 20
     for i in range(19):
-        assert store.delete("a", f"r{i}")
+        assert store.delete(Namespace("a"), f"r{i}")
     assert store.num_bytes > 20_000, "the last one holds all of its chain"
-    assert store.delete("a", "r19") and store.num_bytes == 0 and not store.delete("a", "r19")
+    assert store.delete(Namespace("a"), "r19") and store.num_bytes == 0 and not store.delete(Namespace("a"), "r19")
 
 
 # ---------------------------------------------------------------- items by their ids
@@ -950,7 +953,8 @@ def test_tokens_of_content_are_not_those_of_thoughts_that_say_the_same():
 def test_tokens_are_told_with_the_text_that_they_say():
     """A mark that has the text in it says none; half a character, or a half of what a parser held, comes later."""
     texts = {1: b"</think>", 2: b"h", 3: b"\xc3", 4: b"\xaf", 5: b" they", 6: b"<", 7: b"b", 8: b"<end>"}
-    asked = Asked(Create(input="x"))
+    asked = Create(input="x")
+    asked.follow([])
     asked.sampling({})
     tokenizer = SimpleNamespace(token_bytes=texts.get, token_text=repr, special_ids=frozenset())
     reply = ResponseReply("m", tokenizer, asked)

@@ -14,9 +14,10 @@ import pytest
 
 from radixrt.client import Client, token_bytes
 from radixrt.config import FrontendConfig, RouterConfig
-from radixrt.messages import ChatPrompt
+from radixrt.messages import ChatPrompt, DropReason
 from radixrt.tokens import Encoded, TextService, load_tokenizer
 from radixrt.tokens.chat_history import Conversations, facts
+from radixrt.tokens.spelling import Dropped
 from tests.frontend.scripted import FAMILIES, HERMES, Model, make_family, scripted
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -219,14 +220,9 @@ def test_the_report_and_the_metrics_sum_up(forgetful):
         assert line in metrics
 
 
-def test_notes_are_counted_by_reason():
-    notes = [
-        "the template drops its thinking",
-        "the template drops '<think>' before it",
-        "the template writes it differently",
-        "it cannot be told from the rest of what the template writes",
-    ]
-    found = facts(Encoded(b"", "", 2, ("message 1: x",), tuple(f"message {i}: {why}" for i, why in enumerate(notes))))
+def test_dropped_answers_are_counted_by_reason_whatever_their_notes_say():
+    dropped = tuple(Dropped(i, reason, "the template drops its thinking") for i, reason in enumerate(DropReason))
+    found = facts(Encoded(b"", "", 2, ("message 1: x",), dropped))
     assert (found.kept, found.respelled) == (2, 1)
     assert found.dropped == {"thinking": 1, "opening": 1, "rewritten": 1, "not_found": 1}
 

@@ -10,6 +10,7 @@ import pytest
 
 from radixrt.messages import Grammar
 from radixrt.requests.grammar import MAX_TEXT
+from radixrt.worker.structured.stuck import bad_grammar
 from tests.frontend.scripted import Model, scripted
 
 pytest.importorskip("xgrammar")
@@ -159,7 +160,7 @@ def test_a_grammar_that_lets_nothing_come_is_the_request_s_fault(model, monkeypa
 
         def finish():
             result = wait()
-            result.stuck.update(dict.fromkeys(range(len(plan.requests)), "grammar: no token can come next"))
+            result.stuck.update(dict.fromkeys(range(len(plan.requests)), bad_grammar("no token can come next")))
             return result
 
         return finish

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from radixrt.config import FrontendConfig
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.message import AssistantMessage
-from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.server import make_server
 from radixrt.frontend.openai.history import checked_messages
 from radixrt.frontend.parsing import CallArguments, CallStart

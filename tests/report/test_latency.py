@@ -11,8 +11,8 @@ from radixrt.config import RouterConfig
 from radixrt.messages import TOKEN_BYTES, Generate, Load, Output, Register, Sampling, Score, StepDone, TokenPrompt
 from radixrt.report import Report
 from radixrt.report.latency import EACH, FIRST, WHOLE, Histogram
-from radixrt.report.metrics import render
 from radixrt.router.core.core import RouterCore
+from radixrt.router.server.prometheus import render
 
 PROMPT = TokenPrompt(bytes(range(5 * TOKEN_BYTES)))
 KINDS = {"first": "time_to_first_token", "each": "time_per_output_token", "whole": "sequence"}

@@ -16,9 +16,9 @@ from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConf
 from radixrt.messages import Adapter, Load, Origin, Register, Sampling, StepDone
 from radixrt.process.ports import free_tcp_address
 from radixrt.report import Report, to_text
-from radixrt.report.metrics import render
 from radixrt.report.workers import GONE_SECONDS, KEPT_SECONDS, MAX_GONE_WORKERS
 from radixrt.router.core.core import RouterCore
+from radixrt.router.server.prometheus import render
 
 SHORT = Sampling(max_tokens=4)
 PAGE_STATES = ("free", "evictable", "leased")

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from radixrt.messages import ChatPrompt
+from radixrt.messages import ChatPrompt, Namespace
 from radixrt.report import Report, to_text
 from radixrt.report.volatile import (
     HEAD,
@@ -374,10 +374,10 @@ def test_a_tenant_sees_its_own_text_and_no_other(folder):
 def test_what_is_behind_a_salt_is_not_shown(salt):
     """Not to others of the tenant, nor to who asks for all tenants: how much of it changes, and where."""
     rng, feed = random.Random(17), Feed()
-    for namespace, secret in (("t\nm\n", 0), (f"t\nm\n{salt}", 7_000_000)):
+    for namespace, secret in ((Namespace("t", "m"), 0), (Namespace("t", "m", salt=salt), 7_000_000)):
         head, trunk = some(rng, 30), some(rng, 600)
         asked = [[secret + token for token in head + some(rng, 4) + trunk] for _ in range(12)]
-        feed.ask(*asked, namespace=namespace)
+        feed.ask(*asked, namespace=namespace.key)
     for tenant in ("t", None):
         report = feed.report.to_json(tenant, numbers)
         plain, masked = sorted(report["volatile"], key=lambda row: row["masked"])

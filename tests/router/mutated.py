@@ -29,6 +29,7 @@ from radixrt.messages import (
     Heartbeat,
     Leave,
     Load,
+    Namespace,
     Output,
     PartsPrompt,
     Pause,
@@ -71,7 +72,13 @@ FROM_CLIENTS = [
     Recall(id=12, keys=[b"k", b"l"]),
     ChangeAdapter(id=13, name="a", path="/nowhere"),
 ]
-EVENTS = [Stored("default\nm\n", 1, 0, 0, 0, ids(5, 6)), Removed(1, 1), Saved(1, 2, 3), Dropped(1), Cleared()]
+EVENTS = [
+    Stored(Namespace("default", "m").key, 1, 0, 0, 0, ids(5, 6)),
+    Removed(1, 1),
+    Saved(1, 2, 3),
+    Dropped(1),
+    Cleared(),
+]
 LOGPROB = TokenLogprob(5, -1.0, [(5, -1.0)])
 FROM_WORKERS = [
     register("mutant", model="other", incarnation=5),

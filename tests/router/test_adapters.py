@@ -13,6 +13,7 @@ from radixrt.messages import (
     Error,
     Info,
     LoadAdapter,
+    Namespace,
     Output,
     Register,
     Run,
@@ -97,7 +98,7 @@ def test_each_version_has_prefixes_of_its_own():
     _, third = asked(core, id=3)
     assert (first.version, second.version, third.version) == (0, 1000, 1001), "even in the same millisecond"
     assert len({first.namespace, second.namespace, third.namespace}) == 3
-    assert all(len(run.namespace.split("\n")) == 3 for run in (first, second, third))
+    assert [Namespace.of(run.namespace).version for run in (first, second, third)] == [0, 1000, 1001]
     assert asked(core, "m", 4)[1].version == 0
 
 

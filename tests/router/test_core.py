@@ -17,6 +17,7 @@ from radixrt.messages import (
     Error,
     Generate,
     Load,
+    Namespace,
     Output,
     Resync,
     Run,
@@ -248,7 +249,7 @@ def test_a_prompt_may_fill_the_context_only_where_nothing_follows():
 def test_whole_pages_are_expected_to_be_hit(prompt, hit):
     """And of a prompt that ends with a page all but its last token, which is what a worker computes."""
     core = core_with(register("w0", page_size=2))
-    core.step("w0", step(events=[Stored("default\nm\n", 1, 0, 0, 0, PROMPT)]), 1.0)
+    core.step("w0", step(events=[Stored(Namespace("default", "m").key, 1, 0, 0, 0, PROMPT)]), 1.0)
     _, run = only_run(core.submit(b"c", generate(prompt=prompt), 1.0))
     core.step("w0", step(Output(run.id, [9], "length", hit)), 1.1)
     assert (core.counters.predicted_tokens, core.counters.drift_tokens) == (hit, 0)
@@ -313,7 +314,7 @@ def test_the_namespace_comes_from_the_key_not_from_the_caller():
         for i, (key, salt) in enumerate([("k1", ""), ("k2", ""), ("k1", "x"), ("k1", "bolt\nm\n")])
     ]
     assert len(set(namespaces)) == 4
-    assert [n.split("\n")[0] for n in namespaces] == ["acme", "bolt", "acme", "acme"]
+    assert [Namespace.of(n).tenant for n in namespaces] == ["acme", "bolt", "acme", "acme"]
 
 
 @pytest.mark.parametrize("entries", [["nokey"], ["a:"], [":k"], ["a b:k"], ["a:k", "b:k"]])
@@ -338,6 +339,16 @@ def test_a_lost_workers_run_goes_on_where_it_was():
     (reply,) = core.step("w1", step(Output(again.id, tokens[2:], "length", 0)), 1.5)
     usage = reply.message.items[0].usage
     assert (usage.completion_tokens, usage.cached_tokens, usage.worker) == (4, 3, "w1")
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_runs_priority_goes_to_each_of_its_workers(scored):
+    core = core_with(register("w0"), register("w1"))
+    score = Score(id=1, prompt=TokenPrompt(PROMPT), choices=[TokenPrompt(ids(9))], priority=-3)
+    asked = score if scored else generate(priority=-3)
+    name, run = only_run(core.submit(b"c", asked, 1.0))
+    other, again = only_run(core.leave(name, 2.0))
+    assert other != name and run.priority == again.priority == -3
 
 
 def test_what_a_client_got_is_counted_though_its_worker_was_lost():
@@ -543,7 +554,7 @@ def test_hits_that_were_expected_stay_those_of_the_first_worker():
     core = uneven()
     _, run = only_run(core.submit(b"c", generate(sampling=Sampling(max_tokens=None, seed=3)), 1.0))
     (state,) = core._requests[b"c"][1].runs
-    core.step("big", step(events=[Stored("default\nm\n", 1, 0, 0, 0, PROMPT)]), 1.0)
+    core.step("big", step(events=[Stored(Namespace("default", "m").key, 1, 0, 0, 0, PROMPT)]), 1.0)
     core.step("small", step(Output(run.id, [20] * 6, "length")), 1.1)
     assert state.worker_name == "big" and (state.hit, state.best_hit) == (0, 0)
 
@@ -730,7 +741,7 @@ def test_a_resync_that_does_not_come_is_asked_for_again():
 
 def test_a_gap_in_the_events_asks_for_a_resync():
     core = core_with(register("w0"))
-    event = Stored("default\nm\n", 1, 0, 0, 0, PROMPT)
+    event = Stored(Namespace("default", "m").key, 1, 0, 0, 0, PROMPT)
     assert core.step("w0", step(seq=3, events=[event]), 1.0) == [Order("w0", Resync())]
     assert core.step("w0", step(seq=4, events=[event]), 1.1) == []
     assert core.step("w0", step(seq=9, events=[event], resync=True), 1.2) == []
@@ -744,7 +755,7 @@ def test_prefixes_pull_requests_to_the_worker_that_holds_or_computes_them():
     second, _ = only_run(core.submit(b"c", generate(2, prompt=long + ids(1)), 1.0))
     assert first == second
     other = "w1" if first == "w0" else "w0"
-    stored = Stored("default\nm\n", 1, 0, 0, 0, ids(*range(5000, 8000)))
+    stored = Stored(Namespace("default", "m").key, 1, 0, 0, 0, ids(*range(5000, 8000)))
     core.step(other, step(events=[stored]), 1.1)
     name, _ = only_run(core.submit(b"c", generate(3, prompt=ids(*range(5000, 8001))), 1.2))
     assert name == other
@@ -754,7 +765,7 @@ def test_who_decodes_behind_the_same_beginning_is_counted():
     """Of the caller's namespace, part by part of what the worker that has most holds."""
     core = core_with(register("a"), register("b"), api_key=("x:x", "y:y"))
     trunk = list(range(800))
-    held = Stored("x\nm\n", 1, 0, 0, 0, ids(*trunk))
+    held = Stored(Namespace("x", "m").key, 1, 0, 0, 0, ids(*trunk))
     core.step("a", step(events=[held]), 0.0)
     began = {
         1: ("x", trunk),
@@ -786,9 +797,9 @@ def test_only_workers_with_the_adapter_are_asked():
     core = core_with(register("w0"), register("w1", adapters=[Adapter("sql")]))
     for number in range(4):
         name, run = only_run(core.submit(b"c", generate(number, model="sql"), 1.0))
-        assert (name, run.adapter, run.namespace) == ("w1", "sql", "default\nsql\n")
+        assert (name, run.adapter, run.namespace) == ("w1", "sql", Namespace("default", "sql").key)
     name, run = only_run(core.submit(b"c", generate(5), 1.0))
-    assert (name, run.adapter, run.namespace) == ("w0", "", "default\nm\n")
+    assert (name, run.adapter, run.namespace) == ("w0", "", Namespace("default", "m").key)
     core.lose(["w1"], 1.0)
     assert error(core.submit(b"c", generate(6, model="sql"), 1.0)).code == 503, "it may come back"
     core.leave("w1", 1.0)
@@ -918,9 +929,9 @@ def test_a_request_goes_where_its_prefix_can_be_continued():
     core = core_with(register("a", num_states=9), register("b", num_states=9))
     prompt = ids(*range(5, 2005))
     for name, ends in (("a", ()), ("b", (1400, 2000))):
-        events = [Stored("default\nm\n", 1, 0, 0, 0, prompt)]
+        events = [Stored(Namespace("default", "m").key, 1, 0, 0, 0, prompt)]
         for slot, end in enumerate(ends, 1):
-            events.append(Saved(slot, end, prefix_digest("default\nm\n", prompt[: 4 * end])))
+            events.append(Saved(slot, end, prefix_digest(Namespace("default", "m").key, prompt[: 4 * end])))
         core.step(name, step(events=events, load=Load(prefill_rate=1000.0, free_pages=9000, total_pages=9000)), 1.0)
     name, run = only_run(core.submit(b"c", generate(prompt=prompt), 2.0))
     assert name == "b"

@@ -23,14 +23,14 @@ from radixrt.messages import (
     TokenPrompt,
 )
 from radixrt.report import Report
-from radixrt.report.metrics import render
-from radixrt.router.core import failures
+from radixrt.router.core import failures, incidents
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Effect, Order
-from radixrt.router.core.failures import Record
+from radixrt.router.core.incidents import Record
 from radixrt.router.core.request import PROGRESS_TOKENS
 from radixrt.router.programs.state_store import ProgramStateStore
 from radixrt.router.server import status
+from radixrt.router.server.prometheus import render
 from radixrt.tree import RadixTree
 
 
@@ -164,9 +164,9 @@ def test_what_becomes_of_a_worker(why, outcomes, share, aside):
         ("and so does each", "ooo", 0, 1 - 0.75**3),
         ("with those that are known", "fo", 0, 1 - 0.75 * (1 - 0.25 * 0.5**0.1)),
         ("one that others were at fault for does not", "x", 0, 0.0),
-        ("after the half-life it is half", "f", failures.FAILURE_HALF_LIFE, 0.125),
+        ("after the half-life it is half", "f", incidents.FAILURE_HALF_LIFE, 0.125),
         ("while it is set aside, time changes nothing", "fff", 1000.0, 1 - 0.75**3),
-        ("nor where all fail there", "xxxxxxxx", 1000.0, failures.MAX_FAILED_SHARE),
+        ("nor where all fail there", "xxxxxxxx", 1000.0, incidents.MAX_FAILED_SHARE),
     ],
 )
 def test_the_share_that_placement_sees_is_the_formula(why, outcomes, seconds, expected):
@@ -194,7 +194,7 @@ def test_probes_come_at_doubling_intervals_until_one_succeeds():
     assert found.set_aside and found.probe_at == 360.0
     for _ in range(9):
         found.succeeded()
-    assert found.probe_seconds == failures.MIN_PROBE_SECONDS
+    assert found.probe_seconds == incidents.MIN_PROBE_SECONDS
 
 
 # ---------------------------------------------------------------- bad workers
@@ -476,7 +476,7 @@ def test_one_request_that_fails_again_and_again_is_not_many():
 
 def test_a_worker_that_was_to_blame_once_is_probed():
     found = record("f", start=10.0)
-    assert found.probe_at == 10.0 + failures.MIN_PROBE_SECONDS and found.is_due(11.0) and not found.is_due(10.5)
+    assert found.probe_at == 10.0 + incidents.MIN_PROBE_SECONDS and found.is_due(11.0) and not found.is_due(10.5)
     assert not record("x").is_due(99.0)
 
 

@@ -14,8 +14,8 @@ from radixrt.router.placement.index import Index
 from radixrt.tree import RadixTree
 
 
-def step(events, seq, snapshot=False) -> StepDone:
-    return StepDone([], Load(), seq, [EVENTS[kind](*rest) for kind, *rest in events], snapshot)
+def step(events, seq, resync=False) -> StepDone:
+    return StepDone([], Load(), seq, [EVENTS[kind](*rest) for kind, *rest in events], resync)
 
 
 def random_tokens(rng: random.Random, page: int) -> array:

@@ -7,14 +7,14 @@ import random
 import pytest
 from sim_workers import ids, register
 
-from radixrt.messages import Abort, Load, Resync, StepDone, Stored
+from radixrt.messages import Abort, Load, Namespace, Resync, StepDone, Stored
 from radixrt.router.core.effects import Order
 from radixrt.router.core.metrics import Counters
 from radixrt.router.core.worker import Sent, Worker
 from radixrt.router.core.workers import FORGET_SECONDS, RESYNC_SECONDS, Workers
 from radixrt.router.placement.index import Index
 
-HELD = StepDone([], Load(), 0, [Stored("default\nm\n", 1, 0, 0, 0, ids(5, 6, 7))])
+HELD = StepDone([], Load(), 0, [Stored(Namespace("default", "m").key, 1, 0, 0, 0, ids(5, 6, 7))])
 
 
 @pytest.fixture

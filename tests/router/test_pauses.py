@@ -13,6 +13,7 @@ from radixrt.messages import (
     Delta,
     Generate,
     Load,
+    Namespace,
     Output,
     Pin,
     Run,
@@ -27,8 +28,10 @@ from radixrt.router.core import tool_waits
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Order
 from radixrt.router.programs.state_store import Key
-from radixrt.router.server.streams import _Choice, _gather, _Gathered
+from radixrt.router.server.streams import _Choice, _whole
+from radixrt.tokens import OutputProcessor
 
+NS = Namespace("n")
 STATE = Key("default", "s" * 16, 1)
 SAID = ids(*range(1, 9))
 
@@ -39,7 +42,7 @@ def core() -> RouterCore:
     core = RouterCore(RouterConfig(pause_seconds=60.0), Report(1000))
     for name, held in (("w0", SAID[:16]), ("w1", SAID)):
         core.register(register(name), 0.0)
-        core.step(name, StepDone([], Load(), 0, [Stored("n", 1, 0, 0, 0, held)]), 0.0)
+        core.step(name, StepDone([], Load(), 0, [Stored(NS.key, 1, 0, 0, 0, held)]), 0.0)
     return core
 
 
@@ -55,9 +58,9 @@ def waits(core: RouterCore) -> dict:
 
 @pytest.mark.parametrize("asked, kept", [(None, 60.0), (5.0, 5.0), (500.0, 60.0)])
 def test_the_worker_that_holds_most_keeps_it(core, asked, kept):
-    (order,) = core.pause(STATE, "n", SAID, asked, 1.0)
-    assert order == Order("w1", Pin(1, "n", SAID, kept)) and len(core.pauses) == 1
-    assert core.pause(STATE._replace(number=2), "other", SAID, None, 1.0) == [], "nobody holds it"
+    (order,) = core.pause(STATE, NS, SAID, asked, 1.0)
+    assert order == Order("w1", Pin(1, NS.key, SAID, kept)) and len(core.pauses) == 1
+    assert core.pause(STATE._replace(number=2), Namespace("other"), SAID, None, 1.0) == [], "nobody holds it"
     assert core.resume(STATE, 3.0) == [Order("w1", Unpin(1))] and core.resume(STATE, 3.0) == []
     assert waits(core)["now"] == 1 and waits(core)["seconds"] == 2.0
 
@@ -69,7 +72,7 @@ def submit(core: RouterCore) -> Run:
 
 
 def test_it_is_kept_until_the_request_that_goes_on_has_begun(core):
-    core.pause(STATE, "n", SAID, None, 1.0)
+    core.pause(STATE, NS, SAID, None, 1.0)
     order = submit(core)
     assert len(core.pauses) == 0
     effects = core.step(order.name, StepDone([Output(order.message.id, [9], None, 6)], Load()), 2.1)
@@ -82,7 +85,7 @@ def test_it_is_kept_until_the_request_that_goes_on_has_begun(core):
 
 
 def test_a_request_that_is_cancelled_lets_go(core):
-    core.pause(STATE, "n", SAID, None, 1.0)
+    core.pause(STATE, NS, SAID, None, 1.0)
     order = submit(core)
     effects = core.cancel(b"c", 1)
     assert effects == [Order(order.name, Abort([order.message.id])), Order("w1", Unpin(1))]
@@ -90,8 +93,8 @@ def test_a_request_that_is_cancelled_lets_go(core):
 
 def test_a_scope_that_has_ended_and_one_that_is_never_heard_of_again(core):
     for number in (1, 1, 2):
-        core.pause(STATE._replace(number=number), "n", SAID, None, 1.0)
-    core.pause(STATE._replace(scope="t" * 16), "n", SAID, None, 1.0)
+        core.pause(STATE._replace(number=number), NS, SAID, None, 1.0)
+    core.pause(STATE._replace(scope="t" * 16), NS, SAID, None, 1.0)
     assert len(core.pauses.forget("default", STATE.scope)) == 3 and len(core.pauses) == 1
     assert core.pauses.expire(1.0 + tool_waits.LONGEST_SECONDS) == []
     assert core.pauses.expire(2.0 + tool_waits.LONGEST_SECONDS) == [Order("w1", Unpin(4))] and len(core.pauses) == 0
@@ -104,7 +107,7 @@ def test_a_scope_that_has_ended_and_one_that_is_never_heard_of_again(core):
 def test_each_of_a_state_ends_when_its_own_time_has_passed(core):
     """Others that pause there do not keep it."""
     for now in (1.0, 1000.0):
-        core.pause(STATE, "n", SAID, None, now)
+        core.pause(STATE, NS, SAID, None, now)
     assert core.pauses.expire(2.0 + tool_waits.LONGEST_SECONDS) == [Order("w1", Unpin(1))] and len(core.pauses) == 1
     assert core.pauses.expire(1001.0 + tool_waits.LONGEST_SECONDS) == [Order("w1", Unpin(2))] and len(core.pauses) == 0
 
@@ -112,29 +115,29 @@ def test_each_of_a_state_ends_when_its_own_time_has_passed(core):
 def test_there_are_only_so_many(core, monkeypatch):
     monkeypatch.setattr(tool_waits, "MAX_PAUSES", 3)
     for number in (1, 1, 2):
-        core.pause(STATE._replace(number=number), "n", SAID, None, 1.0)
-    effects = core.pause(STATE._replace(number=3), "n", SAID, None, 2.0)
-    assert effects == [Order("w1", Unpin(2)), Order("w1", Pin(4, "n", SAID, 60.0))] and len(core.pauses) == 3
+        core.pause(STATE._replace(number=number), NS, SAID, None, 1.0)
+    effects = core.pause(STATE._replace(number=3), NS, SAID, None, 2.0)
+    assert effects == [Order("w1", Unpin(2)), Order("w1", Pin(4, NS.key, SAID, 60.0))] and len(core.pauses) == 3
     assert waits(core)["now"] == 3 and waits(core)["dropped"] == 1
 
 
 def test_who_has_most_pauses_gives(core, monkeypatch):
     monkeypatch.setattr(tool_waits, "MAX_PAUSES", 8)
     other = Key("other", STATE.scope, 1)
-    core.pause(other, "o", SAID, None, 1.0)
+    core.pause(other, Namespace("o"), SAID, None, 1.0)
     for number in range(20):
-        core.pause(STATE._replace(number=number), "n", SAID, None, 2.0)
+        core.pause(STATE._replace(number=number), NS, SAID, None, 2.0)
         assert len(core.pauses) == min(number + 2, 8) and core.pauses.waiting(other) == 1
         core.pauses._shares.check()
     for number in range(20):
-        core.pause(other._replace(number=number), "o", SAID, None, 3.0)
+        core.pause(other._replace(number=number), Namespace("o"), SAID, None, 3.0)
         assert len(core.pauses) == 8 and sum(core.pauses.waiting(STATE._replace(number=n)) for n in range(20)) >= 3
     assert core.pauses.end(other._replace(number=19), 3.0) and not core.pauses.end(STATE._replace(number=12), 3.0)
     core.pauses._shares.check()
 
 
 def test_a_request_that_is_refused_goes_on_all_the_same(core):
-    core.pause(STATE, "n", SAID, None, 1.0)
+    core.pause(STATE, NS, SAID, None, 1.0)
     message = Generate(id=1, prompt=TokenPrompt(SAID), sampling=Sampling(temperature=-1.0))
     refusal, unpin = core.submit(b"c", message, 2.0, STATE, resumes=True)
     assert refusal.message.code == 400 and unpin == Order("w1", Unpin(1)) and len(core.pauses) == 0
@@ -142,7 +145,9 @@ def test_a_request_that_is_refused_goes_on_all_the_same(core):
 
 @pytest.mark.parametrize("finish", ["stop", "length", "abort", "error"])
 def test_an_answer_is_kept_if_it_ended_well(finish):
-    kept, choice = [], _Choice(None, False, _Gathered(), None)
-    for delta in (Delta(1, 0, b"1234", "a"), Delta(1, 0, b"5678", "b", finish, stop=7)):
-        assert _gather(choice, choice.gathered, delta, lambda *answer: kept.append(answer)) is delta
-    assert kept == ([(b"12345678", "ab", 7)] if finish in ("stop", "length") else [])
+    kept, choice = [], _Choice(OutputProcessor(None, Sampling(), gathers=True), False, None)
+    last = Delta(1, 0, b"5678", finish=finish, stop=7)
+    for delta in (Delta(1, 0, b"1234"), last):
+        choice.output.take(delta)
+    assert _whole(choice, last, lambda *answer: kept.append(answer)) is last
+    assert kept == ([(b"12345678", "", 7)] if finish in ("stop", "length") else [])

@@ -28,6 +28,7 @@ from radixrt.messages import (
     Grammar,
     Info,
     MessageSegment,
+    Namespace,
     Pause,
     Recall,
     Sampling,
@@ -386,7 +387,7 @@ def test_ids_that_the_tokenizer_does_not_have_do_not_break_the_report(text):
     server = RouterServer(RouterConfig(), text)
     for i in range(20):
         ids = array("i", [600, 601 + i, *range(3, 500)])
-        server.report.arrived("default\nm\n", ids.tobytes(), "default")
+        server.report.arrived(Namespace("default", "m").key, ids.tobytes(), "default")
     answers = []
 
     async def ask_it() -> None:

@@ -25,7 +25,6 @@ from radixrt.messages import (
     TokenPrompt,
 )
 from radixrt.report import Report
-from radixrt.report.metrics import render
 from radixrt.requests.validate import Refused
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Order, Reply
@@ -33,6 +32,7 @@ from radixrt.router.core.recovery import MAX_LOSSES
 from radixrt.router.core.suspects import MIN_HANGS
 from radixrt.router.programs.state_store import ProgramStateStore
 from radixrt.router.server import status
+from radixrt.router.server.prometheus import render
 from tests.waiting import eventually
 
 

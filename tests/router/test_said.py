@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.messages import (
+    NO_TENANT,
     AssistantTurnEnd,
     AssistantTurnStart,
     ChatPrompt,
@@ -187,7 +188,7 @@ class Teller:
         ids = builder.prompt()
         assert ids == self.text.encode_now(oracle) == whole.prompt()
         assert PromptBuilder(builder.state(), self.text).prompt() == ids
-        self.state, self.new, self.is_prompt = builder.state("n"), [], ids
+        self.state, self.new, self.is_prompt = builder.state(NO_TENANT), [], ids
 
     async def prompt_of_oracle(self):
         client = Direct(self.text)
@@ -205,7 +206,7 @@ class Teller:
             self.say(ChoiceSegment(what))
             return
         answer = answer_of(self.text, *what)
-        self.state = PromptBuilder(self.state, self.text).state("n", answer)
+        self.state = PromptBuilder(self.state, self.text).state(NO_TENANT, answer)
         self.all.append(answer)
         assert self.state.ids == self.is_prompt + answer.ids
 
@@ -279,7 +280,7 @@ def test_what_is_said_takes_as_long_as_it_is(folder, shape):
             single = PromptBuilder(state, services(folder)[0])
             single.add(said[turns:at])
             single.prompt()
-            state, turns = single.state("n", one), at + 1
+            state, turns = single.state(NO_TENANT, one), at + 1
     single = PromptBuilder(state, services(folder)[0])
     single.add(said[turns:])
     assert single.prompt() == prompt
@@ -292,7 +293,9 @@ def test_what_was_generated_keeps_its_ids_where_the_template_leaves_it(folder):
         builder = PromptBuilder(NOTHING, text)
         builder.add([MessageSegment("user", "hi"), AssistantTurnStart()])
         builder.prompt()
-        builder = PromptBuilder(builder.state("n", GeneratedSegment(ids, text.decode_now(ids), None, Sampling())), text)
+        builder = PromptBuilder(
+            builder.state(NO_TENANT, GeneratedSegment(ids, text.decode_now(ids), None, Sampling())), text
+        )
         builder.add([AssistantTurnEnd(), MessageSegment("user", "more"), AssistantTurnStart()])
         assert (ids in builder.prompt()) == kept
 

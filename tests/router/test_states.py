@@ -7,14 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from radixrt.messages import GONE, GeneratedSegment, Sampling
+from radixrt.messages import GONE, NO_TENANT, GeneratedSegment, Sampling
 from radixrt.requests.validate import Refused
 from radixrt.router.programs.prompt_builder import NOTHING, Generated, Message, Part, Piece, State
 from radixrt.router.programs.state_store import Key, ProgramStateStore
 
 
 def state(parts=(), turns=(), answer=None, open=None) -> State:
-    return State(list(parts), list(turns), len(parts), open, True, "n", answer)
+    return State(list(parts), list(turns), len(parts), open, True, NO_TENANT, answer)
 
 
 def known(states: ProgramStateStore, key: Key) -> State | None:

@@ -81,4 +81,4 @@ def test_a_whole_answer_that_its_client_ends_has_its_text(service, stop, n):
     (delta,) = stage.sent
     assert (delta.ids, delta.text, delta.finish) == (ids(*SAID), service.tokenizer.decode(SAID), "stop")
     assert delta.usage.completion_tokens == len(SAID) and stage.orders == [Abort([stage.runs[0]])]
-    assert len(stage.kept) == 1
+    assert stage.kept == [(delta.ids, delta.text, None)]

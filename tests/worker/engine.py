@@ -9,7 +9,6 @@ import numpy as np
 
 from radixrt.messages import Output, Run, Sampling
 from radixrt.worker.cache.page_cache import PageCache
-from radixrt.worker.execution.fake_runner import FakeRunner
 from radixrt.worker.plan import Plan, Runner, SampleInputs
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.sample_inputs import InputGatherer
@@ -52,13 +51,12 @@ class Engine:
             num_host_pages=runner.num_host_pages, num_host_states=runner.num_host_states,
         )  # fmt: skip
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows), drafter, runner.shares)
-        if isinstance(runner, FakeRunner):
-            runner.histories = self.scheduler.histories
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[Output]] = {}
         self._next = 0
         self._inflight = None
         runner.bind(self.cache.table)
+        runner.audit(self.scheduler.histories)
 
     def add(
         self,

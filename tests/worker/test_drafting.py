@@ -27,6 +27,7 @@ from radixrt.worker.speculative.ngram import (
     RecentOutputs,
     Repeats,
 )
+from radixrt.worker.structured.stuck import bad_grammar
 from tests.worker.engine import Engine, prompts
 from tests.worker.foretold import VOCAB, Prophet, random_load, said
 from tests.worker.test_models import load
@@ -378,7 +379,7 @@ def test_bad_logits_at_a_draft_that_is_wrong_are_nobodys(kind):
             engine.scheduler.apply(plan, runner.launch(plan)())
         assert plan.wants.tolist() == plan.counts.tolist() == [1] * 8 and plan.samples.all()
         result = runner.launch(plan)()
-        getattr(result, kind)[plan.drafts[0].first + bad] = "why"
+        getattr(result, kind)[plan.drafts[0].first + bad] = "why" if kind == "failed" else bad_grammar("why")
         found = engine.scheduler.apply(plan, result)
         engine.cache.check()
         if bad == 2:  # what comes before is right, and said; the next step finds out

@@ -12,6 +12,7 @@ from radixrt.messages import Sampling
 from radixrt.worker.execution.fake_runner import fake_logprob
 from radixrt.worker.execution.prefix_sharing import Cost
 from radixrt.worker.plan import Plan
+from radixrt.worker.structured.stuck import bad_grammar
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_simulation import Bench, alone
 
@@ -154,7 +155,7 @@ def test_what_a_request_computed_stays_when_its_grammar_lets_nothing_come():
     bench.add(0, [5] * 20, 4)
     plan = bench.scheduler.plan()
     result = bench.runner.launch(plan)()
-    result.stuck[0] = "grammar: a dead end"
+    result.stuck[0] = bad_grammar("a dead end")
     [output] = bench.scheduler.apply(plan, result)
     assert (output.finish, output.error, output.field) == ("error", "grammar: a dead end", "grammar")
     assert bench.cache.tree.tokens == 20 and bench.cache.leased_pages == 0 and not bench.scheduler.has_work
@@ -168,7 +169,7 @@ def test_logits_that_are_not_finite_decide_before_a_grammar_does():
     bench.add(0, [5] * 20, 4)
     plan = bench.scheduler.plan()
     result = bench.runner.launch(plan)()
-    result.stuck[0], result.failed[0] = "grammar: a dead end", "not finite"
+    result.stuck[0], result.failed[0] = bad_grammar("a dead end"), "not finite"
     [output] = bench.scheduler.apply(plan, result)
     assert (output.error, output.field) == ("not finite", "") and bench.cache.tree.tokens == 0
 

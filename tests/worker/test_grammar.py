@@ -470,7 +470,7 @@ def test_what_cannot_go_on_fails_alone(engine):
     stuck, other = engine.add([9, 9, 9], nothing), engine.add([3, 4, 5], plain)
     strayed = engine.add([9, 9, 9, 400], Sampling(max_tokens=20, temperature=0.0, grammar=WORDS), prompt_len=3)
     engine.finish()
-    for id, problem in ((stuck, DEAD_END), (strayed, STRAYED)):
+    for id, problem in ((stuck, DEAD_END.text), (strayed, STRAYED.text)):
         last = engine.last(id)
         assert (last.finish, last.error, last.field) == ("error", problem, "grammar")
     assert [engine.tokens(other)] == before
@@ -603,7 +603,7 @@ def test_a_dead_end_of_a_grammar_is_not_the_fault_of_other_fields(engine):
     id = engine.add(prompts(1, 9, 9)[0], sampling)
     engine.finish()
     last = engine.last(id)
-    assert (last.finish, last.field, last.error) == ("error", "grammar", DEAD_END)
+    assert (last.finish, last.field, last.error) == ("error", "grammar", DEAD_END.text)
 
 
 # ---------------------------------------------------------------- compiling

@@ -17,9 +17,11 @@ from radixrt.worker.load.runner import load_runner
 from radixrt.worker.plan import NONE_ALLOWED, Draft, Plan, Result
 from radixrt.worker.request import BadSampling, Request, from_run
 from radixrt.worker.speculative.ngram import Drafter
+from radixrt.worker.structured.stuck import Stuck, StuckCause
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_sample import chosen, logits, picked, request
 
+NOT_ALLOWED = Stuck(StuckCause.RESTRICTION, NONE_ALLOWED)
 FEW = st.integers(3, 5)
 
 
@@ -134,7 +136,7 @@ def test_what_a_draft_leaves_no_token_after_is_no_bad_logits():
     plan = Plan(1, (asked.info,) * 2, ones, 2 * ones + [0, 1], ones, ones, ones, ones, ones > 0, np.zeros((3, 0)),
                 drafts=(Draft([5], 0),))  # fmt: skip
     result = picked(plan, [asked] * 2, torch.zeros(2, 8))
-    assert result.tokens[0] == 5 and not result.failed and result.stuck == {1: NONE_ALLOWED}
+    assert result.tokens[0] == 5 and not result.failed and result.stuck == {1: NOT_ALLOWED}
 
 
 def test_bad_logits_are_no_restriction():
@@ -150,7 +152,7 @@ def test_a_grammar_and_allowed_ids_without_a_common_token_are_no_bad_logits(mask
     asked.matcher = object()
     monkeypatch.setattr("radixrt.worker.scheduler.sample_inputs.fill_masks", lambda _, out, ahead: out.fill(mask) or {})
     result = picked_for(asked, torch.zeros(1, 8))
-    assert not result.failed and result.stuck == ({0: NONE_ALLOWED} if stuck else {})
+    assert not result.failed and result.stuck == ({0: NOT_ALLOWED} if stuck else {})
     assert stuck or result.tokens == [5]
 
 

@@ -216,8 +216,9 @@ class Hits:
         return self.of.get(request.id, 0)
 
 
-def asked(id: int, length: int, arrival: int = 0, namespace: str = "a") -> Request:
-    run = Run(id=id, namespace=namespace, ids=bytes(4 * length), prompt_len=length, sampling=Sampling())
+def asked(id: int, length: int, arrival: int = 0, namespace: str = "a", priority: int = 0) -> Request:
+    ids = bytes(4 * length)
+    run = Run(id=id, namespace=namespace, ids=ids, prompt_len=length, sampling=Sampling(), priority=priority)
     request = Request(run, length + 9, frozenset())
     request.age = arrival, id, id
     return request
@@ -232,19 +233,21 @@ def queue_of(cache: Hits, *requests: Request) -> Waiting:
     return waiting
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_the_order_is_that_of_its_definition(seed):
-    """Against one that looks at all of them: the oldest if it was overtaken by so many times what it needs, else who
-    misses the fewest tokens; what the cache holds changes, requests gain tokens, leave, and come back."""
+@pytest.mark.parametrize("priorities", [[0], [-1, 0, 0, 5]], ids=["equal", "priorities"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_is_that_of_its_definition(seed, priorities):
+    """Against one that looks at all of them, of the lowest priority value: the oldest if it was overtaken by so many
+    times what it needs, else who misses the fewest tokens; what the cache holds changes, requests gain tokens, leave,
+    and come back."""
     rng = random.Random(seed)
     cache, here, clock, overtaken = Hits(), {}, 0, {}
-    first = lambda: min(here.values(), key=lambda r: r.age)  # noqa: E731
+    first = lambda: min(here.values(), key=lambda r: (r.priority, r.age))  # noqa: E731
     waiting = queue_of(cache)
     waiting._counter.add_request("a")
     for id in range(300):
         clock += rng.randint(0, 3)
         cache.of[id] = rng.choice([0, 0, 5, 9, 15])
-        here[id] = asked(id, rng.choice([10, 16, 30]), clock)
+        here[id] = asked(id, rng.choice([10, 16, 30]), clock, priority=rng.choice(priorities))
         cache.of[id] = min(cache.of[id], here[id].total - 1)
         waiting.add(here[id])
         overtaken.setdefault(first().id, 0)
@@ -270,7 +273,7 @@ def test_the_order_is_that_of_its_definition(seed):
         while here and rng.random() < 0.6:
             oldest = first()
             needs = waiting._queues["a"]._needs
-            most = min(needs, key=lambda id: (needs[id], here[id].age))
+            most = min(needs, key=lambda id: (here[id].priority, needs[id], here[id].age))
             due = overtaken[oldest.id] >= OVERTAKING * (oldest.total - oldest.hit + ANSWER)
             expected = [oldest, here[most]] if due and oldest.id != most else [oldest if due else here[most]]
             assert list(waiting.candidates()) == expected
@@ -419,4 +422,30 @@ def test_an_oldest_that_needs_many_pages_is_not_overtaken_for_ever():
         if 10_000 in bench.finish:
             break
     assert 10_000 in bench.finish
+    bench.drain()
+
+
+def test_lower_priority_values_come_first_in_a_tenants_queue_however_old_and_short_the_others_are():
+    """Those of others are not even tried for the room that the first cannot have yet."""
+    waiting = queue_of(Hits(), asked(1, 10, 0, priority=1), asked(2, 10, 1), asked(3, 900, 9, priority=-1))
+    order = []
+    while waiting:
+        (request,) = waiting.candidates()
+        order.append(request.id)
+        waiting.take(request)
+    assert order == [3, 2, 1]
+
+
+def test_priorities_get_no_tenant_ahead_of_another():
+    """Two tenants with equal work share what is served equally, although all of one's requests are urgent and the
+    other's are not; and the other's first comes next after one of the former's, as without priorities."""
+    bench = Bench(pages=4000, chunk=32, rows=4, max_len=128)
+    for id in range(100):
+        bench.add(id, prompt(id, 60), 1, namespace="a", priority=-100)
+    for id in range(100, 200):
+        bench.add(id, prompt(id, 60), 1, namespace="b", priority=100)
+    for _ in range(100):
+        bench.step()
+    served = [sum(low <= id < low + 100 for id in bench.finish) for low in (0, 100)]
+    assert min(served) > 10 and abs(served[0] - served[1]) <= 2
     bench.drain()

@@ -20,8 +20,8 @@ from radixrt.frontend.anthropic.blocks import CHANGE, Block, blocks
 from radixrt.frontend.anthropic.schema import Counted
 from radixrt.frontend.anthropic.tools import served
 from radixrt.frontend.formats.tools import ToolUse
-from radixrt.frontend.http.errors import refuse
-from radixrt.messages import ChatPrompt
+from radixrt.frontend.generate.errors import one_of, refuse
+from radixrt.messages import NO_TENANT, ChatPrompt, Namespace
 from radixrt.tokens import Tokenizer
 
 MAX_BREAKPOINTS = 4
@@ -50,7 +50,7 @@ def breakpoints(body: Counted) -> list[Breakpoint]:
 
 
 def pinned(
-    tokenizer: Tokenizer, body: Counted, use: ToolUse, ids: bytes, namespace: str = ""
+    tokenizer: Tokenizer, body: Counted, use: ToolUse, ids: bytes, namespace: Namespace = NO_TENANT
 ) -> list[tuple[int, float]]:
     """The pins, (tokens, seconds), of the breakpoints of a request whose prompt is `ids`, shortest first. Texts are
     encoded in `namespace`.
@@ -94,7 +94,7 @@ def common_length(one: str, other: str) -> int:
     return low
 
 
-def prefix_tokens(tokenizer: Tokenizer, text: str, ids: bytes, namespace: str = "") -> int:
+def prefix_tokens(tokenizer: Tokenizer, text: str, ids: bytes, namespace: Namespace = NO_TENANT) -> int:
     """How many of a prompt's `ids` belong to the `text` that it begins with."""
     alone = np.frombuffer(tokenizer.start(text, add_special_tokens=False, namespace=namespace).finish(), "<i4")
     whole = np.frombuffer(ids, "<i4")
@@ -149,6 +149,5 @@ def _seconds(field: str, control: Any) -> float:
     if not isinstance(control, dict) or control.get("type") != "ephemeral":
         refuse(f"{field}.type", "must be 'ephemeral'")
     ttl = control.get("ttl") or "5m"
-    if not isinstance(ttl, str) or ttl not in SECONDS:
-        refuse(f"{field}.ttl", f"must be one of {', '.join(SECONDS)}, not {ttl!r}")
+    one_of(ttl, SECONDS, f"{field}.ttl")
     return SECONDS[ttl]

@@ -8,19 +8,17 @@ from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.replies import MessageReply, event
 from radixrt.frontend.formats.output import TEXT, Output
 from radixrt.frontend.generate.choice import Choice
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.exchange import Exchange, OnAnswer
-from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.parsing import Piece
 from radixrt.messages import TOKEN_BYTES, Generate, TokenLogprob, TokenPrompt
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageExchange(Exchange):
+class MessageExchange(Exchange[MessageReply]):
     """The single choice of a message, in blocks. An error after the stream has begun is sent as an event. `max_tokens`
     is the requested one, which may be more than there is room for."""
-
-    reply: MessageReply
 
     def __init__(self, *args: Any, max_tokens: int) -> None:
         super().__init__(*args)
@@ -29,19 +27,16 @@ class MessageExchange(Exchange):
     def submit(
         self, request: Generate, echo: str | None = None, output: Output = TEXT, on_answer: OnAnswer | None = None
     ) -> None:
-        """See Exchange."""
         assert isinstance(request.prompt, TokenPrompt)
         self.reply.breakpoints = request.pin
         self.reply.prompt_tokens = len(request.prompt.ids) // TOKEN_BYTES
         super().submit(request, echo, output, on_answer)
 
     def own_error(self, problem: ApiError) -> AnthropicError:
-        """See Exchange."""
         return AnthropicError.wrap(problem)
 
-    def error_event(self, problem: AnthropicError) -> bytes:
-        """See Exchange."""
-        return event(problem.data())
+    def error_event(self, problem: ApiError) -> bytes:
+        return event(AnthropicError.wrap(problem).data())
 
     def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
         events = [one for piece in pieces for one in self.reply.add(piece)]
@@ -56,7 +51,6 @@ class MessageExchange(Exchange):
         self.wake()
 
     def whole(self) -> bytes:
-        """See Exchange."""
         return self.reply.body(*self._how_it_ended(), self.choices[0].usage, self.reasoning_tokens)
 
     def _how_it_ended(self) -> tuple[str, str | None]:

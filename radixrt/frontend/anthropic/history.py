@@ -26,7 +26,7 @@ from radixrt.frontend.anthropic.blocks import (
 )
 from radixrt.frontend.anthropic.hosted import CALLS, NOTHING, RESULTS, Hosted
 from radixrt.frontend.anthropic.tools import template_id
-from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.generate.errors import one_of, refuse
 
 Message = dict[str, Any]
 ROLES = ("user", "assistant", "system")
@@ -135,10 +135,10 @@ def _answer(text: str, thoughts: str, calls: list[dict[str, Any]]) -> Message:
 
 def _groups(messages: list[Message]) -> Iterator[tuple[str, list[tuple[str, Block]]]]:
     """(role, blocks) of messages, consecutive ones of the same role together."""
-    role, found = "", []
+    role = ""
+    found: list[tuple[str, Block]] = []
     for i, message in enumerate(messages):
-        if message.get("role") not in ROLES:
-            refuse(f"messages.{i}.role", f"must be one of {', '.join(ROLES)}, not {message.get('role')!r}")
+        one_of(message.get("role"), ROLES, f"messages.{i}.role")
         if "content" not in message:
             refuse(f"messages.{i}.content", "is missing")
         own = [*blocks(f"messages.{i}.content", message["content"])]

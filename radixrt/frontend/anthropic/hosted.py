@@ -21,8 +21,8 @@ from radixrt.frontend.anthropic.blocks import (
     to_json,
 )
 from radixrt.frontend.anthropic.tools import template_id
-from radixrt.frontend.http.errors import refuse
-from radixrt.frontend.responses.tools import flat_name
+from radixrt.frontend.formats.tools import flat_name
+from radixrt.frontend.generate.errors import refuse
 
 CALLS = ("server_tool_use", "mcp_tool_use")
 RESULTS = (

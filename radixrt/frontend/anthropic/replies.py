@@ -9,15 +9,15 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
+from radixrt.frontend.anthropic.errors import REQUEST_ID, new_request_id
 from radixrt.frontend.anthropic.history import INVALID_JSON
 from radixrt.frontend.anthropic.tools import shown_id
+from radixrt.frontend.generate.codec import encode
+from radixrt.frontend.generate.reply import BaseReply
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.messages import Usage
 from radixrt.tokens import Tokenizer
 
-encode = msgspec.json.Encoder().encode
 HOUR = 3600.0
 _DELTAS = {"text": ("text_delta", "text"), "thinking": ("thinking_delta", "thinking")}
 _ARGUMENTS = ("input_json_delta", "partial_json")
@@ -69,19 +69,19 @@ def _input(arguments: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {INVALID_JSON: arguments}
 
 
-class MessageReply:
+class MessageReply(BaseReply):
     """Formats one message, with its blocks in order. `breakpoints`: (tokens, seconds), shortest first."""
 
-    of_content = False
-
     def __init__(self, model: str, tokenizer: Tokenizer | None = None) -> None:
+        super().__init__(model, tokenizer)
         self.id = f"msg_{uuid.uuid4().hex[:24]}"
-        self.model = model
         self.blocks: list[Block] = []
         self.breakpoints: Sequence[tuple[int, float]] = ()
         self.prompt_tokens = 0
-        self.session: dict[str, Any] = {}
-        """The content of the field `radixrt`; see `session_json`."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return super().headers | {REQUEST_ID: new_request_id()}
 
     def body(self, stop_reason: str, stop_sequence: str | None, usage: Usage, thinking: int) -> bytes:
         """The whole answer; `thinking` is its number of reasoning tokens."""
@@ -131,10 +131,7 @@ class MessageReply:
 
     # ------------------------------------------------------------ a stream
 
-    def begin(self, include_usage: bool) -> None:
-        """Begin a stream; its usage is always included."""
-
-    def opening(self, index: int, _prompt_ids: bytes | None) -> bytes:
+    def opening(self, index: int, prompt_ids: bytes | None) -> bytes:
         """The first events. The cached tokens are not known yet: the last event but one has them."""
         usage = self.usage(Usage(self.prompt_tokens), 0, known=False)
         message = self._message([], {"stop_reason": None, "stop_sequence": None, "usage": usage})

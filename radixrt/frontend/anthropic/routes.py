@@ -8,20 +8,18 @@ from collections.abc import Awaitable, Callable
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
 from radixrt.frontend.anthropic.caching import breakpoints, pinned
-from radixrt.frontend.anthropic.errors import REQUEST_ID, new_request_id
 from radixrt.frontend.anthropic.exchange import MessageExchange
 from radixrt.frontend.anthropic.replies import MessageReply
 from radixrt.frontend.anthropic.schema import Counted, Messages
 from radixrt.frontend.formats.tools import ToolUse
+from radixrt.frontend.generate.codec import parse
 from radixrt.frontend.generate.generation import Generation
 from radixrt.frontend.generate.prepare import Prompts
 from radixrt.frontend.http.auth import json_response
 from radixrt.frontend.http.body import MIN_BYTES, apart, is_large
 from radixrt.frontend.http.responses import StreamAnswer, WholeAnswer
-from radixrt.frontend.openai.schema import parse
 from radixrt.tokens import Tokenizer
 
 _messages = msgspec.json.Decoder(Messages)
@@ -43,11 +41,11 @@ class MessageRoutes:
         self._tokenizer = tokenizer
         self._read = read
 
-    async def create(self, request: Request, key: str) -> Identified:
+    async def create(self, request: Request, key: str) -> StreamAnswer | WholeAnswer:
         body = parse(_messages, await self._read(request))
         exchange_of = functools.partial(MessageExchange, max_tokens=body.max_tokens)
         pins = functools.partial(self._pins, key)
-        return Identified(await self._generation.answer(request, key, body, MessageReply, exchange_of, pins))
+        return await self._generation.answer(request, key, body, MessageReply, exchange_of, pins)
 
     async def count(self, request: Request, key: str) -> Response:
         body = parse(_counted, await self._read(request))
@@ -62,19 +60,3 @@ class MessageRoutes:
             return []
         namespace = self._prompts.namespace(key, body.cache_salt)
         return await self._prompts.aside(key, pinned, self._tokenizer, body, use, ids, namespace)
-
-
-class Identified:
-    """A response that gets the header with a request id, unless it has one."""
-
-    def __init__(self, answer: StreamAnswer | WholeAnswer) -> None:
-        self._answer = answer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def identified(message: Message) -> None:
-            name = REQUEST_ID.encode()
-            if message["type"] == "http.response.start" and name not in dict(message["headers"]):
-                message["headers"] = [*message["headers"], (name, new_request_id().encode())]
-            await send(message)
-
-        await self._answer(scope, receive, identified)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from radixrt.frontend.anthropic.defined import DEFINED, Defined
 from radixrt.frontend.formats.tools import ANY_OBJECT, MAX_NAME, NO_TOOLS, Tool, ToolUse, check_parameters, read_tools
-from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.generate.errors import one_of, refuse
 
 CHOICES = ("auto", "any", "tool", "none")
 HOSTED = re.compile(r"(web_search|web_fetch|code_execution)_\d{8}|tool_search_tool_(regex|bm25)(_\d{8})?")
@@ -62,9 +62,7 @@ def _choice(choice: dict[str, Any] | None) -> tuple[str, str, bool]:
     """Returns (kind, the name of the tool that must be called, whether there may be several calls)."""
     if choice is None:
         return "auto", "", True
-    kind = choice.get("type")
-    if kind not in CHOICES:
-        refuse("tool_choice.type", f"must be one of {', '.join(CHOICES)}, not {kind!r}")
+    kind = one_of(choice.get("type"), CHOICES, "tool_choice.type")
     name = choice.get("name", "")
     if kind == "tool" and (not isinstance(name, str) or not name):
         refuse("tool_choice.name", "must be the name of a tool")

@@ -192,8 +192,10 @@ class Formats:
 
 def probe_text(tokenizer: Tokenizer | None) -> str:
     """The chat template's text for a chat with a call and a thought, and for a question; "" for what it refuses."""
+    if tokenizer is None:
+        return ""
     texts = []
-    for probe in (PROBE, QUESTION) if tokenizer else ():
+    for probe in (PROBE, QUESTION):
         with contextlib.suppress(FieldError):
             texts.append(tokenizer.apply_chat(probe))
     return "\n".join(texts)

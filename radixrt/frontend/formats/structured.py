@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.generate.errors import refuse
 from radixrt.frontend.parsing import json_schema
 from radixrt.messages import Grammar
 from radixrt.requests.grammar import MAX_TEXT
@@ -64,14 +64,15 @@ def _response_format(value: dict[str, Any], field: str) -> Constraint | None:
             # A `schema` here is an extension of llama.cpp and others.
             return _schema(value["schema"], f"{field}.schema") if value.get("schema") else Constraint(OBJECT, field)
         case "json_schema":
-            return _named_schema(value.get("json_schema"), f"{field}.json_schema")
+            return named_schema(value.get("json_schema"), f"{field}.json_schema")
         case "structural_tag":
             return Constraint(Grammar("structural_tag", _dumped(value, field)), field)
         case kind:
             refuse(f"{field}.type", f"must be text, json_object, json_schema or structural_tag, not {kind!r}")
 
 
-def _named_schema(value: Any, field: str) -> Constraint:
+def named_schema(value: Any, field: str) -> Constraint:
+    """The constraint of an object with a name and a schema. Raises ApiError (400) that names an invalid field."""
     if not isinstance(value, dict):
         refuse(field, "must be an object with a name and a schema")
     if not isinstance(value.get("name"), str):

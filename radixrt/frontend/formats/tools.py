@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.generate.errors import refuse
 from radixrt.frontend.parsing import Function, Functions
 
 MAX_TOOLS = 1024
@@ -15,6 +15,8 @@ MAX_DEPTH = 64
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 CHOICES = ("auto", "none", "required")
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+SEPARATOR = "__"
+"""Between the namespace and the name of a function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class ToolUse:
 
 
 NO_TOOLS = ToolUse()
+
+
+def flat_name(namespace: Any, name: str) -> str:
+    """The name of a function for the model, and in its history; `namespace` is that of the function, if it has one."""
+    return f"{namespace.removesuffix(SEPARATOR)}{SEPARATOR}{name}" if namespace else name
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:

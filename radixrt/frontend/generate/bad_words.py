@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from radixrt.messages import NO_TENANT, Namespace
 from radixrt.tokens import Tokenizer
 
 MAX_BAD_WORDS = 512
 MAX_CHARS = 128
 
 
-def spellings(tokenizer: Tokenizer, words: Sequence[str], namespace: str = "") -> tuple[tuple[int, ...], ...]:
+def spellings(
+    tokenizer: Tokenizer, words: Sequence[str], namespace: Namespace = NO_TENANT
+) -> tuple[tuple[int, ...], ...]:
     """The ids of each word as the tokenizer writes it at the beginning of a text, and after a space, where these
     differ. They are encoded in `namespace`. A word that a model spells in other tokens is not among them. Raises
     ValueError for invalid Unicode."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import msgspec
@@ -11,17 +10,17 @@ from radixrt.frontend.formats.output import Output
 from radixrt.frontend.generate.logprobs import Offsets, Tokens
 from radixrt.frontend.generate.message import AssistantMessage
 from radixrt.frontend.parsing import Content, Piece
-from radixrt.messages import TOKEN_BYTES, Delta, Sampling, TokenLogprob, Usage
-from radixrt.tokens import TextService, TextStream
+from radixrt.messages import Delta, Sampling, TokenLogprob, Usage
+from radixrt.tokens import OutputProcessor, TextService
 
 
 class Choice:
     """The message so far, its token ids, and how it ended."""
 
     __slots__ = (
-        "_hidden_ids", "_ids", "_parser", "_stop_ids", "_stream", "content_tokens", "echo", "finish", "index",
-        "logprobs", "message", "offsets", "prompt_ids", "prompt_logprobs", "prompt_tokens", "stop", "stopping",
-        "tokens", "unreported", "unsent_ids", "usage",
+        "_output", "_parser", "_stop_ids", "content_tokens", "echo", "finish", "index", "logprobs", "message",
+        "offsets", "prompt_ids", "prompt_logprobs", "prompt_tokens", "stop", "stopping", "unreported", "unsent_ids",
+        "usage",
     )  # fmt: skip
 
     def __init__(
@@ -32,9 +31,6 @@ class Choice:
         self.message = AssistantMessage()
         self.echo: tuple[str, int] | None = None
         """(text of the prompt, its first token id) to be echoed, until that is sent."""
-        self.tokens = 0
-        """Number of tokens so far, up to a complete stop string; later ones, which the worker still sends, are
-        dropped."""
         self.logprobs: list[TokenLogprob] | None = None
         self.offsets: Offsets | None = None
         """Where tokens begin in its text, if that is reported."""
@@ -53,11 +49,9 @@ class Choice:
         self.stopping = False
         """Whether it was ended here; the last Delta, with the usage, is still to come."""
         self.usage = Usage()
-        self._stream = TextStream(service, output.shown(sampling))
+        self._output = OutputProcessor(service.tokenizer, output.shown(sampling), output.hidden_ids)
         self._parser = output.parser()
-        self._hidden_ids = output.hidden_ids
         self._stop_ids = sampling.stop_token_ids
-        self._ids: list[bytes] = []
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -72,7 +66,13 @@ class Choice:
     @property
     def ids(self) -> bytes:
         """All generated ids, including the one that ended it."""
-        return b"".join(self._ids)
+        return self._output.ids
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens so far, up to a complete stop string; later ones, which the worker still sends, are
+        dropped."""
+        return self._output.tokens
 
     @property
     def whole(self) -> bool:
@@ -89,19 +89,14 @@ class Choice:
         return ids
 
     def take(self, delta: Delta) -> tuple[list[Piece], bool]:
-        """Add a delta. Returns (the new pieces, whether the choice must be ended at the router)."""
+        """Add a delta, from which what comes after a stop string is cut. Returns (the new pieces, whether the choice
+        must be ended at the router)."""
         pieces: list[Piece] = []
         was_stopping, last = self.stopping, delta.finish is not None
         if not was_stopping:
             pieces = self._read(delta)
-            ids = delta.ids
-            if self.stopping:
-                ids = self._without_past(ids)
-                delta.logprobs = delta.logprobs and delta.logprobs[: len(ids) // TOKEN_BYTES]
-            self.tokens += len(ids) // TOKEN_BYTES
-            self._ids.append(ids)
             if self.prompt_ids is not None:
-                self.unsent_ids.append(ids)
+                self.unsent_ids.append(delta.ids)
         if last:
             self.finish, self.usage = delta.finish, delta.usage or Usage()
             if not self.stopping:
@@ -120,8 +115,8 @@ class Choice:
 
     def _read(self, delta: Delta) -> list[Piece]:
         """Parse the text of a delta into pieces; may set `stopping`."""
-        text = self._stream.take(self._visible(delta) if self._hidden_ids else delta)
-        found, parser = self._stream.stop, self._parser
+        text = self._output.take(delta)
+        found, parser = self._output.stop, self._parser
         if parser is None:
             pieces: list[Piece] = [Content(text)] if text else []
         else:
@@ -133,20 +128,3 @@ class Choice:
         for piece in pieces:
             self.message.add(piece)
         return pieces
-
-    def _without_past(self, ids: bytes) -> bytes:
-        """The ids of a delta up to the one that completed a stop string."""
-        if self._stream.stop is None:
-            return ids
-        past, found = self._stream.past, memoryview(ids).cast("i")
-        while past or (found and found[-1] in self._hidden_ids):
-            past -= found[-1] not in self._hidden_ids
-            found = found[:-1]
-        return found.tobytes()
-
-    def _visible(self, delta: Delta) -> Delta:
-        ids = memoryview(delta.ids).cast("i")
-        if self._hidden_ids.isdisjoint(ids):
-            return delta
-        visible = array("i", [i for i in ids if i not in self._hidden_ids])
-        return msgspec.structs.replace(delta, ids=visible.tobytes())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from radixrt.frontend.parsing import Content, Piece, Reasoning
 from radixrt.messages import TokenLogprob
@@ -28,6 +28,29 @@ def limited(found: list[TokenLogprob] | None, most: int | None) -> list[TokenLog
     if found is None or most is None:
         return None
     return [one if len(one.top) <= most else TokenLogprob(one.token, one.logprob, one.top[:most]) for one in found]
+
+
+def token_json(tokenizer: Tokenizer | None, found: TokenLogprob, names_ids: bool = False) -> dict[str, Any]:
+    """A token with its log-probabilities, in the format of chats and responses. `names_ids`: see `Reported`."""
+    tops = [_likelihood(tokenizer, token, logprob, names_ids) for token, logprob in found.top]
+    return _likelihood(tokenizer, found.token, found.logprob, names_ids) | {"top_logprobs": tops}
+
+
+def _likelihood(tokenizer: Tokenizer | None, token: int, logprob: float, names_ids: bool) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token) if tokenizer else b""
+    name = token_text(None if names_ids else tokenizer, token)
+    return {"token": name, "logprob": finite(logprob), "bytes": list(raw)}
+
+
+def token_text(tokenizer: Tokenizer | None, token: int) -> str:
+    """The text of a single token."""
+    return tokenizer.token_text(token) if tokenizer else f"token_id:{token}"
+
+
+def finite(logprob: float) -> float:
+    """Replace infinity, which JSON does not have, by -9999, which OpenAI writes for nearly impossible tokens. (NaN,
+    which a prompt's first token has, becomes null.)"""
+    return max(logprob, -9999.0)
 
 
 class Tokens:

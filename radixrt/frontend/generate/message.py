@@ -40,12 +40,11 @@ class AssistantMessage:
         """Where parts of the reasoning begin in it, by the amount of other output before each."""
 
     def add(self, piece: Piece) -> None:
-        kind = type(piece)
-        if kind is Content:
+        if isinstance(piece, Content):
             self._content.append(piece.text)
-        elif kind is CallArguments:
+        elif isinstance(piece, CallArguments):
             self.calls[piece.index].add(piece.text)
-        elif kind is CallStart:
+        elif isinstance(piece, CallStart):
             self.calls.append(ToolCall(piece.id, piece.name))
         else:
             self._begins.setdefault((len(self._content), len(self.calls)), len(self._reasoning))

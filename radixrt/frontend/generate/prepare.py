@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,54 +16,20 @@ from radixrt.frontend.formats.output import TEXT, Formats, Output
 from radixrt.frontend.formats.structured import Constraint
 from radixrt.frontend.formats.tools import ToolUse
 from radixrt.frontend.generate.bad_words import MAX_BAD_WORDS, MAX_CHARS, spellings
-from radixrt.frontend.generate.defaults import Defaults, sampling_defaults
+from radixrt.frontend.generate.defaults import sampling_defaults
+from radixrt.frontend.generate.errors import api_error, refuse
+from radixrt.frontend.generate.request import GenerationRequest
 from radixrt.frontend.generate.shared_store import SharedStore
 from radixrt.frontend.http.body import apart
-from radixrt.frontend.http.errors import api_error, refuse
-from radixrt.messages import TOKEN_BYTES, ChatPrompt, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
+from radixrt.messages import TOKEN_BYTES, ChatPrompt, Namespace, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.requests.validate import check_choices, check_sampling
 from radixrt.tokens import Encoded, TextService
-from radixrt.tokens.chat_history import Conversations, namespace_of
-from radixrt.tokens.errors import FieldError, Room, too_long
+from radixrt.tokens.chat_history import Conversations
+from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.turns import Result, in_one_step
 
 LONG_PROMPT_CHARS = 65_536
 """Of prompts with more characters it is known before they are encoded how many tokens they may have."""
-
-
-class PromptBody(Protocol):
-    """A request body with a prompt whose tokens can be counted."""
-
-    cache_salt: str | None
-
-    def names(self) -> dict[str, str]:
-        """Maps the fields of messages to the caller's names."""
-
-
-class Body(PromptBody, Protocol):
-    """A request body of any API that generates answers. Its methods raise ApiError (400) for invalid or unsupported
-    fields."""
-
-    model: str | None
-    stream: bool | None
-
-    def tool_use(self) -> ToolUse:
-        """Which tools an answer may or must call."""
-
-    def constraint(self) -> Constraint | None:
-        """The constraint on the text of an answer, if any."""
-
-    def wants_usage(self) -> bool:
-        """Whether a stream includes the usage."""
-
-    def choices(self) -> int:
-        """The number of choices for each prompt."""
-
-    def prompts(self, use: ToolUse) -> list[Prompt]:
-        """The prompts; a chat's template gets the tools of `use`."""
-
-    def sampling(self, defaults: Defaults) -> Sampling:
-        """The sampling parameters; `defaults` for those that the request does not set."""
 
 
 class Ready(NamedTuple):
@@ -97,18 +63,18 @@ class Prompts:
         self._defaults = sampling_defaults(config.generation_config, text.generation)
 
     async def prepare(
-        self, body: Body, key: str, use: ToolUse, wanted: Constraint | None, large: bool = False
+        self, body: GenerationRequest, key: str, use: ToolUse, wanted: Constraint | None, large: bool = False
     ) -> list[Ready]:
         """Prepare the prompts of a request, which may be `large`. Raises ApiError that names an invalid field."""
         sampling, prompts = await apart(large, lambda: (body.sampling(self._defaults), body.prompts(use)))
-        if words := getattr(body, "bad_words", None):
-            namespace = self.namespace(key, body.cache_salt)
-            sampling = msgspec.structs.replace(sampling, bad_token_ids=await self._spelled(words, namespace))
+        if body.bad_words:
+            spelled = await self._spelled(body.bad_words, self.namespace(key, body.cache_salt))
+            sampling = msgspec.structs.replace(sampling, bad_token_ids=spelled)
         found = []
         try:
             check_choices(body.choices())
             check_sampling(sampling, self._text.vocab_size)
-            most = _most_tokens(body)
+            most = body.most_prompt_tokens()
             for prompt in prompts:
                 room = None if most else await self._room(prompt, sampling, key)
                 encoded = await self._encode(prompt, key, body.cache_salt, room, most)
@@ -126,7 +92,7 @@ class Prompts:
             ready.append(Ready(prompt, encoded, fitted, output))
         return ready
 
-    async def num_tokens(self, prompt: Prompt, key: str, body: PromptBody) -> int:
+    async def num_tokens(self, prompt: Prompt, key: str, body: GenerationRequest) -> int:
         """The number of tokens of a body's prompt."""
         try:
             return len((await self._encode(prompt, key, body.cache_salt)).ids) // TOKEN_BYTES
@@ -139,9 +105,9 @@ class Prompts:
 
     # ------------------------------------------------------------ parts
 
-    def namespace(self, key: str, cache_salt: str | None) -> str:
+    def namespace(self, key: str, cache_salt: str | None) -> Namespace:
         """The namespace in which a caller's texts are encoded."""
-        return namespace_of(self._tenant(key), cache_salt or "")
+        return Namespace(self._tenant(key), salt=cache_salt or "")
 
     async def aside(self, key: str, work: Callable[..., Result], *args: Any) -> Result:
         """Run `work`, which renders or encodes something, in the tokenizer's threads, in turn with the others'. Raises
@@ -168,7 +134,7 @@ class Prompts:
         limit = self._max_model_len or (await self._longest(key) if self._longest else 0)
         return Room(limit, int(sampling.max_tokens != 0)) if limit else None
 
-    async def _spelled(self, words: list[str], namespace: str) -> tuple[tuple[int, ...], ...]:
+    async def _spelled(self, words: list[str], namespace: Namespace) -> tuple[tuple[int, ...], ...]:
         """The token ids of words that are not to be generated. Raises ApiError if they are too many or empty."""
         tokenizer = self._text.tokenizer
         if tokenizer is None:
@@ -185,9 +151,8 @@ class Prompts:
         if not self._max_model_len:
             return sampling
         tokens = len(ids) // TOKEN_BYTES
+        Room(self._max_model_len, int(sampling.max_tokens != 0)).check(tokens)
         room = self._max_model_len - tokens
-        if room < (sampling.max_tokens != 0):
-            raise FieldError("prompt", too_long(tokens, self._max_model_len, int(sampling.max_tokens != 0)))
         most = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
         return msgspec.structs.replace(sampling, max_tokens=most)
 
@@ -218,11 +183,3 @@ def _content_chars(message: dict[str, Any]) -> int:
         texts = [part.get("text") for part in content if isinstance(part, dict)]
         return sum(len(text) for text in texts if isinstance(text, str))
     return len(content) if isinstance(content, str) else 0
-
-
-def _most_tokens(body: Body) -> int | None:
-    """The number of tokens that each prompt is truncated to, from the left, if it has more; None: not at all."""
-    most = getattr(body, "truncate_prompt_tokens", None)
-    if most is not None and most < 1:
-        refuse("truncate_prompt_tokens", "must be at least 1")
-    return most

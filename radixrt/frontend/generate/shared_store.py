@@ -8,9 +8,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
+import msgspec
+
 from radixrt.client import ServerError
 from radixrt.client.transports import Answer, RouterTransport
-from radixrt.messages import Info, Recall, Share
+from radixrt.messages import Info, Namespace, Recall, Share
+
+_encode = msgspec.msgpack.Encoder().encode
 
 SECONDS = 1.0
 """How long to wait for the router; after that, values count as unknown."""
@@ -36,7 +40,7 @@ class SharedStore:
     def _took(self, _: Answer) -> None:
         self._taken += 1
         while self._waiting and self._waiting[0][0] <= self._taken:
-            _, waiter = self._waiting.popleft()
+            waiter = self._waiting.popleft()[1]
             if not waiter.done():
                 waiter.set_result(None)
 
@@ -66,6 +70,6 @@ class SharedStore:
         return answer.data if isinstance(answer, Info) else nothing
 
 
-def key_of(kind: str, namespace: str, name: str) -> bytes:
+def key_of(kind: str, namespace: Namespace, name: str) -> bytes:
     """The key of a value that all processes name in the same way."""
-    return blake2b("\0".join((kind, namespace, name)).encode(), digest_size=16).digest()
+    return blake2b(_encode((kind, namespace.key, name)), digest_size=16).digest()

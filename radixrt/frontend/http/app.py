@@ -17,21 +17,23 @@ from radixrt.client.transports import NATIVE_PATH, Here, ServerError
 from radixrt.config import FrontendConfig
 from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.routes import MessageRoutes
+from radixrt.frontend.generate.codec import parse
+from radixrt.frontend.generate.errors import ApiError, api_error
 from radixrt.frontend.generate.generation import Generation
 from radixrt.frontend.generate.link import RouterLink
 from radixrt.frontend.generate.prepare import Prompts
 from radixrt.frontend.generate.shared_store import SharedStore
 from radixrt.frontend.http.auth import MESSAGES_PATH, Application, Handler, KeyedHandler, count_for, for_pages, key_of
 from radixrt.frontend.http.body import Bodies, Held, check_shape, read_body, release
-from radixrt.frontend.http.errors import ApiError, api_error
 from radixrt.frontend.http.hosts import RequestFilter
 from radixrt.frontend.http.info_routes import CLEAR_PATHS, InfoRoutes
 from radixrt.frontend.http.responses import StreamAnswer, WholeAnswer
 from radixrt.frontend.http.worker_routes import DRAIN_PATH, WorkerRoutes
 from radixrt.frontend.native.routes import Native
+from radixrt.frontend.openai.exchange import OpenAIExchange
 from radixrt.frontend.openai.lora_routes import ADAPTER_PATHS, AdapterRoutes
 from radixrt.frontend.openai.replies import ChatReply, Reply
-from radixrt.frontend.openai.schema import Chat, cut_prompt, parse, parse_completion
+from radixrt.frontend.openai.schema import Chat, cut_prompt, parse_completion
 from radixrt.frontend.openai.tokenization import Tokenization
 from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
 from radixrt.messages import ChangeAdapter, DrainWorker
@@ -103,11 +105,11 @@ class Frontend:
         rest, ids = cut_prompt(raw)
         await check_shape(rest)
         body = parse_completion(rest, ids)
-        return await self.generation.answer(request, key, body, Reply)
+        return await self.generation.answer(request, key, body, Reply, OpenAIExchange)
 
     async def chat(self, request: Request, key: str) -> StreamAnswer | WholeAnswer:
         body = parse(_chat, await self._body(request))
-        return await self.generation.answer(request, key, body, ChatReply)
+        return await self.generation.answer(request, key, body, ChatReply, OpenAIExchange)
 
     # ------------------------------------------------------------ keys, limits, errors
 

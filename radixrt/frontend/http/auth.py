@@ -15,10 +15,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError
-from radixrt.frontend.http import responses
-from radixrt.frontend.http.errors import ApiError
+from radixrt.frontend.generate import reply
+from radixrt.frontend.generate.codec import encode
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.http.unread import UNREAD
-from radixrt.frontend.openai.replies import encode
 from radixrt.messages import Origin
 
 VERSION = "/v1"
@@ -113,7 +113,7 @@ def for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     that somebody visits must not be able to use a server on their machine."""
     if not origins:
         return app
-    exposed = (REQUEST_ID, responses.REQUEST_ID, "retry-after")
+    exposed = (REQUEST_ID, reply.REQUEST_ID, "retry-after")
     return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 
@@ -124,6 +124,7 @@ class Application:
     def __init__(self, posts: dict[str, Handler], others: list[Route], lifespan: Lifespan[Starlette]) -> None:
         routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()] + others
         known = {route.path for route in routes}
+        handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]]
         handlers = {HTTPException: functools.partial(on_http_error, known=known), Exception: on_crash}
         self._posts = posts
         self._starlette = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)

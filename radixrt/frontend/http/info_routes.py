@@ -11,8 +11,8 @@ from starlette.routing import Route
 
 import radixrt
 from radixrt.client import AsyncClient, ServerError
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.http.auth import Handler, KeyedHandler, json_response
-from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.openai.replies import model_json, models_json
 from radixrt.report import to_html
 

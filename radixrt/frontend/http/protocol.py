@@ -12,7 +12,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from radixrt.frontend.http.errors import ApiError
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.http.unread import UNREAD, Claim, Unread
 
 LEAVING = "radixrt.leaving"
@@ -40,7 +40,7 @@ MAX_DISCARDED_BYTES = 32 << 20
 its body before it reads would not see the answer if the connection were closed at once."""
 
 
-class AnswerTransport:
+class AnswerTransport(asyncio.Transport):
     """The connection while one request is answered. It sends the response's head together with the first part of the
     body, as ASGI allows, because each write is a system call and wakes the client."""
 
@@ -49,10 +49,10 @@ class AnswerTransport:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._transport: asyncio.Transport = cycle.transport
-        self._head: bytes | None = None
+        self._head: bytes | bytearray | memoryview | None = None
         """The head that is held back; empty once it is sent."""
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._head:
             self._transport.writelines((self._head, data))
             self._head = b""
@@ -135,7 +135,7 @@ class PatientProtocol(HttpToolsProtocol):
             cycle.message_event.set()
             if self._on_leave is not None:
                 self._on_leave()
-            self._forget_answering()
+            self._forget_answering(cycle)
         super().connection_lost(exc)
         # These refer back to this connection: such a cycle, with the unread part of a body, would live until the
         # garbage collector runs, which is seldom.
@@ -149,19 +149,19 @@ class PatientProtocol(HttpToolsProtocol):
         if self._head_bytes is not None:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._parse_head(data)
+                self._parse_head(data, self._head_bytes - MAX_HEAD_BYTES)
                 return
         super().data_received(data)
 
-    def _parse_head(self, data: bytes) -> None:
-        """Parse data with which a head exceeds MAX_HEAD_BYTES, and refuse it unless it ends before that."""
-        parts, within = memoryview(data), len(data) - (self._head_bytes - MAX_HEAD_BYTES)
+    def _parse_head(self, data: bytes, over: int) -> None:
+        """Parse data with which a head exceeds MAX_HEAD_BYTES by `over`, and refuse it unless it ends before that."""
+        within = len(data) - over
         self._head_bytes = MAX_HEAD_BYTES
-        super().data_received(parts[:within])
+        super().data_received(data[:within])
         if self.transport.is_closing():
             return
         if self._head_bytes != MAX_HEAD_BYTES:
-            super().data_received(parts[within:])
+            super().data_received(data[within:])
         elif self._in_head and (self.cycle is None or self.cycle.response_complete):
             self._refuse_head()
         else:
@@ -223,13 +223,14 @@ class PatientProtocol(HttpToolsProtocol):
         self._moved = self.loop.time()
         self._on_leave = None
         if self._answering is not None:
-            self._answering.transport.flush()
-            self._forget_answering()
+            if isinstance(transport := self._answering.transport, AnswerTransport):
+                transport.flush()
+            self._forget_answering(self._answering)
         super().on_response_complete()
 
-    def _forget_answering(self) -> None:
+    def _forget_answering(self, cycle: RequestResponseCycle) -> None:
         """The current request is answered, or never will be. Breaks the cycle between it and its transport."""
-        self._answering.transport = self.transport
+        cycle.transport = self.transport
         self._answering = None
 
     def pause_writing(self) -> None:
@@ -244,7 +245,8 @@ class PatientProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         cycle.transport = AnswerTransport(cycle)
-        cycle.scope["extensions"] = {LEAVING: self._when_left, UNREAD: self._claim}
+        extensions: dict[str, Any] = {LEAVING: self._when_left, UNREAD: self._claim}
+        cycle.scope["extensions"] = extensions
         super()._start_asgi_task(cycle, app)
 
     def _when_left(self, tell: Callable[[], None]) -> None:

@@ -7,36 +7,31 @@ does not read, the request is cancelled at the router.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.exchange import Exchange
-from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.outbox import Disconnected, Outbox
 from radixrt.frontend.http.protocol import LEAVING
 from radixrt.frontend.http.unread import UNREAD
-
-REQUEST_ID = "x-request-id"
-"""The header in which OpenAI's clients expect it."""
 
 
 class StreamAnswer:
     """An ASGI response that streams an exchange's parts.
 
-    It starts with the first part, so that a refused request gets an error status instead of a stream. `request_id` is
-    sent as a header."""
+    It starts with the first part, so that a refused request gets an error status instead of a stream."""
 
-    def __init__(self, exchange: Outbox, content_type: bytes, request_id: str = "") -> None:
+    def __init__(self, exchange: Outbox, content_type: bytes, headers: Mapping[str, str] = {}) -> None:
         self._exchange = exchange
         self._headers = [
             (b"content-type", content_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
-        if request_id:
-            self._headers.append((REQUEST_ID.encode(), request_id.encode()))
+        self._headers += [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         unwatch = watch(scope, receive, self._exchange)
@@ -68,7 +63,7 @@ class StreamAnswer:
 class WholeAnswer:
     """An ASGI response that sends an exchange's answer when it is complete."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange[Any]) -> None:
         self._exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +80,7 @@ class WholeAnswer:
         finally:
             unwatch()
             self._exchange.cancel()
-        await send_body(send, 200, body, {REQUEST_ID: self._exchange.reply.id})
+        await send_body(send, 200, body, self._exchange.reply.headers)
 
 
 def watch(scope: Scope, receive: Receive, exchange: Outbox) -> Callable[[], object]:

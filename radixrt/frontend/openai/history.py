@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.generate.errors import one_of, refuse
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "reasoning")
@@ -20,9 +20,7 @@ def checked_messages(messages: list[Message]) -> list[Message]:
     messages = [_without_refusal(f"messages[{i}]", _not_null(message)) for i, message in enumerate(messages)]
     for i, message in enumerate(messages):
         field = f"messages[{i}]"
-        role = message.get("role")
-        if role not in ROLES:
-            refuse(f"{field}.role", f"must be one of {', '.join(ROLES)}, not {role!r}")
+        role = one_of(message.get("role"), ROLES, f"{field}.role")
         _check_content(field, message)
         if role == "assistant":
             calls |= _call_ids(f"{field}.tool_calls", message.get("tool_calls"))

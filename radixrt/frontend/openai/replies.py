@@ -11,18 +11,17 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import msgspec
-
 from radixrt.frontend.generate.choice import Choice
-from radixrt.frontend.generate.logprobs import Offsets
+from radixrt.frontend.generate.codec import encode
+from radixrt.frontend.generate.logprobs import Offsets, finite, token_json, token_text
 from radixrt.frontend.generate.message import AssistantMessage
+from radixrt.frontend.generate.reply import BaseReply
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece, Reasoning
 from radixrt.messages import TokenLogprob, Usage
-from radixrt.tokens import Encoded, Tokenizer
+from radixrt.tokens import Tokenizer
 
 _random = random.Random()  # not the global one, which a program in this process may seed
 
-encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 Finish = Literal["stop", "length", "abort", "error", "tool_calls"]
 
@@ -48,15 +47,6 @@ def usage_json(usages: Sequence[Usage], prompts: int, reasoning: int = 0) -> dic
     }
 
 
-def session_json(encoded: Encoded) -> dict[str, Any]:
-    """The part of a reply's `radixrt` field about answers in the chat that were generated here; {} if there are none.
-    Notes number messages as the chat template gets them."""
-    if not encoded.kept_turns and not encoded.dropped:
-        return {}
-    notes = {"respelled": list(encoded.respelled), "dropped": list(encoded.dropped)}
-    return {"session": {"kept_turns": encoded.kept_turns} | {name: found for name, found in notes.items() if found}}
-
-
 def model_json(name: str, max_model_len: int, parent: str | None = None) -> dict[str, Any]:
     """A model with the fields of OpenAI, vLLM and Anthropic. Prompt and output share its length, so the maximum of each
     is all of it. Its creation time is unknown, for which both APIs use the epoch. `parent`: the model of a LoRA
@@ -73,26 +63,17 @@ def models_json(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"object": "list", "data": models, "has_more": False} | ends
 
 
-class Reply:
+class Reply(BaseReply):
     """Formats the answers of one HTTP request, which share its id, time and model."""
 
     prefix = "cmpl-"
     whole = "text_completion"
     part = "text_completion"
-    of_content = False
-    """Whether log-probabilities are reported for the content's tokens only: not for thoughts, calls, and the token that
-    ends the answer."""
 
     def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
+        super().__init__(model, tokenizer)
         self.id = f"{self.prefix}{_random.getrandbits(128):032x}"
         self.created = int(time.time())
-        self.model = model
-        self.session: dict[str, Any] = {}
-        """See `session_json`."""
-        self.shows_reasoning = True
-        self.names_ids = False
-        """Whether log-probabilities name tokens by their ids instead of their texts."""
-        self._tokenizer = tokenizer
 
     def head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -114,7 +95,7 @@ class Reply:
         """Add the token ids of `found` to the choices of a whole answer. Returns those of the prompt, if the format has
         them beside the choices."""
         for choice, one in zip(choices, found, strict=True):
-            choice |= {"token_ids": id_list(one.ids), "prompt_token_ids": id_list(one.prompt_ids)}
+            choice |= {"token_ids": id_list(one.ids), "prompt_token_ids": id_list(one.prompt_ids or b"")}
         return {}
 
     def add_prompt_logprobs(self, choices: list[dict[str, Any]], found: Sequence[Choice]) -> dict[str, Any]:
@@ -125,20 +106,16 @@ class Reply:
 
     # ------------------------------------------------------------ chunks
 
-    def begin(self, include_usage: bool) -> None:
-        """Begin a stream; `include_usage` is that of `stream_options`."""
-        self._include_usage = include_usage
+    def begin(self) -> None:
         head = encode(self.head(self.part))
         self._head = b"data: " + head[:-1] + b',"choices":['
-        self._tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._tail = b'],"usage":null}\n\n' if self.reported.usage else b"]}\n\n"
 
     def count(self, prompt_tokens: int, tokens: int) -> None:
-        """Set the usage so far that the next chunks have, for `continuous_usage_stats`."""
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
         self._tail = b'],"usage":%b}\n\n' % encode(usage)
 
     def opening(self, index: int, prompt_ids: bytes | None) -> bytes:
-        """The events before the first text of a choice; with `prompt_ids` if token ids are reported."""
         if prompt_ids is None:
             return b""
         opening = self.choice_chunk(index, None, None, None, b"")
@@ -159,7 +136,7 @@ class Reply:
 
     def end(self, usages: Sequence[Usage], prompts: int, reasoning: int) -> bytes:
         """The end of a stream."""
-        if not self._include_usage:
+        if not self.reported.usage:
             return DONE
         about = {"worker": usages[0].worker} | self.session
         usage = usage_json(usages, prompts, reasoning)
@@ -170,8 +147,9 @@ class Reply:
         self, index: int, piece: Piece | None, logprobs: Any, finish: Finish | None, ids: bytes | None
     ) -> bytes:
         """A choice of a chunk."""
+        text = encode(piece.text) if isinstance(piece, Content) else b'""'
         return b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}' % (
-            index, encode(piece.text) if piece else b'""', encode(logprobs), encode(finish), _ids_field(ids)
+            index, text, encode(logprobs), encode(finish), _ids_field(ids)
         )  # fmt: skip
 
     def choice(
@@ -191,7 +169,7 @@ class Reply:
         tops = [self._alternatives(one) for one in found]
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(t.logprob) for t in found],
+            "token_logprobs": [finite(t.logprob) for t in found],
             "top_logprobs": tops,
             "text_offset": [offsets.take(t.token, text) for t, text in zip(found, texts, strict=True)],
         }
@@ -201,11 +179,11 @@ class Reply:
         the same text the more likely one is kept: it is written last."""
         if math.isnan(found.logprob):
             return None
-        own = {self._text(found.token): _finite(found.logprob)}
-        return own | {self._text(token): _finite(logprob) for token, logprob in found.top[::-1]}
+        own = {self._text(found.token): finite(found.logprob)}
+        return own | {self._text(token): finite(logprob) for token, logprob in found.top[::-1]}
 
     def _text(self, token: int) -> str:
-        return token_text(None if self.names_ids else self._tokenizer, token)
+        return token_text(None if self.reported.names_ids else self._tokenizer, token)
 
 
 class ChatReply(Reply):
@@ -226,7 +204,7 @@ class ChatReply(Reply):
     def add_ids(self, choices: list[dict[str, Any]], found: Sequence[Choice]) -> dict[str, Any]:
         for choice, one in zip(choices, found, strict=True):
             choice["token_ids"] = id_list(one.ids)
-        return {"prompt_token_ids": id_list(found[0].prompt_ids)}
+        return {"prompt_token_ids": id_list(found[0].prompt_ids or b"")}
 
     def add_prompt_logprobs(self, choices: list[dict[str, Any]], found: Sequence[Choice]) -> dict[str, Any]:
         return {"prompt_logprobs": prompt_logprobs_json(self._tokenizer, found[0].prompt_logprobs)}
@@ -247,14 +225,15 @@ class ChatReply(Reply):
     ) -> dict[str, Any]:
         about = {"logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
         told = message.to_openai() | {"refusal": None}
-        if not self.shows_reasoning:
+        if not self.reported.reasoning:
             told.pop("reasoning_content", None)
         return {"index": index, "message": told} | about
 
     def logprobs(self, found: list[TokenLogprob] | None, offsets: Offsets | None) -> Any:
         if found is None:
             return None
-        return {"content": [token_json(self._tokenizer, one, self.names_ids) for one in found], "refusal": None}
+        told = [token_json(self._tokenizer, one, self.reported.names_ids) for one in found]
+        return {"content": told, "refusal": None}
 
 
 def id_list(ids: bytes) -> list[int]:
@@ -267,35 +246,20 @@ def _ids_field(ids: bytes | None) -> bytes:
     return b"" if ids is None else b',"token_ids":%b' % encode(id_list(ids))
 
 
-def token_json(tokenizer: Tokenizer | None, found: TokenLogprob, names_ids: bool = False) -> dict[str, Any]:
-    """A token with its log-probabilities, in the format of chats and responses. See `Reply.names_ids`."""
-    tops = [_likelihood(tokenizer, token, logprob, names_ids) for token, logprob in found.top]
-    return _likelihood(tokenizer, found.token, found.logprob, names_ids) | {"top_logprobs": tops}
-
-
-def _likelihood(tokenizer: Tokenizer | None, token: int, logprob: float, names_ids: bool) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token) if tokenizer else b""
-    name = token_text(None if names_ids else tokenizer, token)
-    return {"token": name, "logprob": _finite(logprob), "bytes": list(raw)}
-
-
 def prompt_logprobs_json(tokenizer: Tokenizer | None, found: list[TokenLogprob] | None) -> list[Any]:
     """The log-probabilities of a prompt in vLLM's format: null for the first token, and for each other one an object
     of that token and the most likely ones, by id. The rank of a token that is not among the latter is unknown: null."""
     rows: list[Any] = [None]
     for one in found or ():
-        ranked = {token: (logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1)}
+        ranked: dict[int, tuple[float, int | None]] = {
+            token: (logprob, rank) for rank, (token, logprob) in enumerate(one.top, 1)
+        }
         ranked = {one.token: ranked.get(one.token, (one.logprob, None))} | ranked
         rows.append({
-            token: {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
+            token: {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
             for token, (logprob, rank) in ranked.items()
         })  # fmt: skip
     return rows
-
-
-def token_text(tokenizer: Tokenizer | None, token: int) -> str:
-    """The text of a single token."""
-    return tokenizer.token_text(token) if tokenizer else f"token_id:{token}"
 
 
 def _delta(piece: Piece) -> bytes:
@@ -310,9 +274,3 @@ def _delta(piece: Piece) -> bytes:
             return encode({"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]})
         case CallArguments(index=index, text=text):
             return encode({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
-
-
-def _finite(logprob: float) -> float:
-    """Replace infinity, which JSON does not have, by -9999, which OpenAI writes for nearly impossible tokens. (NaN,
-    which a prompt's first token has, becomes null.)"""
-    return max(logprob, -9999.0)

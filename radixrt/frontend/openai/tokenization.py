@@ -11,12 +11,14 @@ from starlette.responses import Response
 
 from radixrt.client import token_bytes, token_list
 from radixrt.frontend.formats.tools import tool_use
+from radixrt.frontend.generate.codec import parse
+from radixrt.frontend.generate.errors import api_error, refuse
 from radixrt.frontend.generate.link import RouterLink
+from radixrt.frontend.generate.request import Int
 from radixrt.frontend.http.auth import json_response
 from radixrt.frontend.http.body import apart, is_large
-from radixrt.frontend.http.errors import api_error, refuse
-from radixrt.frontend.openai.schema import Int, chat_prompt, parse
-from radixrt.messages import TOKEN_BYTES, Name, Prompt, TextPrompt
+from radixrt.frontend.openai.schema import chat_prompt
+from radixrt.messages import TOKEN_BYTES, Name, Namespace, Prompt, TextPrompt
 from radixrt.tokens import TextService, Tokenizer
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.text import STEP_IDS
@@ -45,7 +47,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     return_token_strs: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    template_args: dict[str, Any] | None = msgspec.field(default=None, name="chat_template_kwargs")
 
     def to_prompt(self) -> Prompt:
         if (self.prompt is None) == (self.messages is None):
@@ -70,7 +72,7 @@ def _token_texts(tokenizer: Tokenizer, ids: list[int]) -> Steps[list[str]]:
     texts: list[str] = []
     for at in range(0, len(ids), STEP_IDS):
         texts += map(tokenizer.token_text, ids[at : at + STEP_IDS])
-        yield
+        yield None
     return texts
 
 
@@ -84,7 +86,7 @@ class Tokenization:
         link: RouterLink,
         max_model_len: int,
         read: Callable[[Request], Awaitable[bytes]],
-        namespace: Callable[[str, str | None], str],
+        namespace: Callable[[str, str | None], Namespace],
     ) -> None:
         self._text = text
         self._link = link

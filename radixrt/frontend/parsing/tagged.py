@@ -151,7 +151,9 @@ def _line_end(reader: Reader) -> Steps[None]:
 
 def _of_key(schema: Schema, key: str) -> Schema:
     """The schema of an argument, references resolved; {} if there is none."""
-    found = schema.get("properties", {}).get(key, {}) if isinstance(schema, dict) else {}
+    if not isinstance(schema, dict):
+        return {}
+    found = schema.get("properties", {}).get(key, {})
     for _ in range(MAX_REFERENCES):
         match = _REFERENCE.fullmatch(found.get("$ref", "")) if isinstance(found, dict) else None
         if not match:

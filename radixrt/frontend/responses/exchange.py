@@ -6,20 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 from radixrt.frontend.generate.choice import Choice
+from radixrt.frontend.generate.codec import encode
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.exchange import Exchange
-from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.parsing import Piece
-from radixrt.frontend.responses.replies import ResponseReply, encode
+from radixrt.frontend.responses.replies import ResponseReply
 from radixrt.messages import TokenLogprob
 
 Keep = Callable[[str, bytes, dict[str, Any]], None]
 """Called with a complete response: its id, its JSON, and its message in the format of chats."""
 
 
-class ResponseExchange(Exchange):
+class ResponseExchange(Exchange[ResponseReply]):
     """The single choice of a response, in items. An error after the stream has begun is sent as an event."""
-
-    reply: ResponseReply
 
     def __init__(self, *args: Any, keep: Keep) -> None:
         super().__init__(*args)
@@ -27,7 +26,6 @@ class ResponseExchange(Exchange):
         self._body = b""
 
     def error_event(self, problem: ApiError) -> bytes:
-        """See Exchange."""
         return self.reply.error(problem.code or f"{problem.status}", problem.message, problem.param or None)
 
     def _add(self, choice: Choice, pieces: list[Piece], logprobs: list[TokenLogprob] | None, last: bool) -> None:
@@ -47,5 +45,4 @@ class ResponseExchange(Exchange):
         self.wake()
 
     def whole(self) -> bytes:
-        """See Exchange."""
         return self._body

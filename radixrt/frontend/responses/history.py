@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.generate.errors import one_of, refuse
 from radixrt.frontend.responses.hosted import CALLS, OUTPUTS, REFUSED, WHOLE, Call, error, string
 
 Item = dict[str, Any]
@@ -103,9 +103,7 @@ class _History:
             refuse(field, "tools of MCP servers are not called here")
 
     def _message(self, field: str, item: Item) -> None:
-        role = item.get("role")
-        if role not in ROLES:
-            refuse(f"{field}.role", f"must be one of {', '.join(ROLES)}, not {role!r}")
+        role = one_of(item.get("role"), ROLES, f"{field}.role")
         content = _content(f"{field}.content", item.get("content"))
         if role != "assistant":
             self._waiting.clear()

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.http.errors import refuse
-from radixrt.frontend.responses.tools import flat_name
+from radixrt.frontend.formats.tools import flat_name
+from radixrt.frontend.generate.errors import refuse
 
 Item = dict[str, Any]
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.generate.errors import refuse
 from radixrt.frontend.responses.replies import custom_input
 from radixrt.frontend.responses.tools import Listed
 
@@ -88,5 +88,5 @@ def _call(call: dict[str, Any], tool: Listed | None) -> Item:
 
 def _parts(kind: str, content: Any) -> list[dict[str, Any]]:
     texts = [content] if isinstance(content, str) else [part["text"] for part in content or ()]
-    more = {"annotations": []} if kind == "output_text" else {}
+    more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
     return [{"type": kind, "text": text} | more for text in texts]

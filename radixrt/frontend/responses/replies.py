@@ -9,17 +9,17 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.generate.logprobs import Tokens
+from radixrt.frontend.generate.codec import encode
+from radixrt.frontend.generate.logprobs import Tokens, token_json
 from radixrt.frontend.generate.reasoning import reasoning_tokens
-from radixrt.frontend.openai.replies import token_json
+from radixrt.frontend.generate.reply import BaseReply
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.frontend.responses.references import RESPONSE, item_id
-from radixrt.frontend.responses.schema import Asked
+from radixrt.frontend.responses.schema import Create
 from radixrt.frontend.responses.tools import without_hosted
 from radixrt.messages import TokenLogprob, Usage
 from radixrt.tokens import Tokenizer
 
-encode = msgspec.json.Encoder().encode
 Event = dict[str, Any]
 _IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
 
@@ -114,19 +114,14 @@ def custom_input(arguments: str) -> str:
     return given if isinstance(given, str) else arguments
 
 
-class ResponseReply:
+class ResponseReply(BaseReply):
     """Formats one response, with its items in order."""
 
-    of_content = False
-
-    def __init__(self, model: str, tokenizer: Tokenizer | None, asked: Asked) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer | None, asked: Create) -> None:
+        super().__init__(model, tokenizer)
         self.id = RESPONSE + uuid.uuid4().hex
-        self.model = model
-        self.session: dict[str, Any] = {}
-        """See `session_json`."""
         self.asked = asked
         self._created = int(time.time())
-        self._tokenizer = tokenizer
         self._items: list[Item] = []
         self._done: list[dict[str, Any]] = []
         self._sequence = 0
@@ -165,10 +160,7 @@ class ResponseReply:
 
     # ------------------------------------------------------------ the whole
 
-    def begin(self, include_usage: bool) -> None:
-        """Begin a stream; its usage is always included."""
-
-    def opening(self, index: int, _prompt_ids: bytes | None) -> bytes:
+    def opening(self, index: int, prompt_ids: bytes | None) -> bytes:
         """The first events."""
         response = self.body("in_progress", None)
         return self.events(
@@ -197,7 +189,7 @@ class ResponseReply:
 
     def body(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
         """The response in its present state."""
-        body = self.asked.body
+        body = self.asked
         reasoning = body.reasoning or {}
         return {
             "id": self.id,
@@ -208,7 +200,7 @@ class ResponseReply:
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": body.max_tokens,
             "metadata": body.metadata or {},
             "model": self.model,
             "output": list(self._done),
@@ -217,12 +209,12 @@ class ResponseReply:
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
             "store": body.stores,
-            "temperature": self.asked.sampled.temperature,
+            "temperature": body.sampled.temperature,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
             "tools": without_hosted(body.tools or []),
             "top_logprobs": body.top_logprobs or 0,
-            "top_p": self.asked.sampled.top_p,
+            "top_p": body.sampled.top_p,
             "truncation": body.truncation or "disabled",
             "usage": usage,
             "user": body.user,

@@ -10,21 +10,22 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from radixrt.frontend.generate.codec import encode, parse
+from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.generation import Generation
 from radixrt.frontend.generate.prepare import Prompts
 from radixrt.frontend.generate.shared_store import SharedStore
 from radixrt.frontend.http.body import apart, is_large
-from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.responses import StreamAnswer, WholeAnswer
-from radixrt.frontend.openai import schema
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.references import is_reference, resolved
-from radixrt.frontend.responses.replies import ResponseReply, encode
-from radixrt.frontend.responses.schema import Asked, Create
+from radixrt.frontend.responses.replies import ResponseReply
+from radixrt.frontend.responses.schema import Create
 from radixrt.frontend.responses.shared import SharedResponses
 from radixrt.frontend.responses.store import LocalResponses
 from radixrt.frontend.responses.tools import listed
+from radixrt.messages import Namespace
 
 RESPONSES_PATH = "/v1/responses"
 MAX_INLINE_CHAIN_MESSAGES = 1024
@@ -55,7 +56,7 @@ class Responses:
         namespace = self._namespace(key, asked.cache_salt or "")
 
         def keep(response_id: str, data: bytes, message: dict[str, Any]) -> None:
-            if asked.body.stores:
+            if asked.stores:
                 self._store.put(namespace, response_id, data, turns, [*asked.added, message], key)
 
         reply_of = functools.partial(ResponseReply, asked=asked)
@@ -71,16 +72,15 @@ class Responses:
         counted = {"object": "response.input_tokens", "input_tokens": tokens}
         return Response(encode(counted), media_type="application/json")
 
-    async def _read_asked(self, request: Request, key: str) -> tuple[Asked, tuple[Any, ...]]:
+    async def _read_asked(self, request: Request, key: str) -> tuple[Create, tuple[Any, ...]]:
         """Returns (the request, the turns that it continues)."""
-        body = schema.parse(_create, await self._read(request))
+        body = parse(_create, await self._read(request))
         namespace = self._namespace(key, body.cache_salt or "")
         turns, before = await self._before(namespace, body.previous_response_id, key)
         if isinstance(body.input, list) and any(map(is_reference, body.input)):
             body.input = await resolved(body.input, lambda response: self._store.body(namespace, response, key))
-        return await apart(
-            is_large(request) or len(before) > MAX_INLINE_CHAIN_MESSAGES, lambda: Asked(body, before)
-        ), turns
+        await apart(is_large(request) or len(before) > MAX_INLINE_CHAIN_MESSAGES, lambda: body.follow(before))
+        return body, turns
 
     async def get(self, request: Request, key: str) -> Response:
         if request.query_params.get("stream") == "true":
@@ -113,7 +113,7 @@ class Responses:
         return Response(encode(gone), media_type="application/json")
 
     async def _before(
-        self, namespace: str, response_id: str | None, key: str
+        self, namespace: Namespace, response_id: str | None, key: str
     ) -> tuple[tuple[Any, ...], list[dict[str, Any]]]:
         """Returns the turns, and the messages, that a request continues. A response of another tenant counts as
         unknown."""
@@ -126,13 +126,12 @@ class Responses:
             raise ApiError(400, message, field, "previous_response_not_found")
         return found
 
-    def _asked_for(self, request: Request, key: str) -> tuple[str, str]:
+    def _asked_for(self, request: Request, key: str) -> tuple[Namespace, str]:
         """Returns (namespace, id) of a response; the salt must be that of the request that created it."""
         return self._namespace(key, request.query_params.get("cache_salt", "")), request.path_params["id"]
 
-    def _namespace(self, key: str, cache_salt: str) -> str:
-        # The tenant is written as JSON, which has no line feeds, so that the first line is the tenant.
-        return f"{encode(self._tenant(key)).decode()}\n{cache_salt}"
+    def _namespace(self, key: str, cache_salt: str) -> Namespace:
+        return Namespace(self._tenant(key), salt=cache_salt)
 
 
 def _unknown(response_id: str) -> ApiError:

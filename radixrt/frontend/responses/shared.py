@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from radixrt.frontend.generate.shared_store import SharedStore, key_of
+from radixrt.messages import Namespace
 
 Message = dict[str, Any]
 _encode = msgspec.msgpack.Encoder().encode
@@ -33,7 +34,7 @@ class SharedResponses:
 
     def put(
         self,
-        namespace: str,
+        namespace: Namespace,
         response_id: str,
         body: bytes,
         before: Sequence[str],
@@ -48,13 +49,13 @@ class SharedResponses:
         ]
         self._shared_store.share(entries, api_key)
 
-    async def body(self, namespace: str, response_id: str, api_key: str) -> bytes | None:
+    async def body(self, namespace: Namespace, response_id: str, api_key: str) -> bytes | None:
         """The JSON of a response, if it is kept."""
         found = await self._find(namespace, response_id, api_key)
         return found.body if found else None
 
     async def before(
-        self, namespace: str, response_id: str, api_key: str
+        self, namespace: Namespace, response_id: str, api_key: str
     ) -> tuple[tuple[str, ...], list[Message]] | None:
         """Returns the (turns, messages) that a request continues."""
         found = await self._find(namespace, response_id, api_key)
@@ -62,14 +63,15 @@ class SharedResponses:
             return None
         keys = [key_of("turn", namespace, turn) for turn in found.turns]
         values = await self._shared_store.recall(keys, api_key)
-        if None in values:
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
             return None
         try:
-            return tuple(found.turns), [message for value in values for message in _turn.decode(value)]
+            return tuple(found.turns), [message for value in known for message in _turn.decode(value)]
         except msgspec.MsgspecError:
             return None
 
-    async def delete(self, namespace: str, response_id: str, api_key: str) -> bool:
+    async def delete(self, namespace: Namespace, response_id: str, api_key: str) -> bool:
         """Delete a response; returns whether it was there. Responses that continue it stay."""
         if await self._find(namespace, response_id, api_key) is None:
             return False
@@ -77,7 +79,7 @@ class SharedResponses:
         await self._shared_store.settled()
         return True
 
-    async def _find(self, namespace: str, response_id: str, api_key: str) -> SharedResponse | None:
+    async def _find(self, namespace: Namespace, response_id: str, api_key: str) -> SharedResponse | None:
         (value,) = await self._shared_store.recall([key_of("response", namespace, response_id)], api_key)
         try:
             return _response.decode(value or b"")

@@ -12,16 +12,16 @@ from typing import Any
 
 import msgspec
 
-from radixrt.messages import tenant_of
+from radixrt.frontend.generate.codec import encode
+from radixrt.messages import Namespace
 from radixrt.tokens.quota import Shares
 
 Message = dict[str, Any]
-Name = tuple[str, str]
+Name = tuple[Namespace, str]
 """(namespace, id) of a response."""
 
 LINK_BYTES = 64
 """About what a response takes for each turn of its chain."""
-_encode = msgspec.json.Encoder().encode
 
 
 class Turn:
@@ -31,7 +31,7 @@ class Turn:
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = tuple(messages)
-        self.size = len(_encode(messages))
+        self.size = len(encode(messages))
         self.holders = 0
 
 
@@ -54,7 +54,7 @@ class StoredResponse(msgspec.Struct, gc=False):
 
 class ResponseStore:
     """Holds at most `max_bytes`. Beyond that the least recently used responses of the tenant with most bytes, over all
-    its salts, are dropped. The first line of a namespace is its tenant."""
+    its salts, are dropped."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -66,30 +66,30 @@ class ResponseStore:
     def num_bytes(self) -> int:
         return self._shares.total
 
-    def get(self, namespace: str, response_id: str) -> StoredResponse | None:
+    def get(self, namespace: Namespace, response_id: str) -> StoredResponse | None:
         """A response of this namespace; None if it is not kept."""
-        own, name = self._tenants.get(tenant_of(namespace), {}), (namespace, response_id)
-        if name not in own:
+        own, name = self._tenants.get(namespace.tenant), (namespace, response_id)
+        if own is None or name not in own:
             return None
         own.move_to_end(name)
         return own[name]
 
     def put(
-        self, namespace: str, response_id: str, body: bytes, before: Sequence[Turn], new: Sequence[Message]
+        self, namespace: Namespace, response_id: str, body: bytes, before: Sequence[Turn], new: Sequence[Message]
     ) -> None:
         """Keep a response that answers to the messages `new` (it is the last of them) after the turns `before`."""
-        tenant, kept = tenant_of(namespace), StoredResponse(body, (*before, Turn(new)))
+        tenant, kept = namespace.tenant, StoredResponse(body, (*before, Turn(new)))
         self._tenants.setdefault(tenant, OrderedDict())[namespace, response_id] = kept
         self._shares.add(tenant, kept.size + sum(map(_hold, kept.turns)))
         while self.num_bytes > self._max_bytes:
             most = self._shares.largest()
             self._remove(most, next(iter(self._tenants[most])))
 
-    def delete(self, namespace: str, response_id: str) -> bool:
+    def delete(self, namespace: Namespace, response_id: str) -> bool:
         """Delete a response; returns whether it was there. Responses that continue it stay."""
         if self.get(namespace, response_id) is None:
             return False
-        self._remove(tenant_of(namespace), (namespace, response_id))
+        self._remove(namespace.tenant, (namespace, response_id))
         return True
 
     def _remove(self, tenant: str, name: Name) -> None:
@@ -120,7 +120,7 @@ class LocalResponses:
 
     def put(
         self,
-        namespace: str,
+        namespace: Namespace,
         response_id: str,
         body: bytes,
         before: Sequence[Turn],
@@ -130,18 +130,18 @@ class LocalResponses:
         """See ResponseStore."""
         self._store.put(namespace, response_id, body, before, new)
 
-    async def body(self, namespace: str, response_id: str, api_key: str) -> bytes | None:
+    async def body(self, namespace: Namespace, response_id: str, api_key: str) -> bytes | None:
         """The JSON of a response, if it is kept."""
         kept = self._store.get(namespace, response_id)
         return kept.body if kept else None
 
     async def before(
-        self, namespace: str, response_id: str, api_key: str
+        self, namespace: Namespace, response_id: str, api_key: str
     ) -> tuple[tuple[Turn, ...], list[Message]] | None:
         """Returns the (turns, messages) that a request continues."""
         kept = self._store.get(namespace, response_id)
         return (kept.turns, kept.messages) if kept else None
 
-    async def delete(self, namespace: str, response_id: str, api_key: str) -> bool:
+    async def delete(self, namespace: Namespace, response_id: str, api_key: str) -> bool:
         """See ResponseStore."""
         return self._store.delete(namespace, response_id)

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.formats.tools import MAX_NAME
-from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.formats.tools import MAX_NAME, flat_name
+from radixrt.frontend.generate.errors import one_of, refuse
 
-SEPARATOR = "__"
 HOSTED = re.compile(r"(web_search|web_search_preview|file_search|code_interpreter|image_generation)(_\d{4}_\d\d_\d\d)?")
 """Kinds of tools that OpenAI runs, and that a model need not use. (Codex always lists web_search.)"""
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
@@ -25,11 +24,6 @@ INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "require
 FORMS = {"lark": "grammar in the syntax of Lark", "regex": "regular expression"}
 """What the grammar of a custom tool is, by its `syntax`."""
 _INDEX = re.compile(r"^tools\[(\d+)\](?:\.function)?")
-
-
-def flat_name(namespace: Any, name: str) -> str:
-    """The name of a function for the model, and in its history; `namespace` is that of the function, if it has one."""
-    return f"{namespace.removesuffix(SEPARATOR)}{SEPARATOR}{name}" if namespace else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +131,6 @@ def _check_format(field: str, form: Any) -> None:
         refuse(f"{field}.type", "must be 'text' or 'grammar'")
     if form["type"] == "text":
         return
-    if form.get("syntax") not in tuple(FORMS):  # of values that need not be hashable
-        refuse(f"{field}.syntax", f"must be one of {', '.join(FORMS)}, not {form.get('syntax')!r}")
+    one_of(form.get("syntax"), FORMS, f"{field}.syntax")
     if not isinstance(form.get("definition"), str) or not form["definition"]:
         refuse(f"{field}.definition", "must be a string that is not empty")

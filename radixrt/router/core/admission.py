@@ -1,9 +1,4 @@
-"""Turns a client's message into a Request: finds its tenant and model, validates it, and checks that it fits.
-
-A namespace is three lines: tenant, model, salt. The tenant comes from the API key and has no line break, so nothing
-that a caller sends can name another tenant's namespace. A LoRA adapter counts as a model of its own, and so does each
-version of it.
-"""
+"""Turns a client's message into a Request: finds its tenant and model, validates it, and checks that it fits."""
 
 from __future__ import annotations
 
@@ -14,13 +9,14 @@ from collections.abc import Mapping
 import msgspec
 
 from radixrt.config import RouterConfig
-from radixrt.messages import TOKEN_BYTES, Generate, Sampling, Score, TokenPrompt
+from radixrt.messages import TOKEN_BYTES, Generate, Namespace, Sampling, Score, TokenPrompt
 from radixrt.requests import validate
 from radixrt.requests.validate import Refused
-from radixrt.router.core.request import Client, Request, RunState
+from radixrt.router.core.effects import Client
+from radixrt.router.core.request import Request, RunState
 from radixrt.router.core.workers import Serving, Workers
 from radixrt.router.placement.cost import DEFAULT_PREFILL_RATE
-from radixrt.tokens.errors import Room, too_long
+from radixrt.tokens.errors import Room
 
 SEED_MASK = (1 << 63) - 1
 NO_LIMIT = (1 << 31) - 1
@@ -86,8 +82,8 @@ class Admission:
     def admit(
         self, client: Client, message: Generate | Score, runs_in_flight: int, runs_by_tenant: Mapping[str, int]
     ) -> Request:
-        """Make the Request with its runs, none of which is dispatched yet. Raises Refused if the message is not valid
-        or does not fit."""
+        """Make the Request with its runs, none of which is dispatched yet. Raises FieldError if the message is not
+        valid or does not fit."""
         tenant = self.tenant(message.api_key)
         model = self.model(message.model)
         if not isinstance(message.prompt, TokenPrompt):
@@ -98,18 +94,16 @@ class Admission:
         request = Request(
             client,
             message.id,
-            tenant,
-            _namespace(tenant, model, version, message.cache_salt),
+            Namespace(tenant, model, version, message.cache_salt),
             message.origin,
-            model,
-            version,
             stream=isinstance(message, Generate) and message.stream,
             scores=isinstance(message, Score),
+            priority=message.priority,
         )
         if isinstance(message, Generate):
-            self._add_choices(request, message, serving, vocab_size)
+            self._add_choices(request, message, message.prompt.ids, serving, vocab_size)
         else:
-            self._add_scores(request, message, serving, vocab_size)
+            self._add_scores(request, message, message.prompt.ids, serving, vocab_size)
         request.open = len(request.runs)
         self._check_capacity(serving, runs_in_flight + request.open, runs_by_tenant.get(tenant, 0) + request.open)
         return request
@@ -143,11 +137,12 @@ class Admission:
         needs_output = isinstance(message, Generate) and message.sampling.max_tokens != 0
         return Room(serving.token_limit, int(needs_output)) if serving.workers else None
 
-    def _add_choices(self, request: Request, message: Generate, serving: Serving, vocab_size: int) -> None:
+    def _add_choices(
+        self, request: Request, message: Generate, prompt: bytes, serving: Serving, vocab_size: int
+    ) -> None:
         sampling = message.sampling
         validate.check_choices(message.n)
         validate.check_sampling(sampling, vocab_size, message.api_key)
-        prompt = message.prompt.ids
         validate.check_pins(message.pin, len(prompt) // TOKEN_BYTES)
         request.pin = message.pin
         room = self._room(serving, len(prompt) // TOKEN_BYTES, 0 if sampling.max_tokens == 0 else 1)
@@ -162,8 +157,7 @@ class Admission:
             own = msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=own_seed, stop=())
             request.runs.append(RunState(request, index, prompt, own, score_from))
 
-    def _add_scores(self, request: Request, message: Score, serving: Serving, vocab_size: int) -> None:
-        prompt = message.prompt.ids
+    def _add_scores(self, request: Request, message: Score, prompt: bytes, serving: Serving, vocab_size: int) -> None:
         if not message.choices:
             raise Refused("choices", "choices is empty: at least one continuation is needed")
         if len(message.choices) > validate.MAX_CHOICES:
@@ -178,13 +172,12 @@ class Admission:
             request.runs.append(RunState(request, index, ids, sampling, len(prompt) // TOKEN_BYTES))
 
     def _room(self, serving: Serving, tokens: int, least: int) -> int:
-        """Tokens that fit after `tokens` prompt tokens on the worker with most room. Raises Refused if they are fewer
-        than `least`."""
+        """Tokens that fit after `tokens` prompt tokens on the worker with most room. Raises FieldError if they are
+        fewer than `least`."""
         if not serving.workers:
             return NO_LIMIT
         limit = serving.token_limit
-        if tokens + least > limit:
-            raise Refused("prompt", too_long(tokens, limit, least))
+        Room(limit, least).check(tokens)
         return limit - tokens
 
     def has_places(self, runs: int, own: int) -> bool:
@@ -200,8 +193,3 @@ class Admission:
         if not self.has_places(runs, own):
             queue = min(m.load.queued_tokens / (m.load.prefill_rate or DEFAULT_PREFILL_RATE) for m in serving.workers)
             raise Refused("", "too many requests in flight", 429, float(min(60, max(1, round(queue)))))
-
-
-def _namespace(tenant: str, model: str, version: int, salt: str) -> str:
-    """Names of models have no character that cannot be printed, so those of versions cannot be confused with them."""
-    return f"{tenant}\n{model}\n{salt}" if not version else f"{tenant}\n{model}\x1f{version:x}\n{salt}"

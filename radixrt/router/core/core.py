@@ -32,6 +32,7 @@ from radixrt.messages import (
     Deltas,
     Error,
     Generate,
+    Namespace,
     Output,
     Register,
     Score,
@@ -39,22 +40,22 @@ from radixrt.messages import (
     Stop,
     Usage,
 )
-from radixrt.requests.validate import Refused
+from radixrt.requests.validate import Refused, refusal
 from radixrt.router.core.admission import Admission
 from radixrt.router.core.dispatch import Dispatcher
 from radixrt.router.core.draining import Drains
-from radixrt.router.core.effects import Effect, Order, Reply
+from radixrt.router.core.effects import Client, Effect, Order, Reply
 from radixrt.router.core.lora_updates import AdapterChanges
 from radixrt.router.core.metrics import Counters, Recorder
 from radixrt.router.core.recovery import FAILED, Recovery
-from radixrt.router.core.request import Client, Request, RunState
+from radixrt.router.core.request import Request, RunState
 from radixrt.router.core.tool_waits import Pauses
 from radixrt.router.core.worker import Worker
 from radixrt.router.core.workers import Workers
 from radixrt.router.placement.fork_groups import Groups
 from radixrt.router.placement.index import Index
 from radixrt.router.programs.state_store import Key
-from radixrt.tokens.errors import Room
+from radixrt.tokens.errors import FieldError, Room
 
 if TYPE_CHECKING:
     from radixrt.report import Report
@@ -160,15 +161,15 @@ class RouterCore:
             if self.serves(client, message.id):
                 raise Refused("id", f"request id {message.id} is in flight already")
             request = self._admission.admit(client, message, len(self._dispatcher), self._tenants)
-        except Refused as refused:
+        except FieldError as problem:
             self.counters.refused += 1
             unpins = self.resume(state, now) if resumes and state else []  # the pause ends even so
-            return [Reply(client, refused.error(message.id)), *unpins]
+            return [Reply(client, refusal(message.id, problem)), *unpins]
         self.counters.requests += 1
         if isinstance(message, Generate):
-            self._recorder.session(request.tenant, message.session)
+            self._recorder.session(request.namespace.tenant, message.session)
         self._requests.setdefault(client, {})[message.id] = request
-        self._tenants[request.tenant] += request.open
+        self._tenants[request.namespace.tenant] += request.open
         request.group = self.groups.join(state, request.open, now)
         request.resumed = self.pauses.end(state, now) if resumes and state else None
         effects: list[Effect] = []
@@ -178,15 +179,15 @@ class RouterCore:
             effects += self._dispatcher.send(run, now)
         return effects
 
-    def pause(self, state: Key, namespace: str, ids: bytes, seconds: float | None, now: float) -> list[Effect]:
+    def pause(self, state: Key, namespace: Namespace, ids: bytes, seconds: float | None, now: float) -> list[Effect]:
         """The program of a state waits for something, such as a tool: the worker that holds most of its `ids` pins them
         for up to `seconds` (None: the configured maximum)."""
-        held = self.index.match(namespace, ids)
+        held = self.index.match(namespace.key, ids)
         worker = max((m for m in self.workers if held.get(m.number)), key=lambda m: held[m.number], default=None)
         most = self._config.pause_seconds
         seconds = most if seconds is None else min(seconds, most)
         name = worker.name if worker and seconds > 0 else ""
-        return self.pauses.begin(state, namespace, ids, seconds, name, now)
+        return self.pauses.begin(state, namespace.key, ids, seconds, name, now)
 
     def resume(self, state: Key, now: float) -> list[Effect]:
         """End a pause of a state without a request."""
@@ -214,7 +215,7 @@ class RouterCore:
     def serves(self, client: Client, request_id: int) -> bool:
         return request_id in self._requests.get(client, ())
 
-    def namespace(self, client: Client, request_id: int) -> str | None:
+    def namespace(self, client: Client, request_id: int) -> Namespace | None:
         """The namespace of a request; None if it is not in flight."""
         request = self._requests.get(client, {}).get(request_id)
         return request.namespace if request else None
@@ -259,7 +260,7 @@ class RouterCore:
     def register(self, info: Register, now: float) -> list[Effect]:
         """A worker joins, or joins again (see `Workers.register`)."""
         orphans, orders = self.workers.register(info, now)
-        orders += self.adapters.joined(self.workers.hear(info.name, now))
+        orders += self._joined(info.name, now)
         return orders + self._recovery.lost(orphans, now) + self._dispatcher.send_waiting(now)
 
     def heartbeat(self, name: str, now: float, stalled: float = 0.0, stuck: bool = False) -> list[Effect]:
@@ -339,7 +340,8 @@ class RouterCore:
         effects += self._recovery.tick(now)
         timeout = self._config.worker_timeout
         for request in self._dispatcher.superseded():
-            message = f"the LoRA adapter {request.model!r} was replaced or unloaded, and the worker with it was lost"
+            name = request.namespace.model
+            message = f"the LoRA adapter {name!r} was replaced or unloaded, and the worker with it was lost"
             effects += self._fail(request, Error(request.id, 503, message, retry_after=1.0))
         for request in self._dispatcher.waiting_longer_than(now, timeout * 2):
             message = "the worker was lost and no other serves this model"
@@ -426,7 +428,7 @@ class RouterCore:
         self._recovery.drop(run)
         run.finished = True
         request.open -= 1
-        self._tenants[request.tenant] -= 1
+        self._tenants[request.namespace.tenant] -= 1
         if request.open == 0:
             requests = self._requests[request.client]
             del requests[request.id]
@@ -463,13 +465,19 @@ class RouterCore:
         arrived, as if it had joined again."""
         log.warning("worker %s: one of its messages was lost, its requests are sent again", worker.name)
         effects = self.register(worker.info, now)
-        self.workers.hear(worker.name, now).next_step = worker.next_step
+        if (again := self.workers.hear(worker.name, now)) is not None:
+            again.next_step = worker.next_step
         return effects
+
+    def _joined(self, name: str, now: float) -> list[Effect]:
+        """What a worker that serves from now on is to do beside requests."""
+        worker = self.workers.hear(name, now)
+        return self.adapters.joined(worker) if worker else []
 
     def _revive(self, name: str, now: float) -> list[Effect]:
         """A worker that does not serve was heard: if it was lost, it serves again."""
         orders = self.workers.revive(name, now)
         if orders:
             log.info("worker %s is heard again, and serves", name)
-            orders += self.adapters.joined(self.workers.hear(name, now))
+            orders += self._joined(name, now)
         return orders + self._dispatcher.send_waiting(now) if orders else []

@@ -72,8 +72,8 @@ class Dispatcher:
         run.sent = len(run.emitted)
         self.in_flight[run.id] = run
         worker.dispatched(run.id, Sent(tokens, tokens - hit))
-        self._index.computing(worker.number, run.id, request.namespace, run.prompt)
-        return [Order(worker.name, run.order(ids))]
+        self._index.computing(worker.number, run.id, request.namespace.key, run.prompt)
+        return [Order(worker.name, run.order(ids, worker))]
 
     def _fitting(self, run: RunState, tokens: int, now: float, trial: list[Worker] | None) -> dict[int, Worker]:
         """By number, the workers with room for all tokens that were requested; if there are none, those with room for
@@ -106,7 +106,7 @@ class Dispatcher:
         return usable or workers
 
     def _serving(self, run: RunState) -> Serving:
-        return self._workers.serving(run.request.model, run.request.version)
+        return self._workers.serving(run.request.namespace.model, run.request.namespace.version)
 
     def move(self, run: RunState, now: float) -> list[Effect] | None:
         """Move a run that ended early because it filled its worker's room to a worker with more. None if that is not
@@ -147,7 +147,8 @@ class Dispatcher:
         has become clear that all workers have failed them."""
         effects: list[Effect] = []
         ending: list[RunState] = []
-        busy = {run.worker.number for run in self.in_flight.values() if run.on_trial and run.incidents}
+        trials = (run for run in self.in_flight.values() if run.on_trial and run.incidents)
+        busy = {run.worker.number for run in trials if run.worker}
         for run in list(self.held):
             able = self._able(run)
             workers = failures.next_tries(run, able)
@@ -165,7 +166,7 @@ class Dispatcher:
     ) -> tuple[Worker, int, int]:
         """Returns (the best worker, the hit expected there, the largest hit on any worker), in tokens."""
         limit = tokens - 1 if run.score_from is None else min(tokens, run.score_from) - 1
-        held = self._index.match(run.request.namespace, ids, limit)
+        held = self._index.match(run.request.namespace.key, ids, limit)
         # Only full pages are shared, but a page with the last token may be: a worker then computes that token alone.
         hits = {n: min(held.get(n, 0) // m.info.page_size * m.info.page_size, limit) for n, m in fits.items()}
         group = run.request.group
@@ -211,12 +212,14 @@ class Dispatcher:
 
     def waiting_longer_than(self, now: float, seconds: float) -> list[Request]:
         """Requests with a run that has waited for a worker longer than `seconds`."""
-        return list({run.request: None for run in self._waiting if now - run.waiting_since > seconds})
+        since = ((run.request, run.waiting_since) for run in self._waiting)
+        return list({request: None for request, at in since if at is not None and now - at > seconds})
 
     def superseded(self) -> list[Request]:
         """Requests that wait for a worker with a version of a LoRA adapter that no worker will have again."""
         waiting = {run.request: None for run in self._waiting}
-        return [request for request in waiting if request.version != self._workers.version(request.model)]
+        asked = [(request, request.namespace) for request in waiting]
+        return [request for request, of in asked if of.version != self._workers.version(of.model)]
 
     def reclaim(self, ids: Iterable[int]) -> list[RunState]:
         """Take back runs that their worker no longer serves, to be sent again."""
@@ -224,7 +227,8 @@ class Dispatcher:
         for run in runs:
             if run.got_on:
                 run.losses.clear()
-            run.losses.append(run.worker)
+            if run.worker is not None:
+                run.losses.append(run.worker)
             run.detach()
         return runs
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from radixrt.messages import DrainWorker, Info, Stop
 from radixrt.requests.validate import Refused
 from radixrt.router.core.admission import Admission
-from radixrt.router.core.effects import Effect, Order, Reply
-from radixrt.router.core.request import Client
+from radixrt.router.core.effects import Client, Effect, Order, Reply
 from radixrt.router.core.worker import Process, Worker
 from radixrt.router.core.workers import Workers
 

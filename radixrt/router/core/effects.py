@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from radixrt.messages import ClientReply, ToWorker
-from radixrt.router.core.request import Client
+
+Client = bytes
+"""The ZMQ identity of a client."""
 
 
 class Reply(NamedTuple):

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from radixrt.messages import Adapter, AdapterLoaded, ChangeAdapter, Info, LoadAdapter, UnloadAdapter
 from radixrt.requests.validate import Refused
-from radixrt.router.core.effects import Effect, Order, Reply
-from radixrt.router.core.request import Client
+from radixrt.router.core.effects import Client, Effect, Order, Reply
 from radixrt.router.core.worker import Worker
 from radixrt.router.core.workers import Workers
 
@@ -154,7 +153,7 @@ class AdapterChanges:
         return [*effects, reply, *self._next()]
 
     def _check_name(self, name: str) -> None:
-        if not name or not name.isprintable():  # line breaks separate the parts of a namespace
+        if not name or not name.isprintable():
             raise Refused("name", "the name is empty, or has characters that cannot be printed")
         if len(name) > MAX_NAME_CHARS:
             raise Refused("name", f"the name has {len(name)} characters, more than {MAX_NAME_CHARS}")

@@ -41,7 +41,7 @@ class Recorder:
 
     def arrived(self, run: RunState) -> None:
         if self._report:
-            run.ideal = self._report.arrived(run.request.namespace, run.prompt, run.request.tenant)
+            run.ideal = self._report.arrived(run.request.namespace.key, run.prompt, run.request.namespace.tenant)
 
     def session(self, tenant: str, facts: SessionFacts) -> None:
         if self._report and (facts.kept or facts.dropped):
@@ -53,13 +53,13 @@ class Recorder:
 
     def first_token(self, run: RunState) -> None:
         if self._report:
-            self._report.began(run.request.tenant, run.request.model, run.first_at - run.arrived_at)
+            self._report.began(run.request.namespace.tenant, run.request.namespace.model, run.first_at - run.arrived_at)
 
     def finished(self, run: RunState) -> None:
         """A run has ended by itself, at a stop string, or by length."""
         if self._report and run.emitted:
             first, last = run.first_at - run.arrived_at, run.last_at - run.arrived_at
-            self._report.took(run.request.tenant, run.request.model, first, last, len(run.emitted))
+            self._report.took(run.request.namespace.tenant, run.request.namespace.model, first, last, len(run.emitted))
 
     def ended(self, run: RunState) -> None:
         """A run has ended of which at least the prompt was computed."""
@@ -72,10 +72,10 @@ class Recorder:
         if self._report:
             if request.resumed and run.index == 0:
                 tokens = min(request.resumed.tokens, run.reusable)
-                self._report.resumed(request.tenant, tokens, min(run.cached, tokens))
+                self._report.resumed(request.namespace.tenant, tokens, min(run.cached, tokens))
             self._report.finished(
-                namespace=request.namespace,
-                tenant=request.tenant,
+                namespace=request.namespace.key,
+                tenant=request.namespace.tenant,
                 origin=request.origin,
                 worker=run.worker_name,
                 page_size=run.worker.info.page_size if run.worker else 1,
@@ -86,5 +86,5 @@ class Recorder:
                 bound_tokens=run.ideal,
                 predicted_tokens=run.hit,
                 best_tokens=run.best_hit,
-                model=request.model,
+                model=request.namespace.model,
             )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
-from radixrt.messages import TOKEN_BYTES, Origin, Run, Sampling, Scored, TokenLogprob, Usage
-from radixrt.router.core.failures import Incident, Record
+from radixrt.messages import TOKEN_BYTES, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
+from radixrt.router.core.effects import Client
+from radixrt.router.core.incidents import Incident, Record
 from radixrt.router.core.worker import Worker
 
 if TYPE_CHECKING:
     from radixrt.router.core.tool_waits import Paused
     from radixrt.router.placement.fork_groups import Group
 
-Client = Hashable
-"""The ZMQ identity of a client."""
 PROGRESS_TOKENS = 16
 """A run that a worker has added this many tokens to is not the cause of its earlier losses and failures."""
 
@@ -28,43 +26,36 @@ class Request:
         "client",
         "group",
         "id",
-        "model",
         "namespace",
         "open",
         "origin",
         "pin",
+        "priority",
         "resident",
         "resumed",
         "runs",
         "scores",
         "stream",
-        "tenant",
-        "version",
     )  # fmt: skip
 
     def __init__(
         self,
         client: Client,
         id: int,
-        tenant: str,
-        namespace: str,
+        namespace: Namespace,
         origin: Origin,
-        model: str,
-        version: int,
         *,
         stream: bool,
         scores: bool,
+        priority: int = 0,
     ) -> None:
         self.client = client
         self.id = id
-        self.tenant = tenant
         self.namespace = namespace
         self.origin = origin
-        self.model = model
-        self.version = version
-        """Of its LoRA adapter; see `messages.Adapter`."""
         self.stream = stream
         self.scores = scores
+        self.priority = priority
         self.bounded = False
         """Whether max_tokens is given, and some worker has room for as many."""
         self.pin: list[tuple[int, float]] = []
@@ -180,7 +171,9 @@ class RunState:
     @property
     def remaining(self) -> int:
         """Tokens that it may still emit."""
-        return self.sampling.max_tokens - len(self.emitted)
+        limit = self.sampling.max_tokens
+        assert limit is not None, "admission sets it"
+        return limit - len(self.emitted)
 
     @property
     def got_on(self) -> bool:
@@ -216,17 +209,18 @@ class RunState:
     def usage(self) -> Usage:
         return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker_name)
 
-    def order(self, ids: bytes) -> Run:
-        """The Run for its worker; `ids` are the prompt and the emitted tokens."""
+    def order(self, ids: bytes, worker: Worker) -> Run:
+        """The Run for its worker `worker`; `ids` are the prompt and the emitted tokens."""
         return Run(
             id=self.id,
-            namespace=self.request.namespace,
+            namespace=self.request.namespace.key,
             ids=ids,
             prompt_len=self.prompt_len,
             sampling=self.sampling,
             score_from=None if self.scored else self.score_from,
             pin=self.request.pin,
             group=self.request.group.id if self.request.group else 0,
-            adapter=self.worker.adapter(self.request.model),
-            version=self.request.version,
+            adapter=worker.adapter(self.request.namespace.model),
+            version=self.request.namespace.version,
+            priority=self.request.priority,
         )

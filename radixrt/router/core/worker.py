@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from radixrt.messages import Load, Register
-from radixrt.router.core.failures import Record
+from radixrt.router.core.incidents import Record
 from radixrt.router.placement.cost import Candidate
 
 MAX_SECONDS = 2.0

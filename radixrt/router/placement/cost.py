@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
     total_tokens: int = 0
     """Token slots in all; 0: unknown."""
     failed_share: float = 0.0
-    """Share of requests that it is expected to fail, in [0, 1] (`failures.Record`)."""
+    """Share of requests that it is expected to fail, in [0, 1] (`incidents.Record`)."""
     idle_seconds: float = 0.0
     """Time since it was sent a request; 0 while it has any."""
     rate_known: bool = True

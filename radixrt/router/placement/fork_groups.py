@@ -83,7 +83,7 @@ class Groups:
     def join(self, state: Key | None, runs: int, now: float) -> Group | None:
         """Add a request of `runs` sequences, whose prompt begins with `state`, to its group; None if there is none."""
         group = self._groups.get(state) if state else None
-        if group is None or now > group.until or runs > group.room:
+        if state is None or group is None or now > group.until or runs > group.room:
             return None
         group.left, group.room = group.left - 1, group.room - runs
         if not group.left:

@@ -74,9 +74,10 @@ def bulk_render(
     try:
         text = service.render(chat.until(chat.answers[-1]))
         ends = chat.ends(service, text)
-        samples = chat.samples() if ends else ()
-        same = (service.render(chat.until(chat.answers[at])) == text[: ends[at]] for at in samples)
-        return BulkRender(text, ends) if ends and all(same) else None
+        if not ends:
+            return None
+        same = (service.render(chat.until(chat.answers[at])) == text[: ends[at]] for at in chat.samples())
+        return BulkRender(text, ends) if all(same) else None
     except FieldError:
         return None
 

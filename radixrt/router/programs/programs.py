@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from weakref import WeakSet
 
 from radixrt.config import RouterConfig
-from radixrt.messages import Fork, Generate, GeneratedSegment, Sampling, Score, Segment, StatePrompt
+from radixrt.messages import Fork, Generate, GeneratedSegment, Namespace, Sampling, Score, Segment, StatePrompt
 from radixrt.requests.validate import Refused
 from radixrt.router.programs.prompt_builder import FIELD, PromptBuilder, State
 from radixrt.router.programs.state_store import Key, ProgramStateStore
 from radixrt.tokens import TextService
-from radixrt.tokens.chat_history import namespace_of
 from radixrt.tokens.errors import Room
 from radixrt.tokens.text import INLINE_CHARS, INLINE_MESSAGES
 from radixrt.tokens.turns import Steps, finished
@@ -30,32 +30,14 @@ LONG_CHARS = 262_144
 Build = Callable[[PromptBuilder, Sequence[Segment], Room | None], Steps[bytes]]
 
 
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Saving:
-    """Keeps the state after a request under `key`, when that has ended well; the state `before` is then dropped."""
+    """That a request is to leave a state under `key`, when it has ended well; the state `before` is then dropped."""
 
-    __slots__ = ("__weakref__", "_before", "_sampling", "_states", "builder", "key", "namespace", "wanted")
-
-    def __init__(self, states: ProgramStateStore, key: Key, before: Key | None, sampling: Sampling | None) -> None:
-        self._states = states
-        self.key = key
-        self._before = before
-        self._sampling = sampling
-        """None for a Score, which generates nothing."""
-        self.builder: PromptBuilder | None = None
-        """Has the state up to the answer. Set when it has built the prompt."""
-        self.namespace = ""
-        """The namespace of the request. Set when it is submitted."""
-        self.wanted = True
-        """False once the scope of the state was forgotten."""
-
-    def __call__(self, ids: bytes = b"", text: str = "", stop: str | int | None = None) -> None:
-        """The request has ended, with this answer."""
-        if not self.wanted or self.builder is None:
-            return
-        answer = None if self._sampling is None else GeneratedSegment(ids, text, stop, self._sampling)
-        if self._before is not None:
-            self._states.drop(self._before)
-        self._states.put(self.key, self.builder.state(self.namespace, answer))
+    key: Key
+    before: Key | None
+    sampling: Sampling | None
+    """None for a Score, which generates nothing."""
 
 
 class Programs:
@@ -67,12 +49,11 @@ class Programs:
         self._coming: dict[Key, asyncio.Future[None]] = {}
         """States that forks are still building. Clients do not wait for them, but requests that begin with them do."""
         self._savings: WeakSet[Saving] = WeakSet()
-        """Those of requests in flight."""
+        """Those of requests in flight, without the ones whose scope was forgotten."""
 
-    def saving(self, tenant: str, request: Generate | Score) -> Saving | None:
-        """The Saving of a request with a StatePrompt; None if it saves nothing. Later `forget`s see it. Raises
+    def saving(self, tenant: str, prompt: StatePrompt, request: Generate | Score) -> Saving | None:
+        """The Saving of a request with this prompt; None if it saves nothing. Later `forget`s see it. Raises
         Refused."""
-        prompt = request.prompt
         sampling = request.sampling if isinstance(request, Generate) else None
         if prompt.save and isinstance(request, Generate):
             if request.n != 1:
@@ -82,24 +63,39 @@ class Programs:
         if not prompt.save:
             return None
         before = self.key(tenant, prompt) if prompt.replaces else None
-        saving = Saving(self.states, Key(tenant, prompt.scope, prompt.save), before, sampling)
+        saving = Saving(Key(tenant, prompt.scope, prompt.save), before, sampling)
         self._savings.add(saving)
         return saving
 
     def check_room(self, prompt: StatePrompt, room: Room | None) -> None:
         """Raise FieldError if a part of a prompt is so long that it cannot fit."""
-        if room is not None and self._text.has_tokenizer:
+        tokenizer = self._text.tokenizer
+        if room is not None and tokenizer is not None:
             for one in prompt.transcript:
-                self._text.tokenizer.check_room(getattr(one, "text", "") or getattr(one, "content", ""), room)
+                tokenizer.check_room(getattr(one, "text", "") or getattr(one, "content", ""), room)
 
-    async def prompt(self, tenant: str, prompt: StatePrompt, saving: Saving | None, room: Room | None = None) -> bytes:
-        """The token ids of a prompt, whose builder `saving` gets. Raises Refused for an unknown state, and FieldError
-        for what cannot be said (see PromptBuilder), or does not fit into the `room`."""
+    async def prompt(self, tenant: str, prompt: StatePrompt, room: Room | None = None) -> tuple[PromptBuilder, bytes]:
+        """Returns (the builder of a prompt, its token ids). Raises Refused for an unknown state, and FieldError for
+        what cannot be said (see PromptBuilder), or does not fit into the `room`."""
         coming = self._coming.get(self.key(tenant, prompt))
-        builder, ids = await self._built(tenant, prompt, _build_and_prompt, coming, room)
-        if saving is not None:
-            saving.builder = builder
-        return ids
+        return await self._built(tenant, prompt, _build_and_prompt, coming, room)
+
+    def save(
+        self,
+        saving: Saving,
+        builder: PromptBuilder,
+        namespace: Namespace,
+        ids: bytes,
+        text: str,
+        stop: str | int | None,
+    ) -> None:
+        """A request in `namespace` has ended with this answer to the builder's prompt."""
+        if saving not in self._savings:
+            return
+        answer = None if saving.sampling is None else GeneratedSegment(ids, text, stop, saving.sampling)
+        if saving.before is not None:
+            self.states.drop(saving.before)
+        self.states.put(saving.key, builder.state(namespace, answer))
 
     async def fork(self, tenant: str, message: Fork) -> Key:
         """Keep the state of a fork; returns its key. Raises as `prompt` does."""
@@ -127,7 +123,6 @@ class Programs:
             del self._coming[key]
         for saving in [saving for saving in self._savings if saving.key[:2] == (tenant, scope)]:
             self._savings.discard(saving)
-            saving.wanted = False
         self.states.forget(tenant, scope)
 
     @staticmethod
@@ -146,7 +141,7 @@ class Programs:
         """Build a prompt, after its state is there if it is `coming`; in a thread if there is much to encode."""
         if coming is not None:
             await asyncio.wait([coming])
-        state, namespace = self.states.get(self.key(tenant, prompt)), namespace_of(tenant)
+        state, namespace = self.states.get(self.key(tenant, prompt)), Namespace(tenant)
         work = self._steps(state, prompt.transcript, namespace, room, build)
         if not self._text.has_tokenizer or _is_short(state, prompt.transcript):
             return finished(work)
@@ -154,7 +149,7 @@ class Programs:
         return await self._text.run(namespace, work, FIELD, long=is_long)
 
     def _steps(
-        self, state: State, transcript: Sequence[Segment], namespace: str, room: Room | None, build: Build
+        self, state: State, transcript: Sequence[Segment], namespace: Namespace, room: Room | None, build: Build
     ) -> Steps[tuple[PromptBuilder, bytes]]:
         builder = PromptBuilder(state, self._text, namespace)
         ids = yield from build(builder, transcript, room)

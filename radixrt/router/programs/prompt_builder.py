@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from radixrt.messages import (
+    NO_TENANT,
     TOKEN_BYTES,
     AssistantTurnEnd,
     AssistantTurnStart,
     ChoiceSegment,
     GeneratedSegment,
     MessageSegment,
+    Namespace,
     PartsPrompt,
     Sampling,
     Segment,
@@ -100,7 +102,7 @@ class State:
         encoded: int,
         open: str | None,
         is_prompt: bool,
-        namespace: str,
+        namespace: Namespace | None,
         answer: GeneratedSegment | None = None,
     ) -> None:
         Piece.link(parts)
@@ -114,14 +116,13 @@ class State:
         self.is_prompt = is_prompt
         """Whether the parts are a complete prompt: nothing was said since."""
         self.namespace = namespace
-        """The namespace in which the ids were last computed; "" if none were."""
+        """The namespace in which the ids were last computed; None if none were."""
         self.answer = answer
         """An answer that was generated since, and is not among the parts yet: the next builder adds it."""
         # Computed once, because Python's strings grow when they are first encoded.
-        self.size = OVERHEAD + 8 * (len(parts) + len(messages)) + sys.getsizeof(open)
+        answered = OVERHEAD + len(answer.ids) + sys.getsizeof(answer.text) if answer is not None else 0
+        self.size = OVERHEAD + 8 * (len(parts) + len(messages)) + sys.getsizeof(open) + answered
         """Bytes of the state itself, without its pieces."""
-        if answer is not None:
-            self.size += OVERHEAD + len(answer.ids) + sys.getsizeof(answer.text)
 
     @property
     def ends(self) -> Iterable[Piece]:
@@ -136,11 +137,11 @@ class State:
     @property
     def ids(self) -> bytes:
         """Token ids, int32 bytes, of what was computed: the prompt, and the generated answer."""
-        transcript = b"".join(itertools.takewhile(bool, (part.ids for part in self.parts)))
+        transcript = b"".join(itertools.takewhile(bool, (part.ids or b"" for part in self.parts)))
         return transcript + self.answer.ids if self.answer else transcript
 
 
-NOTHING = State([], [], 0, None, False, "")
+NOTHING = State([], [], 0, None, False, None)
 
 
 class PromptBuilder:
@@ -159,7 +160,7 @@ class PromptBuilder:
     its ids must stay the same for its KV to be found. Every method raises FieldError for what cannot be said.
     """
 
-    def __init__(self, state: State, text: TextService, scope: str = "") -> None:
+    def __init__(self, state: State, text: TextService, scope: Namespace = NO_TENANT) -> None:
         self._text = text
         self._scope = scope
         """The namespace in which texts are encoded."""
@@ -174,7 +175,7 @@ class PromptBuilder:
         if state.answer is not None:
             finished(self._add_answer(state.answer))
 
-    def state(self, namespace: str = "", answer: GeneratedSegment | None = None) -> State:
+    def state(self, namespace: Namespace | None = None, answer: GeneratedSegment | None = None) -> State:
         """The state of all that was said. The builder must not be used afterwards."""
         namespace = namespace or self._namespace
         open = None if self._open is None else "".join(self._open)
@@ -194,7 +195,7 @@ class PromptBuilder:
         prompts = iter([(found.text, end) for end in found.ends] if found else ())
         for count, (i, one) in enumerate(_joined(transcript), 1):
             if count % STEP_SEGMENTS == 0:
-                yield
+                yield None
             try:
                 yield from self._add(
                     one, next(prompts, None) if isinstance(one, ChoiceSegment | GeneratedSegment) else None
@@ -261,7 +262,7 @@ class PromptBuilder:
 
     def _append_ids(self, ids: bytes, text: str) -> None:
         if self._parts and isinstance(last := self._parts[-1], Generated):
-            self._parts[-1] = Generated(last.text + text, last.ids + ids)
+            self._parts[-1] = Generated(last.text + text, (last.ids or b"") + ids)
         else:
             self._parts.append(Generated(text, ids))
 
@@ -285,7 +286,7 @@ class PromptBuilder:
         if self._messages and self._open is None:
             raise FieldError(FIELD, f"{FIELD}: in a chat only the assistant generates, in a turn of its own")
         yield from self._end_prompt(None, room)
-        return b"".join(part.ids for part in self._parts) or self._text.encode_now(PartsPrompt([]))
+        return b"".join(part.ids or b"" for part in self._parts) or self._text.encode_now(PartsPrompt([]))
 
     def _end_prompt(self, rendered: tuple[str, int] | None = None, room: Room | None = None) -> Steps[None]:
         """End a prompt here: encode what is not encoded yet. `rendered`, if known, is (a rendered chat that begins with
@@ -300,7 +301,7 @@ class PromptBuilder:
         before = sum(len(part.ids or b"") for part in self._parts[: self._encoded]) if room else 0
         for i in range(self._encoded, len(self._parts)):
             self._parts[i] = yield from self._encode(i, self._parts[i], room, before // TOKEN_BYTES)
-            before += len(self._parts[i].ids)
+            before += len(self._parts[i].ids or b"")
         self._encoded, self._is_prompt = len(self._parts), True
 
     def _match_rendered(self, rendered: str, end: int) -> None:
@@ -338,10 +339,8 @@ def _joined(transcript: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
     take quadratic time."""
     for is_text, group in itertools.groupby(enumerate(transcript), lambda one: isinstance(one[1], TextSegment)):
         if is_text:
-            first, *others = group
-            yield (
-                (first[0], TextSegment("".join([first[1].text, *(one.text for _, one in others)]))) if others else first
-            )
+            texts = [(i, one.text) for i, one in group if isinstance(one, TextSegment)]
+            yield texts[0][0], TextSegment("".join(text for _, text in texts))
         else:
             yield from group
 

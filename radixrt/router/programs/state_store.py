@@ -60,8 +60,8 @@ class ProgramStateStore:
         """A state, which becomes the last used one. Raises Refused (GONE) if it is not known; state 0 is NOTHING."""
         if key.number == 0:
             return NOTHING
-        own = self._states.get(key.tenant, {})
-        if key not in own:
+        own = self._states.get(key.tenant)
+        if own is None or key not in own:
             raise Refused(field, f"{field}: state {key.number} is not known (any more)", GONE)
         own.move_to_end(key)
         return own[key]
@@ -79,9 +79,8 @@ class ProgramStateStore:
 
     def drop(self, key: Key) -> None:
         """Forget a state, if it is known."""
-        own = self._states.get(key.tenant, {})
-        state = own.pop(key, None)
-        if state is None:
+        own = self._states.get(key.tenant)
+        if own is None or (state := own.pop(key, None)) is None:
             return
         if not own:
             del self._states[key.tenant]

@@ -1,1 +1,1 @@
-"""The router's sockets and tasks around its core, which makes the decisions."""
+"""The router's process: its sockets, its loop, and what it shows of itself."""

@@ -181,7 +181,7 @@ class ClientConnections:
             return True
         assert self.socket is not None
         try:
-            if self._queue(client, message):
+            if self._queue(self.socket, client, message):
                 return True
         except wire.PeerGone:
             self._owed.pop(client, None)
@@ -194,18 +194,18 @@ class ClientConnections:
             del owed[next(iter(owed))]
         return False
 
-    def _queue(self, client: bytes, message: ClientReply) -> bool:
+    def _queue(self, socket: wire.RouterSocket, client: bytes, message: ClientReply) -> bool:
         """Queue a message, or an Error in its place if too many bytes wait. False if the queue is full."""
         payload, backlog = wire.encode(message), self._backlogs.of(client)
         size = backlog.unmarked + len(payload)
         if size < MARK_BYTES:
             backlog.unmarked = size
-            return self.socket.send(client, payload)
+            return socket.send(client, payload)
         if not self._backlogs.admits(client, backlog, size):
             backlog.exceeded = True
             if not isinstance(message, Deltas):  # those of streams are small, and cannot be replaced
-                return self.socket.send(client, wire.encode(Error(message.id, 503, FULL, retry_after=1.0)))
-        left = self.socket.send_marked(client, payload)
+                return socket.send(client, wire.encode(Error(message.id, 503, FULL, retry_after=1.0)))
+        left = socket.send_marked(client, payload)
         if left is not None:
             backlog.mark(size, left)
         return left is not None

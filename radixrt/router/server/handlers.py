@@ -34,6 +34,7 @@ from radixrt.messages import (
     Fork,
     Generate,
     Info,
+    Namespace,
     Pause,
     Recall,
     Score,
@@ -44,21 +45,23 @@ from radixrt.messages import (
     Tokens,
 )
 from radixrt.report import Report
-from radixrt.report.metrics import render
 from radixrt.requests.grammar import check_aside
 from radixrt.requests.validate import Refused, check_cancel, refusal
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Effect, Reply
-from radixrt.router.programs.programs import Programs, Saving
+from radixrt.router.programs.programs import Programs
 from radixrt.router.programs.state_store import Key
 from radixrt.router.server import status
 from radixrt.router.server.kv_store import SharedMemory
-from radixrt.router.server.streams import Keep, TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
+from radixrt.router.server.prometheus import render
+from radixrt.router.server.streams import TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
 from radixrt.router.server.tasks import Handler, Tasks, now
-from radixrt.tokens import Encoded, TextService
-from radixrt.tokens.chat_history import Conversations, namespace_of
+from radixrt.tokens import Encoded, TextService, Tokenizer
+from radixrt.tokens.chat_history import Conversations
 from radixrt.tokens.errors import FieldError
 
+KeepIn = Callable[[Namespace, bytes, str, str | int | None], None]
+"""As `streams.Keep`, with the namespace of the request."""
 MAX_RECALL_BYTES = 64 << 20
 """The most bytes of the values that one Recall returns, if there are several."""
 
@@ -98,9 +101,9 @@ class Handlers:
                     self._take(client, message)
                 case Cancel(index=None):
                     self._cancel(client, message.id)
-                case Cancel():
+                case Cancel(index=int(index)):
                     check_cancel(message)
-                    self._perform(self._core.end_choice(client, message.id, message.index, message.tokens))
+                    self._perform(self._core.end_choice(client, message.id, index, message.tokens))
                 case Tokenize() | Detokenize():
                     self._start(self._translate, client, message)
                 case Fork():
@@ -150,8 +153,7 @@ class Handlers:
     def _start(self, work: Handler, client: bytes, message: Any) -> None:
         """Run `work` in a task. Raises Refused (401; 429; or if the id is in flight)."""
         tenant, prompt = self._core.tenant(message.api_key), getattr(message, "prompt", None)
-        resumes = isinstance(prompt, StatePrompt) and prompt.resumes
-        paused = self._programs.key(tenant, prompt) if resumes else None
+        paused = self._programs.key(tenant, prompt) if isinstance(prompt, StatePrompt) and prompt.resumes else None
         self._tasks.start(work, client, message, tenant, paused, self._size)
 
     def _answer(self, client: bytes, message: ClientReply) -> None:
@@ -175,11 +177,11 @@ class Handlers:
         if isinstance(request, Generate) and isinstance(request.prompt, ChatPrompt):
             request, chat = await encode_chat(request, self._conversations, tenant, room)
             keep = functools.partial(self._remember, chat)
-        encoded = await encode(request, self._text, namespace_of(tenant, request.cache_salt), room)
+        encoded = await encode(request, self._text, Namespace(tenant, salt=request.cache_salt), room)
         self._tasks.leave(client, request.id)
         self._submit(client, encoded, keep)
 
-    def _remember(self, chat: Encoded, ids: bytes, text: str, stop: str | int | None) -> None:
+    def _remember(self, chat: Encoded, _: Namespace, ids: bytes, text: str, stop: str | int | None) -> None:
         """Keep the ids of an answer in a chat, unless it ended at a stop string: then they are more than its text."""
         if not isinstance(stop, str):
             self._conversations.remember(chat, {"role": "assistant", "content": text}, ids)
@@ -187,26 +189,29 @@ class Handlers:
     async def _submit_state_prompt(self, client: bytes, request: Generate | Score) -> None:
         """Submit a request whose prompt continues a program state."""
         prompt, tenant = request.prompt, self._core.tenant(request.api_key)
-        saving = self._programs.saving(tenant, request)
+        assert isinstance(prompt, StatePrompt)
+        saving = self._programs.saving(tenant, prompt, request)
         if isinstance(request, Generate) and request.sampling.grammar:
             await check_aside(request.sampling.grammar, owner=request.api_key)
         room = self._core.room(request)
         self._programs.check_room(prompt, room)
-        ids = await self._programs.prompt(tenant, prompt, saving, room)
+        builder, ids = await self._programs.prompt(tenant, prompt, room)
+        keep = functools.partial(self._programs.save, saving, builder) if saving else None
         request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
         if isinstance(request, Score):
-            request = await encode(request, self._text, namespace_of(tenant, request.cache_salt))
+            request = await encode(request, self._text, Namespace(tenant, salt=request.cache_salt))
         self._tasks.leave(client, request.id)
-        self._submit(client, request, saving, self._programs.key(tenant, prompt))
+        self._submit(client, request, keep, self._programs.key(tenant, prompt))
 
     def _submit(
         self,
         client: bytes,
         request: Generate | Score,
-        keep: Keep | None = None,
+        keep: KeepIn | None = None,
         state: Key | None = None,
     ) -> None:
-        """Submit a request of token ids, which continue `state` if given. `keep` is called with its answers."""
+        """Submit a request of token ids, which continue `state` if given. `keep` is called with its
+        namespace and answers."""
         self._tasks.check_id(client, request.id)
         wanted = request
         if isinstance(request, Generate):
@@ -216,12 +221,11 @@ class Handlers:
                 wanted = msgspec.structs.replace(request, stream=stream)
         effects = self._core.submit(client, wanted, now(), state, resumes=self._tasks.hand_on_pause())
         if (namespace := self._core.namespace(client, request.id)) is not None:
-            if isinstance(keep, Saving):
-                keep.namespace = namespace
+            kept = functools.partial(keep, namespace) if keep else None
             if isinstance(request, Generate) and wants_text(request, self._text):
-                self._streams.add(client, request, keep)
-            elif isinstance(request, Score) and keep is not None:
-                self._streams.add_score(client, request, keep)
+                self._streams.add(client, request, kept)
+            elif isinstance(request, Score) and kept is not None:
+                self._streams.add_score(client, request, kept)
         self._perform(effects)
 
     def _cancel(self, client: bytes, request_id: int) -> None:
@@ -263,7 +267,7 @@ class Handlers:
     # ------------------------------------------------------------ questions
 
     async def _translate(self, client: bytes, message: Tokenize | Detokenize) -> None:
-        namespace = namespace_of(self._core.tenant(message.api_key))
+        namespace = Namespace(self._core.tenant(message.api_key))
         if isinstance(message, Tokenize):
             ids, text = await self._text.encode_shown(message.prompt, namespace, render_only=message.render_only)
             tokens = Tokens(message.id, ids, text)
@@ -281,7 +285,8 @@ class Handlers:
                 self._core.tenant(message.api_key)
                 return self._core.model(message.model)
             case "report":
-                decode = self._decode if self._text.has_tokenizer else None
+                tokenizer = self._text.tokenizer
+                decode = functools.partial(_decoded, tokenizer) if tokenizer else None
                 return self._report.to_json(self._visible(message.api_key), decode)
             case "metrics":
                 return render(self._report, self._core, self._visible(message.api_key))
@@ -297,10 +302,6 @@ class Handlers:
                 "keys", f"keys have values of more than {MAX_RECALL_BYTES} bytes in all: ask for fewer at once"
             )
         return values
-
-    def _decode(self, ids: bytes) -> str:
-        """The text of any ids that workers accept, including ids that the tokenizer does not have."""
-        return self._text.tokenizer.decode(memoryview(ids).cast("i").tolist())
 
     def _health(self, api_key: str) -> dict[str, Any]:
         """What a key may see; without a valid one, what load balancers and the launcher need."""
@@ -318,3 +319,8 @@ class Handlers:
             return None
         tenant = self._core.tenant(api_key)
         return tenant if self._config.api_key else None
+
+
+def _decoded(tokenizer: Tokenizer, ids: bytes) -> str:
+    """The text of any ids that workers accept, including ids that the tokenizer does not have."""
+    return tokenizer.decode(memoryview(ids).cast("i").tolist())

@@ -25,8 +25,8 @@ class SharedMemory:
         return self._shares.total
 
     def get(self, tenant: str, key: bytes) -> bytes | None:
-        own = self._tenants.get(tenant, {})
-        if key not in own:
+        own = self._tenants.get(tenant)
+        if own is None or key not in own:
             return None
         own.move_to_end(key)
         return own[key]
@@ -42,9 +42,8 @@ class SharedMemory:
             self._drop(most, next(iter(self._tenants[most])))
 
     def _drop(self, tenant: str, key: bytes) -> None:
-        own = self._tenants.get(tenant, {})
-        value = own.pop(key, None)
-        if value is None:
+        own = self._tenants.get(tenant)
+        if own is None or (value := own.pop(key, None)) is None:
             return
         self._shares.add(tenant, -_size(key, value))
         if not own:

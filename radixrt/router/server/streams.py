@@ -13,24 +13,25 @@ from typing import Any, TypeVar
 import msgspec
 
 from radixrt.messages import (
-    TOKEN_BYTES,
+    NO_TENANT,
+    ChatPrompt,
     Delta,
     Deltas,
     FinishReason,
     Generate,
+    Namespace,
     Score,
-    TokenLogprob,
+    StatePrompt,
     TokenPrompt,
 )
 from radixrt.requests.grammar import check_aside, is_checked
 from radixrt.router.core.core import RouterCore
-from radixrt.router.core.effects import Effect
-from radixrt.router.core.request import Client
-from radixrt.tokens import Encoded, TextService, TextStream
+from radixrt.router.core.effects import Client, Effect
+from radixrt.tokens import Encoded, OutputProcessor, TextService
 from radixrt.tokens.chat_history import Conversations, facts
 from radixrt.tokens.errors import Room
 
-Request = TypeVar("Request", Generate, Score)
+Request = TypeVar("Request", bound=Generate | Score)
 Keep = Callable[[bytes, str, str | int | None], None]
 """Called with the ids, the text and the stop of an answer that has ended well."""
 
@@ -47,12 +48,16 @@ def is_encoded(request: Generate | Score) -> bool:
     return request.sampling.grammar is None or is_checked(request.sampling.grammar, request.api_key)
 
 
-async def encode(request: Request, service: TextService, namespace: str = "", room: Room | None = None) -> Request:
+async def encode(
+    request: Request, service: TextService, namespace: Namespace = NO_TENANT, room: Room | None = None
+) -> Request:
     """The same request with token ids only, encoded in a namespace. Raises FieldError that names a part that cannot be
     encoded, or compiled, or for which there is no room."""
     if isinstance(request, Generate) and request.sampling.grammar:
         await check_aside(request.sampling.grammar, owner=request.api_key)
-    changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(request.prompt, namespace, room))}
+    prompt = request.prompt
+    assert not isinstance(prompt, StatePrompt), "the states of programs build these"
+    changes: dict[str, Any] = {"prompt": TokenPrompt(await service.encode(prompt, namespace, room))}
     if isinstance(request, Score):
         changes["choices"] = await service.encode_choices(request.choices, namespace)
     return msgspec.structs.replace(request, **changes)
@@ -63,7 +68,9 @@ async def encode_chat(
 ) -> tuple[Generate, Encoded]:
     """Encode a request whose prompt is a chat. Returns it with token ids, and the encoded chat. Raises FieldError that
     names an invalid field."""
-    chat = await conversations.encode(request.prompt, tenant, request.cache_salt, room=room)
+    prompt = request.prompt
+    assert isinstance(prompt, ChatPrompt)
+    chat = await conversations.encode(prompt, tenant, request.cache_salt, room=room)
     return msgspec.structs.replace(request, prompt=TokenPrompt(chat.ids), session=facts(chat)), chat
 
 
@@ -78,40 +85,10 @@ def core_streams(request: Generate, service: TextService) -> bool:
 
 
 @dataclass(slots=True)
-class _Gathered:
-    """An answer so far, as lists: appending to bytes would copy all of them each time."""
-
-    ids: list[bytes] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
-
-    def add(self, delta: Delta, logprobs: bool) -> None:
-        """Add a delta; with `logprobs`, its log-probabilities as well."""
-        self.ids.append(delta.ids)
-        self.texts.append(delta.text)
-        if not logprobs:
-            return
-        if delta.logprobs:
-            self.logprobs = self.logprobs or []
-            self.logprobs += delta.logprobs
-        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
-
-    def whole(self, last: Delta) -> Delta:
-        """The whole answer as one delta, with the finish reason and usage of the last one."""
-        ids, text = b"".join(self.ids), "".join(self.texts)
-        return Delta(
-            last.id, last.index, ids, text, last.finish, last.usage, self.logprobs, last.stop, self.prompt_logprobs
-        )
-
-
-@dataclass(slots=True)
 class _Choice:
-    text: TextStream
+    output: OutputProcessor
     gathers: bool
     """Whether it is sent as a whole when it has ended. False for a stream, whose deltas are sent at once."""
-    gathered: _Gathered | None
-    """The answer so far, if it is gathered or to be kept."""
     push: Callable[[bytes], str] | None
     """Returns the text that ids add. Only for a stream without stop strings that is not kept (the fast path)."""
 
@@ -140,9 +117,9 @@ class TextStreams:
         gathers = not request.stream and core_streams(request, self._service)
         choices = []
         for _ in range(request.n):
-            text = TextStream(self._service, request.sampling)
-            gathered = _Gathered() if gathers or keep else None
-            choices.append(_Choice(text, gathers, gathered, None if keep else text.plain_push))
+            keeps = gathers or keep is not None
+            output = OutputProcessor(self._service.tokenizer, request.sampling, gathers=keeps)
+            choices.append(_Choice(output, gathers, None if keeps else output.push_plain))
         self._texts.setdefault(client, {})[request.id] = _OpenRequest(choices, keep)
 
     def add_score(self, client: Client, request: Score, keep: Keep) -> None:
@@ -182,9 +159,8 @@ class TextStreams:
                 items.append(delta)
                 continue
             effects += self._add_text(client, choice, delta)
-            if choice.gathered is not None:
-                delta = _gather(choice, choice.gathered, delta, request.keep)
             if delta.finish is not None:
+                delta = _whole(choice, delta, request.keep)
                 request.open -= 1
                 if not request.open:
                     self.forget(client, delta.id)
@@ -193,37 +169,24 @@ class TextStreams:
         return Deltas(items), effects
 
     def _add_text(self, client: Client, choice: _Choice, delta: Delta) -> list[Effect]:
-        delta.text = choice.text.take(delta)
-        stop = choice.text.stop
+        delta.text = choice.output.take(delta)
+        stop = choice.output.stop
         if stop is None:
             return []
         effects: list[Effect] = []
-        past = choice.text.past
-        if past:
-            _cut(delta, past)
         if delta.finish is None:
-            delta.usage, effects = self._core.stop_choice(client, delta.id, delta.index, past)
+            delta.usage, effects = self._core.stop_choice(client, delta.id, delta.index, choice.output.past)
             if delta.usage is None:  # the request failed in the same step: its Error follows
                 return []
         delta.finish, delta.stop = "stop", stop
         return effects
 
 
-def _gather(choice: _Choice, gathered: _Gathered, delta: Delta, keep: Keep | None) -> Delta:
-    """Add a delta to an answer; returns the delta to send. When the answer has ended well, it is kept."""
-    gathered.add(delta, choice.gathers)
-    if delta.finish is None:
-        return delta
-    whole = gathered.whole(delta)
-    if keep is not None and delta.finish in ENDED_WELL:
+def _whole(choice: _Choice, last: Delta, keep: Keep | None) -> Delta:
+    """A choice has ended: returns the delta to send. If it has ended well, it is kept."""
+    if not choice.gathers and keep is None:
+        return last
+    whole = choice.output.whole(last)
+    if keep is not None and last.finish in ENDED_WELL:
         keep(whole.ids, whole.text, whole.stop)
-    return whole if choice.gathers else delta
-
-
-def _cut(delta: Delta, past: int) -> None:
-    """Remove the last `past` tokens from a delta, and from its usage."""
-    delta.ids = delta.ids[: -TOKEN_BYTES * past]
-    delta.logprobs = delta.logprobs and delta.logprobs[:-past]
-    if delta.usage is not None:
-        count = delta.usage.completion_tokens - past
-        delta.usage = msgspec.structs.replace(delta.usage, completion_tokens=count)
+    return whole if choice.gathers else last

@@ -127,11 +127,12 @@ class Tasks:
 
     def hand_on_pause(self) -> bool:
         """Whether the current task is to end a pause; if so, that is now up to the caller."""
-        return bool(self._resuming) and self._resuming.pop(asyncio.current_task(), None) is not None
+        task = asyncio.current_task() if self._resuming else None
+        return task is not None and self._resuming.pop(task, None) is not None
 
-    def _resume(self, task: asyncio.Task[None]) -> None:
+    def _resume(self, task: asyncio.Task[None] | None) -> None:
         """End the pause that a task is to end, unless that was done or passed on."""
-        if (paused := self._resuming.pop(task, None)) is not None:
+        if task is not None and (paused := self._resuming.pop(task, None)) is not None:
             self._perform(self._core.resume(paused, now()))
 
     # ------------------------------------------------------------ cancellation

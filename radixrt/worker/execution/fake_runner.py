@@ -9,7 +9,7 @@ recurrent states. What the tokens of requests are it asks `histories`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,18 @@ import numpy as np
 from radixrt.checkpoint.lora_modules import LoraModule, check_files
 from radixrt.messages import TokenLogprob
 from radixrt.messages.ranks import RequestInfo
-from radixrt.worker.plan import FROM_DEVICE, NOT_SAMPLED, STATE_TOKENS, Moves, Plan, Result, SampleInputs, StateWork
+from radixrt.worker.plan import (
+    FROM_DEVICE,
+    NOT_SAMPLED,
+    STATE_TOKENS,
+    Histories,
+    Moves,
+    Plan,
+    Result,
+    SampleInputs,
+    StateWork,
+)
+from radixrt.worker.structured.stuck import Stuck
 
 EOS = 2
 _FIRST_TOKEN = 3
@@ -102,12 +113,15 @@ class FakeRunner:
         """By number of the step."""
         self._step = 0
         """The last launched one."""
-        self.histories: Callable[[Plan], list[tuple[Sequence[int], bool]]] | None = None
-        """`Scheduler.histories`, without which nothing is checked."""
+        self.histories: Histories | None = None
+        """Without them nothing is checked."""
         self._free_at = 0.0
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
+
+    def audit(self, histories: Histories) -> None:
+        self.histories = histories
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         self.computed_tokens += len(plan.tokens)
@@ -181,7 +195,7 @@ class FakeRunner:
         result = Result(tokens) if inputs is None else self._result(plan, tokens, stuck)
         return result if plan.proposes is None else replace(result, proposals=self._propose(plan, tokens, stuck))
 
-    def _propose(self, plan: Plan, tokens: list[int], stuck: dict[int, str]) -> dict[int, list[int]]:
+    def _propose(self, plan: Plan, tokens: list[int], stuck: dict[int, Stuck]) -> dict[int, list[int]]:
         """The formula's next tokens, some of them wrong. (Those of a grammar differ.)"""
         found, drafts = {}, {draft.first: draft for draft in plan.drafts}
         assert plan.proposes is not None
@@ -195,7 +209,7 @@ class FakeRunner:
                 found[index] = ids
         return found
 
-    def _follow_grammars(self, plan: Plan, inputs: SampleInputs, tokens: list[int]) -> dict[int, str]:
+    def _follow_grammars(self, plan: Plan, inputs: SampleInputs, tokens: list[int]) -> dict[int, Stuck]:
         """Replace tokens by ones that the grammars allow, stop ids first. Returns, by index, why a request is stuck."""
         for b, mask in zip(inputs.masked, inputs.masks, strict=True):
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size])
@@ -203,7 +217,7 @@ class FakeRunner:
             tokens[b] = ends[0] if ends else int(allowed[tokens[b] % len(allowed)])
         return inputs.stuck
 
-    def _result(self, plan: Plan, tokens: list[int], stuck: dict[int, str]) -> Result:
+    def _result(self, plan: Plan, tokens: list[int], stuck: dict[int, Stuck]) -> Result:
         logprobs: list[TokenLogprob | None] = []
         if any(r.sampling.logprobs is not None for r in plan.requests):
             logprobs = [self._logprob(r, token) for r, token in zip(plan.requests, tokens, strict=True)]

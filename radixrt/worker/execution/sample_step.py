@@ -18,6 +18,7 @@ import torch
 from radixrt.messages import TokenLogprob
 from radixrt.worker.execution.sampler import Masks, Sampler, choose, to_device
 from radixrt.worker.plan import NONE_ALLOWED, Plan, Result, SampleInputs, may_be_next
+from radixrt.worker.structured.stuck import Stuck, StuckCause
 
 T = TypeVar("T")
 
@@ -111,7 +112,7 @@ class SampleStep:
         for row in np.flatnonzero(finite == 0):
             b = int(np.searchsorted(self._ends, row, side="right"))
             if self._allows_none(b):
-                stuck[b] = NONE_ALLOWED
+                stuck[b] = Stuck(StuckCause.RESTRICTION, NONE_ALLOWED)
             else:
                 failed[b] = NOT_FINITE
         tokens = np.zeros(len(self._plan.requests), dtype=np.int64)

@@ -18,7 +18,7 @@ from radixrt.worker.execution.sampler import TorchSampler
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.layers.recurrent.delta_net import Recurrence
 from radixrt.worker.model.lora.adapter import Adapter, read_adapter
-from radixrt.worker.plan import NOT_SAMPLED, Plan, Result, SampleInputs, StateWork
+from radixrt.worker.plan import NOT_SAMPLED, Histories, Plan, Result, SampleInputs, StateWork
 
 SMALL_WEIGHTS, SMALL_PRODUCT = 4 << 20, 8 << 20
 """Bytes of a weight matrix, and multiplications of a matrix product, below which synchronizing threads takes longer
@@ -65,6 +65,9 @@ class ModelRunner:
     def sample_deferred(self, inputs: SampleInputs) -> None:
         """See `plan.Runner`."""
         raise NotImplementedError
+
+    def audit(self, histories: Histories) -> None:
+        """See `plan.Runner`."""
 
     def mask_room(self, count: int) -> np.ndarray:
         """See `plan.Runner`. Pinned, so that a GPU can copy it asynchronously: it is a megabyte for 64 requests."""

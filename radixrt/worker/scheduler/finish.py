@@ -16,6 +16,7 @@ from radixrt.worker.plan import Plan
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.queue import VirtualTokenCounter, Waiting
 from radixrt.worker.scheduler.running import Running
+from radixrt.worker.structured.stuck import Stuck, StuckCause
 
 
 class Ending:
@@ -45,12 +46,12 @@ class Ending:
             self._cache.retained.left(request)
         self._is_over(request)
 
-    def stop_short(self, request: Request, reason: str) -> Output:
+    def stop_short(self, request: Request, stuck: Stuck) -> Output:
         """Fail a request that allows no token to come next, by its grammar or otherwise, or that takes too long to tell
         which. What it computed stays cached."""
         self.end(request)
-        field = "grammar" if reason.startswith("grammar:") else request.restriction or "grammar"
-        return _failed(request, reason, field)
+        restriction = request.restriction if stuck.cause is StuckCause.RESTRICTION else ""
+        return _failed(request, stuck.text, restriction or "grammar")
 
     def fail_for_good(self, request: Request, reason: str) -> list[Output]:
         """Fail a request whose KV is invalid. Nothing of its path stays cached, whoever computed it, except what other

@@ -5,15 +5,18 @@ tenant sends, another's request waits only for what is being computed, never for
 nothing waiting starts at the count of the least-served tenant that waits or, if none waits, of the tenant whose prompt
 was computed last. So no tenant saves up credit by being idle, and none is put behind a newcomer for its past use.
 
-Within a tenant, the request with the fewest missing (uncached) tokens comes first. An agent's next turn is only cheap
-while its context is cached: each time another request takes pages before it, some of that context may have to be
-computed again, and then everybody waits longer. Where the agents' contexts together exceed the cache, order of arrival
-is the worst: each agent gets its turn just after its context was evicted (bench/placement.py, "by arrival"). Missing
-tokens are compared by powers of two, and among equals the older request comes first.
+Within a tenant, requests of the lowest `priority` value come first: others are not tried while one of them waits. What
+runs is not interrupted, and what is said above of tenants does not depend on it.
 
-To rule out starvation, the oldest request may be overtaken only by a fixed multiple of the tokens that it needs itself,
-however many hits there are and however long the queue is. For a prompt that nearly fills the pool that would take
-minutes, so after MAX_SECONDS the multiple is 1.
+Among requests of one priority, the one with the fewest missing (uncached) tokens comes first. An agent's next turn is
+only cheap while its context is cached: each time another request takes pages before it, some of that context may have
+to be computed again, and then everybody waits longer. Where the agents' contexts together exceed the cache, order of
+arrival is the worst: each agent gets its turn just after its context was evicted (bench/placement.py, "by arrival").
+Missing tokens are compared by powers of two, and among equals the older request comes first.
+
+To rule out starvation among these, the oldest request may be overtaken only by a fixed multiple of the tokens that it
+needs itself, however many hits there are and however long the queue is. For a prompt that nearly fills the pool that
+would take minutes, so after MAX_SECONDS the multiple is 1.
 """
 
 from __future__ import annotations
@@ -62,11 +65,11 @@ class Arrivals:
 
 
 class _Queue:
-    """One tenant's requests, sorted by age and by need."""
+    """One tenant's requests, by priority, and in each by age and by need. The oldest is that of the first priority."""
 
     def __init__(self) -> None:
-        self.by_age: list[tuple[Age, Request]] = []
-        self._by_need: list[tuple[int, Age, Request]] = []
+        self.by_age: list[tuple[int, Age, Request]] = []
+        self._by_need: list[tuple[int, int, Age, Request]] = []
         self._needs: dict[int, int] = {}
         """By request id, the need by which it is sorted: a request may gain tokens while it waits."""
         self._overtaking_tokens = 0
@@ -79,32 +82,31 @@ class _Queue:
         return len(self.by_age)
 
     @property
-    def age(self) -> Age:
-        """Age of the oldest request."""
-        return self.by_age[0][0]
+    def oldest(self) -> Request:
+        return self.by_age[0][2]
 
     @property
     def next(self) -> Request:
-        return self.by_age[0][1] if self.is_due(OVERTAKING) else self._by_need[0][2]
+        return self.oldest if self.is_due(OVERTAKING) else self.least_missing
 
     @property
     def least_missing(self) -> Request:
-        return self._by_need[0][2]
+        return self._by_need[0][3]
 
     def is_due(self, times: int) -> bool:
         """Whether the oldest request has been overtaken by `times` its cost or, after MAX_SECONDS, by its cost."""
-        oldest = self.by_age[0][1]
+        oldest = self.oldest
         tokens_before, since = self._since[oldest.id]
         overtaken, cost = self._overtaking_tokens - tokens_before, _cost(oldest)
         return overtaken >= times * cost or (overtaken >= cost and time.monotonic() - since >= MAX_SECONDS)
 
     def add(self, request: Request) -> None:
-        insort(self.by_age, (request.age, request))
+        insort(self.by_age, (request.priority, request.age, request))
         self._note_oldest()
         self._enter(request)
 
     def remove(self, request: Request) -> None:
-        del self.by_age[bisect_left(self.by_age, (request.age,))]
+        del self.by_age[bisect_left(self.by_age, (request.priority, request.age))]
         self._since.pop(request.id, None)
         self._note_oldest()
         self._leave(request)
@@ -116,7 +118,7 @@ class _Queue:
 
     def serve(self, request: Request) -> None:
         """Remove a request that was admitted."""
-        if request is not self.by_age[0][1]:
+        if request is not self.oldest:
             self._overtaking_tokens += _cost(request)
         self.remove(request)
 
@@ -125,15 +127,16 @@ class _Queue:
         self._overtaking_tokens += _cost(request)
 
     def _note_oldest(self) -> None:
-        if self.by_age and (oldest := self.by_age[0][1].id) not in self._since:
+        if self.by_age and (oldest := self.oldest.id) not in self._since:
             self._since[oldest] = self._overtaking_tokens, time.monotonic()
 
     def _enter(self, request: Request) -> None:
         self._needs[request.id] = need = request.missing.bit_length()
-        insort(self._by_need, (need, request.age, request))
+        insort(self._by_need, (request.priority, need, request.age, request))
 
     def _leave(self, request: Request) -> None:
-        del self._by_need[bisect_left(self._by_need, (self._needs.pop(request.id), request.age))]
+        place = request.priority, self._needs.pop(request.id), request.age
+        del self._by_need[bisect_left(self._by_need, place)]
 
 
 def _cost(request: Request) -> int:
@@ -204,7 +207,7 @@ class Waiting:
         return bool(self._queues)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for queue in self._queues.values() for _, request in queue.by_age)
+        return (request for queue in self._queues.values() for *_, request in queue.by_age)
 
     def add(self, request: Request) -> None:
         tenant = request.tenant
@@ -272,13 +275,13 @@ class Waiting:
 
     def _turn(self, tenant: str) -> tuple[int, Age]:
         """Sort key: it is the turn of the tenant with the smallest."""
-        return self._counter.of(tenant), self._queues[tenant].age
+        return self._counter.of(tenant), self._queues[tenant].oldest.age
 
     def has_waited(self, request: Request) -> bool:
         """Whether a request is its tenant's oldest and has been overtaken so often that retained contexts are released
         for it (OVERTAKING_WITHOUT_ROOM)."""
         queue = self._queues[request.tenant]
-        return queue.by_age[0][1] is request and queue.is_due(OVERTAKING_WITHOUT_ROOM)
+        return queue.oldest is request and queue.is_due(OVERTAKING_WITHOUT_ROOM)
 
     def refresh(self, step: int) -> None:
         """Look up the hits of some requests again, in turn; at most once a step. The tree changes while they wait."""
@@ -291,7 +294,7 @@ class Waiting:
                 if index < len(queue):
                     break
                 index -= len(queue)
-            self._look_up(queue, queue.by_age[index][1])
+            self._look_up(queue, queue.by_age[index][2])
 
     def note_gain(self, request: Request) -> None:
         """A request has gained tokens while it waits: its hit may be longer now."""

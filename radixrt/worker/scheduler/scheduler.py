@@ -41,7 +41,7 @@ from radixrt.worker.speculative.ngram import Drafter, should_wait
 from radixrt.worker.speculative.speculation import Speculation
 from radixrt.worker.structured.matcher import jump_all
 from radixrt.worker.structured.sit_out import Sitting
-from radixrt.worker.structured.watch import LATE
+from radixrt.worker.structured.stuck import Stuck, StuckCause
 
 FETCHED = 16
 """So many tokens are copied from host memory in the time of computing one, or more."""
@@ -452,10 +452,10 @@ class Scheduler:
         if self._slow:
             self.running.sit_slow(self._slow)
 
-    def _cannot_go_on(self, request: Request, reason: str) -> list[Output]:
+    def _cannot_go_on(self, request: Request, stuck: Stuck) -> list[Output]:
         """A step could not sample a token for a request: it sits out if its mask is late, and fails otherwise."""
-        if reason != LATE:
-            return [self._ending.stop_short(request, reason)]
+        if stuck.cause is not StuckCause.LATE:
+            return [self._ending.stop_short(request, stuck)]
         self._slow.add(request)
         self._sitting.sit(request, self.steps, jump=False)
         return []

@@ -22,10 +22,11 @@ from radixrt.requests.grammar_errors import explained
 from radixrt.worker.request import Request
 from radixrt.worker.structured.compile import BadGrammar, Compiled
 from radixrt.worker.structured.jump_forward import SHORTEST, forced_text
-from radixrt.worker.structured.watch import LATE, LATE_SECONDS, Task, Watch
+from radixrt.worker.structured.stuck import LATE, Stuck, bad_grammar
+from radixrt.worker.structured.watch import LATE_SECONDS, Task, Watch
 
-STRAYED = "grammar: the tokens generated so far do not follow it"
-DEAD_END = "grammar: no token of the vocabulary can come next"
+STRAYED = bad_grammar("the tokens generated so far do not follow it")
+DEAD_END = bad_grammar("no token of the vocabulary can come next")
 SLOW_SECONDS = 0.005
 """CPU time of a request's next token beyond which it is not planned any more before its mask is there."""
 
@@ -59,7 +60,7 @@ class Matcher:
         """Whether a thread works on it beside the loop, which then must not use it."""
         self.slow = False
         """Whether its request is planned only when the mask for the next token is there (see SLOW_SECONDS)."""
-        self.problem = ""
+        self.problem: Stuck | None = None
         """Why the request cannot go on."""
         self.forced: tuple[int, ...] = ()
         """What `compute` found to be forced; they count as read, and are to be appended."""
@@ -106,7 +107,7 @@ class Matcher:
         try:
             work()
         except Exception as error:  # xgrammar does not document its exceptions
-            self.problem = f"grammar: {explained(error)}"
+            self.problem = bad_grammar(explained(error))
         self.last = time.thread_time() - began
         self.seconds += self.last
         self.slow = self.slow or self.last > SLOW_SECONDS
@@ -118,7 +119,7 @@ class Matcher:
         try:
             yield
         except Exception as error:
-            self.problem = f"grammar: {explained(error)}"
+            self.problem = bad_grammar(explained(error))
 
     # ------------------------------------------------------------ the text
 
@@ -253,7 +254,7 @@ def draft_all(drafts: Sequence[tuple[Request, Sequence[int]]]) -> list[list[int]
 
 def fill_masks(
     requests: Sequence[Request], out: np.ndarray, threads: int = 1, ahead: Mapping[int, Sequence[int]] | None = None
-) -> dict[int, str]:
+) -> dict[int, Stuck]:
     """Write into `out`, int32[len(requests), ceil(vocabulary / 32)] in C order, which tokens may come next in each of
     `requests`, all of which have a matcher: bit i % 32 of word i // 32 for id i. For rows in `ahead`, the mask is for
     the token after these drafted ids (see `Matcher.drafted`).
@@ -277,9 +278,9 @@ def fill_masks(
 
 def _fill_known(
     requests: Sequence[Request], out: np.ndarray, threads: int, ahead: Mapping[int, Sequence[int]]
-) -> dict[int, str]:
+) -> dict[int, Stuck]:
     """As `fill_masks`, without bans, and without a look at the masks."""
-    problems: dict[int, str] = {}
+    problems: dict[int, Stuck] = {}
     known, others, began = [], [], time.thread_time()
     for i, request in enumerate(requests):
         matcher = request.matcher
@@ -303,7 +304,7 @@ def _fill_known(
 
 def _fill_watched(
     requests: Sequence[Request], indices: list[int], out: np.ndarray, ahead: Mapping[int, Sequence[int]],
-    problems: dict[int, str],
+    problems: dict[int, Stuck],
 ) -> None:  # fmt: skip
     """`_fill_known` for requests, by index, whose grammars are not ordinary."""
     rows: dict[int, np.ndarray] = {}

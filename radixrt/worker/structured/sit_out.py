@@ -18,6 +18,7 @@ from radixrt.worker.request import Request
 from radixrt.worker.scheduler.queue import Waiting
 from radixrt.worker.scheduler.running import Running
 from radixrt.worker.structured.fair import FairThreads, Job
+from radixrt.worker.structured.stuck import Stuck, bad_grammar
 
 AT_ONCE = 4
 """The most threads that make masks beside the loop, but for those that a step left behind."""
@@ -36,7 +37,7 @@ STRIKE_SECONDS = 60.0
 grammar is ordinary: otherwise each of many requests could delay a step once."""
 MAX_STRIKES = 1024
 """The most tenants that this is remembered of."""
-TOO_SLOW = "grammar: it is too ambiguous, or too large, to be followed"
+TOO_SLOW = "it is too ambiguous, or too large, to be followed"
 
 
 @dataclass(slots=True)
@@ -113,13 +114,13 @@ class Sitting:
 
     # ------------------------------------------------------------ they return
 
-    def ready(self) -> list[tuple[Request, str]]:
+    def ready(self) -> list[tuple[Request, Stuck | None]]:
         """The requests whose mask is there, or that cannot go on, with the reason. The former run or wait again; the
         latter have to be ended. Tokens that were found to be forced are still to be appended: see `Matcher.forced`."""
         found = []
         for number, seat in list(self._seats.items()):
             request = seat.request
-            problem = "" if request.finished else self._problem(seat)
+            problem = None if request.finished else self._problem(seat)
             if request.finished or problem or self._is_masked(seat):
                 del self._seats[number]
                 if seat.job is not None and self._threads.cancel(seat.job):
@@ -148,16 +149,23 @@ class Sitting:
         self._submit(seat)
         return False
 
-    def _problem(self, seat: _Seat) -> str:
-        """Why a request cannot go on; empty if it can."""
-        request, matcher, now = seat.request, seat.request.matcher, time.monotonic()
-        if matcher.busy:
-            began = seat.since if seat.job is None else seat.job.began
-            if began is not None and now - began > MAX_MASK_SECONDS:
-                return f"{TOO_SLOW}: what may come next was not known within {MAX_MASK_SECONDS:g} s"
-            if now - seat.since > MAX_SITTING_SECONDS:
-                return f"{TOO_SLOW}: other slow grammars of yours took longer than {MAX_SITTING_SECONDS:g} s"
-            return ""
-        if matcher.seconds > MAX_CPU_SECONDS + CPU_SECONDS_A_TOKEN * request.generated:
-            return f"{TOO_SLOW}: {request.generated} tokens took {matcher.seconds:.0f} s"
-        return matcher.problem
+    def _problem(self, seat: _Seat) -> Stuck | None:
+        """Why a request cannot go on; None if it can."""
+        if why := _slowness(seat):
+            return bad_grammar(f"{TOO_SLOW}: {why}")
+        matcher = seat.request.matcher
+        return None if matcher.busy else matcher.problem
+
+
+def _slowness(seat: _Seat) -> str:
+    """What has taken too long; "" if nothing has."""
+    request, matcher, now = seat.request, seat.request.matcher, time.monotonic()
+    if matcher.busy:
+        began = seat.since if seat.job is None else seat.job.began
+        if began is not None and now - began > MAX_MASK_SECONDS:
+            return f"what may come next was not known within {MAX_MASK_SECONDS:g} s"
+        if now - seat.since > MAX_SITTING_SECONDS:
+            return f"other slow grammars of yours took longer than {MAX_SITTING_SECONDS:g} s"
+    elif matcher.seconds > MAX_CPU_SECONDS + CPU_SECONDS_A_TOKEN * request.generated:
+        return f"{request.generated} tokens took {matcher.seconds:.0f} s"
+    return ""

@@ -20,8 +20,6 @@ from radixrt.worker.structured.fair import at_work, be_nice
 LATE_SECONDS = 0.03
 """The longest that a step waits for the tasks of one tenant: a few ordinary steps. An ordinary mask takes 3
 microseconds."""
-LATE = "grammar: late"
-"""Stands for the mask of a request that was not there in time."""
 
 
 class Task:

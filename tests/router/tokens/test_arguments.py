@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from radixrt.messages import ChatPrompt
+from radixrt.messages import NO_TENANT, ChatPrompt
 from radixrt.tokens.chain import keys_of
 from radixrt.tokens.chat import ChatTemplates
 from radixrt.tokens.errors import FieldError
@@ -28,7 +28,7 @@ def test_arguments_of_millions_of_values_are_not_parsed() -> None:
     began = time.thread_time()
     with pytest.raises(FieldError, match="arguments of calls hold more than 1048576 values"):
         templates.render(chat(MANY))
-    assert len(keys_of("n", chat(MANY))) == 2
+    assert len(keys_of(NO_TENANT, chat(MANY))) == 2
     assert time.thread_time() - began < 0.2
 
 
@@ -36,7 +36,9 @@ def test_arguments_of_too_many_values_stay_a_string() -> None:
     long, many = '{"text": "' + "x" * 4 * MAX_PARSED + '"}', '{"n": [' + "1," * MAX_PARSED + "1]}"
     templates = ChatTemplates({"default": TEMPLATE}, {})
     assert templates.render(chat(long, many)).startswith(long + ';"{')
-    assert keys_of("n", chat(many)) == keys_of("n", chat(f" {many} ")) != keys_of("n", chat(many + " 1"))
+    assert (
+        keys_of(NO_TENANT, chat(many)) == keys_of(NO_TENANT, chat(f" {many} ")) != keys_of(NO_TENANT, chat(many + " 1"))
+    )
 
 
 @pytest.mark.parametrize(

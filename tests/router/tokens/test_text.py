@@ -11,7 +11,7 @@ import pytest
 
 from radixrt.config import RouterConfig
 from radixrt.messages import ChatPrompt, Delta, PartsPrompt, Sampling, TextPrompt, TokenPrompt
-from radixrt.tokens import TextService, TextStream, Tokenizer
+from radixrt.tokens import OutputProcessor, TextService, Tokenizer
 from radixrt.tokens.errors import FieldError
 from radixrt.tokens.text import INLINE_CHARS
 
@@ -144,9 +144,9 @@ def test_without_a_tokenizer_ids_pass_and_text_does_not() -> None:
                 service.encode_now(prompt)
         with pytest.raises(FieldError, match="no tokenizer"):
             asyncio.run(service.decode(to_bytes([1])))
-        assert TextStream(service, Sampling()).push([1, 2]) == ("", None)
+        assert OutputProcessor(None, Sampling()).push([1, 2]) == ""
         with pytest.raises(FieldError) as caught:
-            TextStream(service, Sampling(stop=("x",)))
+            OutputProcessor(None, Sampling(stop=("x",)))
         assert caught.value.field == "stop"
 
 
@@ -160,29 +160,27 @@ def test_decode_is_the_text(service: TextService, made: Tokenizer) -> None:
 def test_a_stream_takes_ids_or_bytes(service: TextService, made: Tokenizer) -> None:
     ids = made.encode("Größe 🙂<|im_end|>")
     for skip, text in ((True, "Größe 🙂"), (False, "Größe 🙂<|im_end|>")):
-        one, other = (TextStream(service, Sampling(skip_special_tokens=skip)) for _ in range(2))
-        assert "".join(one.push([i])[0] for i in ids) + one.flush() == text
-        assert other.push(to_bytes(ids)) == (text, None)
+        one, other = (OutputProcessor(made, Sampling(skip_special_tokens=skip)) for _ in range(2))
+        assert "".join(one.push([i]) for i in ids) + one.flush() == text
+        assert other.push(to_bytes(ids)) == text
 
 
 def test_a_stop_string_spans_tokens(tokenizer: Tokenizer, texts: list[str]) -> None:
     """Cut out of the text itself, a stop ends it just there, whatever the tokens are."""
     rng = random.Random(4)
-    with TextService(tokenizer) as service:
-        for text in texts[9:]:
-            ids = tokenizer.encode(text, False)
-            whole = tokenizer.decode(ids)
-            at = rng.randrange(len(whole) // 2, len(whole) - 10)
-            stop = whole[at : at + rng.randint(1, 9)]
-            stream = TextStream(service, Sampling(stop=(stop, "never to be seen")))
-            parts = []
-            for token in ids:
-                part, found = stream.push([token])
-                parts.append(part)
-                if found:
-                    break
-            assert "".join(parts) == whole[: whole.index(stop)]
-            assert stream.stop == found == stop
+    for text in texts[9:]:
+        ids = tokenizer.encode(text, False)
+        whole = tokenizer.decode(ids)
+        at = rng.randrange(len(whole) // 2, len(whole) - 10)
+        stop = whole[at : at + rng.randint(1, 9)]
+        stream = OutputProcessor(tokenizer, Sampling(stop=(stop, "never to be seen")))
+        parts = []
+        for token in ids:
+            parts.append(stream.push([token]))
+            if stream.stop:
+                break
+        assert "".join(parts) == whole[: whole.index(stop)]
+        assert stream.stop == stop
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -190,14 +188,14 @@ def test_tokens_past_a_stop_string_are_counted(made: Tokenizer, ends: bool) -> N
     """However many tokens come at once, with the token that ends the answer or without."""
     text = "the quick dog thinks about the question again and then it jumps"
     ids, eos = made.encode(text, False), 2
-    one, taken = TextStream(TextService(made), Sampling(stop=("about th",))), 0
+    one, taken = OutputProcessor(made, Sampling(stop=("about th",))), 0
     while one.stop is None:
         one.take(Delta(1, 0, to_bytes(ids[taken : taken + 1])))
         taken += 1
         assert one.past == 0
     assert 2 < taken < len(ids) - 3
     for cut in (2, 3, 5, 7, len(ids) + 1):
-        stream, past, said = TextStream(TextService(made), Sampling(stop=("about th",))), 0, ""
+        stream, past, said = OutputProcessor(made, Sampling(stop=("about th",))), 0, ""
         whole = [*ids, eos] if ends else ids
         for at in range(0, len(whole), cut):
             last = at + cut >= len(whole)
@@ -210,8 +208,7 @@ def test_tokens_past_a_stop_string_are_counted(made: Tokenizer, ends: bool) -> N
 def test_a_stop_may_come_with_the_flush(checkpoints) -> None:
     tokenizer = checkpoints.tokenizer("phi-3-mini")
     ids = [tokenizer.token_id(f"<0x{byte:02X}>") for byte in b"ab\nc"]
-    with TextService(tokenizer) as service:
-        stream = TextStream(service, Sampling(stop=("\n",)))
-        assert stream.push(ids) == ("", None)
-        assert stream.flush() == "ab"
-        assert stream.stop == "\n"
+    stream = OutputProcessor(tokenizer, Sampling(stop=("\n",)))
+    assert stream.push(ids) == "" and not stream.stop
+    assert stream.flush() == "ab"
+    assert stream.stop == "\n"

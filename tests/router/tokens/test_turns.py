@@ -13,16 +13,16 @@ import pytest
 import tokenizers
 from tokenizers import normalizers
 
-from radixrt.messages import ChatPrompt, PartsPrompt, TextPrompt, TokenPrompt
+from radixrt.messages import ChatPrompt, ErrorReason, Namespace, PartsPrompt, TextPrompt, TokenPrompt
 from radixrt.tokens import Sessions, TextService, Tokenizer
 from radixrt.tokens.backends import JsonBackend
 from radixrt.tokens.bounds import COMPOSED, NO_BOUND
 from radixrt.tokens.chat import ChatTemplates, Unbounded
-from radixrt.tokens.chat_history import namespace_of
-from radixrt.tokens.errors import MAX_CONTEXT, FieldError, Room
+from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.incremental import LONG_CHARS, STEP_CHARS
 from radixrt.tokens.turns import LONG, Interrupted, Turns, finished
 
+NS = Namespace("n")
 COMPOSING = (
     range(0x3400),
     range(0xAC00, 0xAD00),
@@ -186,10 +186,10 @@ def test_steps_give_the_ids_of_the_whole(tokenizer: Tokenizer, texts: list[str])
     for number in range(2):
         text = " ".join(rng.choices(texts, k=20)) + words(number, 2 * STEP_CHARS)
         whole = tokenizer._backend.encode(text, True)
-        ids = finished(tokenizer.start(text, namespace=f"{number}").steps())
+        ids = finished(tokenizer.start(text, namespace=Namespace(f"{number}")).steps())
         assert memoryview(ids).cast("i").tolist() == whole
         for last in (1, 100, len(whole) - 1, len(whole), len(whole) + 5):
-            found = finished(tokenizer.start(text, namespace=f"{number} {last}").last_steps(last))
+            found = finished(tokenizer.start(text, namespace=Namespace(f"{number} {last}")).last_steps(last))
             assert memoryview(found).cast("i").tolist()[-last:] == whole[-last:]
 
 
@@ -198,12 +198,12 @@ def test_steps_are_short(made: Tokenizer, monkeypatch) -> None:
     monkeypatch.setattr(
         made._backend, "encode_many", lambda texts: sizes.append(sum(map(len, texts))) or encode_many(texts)
     )
-    pending = made.start(words(7, 10 * STEP_CHARS), namespace="steps")
+    pending = made.start(words(7, 10 * STEP_CHARS), namespace=Namespace("steps"))
     assert len([*iter(pending.steps())]) >= 10
     assert max(sizes) <= STEP_CHARS and sum(sizes) >= 10 * STEP_CHARS
-    kinds = [*made.start("x" * (LONG_CHARS + 1), namespace="steps").steps()]
+    kinds = [*made.start("x" * (LONG_CHARS + 1), namespace=Namespace("steps")).steps()]
     assert LONG in kinds
-    assert LONG in [*made.start("y" * (LONG_CHARS + 1), namespace="steps").last_steps(5)]
+    assert LONG in [*made.start("y" * (LONG_CHARS + 1), namespace=Namespace("steps")).last_steps(5)]
 
 
 def test_a_short_prompt_does_not_wait_for_long_ones(service: TextService) -> None:
@@ -211,10 +211,10 @@ def test_a_short_prompt_does_not_wait_for_long_ones(service: TextService) -> Non
     texts = [words(seed, 400_000) for seed in range(4)]
 
     async def run() -> None:
-        long = [asyncio.create_task(service.encode(TextPrompt(text), "hostile")) for text in texts]
+        long = [asyncio.create_task(service.encode(TextPrompt(text), Namespace("hostile"))) for text in texts]
         await asyncio.sleep(0)
         for tenant in ("victim", "hostile"):
-            await service.encode(TextPrompt(words(99, 4_000)), tenant)
+            await service.encode(TextPrompt(words(99, 4_000)), Namespace(tenant))
         assert not any(job.done() for job in long)
         for job in long:
             job.cancel()
@@ -228,7 +228,7 @@ def test_a_short_prompt_does_not_wait_for_long_ones(service: TextService) -> Non
 
 
 def too_long(error: FieldError) -> bool:
-    return error.field == "prompt" and MAX_CONTEXT in str(error) and str(error).startswith("the prompt is too long: ")
+    return error.field == "prompt" and error.reason is ErrorReason.CONTEXT_LENGTH
 
 
 @pytest.mark.parametrize("text", ["a" * 8_000_000, " " * 8_000_000, "the dog " * 1_000_000, "\u6771" * 3_000_000])
@@ -237,12 +237,12 @@ def test_what_cannot_fit_is_refused_before_it_is_encoded(service: TextService, m
     room = Room(8192)
     for prompt in (TextPrompt(text), PartsPrompt([TextPrompt(text), TokenPrompt(b"\0" * 4)])):
         with pytest.raises(FieldError) as caught:
-            asyncio.run(service.encode(prompt, "t", room))
+            asyncio.run(service.encode(prompt, NS, room))
         assert too_long(caught.value)
     for sessions in (None, Sessions(service.tokenizer)):
         chat = ChatPrompt([{"role": "user", "content": text}])
         with pytest.raises(FieldError) as caught:
-            asyncio.run(service.encode_chat(sessions, "t", chat, room) if sessions else service.encode(chat, "t", room))
+            asyncio.run(service.encode_chat(sessions, NS, chat, room) if sessions else service.encode(chat, NS, room))
         assert too_long(caught.value)
 
 
@@ -254,16 +254,16 @@ def test_encoding_ends_when_there_is_no_more_room(service: TextService, monkeypa
         "encode_many",
         lambda texts: encoded.append(sum(map(len, texts))) or encode_many(texts),
     )
-    text, tokens = words(3, 400_000), service.tokenizer.encode(words(3, 400_000), namespace="other")
+    text, tokens = words(3, 400_000), service.tokenizer.encode(words(3, 400_000), namespace=Namespace("other"))
     limit = len(tokens) * 3 // 5
     assert service.tokenizer.least.of(text) < limit
     encoded.clear()
     with pytest.raises(FieldError) as caught:
-        asyncio.run(service.encode(TextPrompt(text), "t", Room(limit)))
+        asyncio.run(service.encode(TextPrompt(text), NS, Room(limit)))
     assert too_long(caught.value) and sum(encoded) < 0.75 * len(text)
     for least, fits in ((0, True), (1, False)):
         room = Room(len(tokens), least)
-        pending = service.tokenizer.start(text, namespace=f"exact {least}")
+        pending = service.tokenizer.start(text, namespace=Namespace(f"exact {least}"))
         ids = finished(pending.steps(room))  # a lower bound refuses nothing that fits; what remains is checked later
         assert len(ids) == 4 * len(tokens)
         assert fits or pytest.raises(FieldError, room.check, len(tokens))
@@ -318,10 +318,10 @@ def test_nfc_shortens_no_text_more_than_the_bound_says() -> None:
 
 def test_what_one_tenant_sent_is_not_known_to_another(service: TextService) -> None:
     text, tokenizer = words(11, 20_000), service.tokenizer
-    mine = namespace_of("a", "salt")
+    mine = Namespace("a", salt="salt")
     asyncio.run(service.encode(TextPrompt(text), mine))
     assert tokenizer.start(text, namespace=mine).unseen_chars == 0
-    for other in (namespace_of("b", "salt"), namespace_of("a", "other"), namespace_of("a"), ""):
+    for other in (Namespace("b", "salt"), Namespace("a", salt="other"), Namespace("a"), Namespace()):
         assert tokenizer.start(text, namespace=other).unseen_chars >= len(text)
 
 
@@ -330,14 +330,14 @@ def test_texts_of_many_tenants_share_one_bounded_memory(made: Tokenizer) -> None
 
     incremental = Incremental(made._backend.encode_many, made._backend.cuts(), max_tokens=20_000)
     small = words(1, 600)
-    finished(incremental.start(small, namespace="small\n").steps())
+    finished(incremental.start(small, namespace=Namespace("small")).steps())
     for number in range(8):
         text = words(number, 20_000)
-        incremental.start(text, namespace=f"large\n{number % 3}").finish()
+        incremental.start(text, namespace=Namespace("large", salt=f"{number % 3}")).finish()
         assert incremental.num_tokens <= 20_000
-    assert incremental.start(small, namespace="small\n").unseen_chars == 0
+    assert incremental.start(small, namespace=Namespace("small")).unseen_chars == 0
     for number in range(1000):
-        incremental.start(f"{number}", namespace=f"tenant {number}\n").finish()
+        incremental.start(f"{number}", namespace=Namespace(f"tenant {number}")).finish()
     assert incremental.num_tokens <= 20_000 and len(incremental._memory) <= 20_000 // 32
     incremental._shares.check()
 
@@ -420,7 +420,7 @@ def test_a_long_chat_is_rendered_in_steps(service: TextService) -> None:
     assert len([*service.tokenizer.chat_steps(chat)]) >= 20
     for sessions in (Sessions(service.tokenizer), None):
         if sessions:
-            ids = asyncio.run(service.encode_chat(sessions, "n", chat)).ids
+            ids = asyncio.run(service.encode_chat(sessions, NS, chat)).ids
         else:
-            ids = asyncio.run(service.encode(chat, "n"))
+            ids = asyncio.run(service.encode(chat, NS))
         assert ids == service.tokenizer.encode_bytes(service.tokenizer.apply_chat(chat), False)

@@ -12,6 +12,7 @@ from radixrt.worker.speculative.ngram import Drafter
 from radixrt.worker.structured import matcher, watch
 from radixrt.worker.structured.compile import Grammars
 from radixrt.worker.structured.matcher import Matcher
+from radixrt.worker.structured.stuck import LATE
 from radixrt.worker.structured.vocabulary import Vocabulary
 from tests.worker.engine import Engine, prompts
 
@@ -156,7 +157,7 @@ def test_what_the_step_in_flight_samples_after_a_late_mask_is_discarded(grammars
     def late(requests, out, **more):
         calls.append(1)
         problems = fill(requests, out, **more)
-        return problems if len(calls) % 5 else {n: watch.LATE for n in range(len(requests))}
+        return problems if len(calls) % 5 else {n: LATE for n in range(len(requests))}
 
     monkeypatch.setattr(sample_inputs, "fill_masks", late)
     engine, id = made()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -13,9 +12,7 @@ from radixrt.messages import Load
 from radixrt.report.causes import Misses
 from radixrt.report.report import Report
 from radixrt.report.workers import MAX_GONE_WORKERS, WorkerState
-
-if TYPE_CHECKING:
-    from radixrt.router.core.core import RouterCore
+from radixrt.router.core.core import RouterCore
 
 
 def render(report: Report, core: RouterCore, tenant: str | None = None) -> str:

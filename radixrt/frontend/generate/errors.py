@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection
 from typing import NoReturn
 
 import msgspec
 
 from radixrt.client.transports import ServerError
 from radixrt.messages import Error
-from radixrt.tokens.errors import MAX_CONTEXT, FieldError
+from radixrt.tokens.errors import FieldError
 
 _encode = msgspec.json.Encoder().encode
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -33,11 +35,8 @@ class ApiError(Exception):
         """Make an ApiError of a router's Error. `names` maps its fields to the caller's names."""
         field, _, rest = error.field.partition("[")
         own = (names or {}).get(field, field)
-        begins = error.message.startswith((f"{field} ", f"{field}: "))
-        message = own + error.message.removeprefix(field) if begins else error.message
-        code = "model_not_found" if error.code == 404 else None
-        if MAX_CONTEXT in error.message:
-            code = "context_length_exceeded"
+        message = re.sub(rf"^{re.escape(field)}(?=:? )", lambda _: own, error.message)
+        code = error.reason or ("model_not_found" if error.code == 404 else None)
         return cls(error.code, message, own + (f"[{rest}" if rest else ""), code, error.retry_after)
 
     def body(self) -> bytes:
@@ -53,10 +52,9 @@ def api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiErr
     """The ApiError for a problem. `names` maps fields to the caller's names."""
     match problem:
         case FieldError():
-            return ApiError.of(Error(None, 400, str(problem), problem.field), names)
+            return ApiError.of(Error(None, 400, str(problem), problem.field, reason=problem.reason), names)
         case ServerError():
-            error = Error(None, problem.code, problem.message, problem.field, problem.retry_after)
-            return ApiError.of(error, names)
+            return ApiError.of(problem.error(), names)
     assert isinstance(problem, ApiError)
     return problem
 
@@ -64,3 +62,10 @@ def api_error(problem: Exception, names: dict[str, str] | None = None) -> ApiErr
 def refuse(field: str, message: str) -> NoReturn:
     """Raise ApiError (400) for an invalid `field` of the request."""
     raise ApiError(400, f"{field}: {message}", field)
+
+
+def one_of(value: object, choices: Collection[str], field: str) -> str:
+    """Return a value; raises ApiError (400) unless it is one of `choices`."""
+    if not isinstance(value, str) or value not in choices:
+        refuse(field, f"must be one of {', '.join(choices)}, not {value!r}")
+    return value

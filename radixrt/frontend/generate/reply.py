@@ -1,0 +1,51 @@
+"""What an exchange needs of the format of its API's answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixrt.frontend.generate.request import Reported
+from radixrt.tokens import Encoded, Tokenizer
+
+REQUEST_ID = "x-request-id"
+"""The header in which OpenAI's clients expect the id."""
+
+
+class BaseReply:
+    """Formats the answer to one HTTP request, which has an `id`."""
+
+    id: str
+    of_content = False
+    """Whether log-probabilities are reported for the content's tokens only: not for thoughts, calls, and the token that
+    ends the answer."""
+
+    def __init__(self, model: str, tokenizer: Tokenizer | None) -> None:
+        self.model = model
+        self.session: dict[str, Any] = {}
+        """See `session_json`."""
+        self.reported = Reported()
+        self._tokenizer = tokenizer
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Those of the answer."""
+        return {REQUEST_ID: self.id}
+
+    def begin(self) -> None:
+        """Begin a stream."""
+
+    def opening(self, index: int, prompt_ids: bytes | None) -> bytes:
+        """The events before the first text of a choice; with `prompt_ids` if token ids are reported."""
+        return b""
+
+    def count(self, prompt_tokens: int, tokens: int) -> None:
+        """Set the usage so far, which the next chunks have if that is asked for."""
+
+
+def session_json(encoded: Encoded) -> dict[str, Any]:
+    """The part of a reply's `radixrt` field about answers in the chat that were generated here; {} if there are none.
+    Notes number messages as the chat template gets them."""
+    if not encoded.kept_turns and not encoded.dropped:
+        return {}
+    notes = {"respelled": list(encoded.respelled), "dropped": list(map(str, encoded.dropped))}
+    return {"session": {"kept_turns": encoded.kept_turns} | {name: found for name, found in notes.items() if found}}

@@ -1,0 +1,50 @@
+"""Who may share cached text and KV: requests of one namespace, and no others."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Namespace(msgspec.Struct, frozen=True, gc=False):
+    """The server derives it from the API key, so that nothing that a caller sends can name another tenant's; a salt
+    narrows it further. A LoRA adapter counts as a model of its own, and so does each `version` of it. Text has the
+    `model` "": its tokens depend on none.
+
+    key    its name in trees and messages, which no other namespace has: four lines, in which the line breaks of a
+           tenant and a model are escaped. The salt is the last one, and may have more. Not to be given.
+    """
+
+    tenant: str = ""
+    model: str = ""
+    version: int = 0
+    salt: str = ""
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        key = f"{_escaped(self.tenant)}\n{_escaped(self.model)}\n{self.version or ''}\n{self.salt}"
+        msgspec.structs.force_setattr(self, "key", key)
+
+    @classmethod
+    def of(cls, key: str) -> Namespace:
+        """The inverse of `key`. Missing lines are empty."""
+        tenant, model, version, salt = (*key.split("\n", 3), "", "", "")[:4]
+        return cls(_plain(tenant), _plain(model), int(version or 0), salt)
+
+
+def tenant_of(key: str) -> str:
+    """The tenant of a namespace, from its key."""
+    return _plain(key.partition("\n")[0])
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n") if "\\" in text or "\n" in text else text
+
+
+def _plain(line: str) -> str:
+    if "\\" not in line:
+        return line
+    return "\\".join(part.replace("\\n", "\n") for part in line.split("\\\\"))
+
+
+NO_TENANT = Namespace()
+"""Of text that is nobody's."""
