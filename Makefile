@@ -1,35 +1,53 @@
-# make demo   installs into .venv, runs a small agent on two CPU workers, prints the hit-rate report
-# make test   installs what tests need, runs the linter and all tests in three processes
-#             (a single file: .venv/bin/python -m pytest FILE)
-# make chaos  kills and stops processes under load, and sends them malformed messages, for up to ten minutes
-# make bench  runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
-PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo ok),$(p))))
-BIN := .venv/bin
+# make demo          installs into .venv, runs a small agent on two CPU workers, prints the hit-rate report
+# make test          installs what tests need, runs the linter and all tests in three processes
+#                    (a single file: .venv/bin/python -m pytest FILE)
+# make test-pythons  runs the tests on the other versions of Python that are found, each in a .venv-VERSION
+# make format        formats the code; make lint checks it; make types checks the types
+# make chaos         kills and stops processes under load, and sends them malformed messages, for up to ten minutes
+# make bench         runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
+VERSIONS := 3.11 3.12 3.13
+PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3.13 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo ok),$(p))))
+# The interpreter of a version: on the PATH, or one that uv or pyenv has installed; empty if there is none.
+find_python = $(shell for p in python$(1) "$$(uv python find $(1) 2>/dev/null)" "$$(pyenv root 2>/dev/null)"/versions/$(1).*/bin/python$(1); \
+  do "$$p" -V 2>/dev/null | grep -q "^Python $(1)[.]" && echo "$$p" && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/tokens/*.cpp radixrt/wire/*.cpp radixrt/frontend/http/*.cpp radixrt/worker/speculative/*.cpp)
 
 GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout \
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
-.PHONY: demo test test-slow test-ray chaos lint bench clean gpu-wheels gpu-test gpu-bench
+.PHONY: demo test tests test-pythons test-slow test-ray chaos format lint types bench clean gpu-wheels gpu-test gpu-bench
 
-demo: .venv/installed
+demo: $(VENV)/installed
 	$(BIN)/python -m radixrt.demo
 
 # Tests start many processes. Let Python cache the bytecode of modules, even if the environment forbids it.
-test test-slow chaos: export PYTHONDONTWRITEBYTECODE =
+tests test-slow chaos: export PYTHONDONTWRITEBYTECODE =
 
-test: .venv/installed-test lint
+test: lint tests
+
+tests: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-test-slow: .venv/installed-test
+test-pythons: $(BIN)/python
+	@for version in $(VERSIONS); do \
+	  $(BIN)/python -V | grep -q "^Python $$version[.]" || $(MAKE) --no-print-directory test-python-$$version || exit 1; \
+	done
+
+test-python-%:
+	@if test -z "$(call find_python,$*)"; then echo "Python $* is not here"; \
+	else echo "Python $*" && $(MAKE) --no-print-directory tests VENV=.venv-$* PYTHON="$(call find_python,$*)"; fi
+
+test-slow: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m slow
 
 # The same run again, or a shorter one: CHAOS_SEED=7 CHAOS_SECONDS=30 CHAOS_MESSAGES=10000 make chaos
-chaos: .venv/installed-test
+chaos: $(VENV)/installed-test
 	timeout --signal=INT --kill-after=60 600 $(BIN)/python -m pytest -m chaos tests/chaos
 
-test-ray: .venv/installed-test
+test-ray: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'
 	$(BIN)/python -m pytest tests/test_fleet.py
 
@@ -85,7 +103,7 @@ gpu-bench: .gpu/site
 	  PYTHONPATH=.gpu/site:. python3 -m bench.peers && \
 	  PYTHONPATH=.gpu/site:. python3 -m bench.worker --tensor-parallel-size 2; }
 	PYTHONPATH=.gpu/site:. python3 -m bench.steps
-	PYTHONPATH=.gpu/site:. python3 -m bench.nano.quality
+	PYTHONPATH=.gpu/site:. python3 -m training.nano.quality
 	python3 -m bench.shapes .gpu/llama-8b
 	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR) python3 -m bench.serve --serve .gpu/llama-8b --lenient \
 	  --ceilings bench/results/worker.json -- --load-format dummy --tokenizer none
@@ -93,7 +111,7 @@ gpu-bench: .gpu/site
 	  --loads plain,sessions,hit,cold --out bench/results/serve_fp8.json \
 	  -- --load-format dummy --tokenizer none --quantization fp8
 
-bench: .venv/installed-test
+bench: $(VENV)/installed-test
 	$(BIN)/python -m bench.tree
 	$(BIN)/python -m bench.scheduler
 	$(BIN)/python -m bench.eviction
@@ -106,20 +124,28 @@ bench: .venv/installed-test
 	$(BIN)/python -m bench.grammar
 	$(BIN)/python -m bench.lang
 
-lint: .venv/installed-test
+format: $(VENV)/installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lint: $(VENV)/installed-test
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-test
+	$(BIN)/mypy
 
 clean:
-	rm -rf .venv build .demo *.egg-info radixrt/tree/*.so radixrt/tokens/*.so radixrt/frontend/http/*.so radixrt/worker/speculative/*.so
+	rm -rf .venv .venv-* build .demo .mypy_cache *.egg-info radixrt/tree/*.so radixrt/tokens/*.so radixrt/frontend/http/*.so radixrt/worker/speculative/*.so
 
 $(BIN)/python:
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.12"; exit 1; }
-	$(PYTHON) -m venv .venv
+	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
 
-.venv/installed: $(BIN)/python $(SOURCES)
+$(VENV)/installed: $(BIN)/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[grammar]'
 	@touch $@
 
-.venv/installed-test: .venv/installed
+$(VENV)/installed-test: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
 	@touch $@

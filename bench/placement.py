@@ -41,8 +41,7 @@ from radixrt.router.placement.cost import Candidate
 from radixrt.router.placement.index import StateCheckpoints
 from radixrt.tree import RadixTree
 from radixrt.worker import loop
-from radixrt.worker.cache import page_cache as cache
-from radixrt.worker.cache import retention
+from radixrt.worker.cache import page_cache, retention
 from radixrt.worker.execution import fake_runner
 from radixrt.worker.execution.fake_runner import FakeRunner
 from radixrt.worker.loop import Identity, Worker
@@ -409,7 +408,7 @@ def simulated(choice: str) -> Iterator[Clock]:
             patches.enter_context(patch.object(queue, "OVERTAKING", 0))
             patches.enter_context(patch.object(retention, "MIN_CONTINUATION_RATE", 2.0))  # nothing is kept
         if choice == CONTEXTS_KEPT:
-            patches.enter_context(patch.object(cache, "KEPT", 1e9))
+            patches.enter_context(patch.object(page_cache, "KEPT", 1e9))
         if choice == BY_CACHED:
             patches.enter_context(patch.object(StateCheckpoints, "deepest", lambda self, digests, most: most))
         yield clock

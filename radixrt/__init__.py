@@ -8,28 +8,42 @@ The names are imported when they are first used, so that a worker or a router lo
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from radixrt.version import __version__ as __version__
 
-_HOMES = {
-    "radixrt.client": ("AsyncClient", "Client", "Completion", "ServerError"),
-    "radixrt.messages": (
-        "ChatPrompt", "Grammar", "Origin", "PartsPrompt", "Sampling", "TextPrompt", "TokenPrompt", "Usage",
-    ),
-    "radixrt.lang": (
-        "Branch", "Budget", "BudgetExceeded", "NoWinner", "Program", "ProgramError", "SyncBranch", "Trace", "Value",
-        "assistant", "gen", "join", "program", "race", "role", "select", "system", "trace", "use_client", "user",
-    ),
-}  # fmt: skip
-_HOME = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = sorted(_HOME)
+if TYPE_CHECKING:
+    from radixrt.client import AsyncClient, Client, Completion, ServerError
+    from radixrt.lang.branch import Branch, join
+    from radixrt.lang.budget import Budget
+    from radixrt.lang.errors import BudgetExceeded, NoWinner, ProgramError
+    from radixrt.lang.nodes import assistant, gen, role, select, system, user
+    from radixrt.lang.plain import SyncBranch
+    from radixrt.lang.program import Program, program, use_client
+    from radixrt.lang.race import race
+    from radixrt.lang.trace import Trace, trace
+    from radixrt.lang.values import Value
+    from radixrt.messages import ChatPrompt, Grammar, Origin, PartsPrompt, Sampling, TextPrompt, TokenPrompt, Usage
 
+__all__ = [
+    "AsyncClient", "Branch", "Budget", "BudgetExceeded", "ChatPrompt", "Client", "Completion", "Grammar", "NoWinner",
+    "Origin", "PartsPrompt", "Program", "ProgramError", "Sampling", "ServerError", "SyncBranch", "TextPrompt",
+    "TokenPrompt", "Trace", "Usage", "Value", "assistant", "gen", "join", "program", "race", "role", "select", "system",
+    "trace", "use_client", "user",
+]  # fmt: skip
+_HOME = (
+    dict.fromkeys(__all__, "radixrt.lang")
+    | dict.fromkeys(("AsyncClient", "Client", "Completion", "ServerError"), "radixrt.client")
+    | dict.fromkeys(("ChatPrompt", "Grammar", "Origin", "PartsPrompt", "Sampling", "TextPrompt"), "radixrt.messages")
+    | dict.fromkeys(("TokenPrompt", "Usage"), "radixrt.messages")
+)
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'radixrt' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+if not TYPE_CHECKING:  # or else any name could be imported, for what type checkers know
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module 'radixrt' has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

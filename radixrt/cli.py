@@ -20,17 +20,17 @@ import sys
 import time
 import traceback
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixrt import __version__
 from radixrt.checkpoint.files import check_files, check_model
 from radixrt.checkpoint.lora_modules import check_lora_modules
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
 from radixrt.launch import launcher
 from radixrt.launch.process_main import ROLES, check_role, follow_parent, read_config, run_role
 from radixrt.process.shutdown import Pulse
+from radixrt.version import __version__
 from radixrt.wire.keys import is_private, make_secret_key, public_suffix
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ DEFAULT_URL = "tcp://127.0.0.1:5555"
 # ---------------------------------------------------------------- flags from fields
 
 
-def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: Set[str] = frozenset()) -> None:
     """Add a flag for each field of `config` that has a help text, unless the parser has that flag already: for a field
     `max_num_seqs` the flag `--max-num-seqs`."""
     types = typing.get_type_hints(config)
@@ -73,8 +73,8 @@ def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: set[
         elif kind is bool:
             parser.add_argument(*flags, action="store_true", **options)
         elif typing.get_origin(kind) is tuple:
-            several = {"action": "extend", "nargs": "+"} if field.metadata["several"] else {"action": "append"}
-            parser.add_argument(*flags, **several, metavar=field.name.upper(), **options)
+            options |= {"action": "extend", "nargs": "+"} if field.metadata["several"] else {"action": "append"}
+            parser.add_argument(*flags, metavar=field.name.upper(), **options)
         else:
             options["help"] += "" if field.default in ("", 0) else f" (default: {field.default})"
             parser.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **options)
@@ -146,11 +146,11 @@ def build_parser() -> argparse.ArgumentParser:
         add_fields(serve, config, leave_out=INTERNAL)
     serve.set_defaults(run=_serve)
 
-    for role, config in ROLES.items():
-        command = commands.add_parser(role, help=(config.__doc__ or "").splitlines()[0])
+    for role, kind in ROLES.items():
+        command = commands.add_parser(role, help=(kind.__doc__ or "").splitlines()[0])
         command.add_argument("--config-from-stdin", action="store_true", help=argparse.SUPPRESS)
         command.add_argument("--pulse", type=int, metavar="FD", help=argparse.SUPPRESS)
-        add_fields(command, config)
+        add_fields(command, kind)
         command.set_defaults(run=_role, role=role)
 
     report = commands.add_parser("report", help="print the hit-rate report of a running stack")
@@ -306,11 +306,13 @@ def _print_from(program: str, error: Exception) -> None:
 def _print_causes(error: BaseException) -> None:
     """Print where the causes of an error were raised, for example in a tool, without frames of this package."""
     seen = {id(error)}
-    while (error := error.__cause__) is not None and id(error) not in seen:
-        seen.add(id(error))
-        frames = traceback.extract_tb(error.__traceback__)
+    cause = error.__cause__
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        frames = traceback.extract_tb(cause.__traceback__)
         users = [frame for frame in frames if not Path(frame.filename).is_relative_to(Path(__file__).parent)]
         print(*traceback.format_list(users), sep="", end="", file=sys.stderr)
+        cause = cause.__cause__
 
 
 def _keygen(args: argparse.Namespace) -> int:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 
 class Form(NamedTuple):
-    """A condition on the value of a text setting, and its description for error messages."""
+    """A condition on the value of a setting, and its description for error messages."""
 
-    holds: Callable[[str], object]
+    holds: Callable[[Any], object]
     words: str
 
 
@@ -32,6 +32,7 @@ NAME = Form(
     "at most 200 bytes, all of which can be printed",
 )
 GIBIBYTES = Form(re.compile(r"auto|none|[0-9]{1,6}(\.[0-9]{1,6})?").fullmatch, "auto, none or a number of GiB")
+EVICTION = Form(re.compile(r"lru|lfu|priority").fullmatch, "lru, lfu or priority")
 MAX_NUMBER = 1 << 40
 """The largest value of a number setting for which no smaller limit is given."""
 MAX_TOKENS = (1 << 31) - 1
@@ -114,6 +115,14 @@ class WorkerConfig:
     max_num_seqs: int = setting(256, "most requests running at once", least=1, most=1 << 16)
     max_pinned_share: float = setting(
         0.25, "share of the KV pool that pinned prefixes (cache_control) of a tenant may use", least=0.0, most=1.0
+    )
+    radix_eviction_policy: str = setting(
+        "lru",
+        "which cached prefixes go first when pages run out, on the device and in host memory: lru (least recently "
+        "used), lfu (used by the fewest requests), priority (of the requests with the highest value of `priority`, "
+        "which are the least urgent), and of equal ones the least recently used; recurrent states always go least "
+        "recently used first",
+        form=EVICTION,
     )
     max_num_batched_tokens: int = setting(
         0,

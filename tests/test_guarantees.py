@@ -1,9 +1,11 @@
-"""The page of promises names tests that there are."""
+"""The documents name tests and files that there are."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "guarantees.md").read_text()
@@ -17,3 +19,13 @@ def test_each_promise_names_tests_that_there_are():
         assert named, row
         for file, test in named:
             assert f"def {test}(" in (ROOT / file).read_text(), (file, test)
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/guarantees.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_pages_name_tests_and_files_that_there_are(page: str):
+    path = ROOT / page
+    text = path.read_text()
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
+        assert f"def {test}" in (ROOT / file).read_text(), (file, test)
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (path.parent / link).exists(), link

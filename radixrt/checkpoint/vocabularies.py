@@ -13,7 +13,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def byte_level_bytes(token: str) -> bytes:
     """The bytes of a token of a byte-level BPE (GPT-2's). An added token, which has characters outside of its alphabet,
     stands for its own text in UTF-8."""
-    return bytes(map(_BYTES.get, token)) if all(c in _BYTES for c in token) else token.encode()
+    return bytes(map(_BYTES.__getitem__, token)) if all(c in _BYTES for c in token) else token.encode()
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from radixrt.client.prompts import Completion, PromptLike, as_prompt, token_bytes, token_list
+from radixrt.client.prompts import Completion, PromptLike, TextLike, WholePromptLike, as_prompt, token_bytes, token_list
 from radixrt.client.transports import CONNECT_SECONDS, Answer, HttpTransport, ServerError, Transport, ZmqTransport
 from radixrt.messages import (
     Ask,
@@ -37,11 +37,10 @@ from radixrt.messages import (
     Sampling,
     Score,
     Scored,
-    TextPrompt,
     Tokenize,
-    TokenPrompt,
     Tokens,
 )
+from radixrt.messages.requests import Query
 
 if TYPE_CHECKING:
     from radixrt.client.local import LocalStack
@@ -195,7 +194,7 @@ class AsyncClient:
         origin: Origin = Origin(),
         cache_salt: str = "",
         priority: int = 0,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Deltas as they arrive; the last one of a choice has `finish` and `usage`. Closing the iterator cancels the
         request."""
         open_choices = max(n, 1)  # see generate_n
@@ -217,7 +216,7 @@ class AsyncClient:
     async def score(
         self,
         prompt: PromptLike,
-        choices: Sequence[str | Sequence[int] | TextPrompt | TokenPrompt],
+        choices: Sequence[TextLike],
         *,
         model: str = "",
         origin: Origin = Origin(),
@@ -243,10 +242,15 @@ class AsyncClient:
         """Send a message whose reply is ignored. The future is done, and never fails, once the server is certain to
         read the message before later ones: at once over a transport that keeps the order, over HTTP when it replies."""
         answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def note(_: Answer) -> None:
+            if not answered.done():
+                answered.set_result(None)
+
         message.api_key = self._api_key
         try:
             if not self._closed:
-                self._transport.submit(message, lambda _: answered.done() or answered.set_result(None))
+                self._transport.submit(message, note)
                 self._unanswered.add(answered)
                 answered.add_done_callback(self._unanswered.discard)
                 if not self._transport.ordered:
@@ -259,7 +263,7 @@ class AsyncClient:
 
     # ------------------------------------------------------------ tokens, and the state of the server
 
-    async def tokenize(self, prompt: PromptLike) -> list[int]:
+    async def tokenize(self, prompt: WholePromptLike) -> list[int]:
         """The token ids of a prompt, as the server encodes it."""
         request = Tokenize(id=0, prompt=as_prompt(prompt), api_key=self._api_key)
         return token_list((await self._ask_for(Tokens, request)).ids)
@@ -331,7 +335,7 @@ class AsyncClient:
         """As `drain_worker`, as the message says."""
         return (await self._ask_for(Info, message)).data
 
-    async def _query(self, what: str, model: str = "") -> Any:
+    async def _query(self, what: Query, model: str = "") -> Any:
         request = Ask(id=0, what=what, model=model, api_key=self._api_key)
         try:
             async with asyncio.timeout(self._timeout):

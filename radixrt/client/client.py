@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 
 from radixrt.client.async_client import AsyncClient
 from radixrt.client.event_loop_thread import EventLoopThread
-from radixrt.client.prompts import Completion, PromptLike, as_prompt, token_bytes, token_list
+from radixrt.client.prompts import Completion, PromptLike, TextLike, WholePromptLike, as_prompt, token_bytes, token_list
 from radixrt.client.transports import CONNECT_SECONDS, ServerError
 from radixrt.messages import ChatPrompt, Delta, Sampling, Scored
 
@@ -47,11 +47,11 @@ class Client:
         """See AsyncClient.stream. Leaving the loop early cancels the request."""
         return self._loop_thread.iterate(self.aio.stream(prompt, sampling, **options))
 
-    def score(self, prompt: PromptLike, choices: Sequence[Any], **options: Any) -> Scored:
+    def score(self, prompt: PromptLike, choices: Sequence[TextLike], **options: Any) -> Scored:
         """See AsyncClient.score."""
         return self._loop_thread.call(self.aio.score, prompt, choices, **options)
 
-    def tokenize(self, prompt: PromptLike) -> list[int]:
+    def tokenize(self, prompt: WholePromptLike) -> list[int]:
         """See AsyncClient.tokenize."""
         return self._loop_thread.call(self.aio.tokenize, prompt)
 

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class EventLoopThread:
     def _is_here(self) -> bool:
         return threading.current_thread() is self._thread
 
-    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+    def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Iterate over an async iterator on the loop, one call per item. Closing this generator closes the iterator."""
         try:
             while True:

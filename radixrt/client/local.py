@@ -30,8 +30,7 @@ class LocalStack:
         unique = uuid.uuid4().hex
         self.address = client_address or f"inproc://radixrt-clients-{unique}"
         worker_address = f"inproc://radixrt-workers-{unique}"
-        addresses = {"client_address": self.address, "worker_address": worker_address}
-        self._router = dataclasses.replace(config.router, **addresses)
+        self._router = dataclasses.replace(config.router, client_address=self.address, worker_address=worker_address)
         self._worker_configs = worker_configs(config, worker_address)
         self._ready_timeout = config.ready_timeout
         self._workers: list[Worker] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard, cast, overload
 
 import msgspec
 
@@ -21,7 +21,9 @@ from radixrt.messages import (
     Usage,
 )
 
-PromptLike = str | Sequence[int] | Sequence[dict[str, Any]] | Prompt | StatePrompt
+TextLike = str | Sequence[int] | TextPrompt | TokenPrompt
+WholePromptLike = TextLike | Sequence[dict[str, Any]] | Prompt
+PromptLike = WholePromptLike | StatePrompt
 
 
 class Completion(msgspec.Struct):
@@ -58,6 +60,18 @@ def token_list(ids: bytes) -> list[int]:
     return array("i", ids).tolist()
 
 
+@overload
+def as_prompt(prompt: TextLike) -> TextPrompt | TokenPrompt: ...
+
+
+@overload
+def as_prompt(prompt: WholePromptLike) -> Prompt: ...
+
+
+@overload
+def as_prompt(prompt: PromptLike) -> Prompt | StatePrompt: ...
+
+
 def as_prompt(prompt: PromptLike) -> Prompt | StatePrompt:
     """Convert text, token ids or chat messages to the corresponding prompt message. Raises TypeError for anything
     else."""
@@ -67,7 +81,11 @@ def as_prompt(prompt: PromptLike) -> Prompt | StatePrompt:
         case TextPrompt() | TokenPrompt() | ChatPrompt() | PartsPrompt() | StatePrompt():
             return prompt
         case [dict(), *_]:
-            return ChatPrompt(list(prompt))
-        case [*ids] if all(isinstance(i, int) for i in ids):
+            return ChatPrompt(cast("list[dict[str, Any]]", list(prompt)))
+        case [*ids] if _are_ids(ids):
             return TokenPrompt(token_bytes(ids))
     raise TypeError(f"a prompt is text, token ids, or chat messages, not {type(prompt).__name__}")
+
+
+def _are_ids(items: list[Any]) -> TypeGuard[list[int]]:
+    return all(isinstance(item, int) for item in items)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copyreg
 import itertools
 import logging
 import os
@@ -78,7 +77,7 @@ class ServerError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For pickling: by default, exceptions are restored by `__init__(*args)`, but `args` is only the message."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class Transport(Protocol):
@@ -213,7 +212,7 @@ class RouterTransport(ABC):
     def _take(self, reply: ClientReply) -> None:
         """Pass a reply to the request that it is for."""
         if not isinstance(reply, Deltas):
-            if pending := self._pending.pop(reply.id, None):
+            if reply.id is not None and (pending := self._pending.pop(reply.id, None)):
                 pending.give(reply)
             return
         for delta in reply.items:
@@ -312,7 +311,7 @@ class HttpTransport:
     _encode = msgspec.json.Encoder().encode
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        headers = {"authorization": f"Bearer {api_key}".encode()} if api_key else {}
+        headers = {b"authorization": f"Bearer {api_key}".encode()} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         base = httpx.URL(url)

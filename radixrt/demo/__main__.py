@@ -119,7 +119,8 @@ def run_chat(url: str, marks: Marks) -> None:
 
 def stream_turn(url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Generate the assistant's next message, and print its text as it arrives."""
-    text, calls = "", []
+    text = ""
+    calls: list[dict[str, Any]] = []
     for delta in stream_deltas(url, messages):
         if piece := delta.get("content"):
             print(piece if text else f"    {piece}", end="", flush=True)

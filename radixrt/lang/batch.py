@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
-
-from radixrt.client import AsyncClient
-
-if TYPE_CHECKING:
-    from radixrt.lang.program import Program
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 
 class Batch:
     """See `Program.batch`. A number of workers take the next call each until there are none."""
 
     def __init__(
-        self, program: Program, client: AsyncClient, calls: Iterable[Mapping[str, Any]], return_exceptions: bool
+        self, name: str, run: Callable[..., Any], calls: Iterable[Mapping[str, Any]], return_exceptions: bool
     ) -> None:
-        self._program = program
-        self._client = client
+        """`run`, which is async, runs the program `name` with the arguments of a call."""
+        self._name = name
+        self._run = run
         self._calls = enumerate(calls)
         self._return_exceptions = return_exceptions
         self._results: dict[int, Any] = {}
@@ -48,10 +44,10 @@ class Batch:
     async def _take(self, number: int, call: Mapping[str, Any]) -> None:
         if not isinstance(call, Mapping):
             kind = type(call).__name__
-            raise TypeError(f"{self._program.name}: call {number} of a batch is {kind}, no mapping of arguments")
+            raise TypeError(f"{self._name}: call {number} of a batch is {kind}, no mapping of arguments")
         self._results[number] = None
         try:
-            self._results[number] = await self._program(self._client, **call)
+            self._results[number] = await self._run(**call)
         except (Exception, asyncio.CancelledError) as problem:
             task = asyncio.current_task()
             if not self._return_exceptions or (task is not None and task.cancelling()):

@@ -237,14 +237,15 @@ class Branch:
     async def _call(self, call: Call, append: str | None, site: Site) -> Any:
         self._check_open()
         step = self._run and self._run.begin(self.path, "tool", call.name, site)
-        result, problem = None, asyncio.CancelledError()
+        result: Any = None
+        problem: BaseException | None = asyncio.CancelledError()
         pause = asyncio.get_running_loop().call_later(PAUSE_AFTER, self._pause, call.timeout)
         try:
             if self._failure is None:
                 result, problem = await self._calls.outcome(call)
         finally:
             pause.cancel()
-            if step:
+            if self._run and step:
                 step.said = "" if problem else str(result)
                 self._run.end(step, problem)
         if problem is not None:
@@ -307,6 +308,7 @@ class Branch:
 
     def _give_up(self, work: Work) -> None:
         """Pass the failure on to everything that waits for this work."""
+        assert self._failure is not None
         for promise in work.promises:
             promise.fail(self._failure)
         for child in work.node.children if isinstance(work.node, _Fork) else ():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import linecache
 import os
 from asyncio import CancelledError
@@ -48,7 +47,7 @@ class ProgramError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickling support: `__init__` takes more than the message."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class Spent(Exception):
@@ -62,6 +61,8 @@ class Spent(Exception):
 class BudgetExceeded(ProgramError):
     """A gen, a select or a tool was stopped, or not started, because a budget is spent. `text` is what the gen had
     generated."""
+
+    problem: Spent
 
     @property
     def text(self) -> str:

@@ -77,7 +77,11 @@ class History:
         """The whole text. Raises ValueError in a program with roles."""
         if self._roles:
             raise ValueError("text, in a program with roles: it has messages")
-        return "".join(one.text for one in self._transcript)
+        return "".join(
+            one.text
+            for one in self._transcript
+            if not isinstance(one, MessageSegment | AssistantTurnStart | AssistantTurnEnd)
+        )
 
     # ------------------------------------------------------------ growing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
@@ -100,11 +101,9 @@ class SyncBranch:
         async def run(branch: Branch) -> Any:
             return await (branch[work] if isinstance(work, str) else in_thread(work, SyncBranch(branch, self._loop)))
 
-        async def will_do(result: Any) -> bool:
-            return await in_thread(until, result)
-
         plain = [branch._branch for branch in branches]
-        found = run_race(plain, run, will_do if until else None, Site.of(sys._getframe(1)))
+        will_do = functools.partial(in_thread, until) if until else None
+        found = run_race(plain, run, will_do, Site.of(sys._getframe(1)))
         branch, result = self._wait(found)
         return branches[plain.index(branch)], result
 
@@ -140,10 +139,11 @@ class SyncBranch:
             outcome.close()
             work.close()
             raise
-        result, problem = waiting.result()
-        if problem is not None:
-            raise problem
-        return result
+        match waiting.result():
+            case result, None:
+                return result
+            case _, problem:
+                raise problem
 
     def _call(self, function: Callable[..., T], *args: Any) -> T:
         """Call something on the event loop."""

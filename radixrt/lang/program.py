@@ -6,8 +6,8 @@ import asyncio
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from radixrt.client import AsyncClient, Client
 from radixrt.lang.batch import Batch
@@ -17,6 +17,13 @@ from radixrt.lang.plain import SyncBranch
 from radixrt.lang.session import Session
 from radixrt.lang.threads import in_thread
 from radixrt.lang.trace import begin_run
+
+P = ParamSpec("P")
+R = TypeVar("R")
+AsyncFunction = Callable[Concatenate[Branch, P], Awaitable[R]]
+PlainFunction = Callable[Concatenate[SyncBranch, P], R]
+Awaited = Coroutine[Any, Any, R]
+Calls = Iterable[Mapping[str, Any]]
 
 AT_ONCE = 64
 """Default number of concurrent runs of a batch."""
@@ -29,19 +36,25 @@ def use_client(client: Client | None) -> None:
     _default = client
 
 
-class Program:
-    """Calls its function with a branch and the arguments given. See `program`."""
+class Program(Generic[P, R]):
+    """Calls its function with a branch and arguments of types P, and returns its result, R. See `program`."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: AsyncFunction[P, R] | PlainFunction[P, R]) -> None:
         """Raises TypeError for a generator function."""
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(f"program {function.__name__}: a program returns its result, and cannot yield")
-        self.function = function
+        self.function: Callable[..., Any] = function
         self.name = function.__name__
         self._is_async = any(map(inspect.iscoroutinefunction, (function, inspect.unwrap(function))))
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, cast(Callable[..., Any], function))
 
-    def __call__(self, client: AsyncClient | Branch | SyncBranch, *args: Any, **kwargs: Any) -> Any:
+    @overload
+    def __call__(self, client: SyncBranch, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    @overload
+    def __call__(self, client: AsyncClient | Branch, /, *args: P.args, **kwargs: P.kwargs) -> Awaited[R]: ...
+
+    def __call__(self, client: AsyncClient | Branch | SyncBranch, /, *args: Any, **kwargs: Any) -> Any:
         """Run the program on a new branch of an AsyncClient, or on a branch of a running program. Returns the
         function's result, which has to be awaited unless a SyncBranch was given.
 
@@ -63,11 +76,11 @@ class Program:
             f"({self.name}.run takes a Client)"
         )
 
-    async def _go_on(self, branch: Branch, site: Site, /, *args: Any, **kwargs: Any) -> Any:
+    async def _go_on(self, branch: Branch, site: Site, /, *args: Any, **kwargs: Any) -> R:
         with branch._part(self.name, site):
             return await self._call(branch, *args, **kwargs)
 
-    async def _begin(self, client: AsyncClient, /, *args: Any, **kwargs: Any) -> Any:
+    async def _begin(self, client: AsyncClient, /, *args: Any, **kwargs: Any) -> R:
         client.check()
         code = self.function.__code__
         run = begin_run(self.name)
@@ -89,7 +102,8 @@ class Program:
             if run is not None:
                 run.ended = run.now()
 
-    async def _call(self, branch: Branch, /, *args: Any, **kwargs: Any) -> Any:
+    async def _call(self, branch: Branch, /, *args: Any, **kwargs: Any) -> R:
+        result: Any
         if self._is_async:
             result = self.function(branch, *args, **kwargs)
             return await result if inspect.isawaitable(result) else result
@@ -104,36 +118,53 @@ class Program:
             )
         return result
 
-    def run(self, *args: Any, client: Client | None = None, **kwargs: Any) -> Any:
+    @overload
+    def run(self, client: Client, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    @overload
+    def run(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+    @overload  # a ParamSpec takes no keyword beside its own
+    def run(self, *args: Any, client: Client | None, **kwargs: Any) -> R: ...
+
+    # mypy does not see that *args take a client before those of a ParamSpec.
+    def run(self, *args: Any, **kwargs: Any) -> R:  # type: ignore[misc]
         """Run the program and wait, on a synchronous Client: `client`, the first argument, or that of `use_client`.
 
         Raises TypeError without any, and for an AsyncClient or a branch."""
         if args and isinstance(args[0], AsyncClient | Branch | SyncBranch):
             raise TypeError(f"{self.name}.run takes a Client; give {type(args[0]).__name__} to {self.name}(...) itself")
+        client = kwargs.pop("client", None)
         if args and isinstance(args[0], Client):
-            client, *args = args
+            client, args = args[0], args[1:]
         client = self._client(client, "run")
         return client.run(self(client.aio, *args, **kwargs))
 
+    @overload
+    def run_batch(self, calls: Calls, client: Client | None = None, *, at_once: int = AT_ONCE) -> list[R]: ...
+
+    @overload
     def run_batch(
-        self,
-        calls: Iterable[Mapping[str, Any]],
-        client: Client | None = None,
-        *,
-        at_once: int = AT_ONCE,
-        return_exceptions: bool = False,
+        self, calls: Calls, client: Client | None = None, *, at_once: int = AT_ONCE, return_exceptions: bool
+    ) -> list[R | BaseException]: ...
+
+    def run_batch(
+        self, calls: Calls, client: Client | None = None, *, at_once: int = AT_ONCE, return_exceptions: bool = False
     ) -> list[Any]:
         """`batch`, on a synchronous Client: `client`, or that of `use_client`. Raises TypeError without any."""
         client = self._client(client, "run_batch")
         return client.run(self.batch(client.aio, calls, at_once=at_once, return_exceptions=return_exceptions))
 
+    @overload
+    async def batch(self, client: AsyncClient, calls: Calls, *, at_once: int = AT_ONCE) -> list[R]: ...
+
+    @overload
     async def batch(
-        self,
-        client: AsyncClient,
-        calls: Iterable[Mapping[str, Any]],
-        *,
-        at_once: int = AT_ONCE,
-        return_exceptions: bool = False,
+        self, client: AsyncClient, calls: Calls, *, at_once: int = AT_ONCE, return_exceptions: bool
+    ) -> list[R | BaseException]: ...
+
+    async def batch(
+        self, client: AsyncClient, calls: Calls, *, at_once: int = AT_ONCE, return_exceptions: bool = False
     ) -> list[Any]:
         """Run the program with the keyword arguments of each of `calls`, up to `at_once` at a time. Returns the results
         in order.
@@ -144,7 +175,7 @@ class Program:
         be started."""
         if at_once < 1:
             raise ValueError(f"at_once must be 1 at least, not {at_once}")
-        return await Batch(self, client, calls, return_exceptions).results(at_once)
+        return await Batch(self.name, functools.partial(self, client), calls, return_exceptions).results(at_once)
 
     def _client(self, client: Client | None, method: str) -> Client:
         client = client or _default
@@ -158,7 +189,15 @@ async def _finish(branch: Branch) -> None:
     branch._raise_unseen()
 
 
-def program(function: Callable[..., Any]) -> Program:
+@overload
+def program(function: AsyncFunction[P, R]) -> Program[P, R]: ...
+
+
+@overload
+def program(function: PlainFunction[P, R]) -> Program[P, R]: ...
+
+
+def program(function: Callable[..., Any]) -> Program[..., Any]:
     """Decorator that makes a program of a function whose first parameter is its branch: a Branch for an async function,
     a SyncBranch for a plain one. The hit-rate report shows it under its name. Raises TypeError for a generator
     function.

@@ -56,12 +56,13 @@ class Speaker:
         match work.node:
             case str() as text:
                 self._add_text(text, work)
-            case Role(role, parts) if all(isinstance(part, str) for part in parts):
-                text = "".join(parts)
-                self.history.add_message(role, text)
-                self._note(role, text, work)
-            case Role(_, parts):
-                await self._add_turn(parts, work)
+            case Role(role, parts):
+                texts = [part for part in parts if isinstance(part, str)]
+                if len(texts) < len(parts):
+                    await self._add_turn(parts, work)
+                else:
+                    self.history.add_message(role, "".join(texts))
+                    self._note(role, "".join(texts), work)
             case node if self.history.has_roles:
                 await self._add_turn((node,), work)
             case node:
@@ -156,7 +157,7 @@ class Speaker:
             async with within(budget):
                 allowed = sampling if budget is None else budget.clamp(sampling)
                 async for delta in self._client.stream(prompt, allowed, origin=self._origin):
-                    if step is not None and step.first is None and delta.ids:
+                    if step is not None and self._run is not None and step.first is None and delta.ids:
                         step.first = self._run.now()
                     if budget is not None:
                         budget.charge(len(delta.ids) // TOKEN_BYTES)
@@ -164,8 +165,9 @@ class Speaker:
                     if delta.text and promise.streams:
                         promise.add_piece(delta.text)
             tokens = len(whole.ids) // TOKEN_BYTES
-            if allowed is not sampling and whole.finish == "length" and tokens == allowed.max_tokens:
-                raise budget.spent()
+            if budget is not None and allowed is not sampling:
+                if whole.finish == "length" and tokens == allowed.max_tokens:
+                    raise budget.spent()
         except Spent as spent:
             spent.text = whole.text
             raise

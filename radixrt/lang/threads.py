@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Outcome = tuple[T, None] | tuple[None, BaseException]
+"""(result, problem), one of them None."""
 
 
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -44,8 +46,9 @@ async def off_the_loop(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     return await result if inspect.isawaitable(result) else result
 
 
-async def outcome_of(work: Awaitable[T]) -> tuple[T | None, BaseException | None]:
-    """(result, problem). Raises nothing but CancelledError: a SystemExit in a task would end the event loop."""
+async def outcome_of(work: Awaitable[T]) -> Outcome[T]:
+    """The result or the problem of `work`. Raises nothing but CancelledError: a SystemExit in a task would end the
+    event loop."""
     try:
         return await work, None
     except asyncio.CancelledError:

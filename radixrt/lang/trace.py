@@ -14,7 +14,7 @@ import time
 from asyncio import CancelledError
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from radixrt.lang.errors import ProgramError, Site, Spent, message_of
 from radixrt.messages import Usage
@@ -126,14 +126,15 @@ class Trace:
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self._origin = time.monotonic()
-        self._token: contextvars.Token[Any] | None = None
+        self._token: contextvars.Token[Trace | None] | None = None
 
     def __enter__(self) -> Self:
         self._token = _current.set(self)
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        _current.reset(self._token)
+        if self._token is not None:
+            _current.reset(self._token)
 
     def begin(self, program: str) -> Run:
         run = Run(program, self._origin, time.monotonic() - self._origin)

@@ -76,7 +76,7 @@ class Promise:
         """All pieces of text, as they arrive."""
         at = 0
         while at < len(self.pieces) or not self._future.done():
-            if at == len(self.pieces):
+            if at == len(self.pieces) and self._grown is not None:
                 await self._grown.wait()
             for piece in self.pieces[at:]:
                 at += 1

@@ -43,7 +43,7 @@ from radixrt.config import (
 )
 from radixrt.launch.process_main import check_address, say_leave
 from radixrt.process.ports import free_tcp_address, keep_port
-from radixrt.process.shutdown import DRAINED, IDLE
+from radixrt.process.shutdown import DRAINED, IDLE, Pulses
 from radixrt.process.starting import POLL_SECONDS, StartError, ask_health, worker_configs
 from radixrt.process.subprocesses import (
     HANG_CODE,
@@ -310,19 +310,22 @@ class Stack:
         their answers: for up to --shutdown-timeout, and until `request_stop` is called once more."""
         began = time.monotonic()
         (router,) = (child for child in self._subprocesses if child.role == "router")
-        fronts = [child for child in self._subprocesses if child.role == "frontend"]
+        fronts = [
+            (child, pulses) for child in self._subprocesses if child.role == "frontend" and (pulses := child.pulses)
+        ]
         if self._config.router.shutdown_timeout <= 0 or not router.alive or router.pulses is None:
             return
         router.process.send_signal(signal.SIGUSR1)
-        counts: dict[str, int] = {}
+        counts: list[int] = []
         said = False
         while router.alive and time.monotonic() - began < self._config.router.shutdown_timeout:
             now = time.monotonic()
-            for child in (router, *fronts):
-                child.pulses.look(now)
+            for pulses in (router.pulses, *(pulses for _, pulses in fronts)):
+                pulses.look(now)
             if router.pulses.state == DRAINED:
-                counts = counts or {child.name: child.pulses.count for child in fronts}
-                if not any(child.alive and not self._has_sent(child, counts[child.name]) for child in fronts):
+                counts = counts or [pulses.count for _, pulses in fronts]
+                known = zip(fronts, counts, strict=True)
+                if all(self._has_sent(pulses, count) or not child.alive for (child, pulses), count in known):
                     return
             if not said and now - began > 1.0:
                 said = True
@@ -331,9 +334,9 @@ class Stack:
                 return
 
     @staticmethod
-    def _has_sent(frontend: Child, count: int) -> bool:
+    def _has_sent(pulses: Pulses, count: int) -> bool:
         """Whether a front end was idle after it had shown `count` pulses."""
-        return frontend.pulses.count > count + 1 and frontend.pulses.state == IDLE
+        return pulses.count > count + 1 and pulses.state == IDLE
 
     def stop(self) -> None:
         """Stop front ends, then workers, then the router. Returns when all have exited."""

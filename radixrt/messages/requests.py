@@ -79,12 +79,15 @@ class Detokenize(msgspec.Struct, tag="detokenize", kw_only=True):
     api_key: str = ""
 
 
+Query = Literal["health", "models", "model", "report", "metrics"]
+
+
 class Ask(msgspec.Struct, tag="ask", kw_only=True):
     """Query the router's health, the served models, the report or the metrics; or whether `model` is served: the name
     that it is served by, or an Error as for a Generate."""
 
     id: int
-    what: Literal["health", "models", "model", "report", "metrics"]
+    what: Query
     model: Name = ""
     api_key: str = ""
 

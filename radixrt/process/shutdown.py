@@ -109,8 +109,10 @@ class Ending:
         if self._since is None and (self._asked or self._told):
             self._drain()
             self._since = now
-        draining = self._since is not None
-        self._pulse.beat((DRAINED if idle else DRAINING) if draining else (IDLE if idle else BUSY))
+        if self._since is None:
+            self._pulse.beat(IDLE if idle else BUSY)
+            return False
+        self._pulse.beat(DRAINED if idle else DRAINING)
         if not self._told:
             return False
         return self.at_once or idle or now - self._since >= self._seconds

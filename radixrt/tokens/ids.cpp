@@ -1,7 +1,6 @@
 // Converts JSON lists of token ids to int32. By way of Python's integers this would be the largest cost of a request
 // that sends ids.
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <algorithm>
@@ -319,20 +318,19 @@ PyObject* find_list(const char* text, const char* end, const char* key, size_t s
 }
 
 PyObject* cut_ids(PyObject*, PyObject* args) {
-  Py_buffer json;
-  const char* key;
-  Py_ssize_t size;
-  if (!PyArg_ParseTuple(args, "y*s#", &json, &key, &size)) return nullptr;
+  Py_buffer json, key;
+  if (!PyArg_ParseTuple(args, "y*s*", &json, &key)) return nullptr;
   const char* text = static_cast<const char*>(json.buf);
   const char* const end = text + json.len;
   const char *from = nullptr, *to = nullptr;
   PyObject* rest = nullptr;
-  PyObject* ids = find_list(text, end, key, size, &from, &to);
+  PyObject* ids = find_list(text, end, static_cast<const char*>(key.buf), static_cast<size_t>(key.len), &from, &to);
   if (ids && (rest = PyBytes_FromStringAndSize(nullptr, (from - text) + 4 + (end - to)))) {
     char* out = std::copy(text, from, PyBytes_AsString(rest));
     out = std::copy_n("null", 4, out);
     std::copy(to, end, out);
   }
+  PyBuffer_Release(&key);
   PyBuffer_Release(&json);
   if (rest) return Py_BuildValue("(NN)", rest, ids);
   Py_XDECREF(ids);

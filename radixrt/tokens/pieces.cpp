@@ -1,7 +1,6 @@
 // Converts token ids of a byte-level vocabulary to text, piece by piece. Called for each token that is streamed, hence
 // in C++.
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <cstdint>

@@ -3,7 +3,9 @@
 // Order. A lease or an insertion stamps only the deepest node of its path with the clock. The last use of an ancestor is
 // the latest of its descendants'; it gets that when they are evicted. So the cost of a lease does not depend on depth,
 // and LRU is still exact.
-// Only leaves are evicted, so one pin on the last node of a path protects all of it.
+// Only leaves are evicted, so one pin on the last node of a path protects all of it. With a policy, each node counts the
+// leases that held it, and has the highest priority of these and of insertions; then a lease costs the nodes of its path,
+// and the pages of a node are all alike.
 //
 // Twins. What one tree evicts can go on in another one, `there`, which has no values for what was not evicted yet:
 //
@@ -25,11 +27,19 @@ namespace radix {
 
 constexpr uint32_t kNowhere = std::numeric_limits<uint32_t>::max();
 constexpr size_t kLong = 4096;  // tokens of a node that is not merged while it has a twin
+constexpr int32_t kLowest = std::numeric_limits<int32_t>::min();
+
+// What a lease, or an insertion, adds to the nodes that it reaches.
+struct Use {
+  uint32_t hits = 0;
+  int32_t priority = kLowest;
+  bool operator==(const Use& other) const { return hits == other.hits && priority == other.priority; }
+};
 
 struct CacheExtra {
   uint64_t last_use = 0;
   double key = 0;             // order of eviction, smallest first; set while in the heap
-  uint32_t hits = 0;          // leases that ended here
+  Use used;                   // with a policy: leases that held it, and the highest priority
   uint32_t pins = 0;
   uint32_t heap_at = kNowhere;
   uint32_t pinned_at = kNowhere;
@@ -38,7 +48,7 @@ struct CacheExtra {
 
   void inherit(const CacheExtra& lower) {
     last_use = lower.last_use;
-    hits = lower.hits;
+    used = lower.used;
   }
   size_t bytes() const { return 0; }
 };
@@ -58,8 +68,8 @@ class Cache {
   using N = S::N;
   using Place = S::Place;
   using Values = std::vector<int32_t>;
-  // (last use, length of the leaf, tokens from the root to its end, leases that ended here) -> key; smallest goes first
-  using Policy = std::function<double(uint64_t, size_t, size_t, uint32_t)>;
+  // (last use, length of the leaf, tokens from the root to its end, what used it) -> key; smallest goes first
+  using Policy = std::function<double(uint64_t, size_t, size_t, Use)>;
 
   Cache(size_t page_size, bool events, bool values) : tree(page_size), with_values(values), with_events_(events) {}
   ~Cache() { part_all(); }
@@ -73,14 +83,17 @@ class Cache {
 
   // ------------------------------------------------------------ leases
 
-  N* lease(Place place) {
+  // `above`: the node that the lease ended with before, if it is extended.
+  N* lease(Place place, Use use, const N* above = nullptr) {
     if (!place.at_end()) ++version;
     N* node = split(place);
     pin(node);
-    ++node->extra.hits;
+    add_use(node, above, use);
     touch(node);
     return node;
   }
+  // The lease that ends with `node` does not count as a use.
+  void take_back(N* node, Use use) { add_use(node, nullptr, Use{0u - use.hits}); }
   void pin(N* node) {
     if (node->extra.pins++ == 0) {
       node->extra.pinned_at = static_cast<uint32_t>(pinned_.size());
@@ -111,7 +124,7 @@ class Cache {
 
   // Insert a path below the end of `from`, which is pinned by the caller or a root. `where` receives the node at which
   // the path ends. Returns how many of its leading tokens were in the tree already.
-  size_t insert(N* from, bool pinned, const Token* data, size_t n, const int32_t* values, N** where) {
+  size_t insert(N* from, bool pinned, const Token* data, size_t n, const int32_t* values, N** where, Use use = {}) {
     Place place = tree.walk(from, data, n);
     const size_t present = place.length;
     if (present < n || !place.at_end()) {
@@ -119,7 +132,8 @@ class Cache {
       sums_known_ = false;
     }
     N* node = split(place);
-    if (present < n) node = grow(node, pinned && node == from, data + present, n - present, page(values, present));
+    if (present < n) node = grow(node, pinned && node == from, data + present, n - present, page(values, present), use);
+    add_use(node, from, use);
     *where = node;
     touch(node);
     return present;
@@ -149,11 +163,12 @@ class Cache {
   }
   // Evict the leaf that comes first, or the last tokens of it if it has more than `wanted`, and append its tokens and
   // values. Returns the node, in another tree, with which the path above them ends; there it is inserted as far as it is
-  // missing, with values of 0, and pinned for the caller. Null if nothing is evictable. Costs the length of what is
-  // evicted, and of what is inserted there.
-  N* evict_into(Cache& there, size_t wanted, std::vector<Token>* tokens, Values* freed) {
+  // missing, with values of 0, and pinned for the caller; `used` receives what used the leaf. Null if nothing is evictable.
+  // Costs the length of what is evicted, and of what is inserted there.
+  N* evict_into(Cache& there, size_t wanted, std::vector<Token>* tokens, Values* freed, Use* used) {
     if (heap_.empty()) return nullptr;
     N* leaf = heap_[0];
+    *used = leaf->extra.used;
     const size_t keep = kept_of(leaf, wanted);
     N* rest = keep ? leaf : leaf->parent;
     N* place = there.counterpart(rest, keep ? keep : rest->length());
@@ -341,9 +356,9 @@ class Cache {
     return node;
   }
 
-  N* grow(N* node, bool pinned_by_caller, const Token* data, size_t n, const int32_t* values) {
+  N* grow(N* node, bool pinned_by_caller, const Token* data, size_t n, const int32_t* values, Use use) {
     const bool extend = node->children.empty() && node->ends_its_run() && !node->extra.twin &&
-                        node->extra.pins == (pinned_by_caller ? 1u : 0u);
+                        node->extra.pins == (pinned_by_caller ? 1u : 0u) && (!policy || node->extra.used == use);
     if (extend) {
       if (with_events_) emit_stored(node, node->end, data, n);
       tree.extend_leaf(node, data, n, values);
@@ -370,6 +385,14 @@ class Cache {
     N* upper = tree.split(place);
     if (upper != place.node) reorder(place.node);
     return upper;
+  }
+  void add_use(N* node, const N* above, Use use) {
+    if (!policy) return;
+    for (; node != above && !node->is_root(); node = node->parent) {
+      Use& used = node->extra.used;
+      used.hits += use.hits;
+      used.priority = std::max(used.priority, use.priority);
+    }
   }
   void touch(N* node) {
     node->extra.last_use = ++clock_;
@@ -413,7 +436,8 @@ class Cache {
       tree.drop_root(node);
       ++version;  // empty matches refer to the root
     } else if (!(node->extra.twin && node->length() >= kLong) && tree.can_merge(node) &&
-               node->children.any()->extra.last_use >= node->extra.last_use) {
+               node->children.any()->extra.last_use >= node->extra.last_use &&
+               node->children.any()->extra.used == node->extra.used) {
       part(node);
       reorder(tree.merge(node));
       ++version;
@@ -464,7 +488,7 @@ class Cache {
   }
   double order_of(const N* node) const {
     const CacheExtra& x = node->extra;
-    return policy ? policy(x.last_use, node->length(), node->depth + node->length(), x.hits)
+    return policy ? policy(x.last_use, node->length(), node->depth + node->length(), x.used)
                   : static_cast<double>(x.last_use);
   }
   // Update the order of a leaf whose length has changed. Without a policy only its last use counts, which has not.

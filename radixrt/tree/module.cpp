@@ -1,5 +1,4 @@
 // Python bindings of the tree: argument checks, buffers, lifetimes. The logic is in cache.h and owners.h.
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "align.h"
@@ -12,6 +11,7 @@ using radix::Cache;
 using radix::Event;
 using radix::Owners;
 using radix::Token;
+using radix::Use;
 
 // ---------------------------------------------------------------- arguments
 
@@ -42,6 +42,16 @@ class IntBuffer {
   Py_buffer view_;
   bool held_ = false;
 };
+
+// What is beyond int32 counts as its end.
+bool load_priority(PyObject* object, int32_t* out) {
+  int beyond;
+  const long n = PyLong_AsLongAndOverflow(object, &beyond);
+  if (n == -1 && PyErr_Occurred()) return false;
+  const long long value = beyond ? beyond * (1ll << 62) : n;
+  *out = static_cast<int32_t>(std::clamp<long long>(value, radix::kLowest, std::numeric_limits<int32_t>::max()));
+  return true;
+}
 
 bool load_name(PyObject* object, std::string* name) {
   Py_ssize_t n;
@@ -123,6 +133,7 @@ struct LeaseObject {
   PyObject* name;
   Cache::N* node;  // null once released
   size_t length;
+  Use use;
 };
 struct OwnersObject {
   PyObject_HEAD
@@ -217,6 +228,13 @@ PyObject* lease_release(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* lease_withdraw(PyObject* self, PyObject*) {
+  auto* lease = reinterpret_cast<LeaseObject*>(self);
+  if (!live(lease)) return nullptr;
+  lease->tree->cache->take_back(lease->node, lease->use);
+  return lease_release(self, nullptr);
+}
+
 PyObject* lease_enter(PyObject* self, PyObject*) {
   Py_INCREF(self);
   return self;
@@ -285,7 +303,7 @@ PyObject* lease_extend_match(PyObject* self, PyObject* object) {
     Cache* cache = lease->tree->cache;
     auto place = cache->tree.walk(lease->node, tokens.data(), tokens.size());
     if (place.length) {
-      Cache::N* node = cache->lease(place);
+      Cache::N* node = cache->lease(place, lease->use, lease->node);
       cache->unpin(lease->node);
       lease->node = node;
       lease->length += place.length;
@@ -308,12 +326,13 @@ void lease_dealloc(PyObject* self) {
 Cache* cache_of(PyObject* self) { return reinterpret_cast<TreeObject*>(self)->cache; }
 
 void install_policy(TreeObject* tree) {
-  tree->cache->policy = [tree](uint64_t last_use, size_t length, size_t tokens, uint32_t hits) {
+  tree->cache->policy = [tree](uint64_t last_use, size_t length, size_t tokens, Use used) {
     if (PyErr_Occurred()) return 0.0;
     const bool nested = tree->in_policy;
     tree->in_policy = true;
-    PyObject* key = PyObject_CallFunction(tree->policy, "KnnI", static_cast<unsigned long long>(last_use),
-                                          static_cast<Py_ssize_t>(length), static_cast<Py_ssize_t>(tokens), hits);
+    PyObject* key = PyObject_CallFunction(tree->policy, "KnnIi", static_cast<unsigned long long>(last_use),
+                                          static_cast<Py_ssize_t>(length), static_cast<Py_ssize_t>(tokens), used.hits,
+                                          used.priority);
     tree->in_policy = nested;
     double value = key ? PyFloat_AsDouble(key) : 0.0;
     Py_XDECREF(key);
@@ -393,12 +412,17 @@ PyObject* tree_match(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObj
   return reinterpret_cast<PyObject*>(match);
 }
 
-PyObject* tree_lease(PyObject* self, PyObject* object) {
-  if (Py_TYPE(object) != match_type) {
+PyObject* tree_lease(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObject* keywords) {
+  PyObject* args[2];
+  Use use{1};
+  if (!arguments(given, n, keywords, 1, 2, "priority", args) ||
+      (args[1] && args[1] != Py_None && !load_priority(args[1], &use.priority)))
+    return nullptr;
+  if (Py_TYPE(args[0]) != match_type) {
     PyErr_SetString(PyExc_TypeError, "lease: expected a Match");
     return nullptr;
   }
-  auto* match = reinterpret_cast<MatchObject*>(object);
+  auto* match = reinterpret_cast<MatchObject*>(args[0]);
   auto* tree = reinterpret_cast<TreeObject*>(self);
   if (match->tree != tree) {
     PyErr_SetString(PyExc_ValueError, "lease: the match is of another tree");
@@ -413,7 +437,8 @@ PyObject* tree_lease(PyObject* self, PyObject* object) {
     load_name(match->name, &name);
     Cache::Place place{match->node, match->offset, match->length};
     if (!place.node) place.node = cache->tree.make_root(name);
-    lease->node = cache->lease(place);
+    lease->node = cache->lease(place, use);
+    lease->use = use;
     ++cache->live_leases;
     Py_INCREF(self);
     Py_INCREF(match->name);
@@ -429,7 +454,7 @@ PyObject* tree_lease(PyObject* self, PyObject* object) {
 }
 
 // A lease of the path that ends with `node`, which was pinned for it; null, and not pinned any more, if there is no memory.
-PyObject* lease_of(TreeObject* tree, Cache::N* node) {
+PyObject* lease_of(TreeObject* tree, Cache::N* node, Use use) {
   const std::string& text = Cache::S::name_of(node);
   PyObject* name = PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
   auto* lease = name ? PyObject_New(LeaseObject, lease_type) : nullptr;
@@ -444,6 +469,7 @@ PyObject* lease_of(TreeObject* tree, Cache::N* node) {
   lease->name = name;
   lease->node = node;
   lease->length = node->depth + node->length();
+  lease->use = use;
   return reinterpret_cast<PyObject*>(lease);
 }
 
@@ -503,7 +529,7 @@ PyObject* tree_insert(PyObject* self, PyObject* const* given, Py_ssize_t n, PyOb
     Cache::N* from = lease ? lease->node : cache->tree.make_root(name);
     Cache::N* end = nullptr;
     size_t present = cache->insert(from, lease != nullptr, tokens.data(), tokens.size(),
-                                  given_values ? values.data() : nullptr, &end);
+                                  given_values ? values.data() : nullptr, &end, lease ? lease->use : Use{});
     if (lease) {
       lease->node = end;
       lease->length += tokens.size();
@@ -554,9 +580,10 @@ PyObject* tree_evict_into(PyObject* self, PyObject* const* given, Py_ssize_t n) 
   return guarded([&]() -> PyObject* {
     std::vector<Token> tokens;
     std::vector<int32_t> values;
-    Cache::N* place = tree->cache->evict_into(*there->cache, wanted, &tokens, &values);
+    Use used;
+    Cache::N* place = tree->cache->evict_into(*there->cache, wanted, &tokens, &values, &used);
     if (!place) Py_RETURN_NONE;
-    PyObject* lease = lease_of(there, place);
+    PyObject* lease = lease_of(there, place, used);
     if (!lease || PyErr_Occurred()) {
       Py_XDECREF(lease);
       return nullptr;
@@ -603,10 +630,10 @@ PyObject* event_tuple(const Event& e) {
     case Event::kRemoved:
       return Py_BuildValue("(sLn)", "removed", static_cast<long long>(e.run), static_cast<Py_ssize_t>(e.at));
     default:
-      return Py_BuildValue("(ss#LnLny#)", "stored", e.name.data(), static_cast<Py_ssize_t>(e.name.size()),
+      return Py_BuildValue("(sNLnLnN)", "stored",
+                           PyUnicode_FromStringAndSize(e.name.data(), static_cast<Py_ssize_t>(e.name.size())),
                            static_cast<long long>(e.run), static_cast<Py_ssize_t>(e.at), static_cast<long long>(e.parent),
-                           static_cast<Py_ssize_t>(e.parent_at), reinterpret_cast<const char*>(e.tokens.data()),
-                           static_cast<Py_ssize_t>(e.tokens.size() * sizeof(Token)));
+                           static_cast<Py_ssize_t>(e.parent_at), bytes_of(e.tokens));
   }
 }
 
@@ -829,6 +856,7 @@ PyMethodDef lease_methods[] = {
      "path() -> tuple of (node, end): the nodes from the root to the lease's end. `node` is a number that is unique while "
      "the node is pinned (if the node is split, its upper part gets a new one), `end` the number of tokens from the root."},
     {"release", lease_release, METH_NOARGS, "release(): unpin the path. ValueError if it was released already."},
+    {"withdraw", lease_withdraw, METH_NOARGS, "withdraw(): as release, and the lease does not count as a use."},
     {"__enter__", lease_enter, METH_NOARGS, nullptr},
     {"__exit__", lease_exit, METH_VARARGS, nullptr},
     {}};
@@ -853,7 +881,9 @@ PyGetSetDef tree_getset[] = {
 PyMethodDef tree_methods[] = {
     {"match", method(tree_match), kNamed,
      "match(namespace, tokens, limit=None) -> Match: the longest prefix in the tree; changes nothing."},
-    {"lease", tree_lease, METH_O, "lease(match) -> Lease: pin and touch its path. ValueError if the match is out of date."},
+    {"lease", method(tree_lease), kNamed,
+     "lease(match, priority=None) -> Lease: pin and touch its path. ValueError if the match is out of date. `priority`, an "
+     "int, is for the policy, and counts for what the lease is extended by as well; None is below all."},
     {"held_only_by", tree_held_only_by, METH_O,
      "held_only_by(leases) -> int: tokens that only these leases keep from being evictable."},
     {"insert", method(tree_insert), kNamed,
@@ -866,7 +896,8 @@ PyMethodDef tree_methods[] = {
      "evict_into(there, tokens) -> (lease, ids, values) | None: evict one leaf, or at most `tokens` tokens, in whole pages,\n"
      "from the end of it: `ids`, bytes of int32, which had these values. `lease` is of the path above them in `there`,\n"
      "another tree, which is inserted there as far as it is missing, with values of 0. None if nothing is evictable.\n"
-     "Costs time and memory in proportion to `ids` and what is inserted, not to the length of the path."},
+     "Costs time and memory in proportion to `ids` and what is inserted, not to the length of the path. What is inserted\n"
+     "under the lease counts as used as often as here, and with the same priority."},
     {"forget", method(tree_forget), kNamed,
      "forget(namespace, tokens, keep) -> bytes: free the tokens of a path after the first `keep`, except those that are "
      "leased or have other continuations; their values."},
@@ -876,7 +907,11 @@ PyMethodDef tree_methods[] = {
     {"values", tree_values, METH_NOARGS, "values() -> bytes: all values, int32, in no particular order."},
     {"check", tree_check, METH_NOARGS, "check(): assert all invariants; AssertionError names one that does not hold."},
     {}};
-PyType_Slot tree_slots[] = {{Py_tp_doc, const_cast<char*>("RadixTree(page_size=1, *, policy=None, events=False, values=True)")},
+constexpr char kTreeDoc[] =
+    "RadixTree(page_size=1, *, policy=None, events=False, values=True)\n\n"
+    "policy(last_use, length, tokens, uses, priority) is the key of a leaf: the smallest is evicted first and, of equal\n"
+    "ones, the least recently used. `uses`: the leases that held it; `priority`: the highest of theirs.";
+PyType_Slot tree_slots[] = {{Py_tp_doc, const_cast<char*>(kTreeDoc)},
                             {Py_tp_new, reinterpret_cast<void*>(tree_new)},
                             {Py_tp_dealloc, reinterpret_cast<void*>(tree_dealloc)},
                             {Py_tp_traverse, reinterpret_cast<void*>(tree_traverse)},

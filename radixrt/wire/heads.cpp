@@ -1,6 +1,5 @@
 // Reads what is to be known of a MessagePack map before it is decoded: who sends it, and how much decoding it would cost.
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <cstdint>

@@ -27,9 +27,9 @@ Key = tuple[bytes, bytes]
 """The (secret, public) CURVE keys of a socket that listens, in Z85."""
 
 
-def open_socket(kind: int = zmq.DEALER) -> zmq.Socket:
+def open_socket(kind: int = zmq.DEALER) -> zmq.Socket[bytes]:
     """A new socket, neither connected nor bound."""
-    socket: zmq.Socket = zmq.Context.instance().socket(kind)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.linger = 0
     socket.sndhwm = HIGH_WATER
     socket.rcvhwm = HIGH_WATER

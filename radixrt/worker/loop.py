@@ -80,6 +80,7 @@ class Worker:
         grammars: Grammars | None = None,
         drafter: Drafter | None = None,
         max_pinned_share: float = 0.25,
+        eviction_policy: str = "lru",
         stopped: threading.Event | None = None,
         watchdog_timeout: float = 0.0,
         shutdown_timeout: float = 0.0,
@@ -97,9 +98,10 @@ class Worker:
             num_states=runner.num_states,
             num_host_pages=runner.num_host_pages,
             num_host_states=runner.num_host_states,
+            eviction_policy=eviction_policy,
         )
         self.scheduler = Scheduler(self.cache, limits, drafter, runner.shares)
-        runner.bind(self.cache.table)
+        runner.bind(self.cache.requests.table)
         if check:
             runner.audit(self.scheduler.histories)
         self._registration = status.registration(identity, runner, self.cache, limits, self.max_model_len)
@@ -408,7 +410,7 @@ class Worker:
         if self._refused:
             outputs = self._refused + outputs
             self._refused = []
-        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.drain_events()]
+        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.prefixes.drain_events()]
         now = time.monotonic()
         if not outputs and not events and not self._resync_wanted and now - self._last_report < HEARTBEAT_SECONDS:
             return
@@ -421,7 +423,7 @@ class Worker:
 
     def _send_resync(self) -> None:
         self._resync_wanted = False
-        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.resync_events()]
+        events = [_EVENTS[kind](*rest) for kind, *rest in self.cache.prefixes.resync_events()]
         self._send(m.StepDone([], self._load(), self._seq, events, resync=True))
 
     def _load(self) -> m.Load:

@@ -99,8 +99,8 @@ def _no_copies() -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Copies between the device and host memory before a step, of pages (see `host`) and of recurrent states (see
-    `host_states`): first those to host memory, and only then whatever writes pages or states of the device."""
+    """Copies between the device and host memory before a step, of pages (see `host_tier`) and of recurrent states (see
+    `host_recurrent_states`): first those to host memory, then whatever writes pages or states of the device."""
 
     offload: np.ndarray
     """int32[2, N]: (page, slot), copied to host memory."""

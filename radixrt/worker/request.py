@@ -92,7 +92,7 @@ class Request:
     cached_tokens   of the tokens it arrived with, those that no chunk had to compute
     reported        tokens it arrived with and tokens reported to the router since
 
-    Written by `cache.page_cache`:
+    Written by `cache.request_pages`:
 
     row             page-table row while it runs, -1 while it waits
     state           slot of its recurrent state while it runs, if the model has any

@@ -41,8 +41,9 @@ def make_worker(config: WorkerConfig) -> Worker:
 
 
 def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
-    from radixrt.worker.loop import Identity, Worker
+    from radixrt.worker.loop import Worker
     from radixrt.worker.scheduler.scheduler import Limits
+    from radixrt.worker.status import Identity
     from radixrt.worker.structured.compile import Grammars
 
     stopped = threading.Event()
@@ -65,6 +66,7 @@ def _worker_of(config: WorkerConfig, runner: Runner) -> Worker:
         check=config.check,
         grammars=Grammars(config.model, runner.vocab_size, runner.eos_ids, jump_forward=config.jump_forward),
         max_pinned_share=config.max_pinned_share,
+        eviction_policy=config.radix_eviction_policy,
         stopped=stopped,
         watchdog_timeout=config.watchdog_timeout,
         shutdown_timeout=config.shutdown_timeout,
@@ -121,8 +123,9 @@ def make_runner(config: WorkerConfig) -> Runner:
         raise ValueError(f"fake: expected PREFILL_TOKENS_PER_S,DECODE_STEP_S, not {config.fake!r}") from None
     num_pages = (config.max_total_tokens or FAKE_TOKENS) // config.page_size + 1
     vocab_size = fake_vocab_size(config.model)
-    rates = {"prefill_rate": prefill_rate, "decode_step": decode_step}
-    return FakeRunner(num_pages, config.page_size, vocab_size, check=config.check, **rates)
+    return FakeRunner(
+        num_pages, config.page_size, vocab_size, check=config.check, prefill_rate=prefill_rate, decode_step=decode_step
+    )
 
 
 def has_device(name: str) -> bool:

@@ -176,6 +176,6 @@ def load(
         launched_tokens=0 if inflight is None else inflight.prompt_tokens,
         newest_run=newest_run,
         kept_tokens=cache.retained.tokens(),
-        fetched_tokens=cache.host.fetched_pages * cache.page_size if cache.host else 0,
-        host_tokens=cache.host.used_slots * cache.page_size if cache.host else 0,
+        fetched_tokens=cache.tier.onloaded_pages * cache.page_size,
+        host_tokens=cache.tier.used_pages * cache.page_size,
     )

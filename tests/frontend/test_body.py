@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
-from radixrt.frontend.http._shape import exceeded
 
 from radixrt.frontend.generate import generation
 from radixrt.frontend.http import body as limits
+from radixrt.frontend.http._shape import exceeded
 from radixrt.frontend.openai.schema import Chat
 from tests.frontend.conftest import serving
 from tests.waiting import eventually

@@ -324,7 +324,7 @@ def test_a_body_that_is_no_request(http, body):
     [
         (b"}", "not JSON"),
         (b'"model": "\xff"}', "not UTF-8"),
-        (b'"x": ' + b"[" * 5000, "nested too deeply"),
+        (b'"x": ' + b"[" * 20_000, "nested too deeply"),
         (b'"stream": 3}', "stream"),
     ],
 )

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from radixrt.worker.cache import state_checkpoints
 from radixrt.worker.cuda.host import host_pool
 from radixrt.worker.cuda.host.host_pool import CudaHostPool
 from radixrt.worker.cuda.host.pinned import PinnedMemory
 from radixrt.worker.execution.kv_pool import DTYPES, KVPool, StatePool
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.plan import Moves
+from radixrt.worker.scheduler import state_checkpoints
 from tests.gpu.test_models import OF_FAMILY, SIZES, load
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import make_model
@@ -61,7 +61,7 @@ def test_what_comes_back_is_what_was_computed(tmp_path, settings):
     assert [engine.tokens(id) for id in ids] == cold
     size = runner.page_size
     assert [engine.last(id).cached_tokens for id in ids] == [(len(p) - 1) // size * size for p in asked]
-    assert engine.cache.evicted_tokens == 0 and engine.cache.host.fetched_pages * size > 4096
+    assert engine.cache.evicted_tokens == 0 and engine.cache.tier.onloaded_pages * size > 4096
 
 
 def test_states_come_back_as_they_were(monkeypatch):
@@ -116,7 +116,7 @@ def test_conversations_go_on_from_host_memory(tmp_path, family, settings):
     marks = [len(prompt) - state_checkpoints.TAIL for prompt in asked]
     hits = [engine.last(id).cached_tokens for id in ids]
     assert all(hit >= mark - mark % runner.page_size for hit, mark in zip(hits, marks, strict=True))
-    assert engine.cache.host.states.fetched > 0 and engine.cache.host.fetched_pages * runner.page_size > 4096
+    assert engine.cache.tier.states.onloaded > 0 and engine.cache.tier.onloaded_pages * runner.page_size > 4096
 
 
 def test_memory_can_be_locked_again(monkeypatch):

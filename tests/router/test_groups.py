@@ -39,7 +39,7 @@ class Engine:
         self.runner = FakeRunner(PAGES + 1, 1, 50_000, 4096)
         self.cache = PageCache(PAGES + 1, 1, 256, 4096)
         self.scheduler = Scheduler(self.cache, Limits(CHUNK, 256))
-        self.runner.bind(self.cache.table)
+        self.runner.bind(self.cache.requests.table)
         self.newest_run = 0
 
     def obey(self, run: Run) -> None:
@@ -52,7 +52,7 @@ class Engine:
             self.computed += len(plan.tokens)
             outputs = self.scheduler.apply(plan, self.runner.launch(plan)())
         self.order += [output.id for output in outputs if output.tokens and output.id not in self.order]
-        self.cache.tree.drain_events()
+        self.cache.prefixes.tree.drain_events()
         s = self.scheduler
         room = self.cache.free_pages, 0, PAGES
         counts = s.num_running, s.num_waiting, s.queued_tokens

@@ -7,11 +7,17 @@ from collections import Counter
 Path = tuple[int, ...]
 
 
-class NaiveCache:
-    """Reference of RadixTree. `pages[namespace, path]` is [value, last use] of the last page of the path."""
+UNUSED = 0, -(1 << 31)
+"""(uses, priority) of a page that no lease has held."""
 
-    def __init__(self, page_size: int) -> None:
+
+class NaiveCache:
+    """Reference of RadixTree. `pages[namespace, path]` is [value, last use, uses, priority] of the last page of the
+    path. What is evicted first is by `policy`: lru, lfu or priority."""
+
+    def __init__(self, page_size: int, policy: str = "lru") -> None:
         self.page_size = page_size
+        self.policy = policy
         self.pages: dict[tuple[str, Path], list[int]] = {}
         self.leases: Counter[tuple[str, Path]] = Counter()
         self.clock = 0
@@ -35,10 +41,20 @@ class NaiveCache:
         for prefix in self.prefixes(path):
             self.pages[namespace, prefix][1] = self.clock
 
+    def use(self, namespace: str, path: Path, start: int, uses: int, priority: int) -> None:
+        for prefix in self.prefixes(path):
+            if len(prefix) > start:
+                page = self.pages[namespace, prefix]
+                page[2:] = page[2] + uses, max(page[3], priority)
+
+    def order(self, page: tuple[str, Path]) -> tuple[int, int]:
+        _, last_use, uses, priority = self.pages[page]
+        return {"lru": 0, "lfu": uses, "priority": priority}[self.policy], last_use
+
     def insert(self, namespace: str, path: Path, values: list[int]) -> int:
         present = len(self.match(namespace, path))
         for i, prefix in enumerate(self.prefixes(path)):
-            self.pages.setdefault((namespace, prefix), [values[i], 0])
+            self.pages.setdefault((namespace, prefix), [values[i], 0, *UNUSED])
         self.touch(namespace, path)
         return present
 
@@ -56,8 +72,7 @@ class NaiveCache:
             leaves = [page for page in self.pages if page not in inner and page not in leased]
             if not leaves:
                 break
-            oldest = min(leaves, key=lambda page: self.pages[page][1])
-            freed.append(self.pages.pop(oldest)[0])
+            freed.append(self.pages.pop(min(leaves, key=self.order))[0])
         return freed
 
     def take(self, values: list[int]) -> list[int]:

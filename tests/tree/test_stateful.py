@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from radixrt.tree import OwnerTree, RadixTree
-from tests.tree.oracle import NaiveCache, NaiveOwners
+from radixrt.worker.cache.eviction import POLICIES
+from tests.tree.oracle import UNUSED, NaiveCache, NaiveOwners
 
 STEPS = settings(max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 names = st.sampled_from(["a", "b"])
@@ -61,14 +62,19 @@ class Mirror:
 
 class CacheMachine(RuleBasedStateMachine):
     page_size = 1
+    order = "lru"
     policy = None
+    """One that the oracle does not know, in the place of `order`."""
 
     @initialize()
     def begin(self) -> None:
-        self.tree = RadixTree(self.page_size, policy=self.policy, events=True)
-        self.oracle = NaiveCache(self.page_size)
-        self.there, self.there_oracle = RadixTree(self.page_size, events=True), NaiveCache(self.page_size)
+        policy = POLICIES[self.order]
+        self.tree = RadixTree(self.page_size, policy=self.policy or policy, events=True)
+        self.oracle = NaiveCache(self.page_size, self.order)
+        self.there = RadixTree(self.page_size, policy=policy, events=True)
+        self.there_oracle = NaiveCache(self.page_size, self.order)
         self.mirror, self.there_mirror = Mirror(), Mirror()
+        self.priorities: dict[object, int] = {}
         self.leases: list[tuple] = []
         self.kept: tuple | None = None
         self.next_value = 1
@@ -94,15 +100,17 @@ class CacheMachine(RuleBasedStateMachine):
         values = self.new_values(whole)
         assert self.tree.insert(name, ints(whole), ints(values)) == self.oracle.insert(name, whole, values)
 
-    @rule(name=names, path=tokens)
-    def lease(self, name: str, path: list[int]) -> None:
-        lease = self.tree.lease(self.tree.match(name, ints(path)))
-        self.leased(lease, name, path)
+    @rule(name=names, path=tokens, priority=st.none() | st.integers(-2, 2))
+    def lease(self, name: str, path: list[int], priority: int | None) -> None:
+        lease = self.tree.lease(self.tree.match(name, ints(path)), priority)
+        self.leased(lease, name, path, priority)
 
-    def leased(self, lease: object, name: str, path: list[int]) -> None:
+    def leased(self, lease: object, name: str, path: list[int], priority: int | None = None) -> None:
         held = self.oracle.match(name, tuple(path))
         assert lease.length == len(held)
         self.oracle.touch(name, held)
+        self.priorities[lease] = priority = UNUSED[1] if priority is None else priority
+        self.oracle.use(name, held, 0, 1, priority)
         self.oracle.leases[name, held] += 1
         self.leases.append((lease, name, held))
 
@@ -129,6 +137,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.oracle.leases = +self.oracle.leases
         self.oracle.leases[name, new] += 1
         self.leases.append((lease, name, new))
+        self.oracle.use(name, new, len(old), 1, self.priorities[lease])
         assert lease.length == len(new)
         assert as_list(lease.values()) == self.oracle.values(name, new)
 
@@ -154,10 +163,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.moved(lease, name, held, further)
 
     @precondition(lambda self: self.leases)
-    @rule(pick=st.integers(0, 99))
-    def release(self, pick: int) -> None:
+    @rule(pick=st.integers(0, 99), withdraws=st.booleans())
+    def release(self, pick: int, withdraws: bool) -> None:
         lease, name, held = self.take(pick)
-        lease.release()
+        if withdraws:
+            self.oracle.use(name, held, 0, -1, UNUSED[1])
+            lease.withdraw()
+        else:
+            lease.release()
         self.oracle.leases[name, held] -= 1
         self.oracle.leases = +self.oracle.leases
 
@@ -177,7 +190,8 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(wanted=st.integers(1, 9), stores=st.booleans())
     def evict_into(self, wanted: int, stores: bool) -> None:
         """One leaf goes on in another tree, or is lost there."""
-        paths = {value: page for page, (value, _) in self.oracle.pages.items()}
+        paths = {page[0]: key for key, page in self.oracle.pages.items()}
+        used = {page[0]: page[2:] for page in self.oracle.pages.values()}
         found = self.tree.evict_into(self.there, wanted)
         if found is None:
             assert not self.oracle.evict(1)
@@ -192,6 +206,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert as_list(lease.values()) == self.there_oracle.values(name, path[:keep])
         if stores:
             self.there_oracle.insert(name, path, [0] * (keep // self.page_size) + values)
+            self.there_oracle.use(name, path, keep, *used[values[-1]])
             self.there.insert(lease, ints(ids), ints(values))
         lease.release()
 
@@ -245,7 +260,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.leases)
     @rule()
     def clear(self) -> None:
-        assert sorted(as_list(self.tree.clear())) == sorted(value for value, _ in self.oracle.pages.values())
+        assert sorted(as_list(self.tree.clear())) == sorted(page[0] for page in self.oracle.pages.values())
         self.oracle.pages.clear()
 
     @invariant()
@@ -264,9 +279,12 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.mirror.pages(size) == fresh.pages(size) == set(self.oracle.pages)
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 3, 16])
-def test_cache_equals_oracle(page_size: int) -> None:
-    machine = type(f"Pages{page_size}", (CacheMachine,), {"page_size": page_size})
+@pytest.mark.parametrize(
+    ("page_size", "order"),
+    [*((size, "lru") for size in (1, 2, 3, 16)), *((size, order) for size in (1, 3) for order in ("lfu", "priority"))],
+)
+def test_cache_equals_oracle(page_size: int, order: str) -> None:
+    machine = type(f"Pages{page_size}", (CacheMachine,), {"page_size": page_size, "order": order})
     machine.TestCase.settings = STEPS
     machine.TestCase().runTest()
 
@@ -276,7 +294,7 @@ def test_with_a_policy_all_else_is_the_same() -> None:
 
     class ByLength(CacheMachine):
         page_size = 2
-        policy = staticmethod(lambda last_use, length, tokens, hits: (length, tokens, hits)[last_use % 3])
+        policy = staticmethod(lambda last_use, length, *others: (length, *others)[last_use % 4])
 
     ByLength.TestCase.settings = STEPS
     ByLength.TestCase().runTest()

@@ -262,7 +262,7 @@ def test_owners_are_counted():
 
 
 def test_a_policy_orders_evictions():
-    """`policy(last_use, length, tokens, hits) -> int`: leaves with the smallest key go first."""
+    """`policy(last_use, length, tokens, uses, priority) -> int`: leaves with the smallest key go first."""
     paths = [ints(1), ints(2, 2), ints(3, 3, 3)]
 
     def evicted(policy) -> list[int]:
@@ -272,13 +272,13 @@ def test_a_policy_orders_evictions():
         return [as_list(tree.evict(1))[0] for _ in range(3)]
 
     assert evicted(None) == [1, 2, 2]
-    assert evicted(lambda last_use, length, tokens, hits: last_use) == [1, 2, 2]
-    assert evicted(lambda last_use, length, tokens, hits: -last_use) == [3, 3, 3]
+    assert evicted(lambda last_use, length, *_: last_use) == [1, 2, 2]
+    assert evicted(lambda last_use, length, *_: -last_use) == [3, 3, 3]
 
 
 def test_a_policy_sees_a_leaf_as_it_is_now():
     """When it has lost its tail, and when a split has made it shorter or the split's end longer."""
-    tree = RadixTree(policy=lambda last_use, length, tokens, hits: -length)
+    tree = RadixTree(policy=lambda last_use, length, *_: -length)
     long, other = ints(*range(100, 200)), ints(*range(200, 260))
     for path in (long, other):
         tree.insert("", path, path)
@@ -289,10 +289,11 @@ def test_a_policy_sees_a_leaf_as_it_is_now():
 
     assert evicted(90) == list(range(110, 200))
     assert evicted(5) == list(range(255, 260)), "the other is the longest by now"
-    lease = tree.lease(tree.match("", other[:50]))
+    branch = ints(*other[:50], 7)
+    for path in (branch, other[:55]):
+        tree.insert("", path, path)
     assert evicted(2) == [108, 109], "5 tokens of the other may go, and 10 of this one"
-    assert tree.lease(tree.match("", other)).length == 55
-    lease.release()
+    assert as_list(tree.forget("", branch, 50)) == [7]
     assert evicted(2) == [253, 254]
 
 

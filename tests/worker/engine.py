@@ -55,7 +55,7 @@ class Engine:
         self.outputs: dict[int, list[Output]] = {}
         self._next = 0
         self._inflight = None
-        runner.bind(self.cache.table)
+        runner.bind(self.cache.requests.table)
         runner.audit(self.scheduler.histories)
 
     def add(

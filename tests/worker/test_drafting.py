@@ -219,7 +219,7 @@ def test_only_what_was_accepted_is_cached():
         engine = Engine(runner, drafter=Prophet(7, runner.overlaps, 3))
         prompt = prompts(1, 20, 20, vocab_size=VOCAB)[0]
         tokens = engine.generate([prompt])[0]
-        tree, path = engine.cache.tree, np.array(prompt + tokens, dtype=np.int32)
+        tree, path = engine.cache.prefixes.tree, np.array(prompt + tokens, dtype=np.int32)
         assert tree.match("", path).length == len(path) - 1
         assert engine.cache.total_pages - engine.cache.free_pages == len(path) - 1
 
@@ -432,7 +432,7 @@ def test_nothing_of_a_failed_step_stays_cached(page_size, how):
     if how == "drop":
         engine.scheduler.abort(id)
     engine.scheduler.fail(plan, "broken")
-    assert engine.cache.tree.match("", np.array(prompt, dtype=np.int32)).length == 6 - 6 % page_size
+    assert engine.cache.prefixes.tree.match("", np.array(prompt, dtype=np.int32)).length == 6 - 6 % page_size
     engine.cache.check()
 
 

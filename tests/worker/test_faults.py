@@ -70,7 +70,7 @@ def test_nan_of_one_does_not_outlive_those_that_lease_it():
         result.failed.update(dict.fromkeys(range(len(plan.requests)), "not finite"))
         bench.scheduler.apply(plan, result)
     bench.cache.check()
-    assert bench.cache.tree.tokens == 0
+    assert bench.cache.prefixes.tree.tokens == 0
 
 
 def test_nan_of_one_that_was_preempted_or_aborted_is_forgotten():
@@ -86,7 +86,7 @@ def test_nan_of_one_that_was_preempted_or_aborted_is_forgotten():
         result.failed[0] = "not finite"
         bench.scheduler.apply(plan, result)
         bench.cache.check()
-        assert bench.cache.tree.tokens == 0, end
+        assert bench.cache.prefixes.tree.tokens == 0, end
 
 
 @pytest.mark.parametrize("kind", ["launch", "nan"])
@@ -104,7 +104,7 @@ def test_nothing_stays_of_a_failed_step_that_two_share(kind):
         result.failed.update({0: "not finite", 1: "not finite"})
         bench.scheduler.apply(plan, result)
     bench.cache.check()
-    assert bench.cache.tree.tokens == 0
+    assert bench.cache.prefixes.tree.tokens == 0
 
 
 def one_left_out(monkeypatch) -> tuple[Bench, Plan]:
@@ -123,7 +123,7 @@ def test_one_that_was_not_planned_leases_nothing_of_a_step_that_failed(monkeypat
     left_out = bench.scheduler._requests[2]
     assert left_out.row >= 0 and left_out.computed == 30 and left_out.info not in plan.requests
     bench.scheduler.fail(plan, "out of memory")
-    assert bench.cache.tree.tokens == 0 and bench.scheduler.num_waiting == 1
+    assert bench.cache.prefixes.tree.tokens == 0 and bench.scheduler.num_waiting == 1
     bench.cache.check()
     bench.drain()  # the fake asserts that it reads what it wrote
     assert bench.scores[2] == [fake_logprob(6)] * 2
@@ -158,7 +158,7 @@ def test_what_a_request_computed_stays_when_its_grammar_lets_nothing_come():
     result.stuck[0] = bad_grammar("a dead end")
     [output] = bench.scheduler.apply(plan, result)
     assert (output.finish, output.error, output.field) == ("error", "grammar: a dead end", "grammar")
-    assert bench.cache.tree.tokens == 20 and bench.cache.leased_pages == 0 and not bench.scheduler.has_work
+    assert bench.cache.prefixes.tree.tokens == 20 and bench.cache.leased_pages == 0 and not bench.scheduler.has_work
     bench.add(1, [5] * 20 + [6], 2)
     bench.drain()
     assert bench.cached[1] == 20
@@ -171,7 +171,7 @@ def test_logits_that_are_not_finite_decide_before_a_grammar_does():
     result = bench.runner.launch(plan)()
     result.stuck[0], result.failed[0] = bad_grammar("a dead end"), "not finite"
     [output] = bench.scheduler.apply(plan, result)
-    assert (output.error, output.field) == ("not finite", "") and bench.cache.tree.tokens == 0
+    assert (output.error, output.field) == ("not finite", "") and bench.cache.prefixes.tree.tokens == 0
 
 
 def test_scores_come_once_though_preempted():
@@ -238,7 +238,7 @@ def test_chunks_write_where_their_pages_are():
         for row, start, count in zip(plan.rows, plan.starts, plan.counts, strict=True):
             slots = plan.slots[at : at + count]
             at += count
-            expected = bench.cache.row_slots(int(row), int(start), int(start + count))
+            expected = bench.cache.requests.row_slots(int(row), int(start), int(start + count))
             assert ((slots == 0) | (slots == expected)).all()
         bench.scheduler.apply(plan, bench.runner.launch(plan)())
 

@@ -40,7 +40,7 @@ def fill(bench: Bench, id: int, length: int = 40) -> list[int]:
 def test_what_was_evicted_is_not_computed_again(page_size: int) -> None:
     bench = Bench(pages=60 // page_size, page_size=page_size, chunk=64, host=1000)
     prompts = [fill(bench, id) for id in range(6)]
-    assert bench.cache.hit(bench.add(90, prompts[0], 1)) == 40
+    assert bench.cache.requests.hit(bench.add(90, prompts[0], 1)) == 40
     bench.drain()
     computed = bench.runner.computed_tokens
     for id, prompt in enumerate(prompts, 10):
@@ -50,10 +50,10 @@ def test_what_was_evicted_is_not_computed_again(page_size: int) -> None:
         assert bench.cached[id] == len(prompt) - len(prompt) % page_size
     extra = len(prompts[0]) % page_size + 1 + 3
     assert bench.runner.computed_tokens - computed == len(prompts) * extra
-    host, none = bench.cache.host, {"compiling": 0, "inflight": None, "newest_run": 0}
+    host, none = bench.cache.tier, {"compiling": 0, "inflight": None, "newest_run": 0}
     load = status.load(bench.scheduler, bench.cache, bench.runner, status.Rates(), **none)
-    assert load.evicted_tokens == 0 and load.fetched_tokens == host.fetched_pages * page_size > 0
-    assert load.host_tokens == host.used_slots * page_size > 0
+    assert load.evicted_tokens == 0 and load.fetched_tokens == host.onloaded_pages * page_size > 0
+    assert load.host_tokens == host.used_pages * page_size > 0
 
 
 def test_two_who_need_the_same_fetch_it_once() -> None:
@@ -64,7 +64,7 @@ def test_two_who_need_the_same_fetch_it_once() -> None:
     bench.add(11, [*prompt, 99], 2)
     bench.drain()
     assert bench.cached[10] == bench.cached[11] == len(prompt)
-    assert bench.cache.host.fetched_pages <= len(prompt)
+    assert bench.cache.tier.onloaded_pages <= len(prompt)
 
 
 def test_a_full_host_forgets_what_was_used_least_recently() -> None:
@@ -84,9 +84,9 @@ def test_what_is_not_evicted_twice_is_not_copied_twice() -> None:
     fill(bench, 1)
     bench.add(10, prompt, 1)
     bench.drain()
-    stored = bench.cache.host.used_slots
+    stored = bench.cache.tier.used_pages
     fill(bench, 2)
-    assert bench.cache.host.used_slots <= stored + len(prompt), "only what the second prompt has"
+    assert bench.cache.tier.used_pages <= stored + len(prompt), "only what the second prompt has"
 
 
 def test_a_gap_ends_what_can_be_fetched() -> None:
@@ -109,7 +109,7 @@ def test_slots_that_are_held_are_not_reused_before_the_step() -> None:
     held = host.hold("", ids(1, 2, 3), 0)
     store(host, "", ids(7, 8), 0, np.array([17, 18], np.int32))
     assert host.lost_pages == 2 and host.reach("", ids(7, 8), 0) == 0
-    host.fetch(held, np.array([21, 22, 23], np.int32))
+    host.onload(held, np.array([21, 22, 23], np.int32))
     moves = host.drain()
     assert sorted(moves.offload[0].tolist()) == [11, 12, 13] and moves.onload.tolist() == [held.tolist(), [21, 22, 23]]
     store(host, "", ids(7, 8), 0, np.array([17, 18], np.int32))
@@ -133,18 +133,18 @@ def test_a_failed_step_leaves_nothing_in_host_memory() -> None:
     assert plan.moves is not None and plan.moves.onload.size
     bench.scheduler.fail(plan, "broken")
     bench.cache.check()
-    assert bench.cache.host.used_slots == 0
-    assert bench.cache.tree.match("", ids(*prompt)).length == 0, "its pages were not filled"
+    assert bench.cache.tier.used_pages == 0
+    assert bench.cache.prefixes.tree.match("", ids(*prompt)).length == 0, "its pages were not filled"
 
 
 def test_an_emptied_cache_is_empty_on_the_host_as_well() -> None:
     bench = Bench(pages=60, chunk=64, host=1000)
     prompt = fill(bench, 0)
     fill(bench, 1)
-    assert bench.cache.host.used_slots > 0
+    assert bench.cache.tier.used_pages > 0
     bench.cache.clear()
     bench.cache.check()
-    assert bench.cache.host.used_slots == 0
+    assert bench.cache.tier.used_pages == 0
     bench.add(10, [*prompt, 99], 1)
     bench.drain()
     assert bench.cached[10] == 0
@@ -228,8 +228,8 @@ def test_a_page_that_is_taken_twice_in_a_step_gets_what_the_last_one_needs() -> 
     for first in (1, 5):
         store(host, "", ids(first, 2), 0, np.array([first, 2], np.int32))
     host.drain()
-    host.fetch(host.hold("", ids(5, 2), 0), np.array([21, 22], np.int32))
-    host.fetch(slots := host.hold("", ids(1, 2), 0), np.array([22, 23], np.int32))
+    host.onload(host.hold("", ids(5, 2), 0), np.array([21, 22], np.int32))
+    host.onload(slots := host.hold("", ids(1, 2), 0), np.array([22, 23], np.int32))
     held, to = host.drain().onload.tolist()
     assert to == [21, 22, 23] and held[1:] == slots.tolist()
 
@@ -254,7 +254,7 @@ def test_what_is_copied_back_does_not_change_with_the_table() -> None:
     host = HostTier(9, 1)
     store(host, "", ids(1), 0, np.array([11], np.int32))
     table = np.array([21], np.int32)
-    host.fetch(host.hold("", ids(1), 0), table)
+    host.onload(host.hold("", ids(1), 0), table)
     table[:] = 99  # the row is another request's
     assert host.drain().onload[1].tolist() == [21]
 
@@ -267,8 +267,8 @@ def test_what_a_request_has_computed_itself_is_not_copied_back() -> None:
         bench.step()
     length, computed = request.lease.length, request.computed
     assert computed > length + 2
-    store(bench.cache.host, "", request.tokens[: length + 2].tobytes(), length, np.array([1, 2], np.int32))
-    assert bench.cache.fetch(request) == 0 and request.computed == computed
+    store(bench.cache.tier, "", request.tokens[: length + 2].tobytes(), length, np.array([1, 2], np.int32))
+    assert bench.cache.requests.onload(request) == 0 and request.computed == computed
 
 
 def test_of_a_request_that_failed_nothing_stays_in_host_memory() -> None:
@@ -281,7 +281,7 @@ def test_of_a_request_that_failed_nothing_stays_in_host_memory() -> None:
     result.failed[0] = "not finite"
     bench.scheduler.apply(plan, result)
     bench.cache.check()
-    assert bench.cache.host.tree.match("", ids(*prompt)).length == 0
+    assert bench.cache.tier.tree.match("", ids(*prompt)).length == 0
     bench.add(11, [*prompt, 99], 4)
     bench.drain()
     assert bench.cached[11] == 0 and bench.tokens[11] == alone([*prompt, 99], 4)
@@ -289,12 +289,12 @@ def test_of_a_request_that_failed_nothing_stays_in_host_memory() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_many_pages_are_evicted_at_a_time(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixrt.worker.cache.page_cache.EVICTED", share)
+    monkeypatch.setattr("radixrt.worker.cache.host_tier.MIN_EVICTED_SHARE", share)
     bench = Bench(pages=60, chunk=64, host=1000)
     fill(bench, 0)
     bench.add(1, [*range(200, 220)], 1)
     bench.step()  # one page is missing
-    assert bench.cache.host.used_slots == (30 if share else 1)
+    assert bench.cache.tier.used_pages == (30 if share else 1)
 
 
 def test_what_can_be_had_changes_with_the_version() -> None:
@@ -318,7 +318,7 @@ def test_only_evictions_lose_pages() -> None:
     store(host, "", ids(1, 2, 3), 0, np.array([11, 12, 13], np.int32))
     host.forget("", ids(1, 2, 3), 2)
     host.clear()
-    assert host.lost_pages == 0 and host.used_slots == 0
+    assert host.lost_pages == 0 and host.used_pages == 0
     for n in (1, 4):
         store(host, "", ids(n, n + 1, n + 2), 0, np.array([11, 12, 13], np.int32))
     assert host.lost_pages == 3
@@ -346,8 +346,8 @@ def test_nobody_finds_what_a_failed_step_was_to_copy_back(end: str, monkeypatch:
         bench.cache.pins.add("", ids(*prompts[0]), 10.0, 0.0, 1)
     bench.scheduler.fail(plan, "broken")
     bench.cache.check()
-    assert bench.cache.tree.match("", ids(*prompts[0])).length == 0
-    assert bench.cache.host.used_slots == 0 and not bench.cache.pins
+    assert bench.cache.prefixes.tree.match("", ids(*prompts[0])).length == 0
+    assert bench.cache.tier.used_pages == 0 and not bench.cache.pins
 
 
 def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:
@@ -359,11 +359,11 @@ def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:
     request = bench.add(10, [*prompt, 99], 4)
     bench.scheduler.running.prefilling.append(request)  # as if it was planned for, and then there was no step
     bench.scheduler._waiting.take(request, [])
-    bench.cache.admit(request)
-    assert bench.cache.fetch(request) > 0 and bench.cache.host.is_fetching
+    bench.cache.requests.admit(request)
+    assert bench.cache.requests.onload(request) > 0 and bench.cache.tier.is_onloading
     bench.scheduler.fail(plan, "broken")
-    assert not bench.cache.host.is_fetching and bench.cache.host.tree.leased_tokens == 0
-    assert bench.cache.tree.match("", ids(*prompt)).length == 0
+    assert not bench.cache.tier.is_onloading and bench.cache.tier.tree.leased_tokens == 0
+    assert bench.cache.prefixes.tree.match("", ids(*prompt)).length == 0
     bench.drain()
     assert bench.tokens[10] == alone([*prompt, 99], 4) and bench.cached[10] == 0
 
@@ -413,8 +413,8 @@ def test_to_the_index_device_and_host_are_one_cache(seed: int, page_size: int) -
         mirror.tell(lost=rng.random() < 0.1, snapshot=rng.random() < 0.1)
         for trunk, namespace in itertools.product((*trunks, prompt), "ab"):
             path = np.array(trunk, np.int32)
-            device = cache.tree.match(namespace, path).length
-            reach = cache.host.reach(namespace, path, device)
+            device = cache.prefixes.tree.match(namespace, path).length
+            reach = cache.tier.reach(namespace, path, device)
             predicted = mirror.index.match(namespace, path.tobytes()).get(0, 0)
             assert predicted - predicted % page_size == reach
             found += reach > device

@@ -30,8 +30,8 @@ def forked(prefix: int, every: int = 0) -> Engine:
         common = trunk[: prefix - n * every]
         engine.add([*common, *range(500 + n, 500 + n + LEAF)], SCORED, score_from=len(common))
     engine.finish()
-    engine.cache.drain_events()
-    assert engine.cache.host.used_slots == 0 and engine.cache.free_pages < LEAVES
+    engine.cache.prefixes.drain_events()
+    assert engine.cache.tier.used_pages == 0 and engine.cache.free_pages < LEAVES
     engine.add([7] * LEAVES * LEAF, SCORED)
     return engine
 
@@ -53,8 +53,8 @@ def test_an_eviction_copies_what_is_evicted_and_not_what_that_hangs_below(every:
         engine = forked(prefix, every)
         peaks.append(peak_bytes(engine))
         engine.cache.check()
-        assert engine.cache.host.used_slots > LEAVES * (LEAF - 1)
-        told = sum(len(event[-1]) for event in engine.cache.drain_events() if event[0] == "stored")
+        assert engine.cache.tier.used_pages > LEAVES * (LEAF - 1)
+        told = sum(len(event[-1]) for event in engine.cache.prefixes.drain_events() if event[0] == "stored")
         assert told < TOKEN_BYTES * (prefix + 4 * LEAVES * LEAF), "the index is told of the prefix once"
     assert peaks[1] < 1.2 * peaks[0] < 2_000_000
 
@@ -94,7 +94,7 @@ def store_seconds(tree: RadixTree) -> float:
     for _ in range(LEAVES - 1):
         evict()
     took = time.thread_time() - began
-    assert host.used_slots == LEAVES * LEAF and tree.tokens == prefix
+    assert host.used_pages == LEAVES * LEAF and tree.tokens == prefix
     assert tree.nodes <= 1 + prefix // 4096, "what has no leaves is merged again, but for some"
     tree.check()
     host.check()

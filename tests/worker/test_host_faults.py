@@ -123,4 +123,4 @@ def test_random_faults(seed: int, page_size: int, pages: int, host: int, monkeyp
         found = bench.tokens[id]
         assert found == tokens[: len(found)], "what comes out is what it gives alone"
         assert bench.finish.get(id) != "length" or found == tokens
-    assert bench.cache.host.tree.leased_tokens == 0, "nothing is held for ever"
+    assert bench.cache.tier.tree.leased_tokens == 0, "nothing is held for ever"

@@ -10,7 +10,6 @@ import torch
 
 from radixrt.config import WorkerConfig, check, resolve
 from radixrt.messages import Sampling
-from radixrt.worker.cache import state_checkpoints
 from radixrt.worker.execution.host_pool import HostPool, host_bytes
 from radixrt.worker.execution.kv_pool import KVPool, StatePool
 from radixrt.worker.load import pools
@@ -19,6 +18,7 @@ from radixrt.worker.load.runner import load_runner
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.model.spec.mamba_spec import MambaSpec
 from radixrt.worker.plan import Moves
+from radixrt.worker.scheduler import state_checkpoints
 from tests.worker.engine import Engine, prompts
 
 
@@ -52,7 +52,7 @@ def test_what_comes_back_is_what_was_computed(checkpoint, family, settings):
         size = runner.page_size
         least = [len(prompt) - 1 - (len(prompt) - 1) % size for prompt in asked]
         assert [engine.last(id).cached_tokens for id in ids] == least
-        assert engine.cache.host.fetched_pages > 0 and engine.cache.evicted_tokens == 0
+        assert engine.cache.tier.onloaded_pages > 0 and engine.cache.evicted_tokens == 0
     finally:
         runner.close()
 
@@ -85,8 +85,8 @@ def test_recurrent_states_come_back_as_they_were(checkpoint, family, settings):
         assert [engine.tokens(id) for id in ids] == cold
         marks = [len(prompt) - state_checkpoints.TAIL for prompt in asked]
         assert [engine.last(id).cached_tokens for id in ids] == [mark - mark % runner.page_size for mark in marks]
-        host = engine.cache.host
-        assert host.fetched_pages > 0 and host.states.fetched > 0 and engine.cache.evicted_tokens == 0
+        host = engine.cache.tier
+        assert host.onloaded_pages > 0 and host.states.onloaded > 0 and engine.cache.evicted_tokens == 0
     finally:
         runner.close()
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from radixrt.worker import status
-from radixrt.worker.cache import state_checkpoints
 from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool
 from radixrt.worker.cache.host_tier import HostTier
 from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.cache.recurrent_states import RecurrentStatePool
 from radixrt.worker.cache.snapshot_order import CheckpointOrder
 from radixrt.worker.plan import STATE_TOKENS, Plan
+from radixrt.worker.scheduler import state_checkpoints
 from tests.worker.test_host_faults import load
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
 from tests.worker.test_states import TRUNK, Mirror, often, run  # noqa: F401
@@ -68,7 +68,7 @@ def test_a_state_comes_back_to_pages_that_are_on_the_device() -> None:
     run(bench, text(2))
     run(bench, text(3))
     assert run(bench, [*text(1), 7, 8]) == [300]
-    assert bench.cache.host.states.fetched == 1 and bench.cache.host.fetched_pages == 0
+    assert bench.cache.tier.states.onloaded == 1 and bench.cache.tier.onloaded_pages == 0
 
 
 def test_only_pages_up_to_the_state_come_back() -> None:
@@ -77,27 +77,27 @@ def test_only_pages_up_to_the_state_come_back() -> None:
     run(bench, text(1))
     for n in range(2, 6):
         run(bench, text(n))
-    assert bench.cache.tree.match("", np.array(text(1), np.int32)).length == 0
-    before = bench.cache.host.fetched_pages
+    assert bench.cache.prefixes.tree.match("", np.array(text(1), np.int32)).length == 0
+    before = bench.cache.tier.onloaded_pages
     assert run(bench, [*text(1)[:290], 7, 8]) == [284]
-    assert bench.cache.host.fetched_pages == before + 284
+    assert bench.cache.tier.onloaded_pages == before + 284
 
 
 def test_a_state_is_of_no_use_without_pages() -> None:
     bench = bench_of(states=3, pages=800, host=50)
     for n in range(1, 6):
         run(bench, text(n))
-    host = bench.cache.host.states
+    host = bench.cache.tier.states
     assert host.deepest("", path(*text(1)), 300) == (300, host.deepest("", path(*text(1)), 300)[1])
-    assert run(bench, [*text(1), 7]) == [0] and host.fetched == 0
+    assert run(bench, [*text(1), 7]) == [0] and host.onloaded == 0
 
 
 def test_namespaces_do_not_share_states() -> None:
     bench = bench_of(states=2)
     run(bench, text(1), namespace="a")
     run(bench, text(2), text(3), namespace="a")
-    assert bench.cache.host.states.deepest("a", path(*text(1)), 300)[0] == 300
-    assert bench.cache.host.states.deepest("b", path(*text(1)), 300) == (0, 0)
+    assert bench.cache.tier.states.deepest("a", path(*text(1)), 300)[0] == 300
+    assert bench.cache.tier.states.deepest("b", path(*text(1)), 300) == (0, 0)
     assert run(bench, [*text(1), 7], namespace="b") == [0]
 
 
@@ -109,7 +109,7 @@ def test_the_deeper_of_two_checkpoints_counts() -> None:
         for n in range(2, 2 + rounds):
             run(bench, text(n))
         request = bench.add(50, [*text(1), 7], 1)
-        assert bench.cache.found("", request.tokens, request.reusable) == (300, found)
+        assert bench.cache.prefixes.find("", request.tokens, request.reusable) == (300, found)
         bench.drain()
         assert bench.cached[50] == found
 
@@ -135,7 +135,7 @@ def test_marks_are_set_by_what_both_have() -> None:
     for n in range(2, 4):
         run(bench, text(n))
     request = bench.add(50, TRUNK[:300] + [2] * 100, 1)
-    assert bench.cache.tree.match("", np.array(TRUNK, np.int32)).length not in (0, 300, 400)
+    assert bench.cache.prefixes.tree.match("", np.array(TRUNK, np.int32)).length not in (0, 300, 400)
     bench.plan()
     assert request.checkpoints == [300, 400 - state_checkpoints.TAIL]
 
@@ -173,9 +173,9 @@ def test_what_is_there_already_is_not_copied_again(monkeypatch: pytest.MonkeyPat
     copied = [plan.moves.states_offload.shape[1] for plan in plans if plan.moves]
     bench.cache.states.evict(np.arange(1, 4001))
     bench.cache.states.evict(np.arange(1, 4001))
-    moves = bench.cache.host.drain()
+    moves = bench.cache.tier.drain()
     assert moves.states_offload.shape[1] <= 2 and sum(copied) >= 4
-    assert bench.cache.host.drain() is None
+    assert bench.cache.tier.drain() is None
 
 
 def test_a_state_is_not_waited_for_beside_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,17 +217,17 @@ def test_who_is_sent_back_before_its_state_has_come_leaves_none(monkeypatch: pyt
     bench = bench_of(states=3)
     for n in range(1, 4):
         run(bench, text(n))
-    host, states = bench.cache.host.states, bench.cache.states
+    host, states = bench.cache.tier.states, bench.cache.states
     order, before = list(host._order), len(states)
     request = bench.add(50, [*text(1), 7], 1)
-    bench.cache.admit(request)
-    assert bench.cache.fetch(request) == STATE_TOKENS and request.computed == 300 and host.is_fetching
-    bench.cache.retire(request)
-    assert not host.is_fetching and host.fetched == 0 and request.computed == 0
+    bench.cache.requests.admit(request)
+    assert bench.cache.requests.onload(request) == STATE_TOKENS and request.computed == 300 and host.is_onloading
+    bench.cache.requests.retire(request)
+    assert not host.is_onloading and host.onloaded == 0 and request.computed == 0
     bench.cache.check()
-    moves = bench.cache.host.drain()
+    moves = bench.cache.tier.drain()
     assert (moves is None or not moves.fills) and len(states) <= before
-    assert sorted(host._order)[: len(order)] == sorted(order) and bench.cache.hit(request) == 300
+    assert sorted(host._order)[: len(order)] == sorted(order) and bench.cache.requests.hit(request) == 300
     bench.drain()
     assert bench.tokens[50] == alone([*text(1), 7], 1) and bench.cached[50] == 300
 
@@ -236,12 +236,12 @@ def test_who_is_not_admitted_copies_nothing_back() -> None:
     bench = bench_of(states=2)
     for n in range(1, 4):
         run(bench, text(n))
-    bench.cache.host.drain()
+    bench.cache.tier.drain()
     request = bench.add(50, [*text(1), 7], 1)
     for _ in range(3):
-        bench.cache.admit(request)
-        bench.cache.withdraw(request)
-    moves = bench.cache.host.drain()
+        bench.cache.requests.admit(request)
+        bench.cache.requests.withdraw(request)
+    moves = bench.cache.tier.drain()
     assert moves is None or not moves.fills
     bench.cache.check()
     bench.drain()
@@ -282,14 +282,15 @@ def test_who_is_admitted_does_not_lose_the_state_that_its_hit_counts_on() -> Non
     request = bench.add(50, [*text(1), 7], 1)
     assert bench.cache.states.free == 0 and request.hit == 300
     bench.drain()
-    assert bench.cached[50] == 300 and bench.cache.host.states.lost == 1
+    assert bench.cached[50] == 300 and bench.cache.tier.states.lost == 1
 
 
 # ---------------------------------------------------------------- which go
 
 
 def store(host: HostRecurrentStatePool, *tokens: int, source: int = 1, **order: bool) -> None:
-    host.store(host.name("", path(*tokens)), source, (len(tokens), 0), **order)
+    host.name(source, "", path(*tokens))
+    host.store(source, (len(tokens), 0), **order)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -298,7 +299,7 @@ def test_the_least_recently_used_goes_first() -> None:
         store(host, n, n, source=10 + n)
     assert host.drain()[0].tolist() == [[11, 12, 13], [1, 2, 3]]
     host.hold(1)
-    host.fetch(1, 20)
+    host.onload(1, 20)
     assert host.drain()[1].tolist() == [[1], [20]]
     store(host, 4)
     assert [host.deepest("", path(n, n, 9), 3)[0] for n in (1, 2, 3)] == [2, 0, 2]
@@ -320,7 +321,7 @@ def test_the_last_of_a_conversation_goes_first_once_another_has_gone_on_from_it(
         for n in range(1, 4):
             store(host, n, last=last)
         host.hold(2)
-        host.fetch(2, 20)
+        host.onload(2, 20)
         host.drain()
         store(host, 4)
         gone = [n for n in (1, 2, 3) if not host.deepest("", path(n), 1)[0]]
@@ -332,8 +333,8 @@ def test_one_that_nobody_went_on_from_after_all_stays() -> None:
     for n in range(1, 4):
         store(host, n, last=True)
     host.hold(2)
-    host.fetch(2, 20)
-    assert host.forgo(20) and not host.forgo(20) and host.fetched == 0
+    host.onload(2, 20)
+    assert host.forgo(20) and not host.forgo(20) and host.onloaded == 0
     assert host.drain()[1].size == 0
     store(host, 4)
     assert [host.deepest("", path(n), 1)[0] for n in (1, 2, 3)] == [0, 1, 1]
@@ -345,7 +346,7 @@ def test_what_one_step_went_on_from_is_not_taken_back_in_another() -> None:
         store(host, n, last=last)
     for slot in (1, 2):
         host.hold(slot)
-        host.fetch(slot, 20)
+        host.onload(slot, 20)
         if slot == 1:
             host.drain()
     assert host.forgo(20)
@@ -385,7 +386,7 @@ def test_slots_that_are_held_are_not_reused_before_the_step() -> None:
     host = HostRecurrentStatePool(2, 1)
     store(host, 1, source=11)
     host.hold(1)
-    host.fetch(1, 20)
+    host.onload(1, 20)
     store(host, 2, source=12)
     assert host.lost == 1 and host.deepest("", path(2), 1) == (0, 0)
     out, back = host.drain()
@@ -402,7 +403,7 @@ def test_what_is_removed_before_it_was_copied_back_is_not_overwritten(remove: st
     host = HostRecurrentStatePool(2, 1)
     store(host, 1, source=11)
     host.hold(1)
-    host.fetch(1, 20)
+    host.onload(1, 20)
     host.clear() if remove == "clear" else host.forget("", path(1), 0)
     store(host, 2, source=12)
     out, back = host.drain()
@@ -422,11 +423,11 @@ def test_a_slot_that_is_reused_in_a_step_gets_what_it_holds_last() -> None:
 
 def test_paths_are_remembered_while_there_is_a_checkpoint() -> None:
     host = HostRecurrentStatePool(3, 4)
-    name = host.name("", path(*range(8)))
+    host.name(5, "", path(*range(8)))
     store(host, *range(4))
     host.check()
     assert host.deepest("", path(*range(12)), 12)[0] == 4 and host.deepest("", path(*range(12)), 3)[0] == 0
-    host.store(name, 5, (8, 0))
+    host.store(5, (8, 0))
     assert host.deepest("", path(*range(12)), 12)[0] == 8 and host.deepest("", path(*range(12)), 7)[0] == 4
     host.forget("", path(*range(8)), 4)
     assert host.deepest("", path(*range(12)), 12)[0] == 4 and len(host) == 1
@@ -473,25 +474,25 @@ def test_both_or_none() -> None:
 def test_an_emptied_cache_has_no_states_on_the_host() -> None:
     bench = bench_of(states=2)
     run(bench, text(1), text(2), text(3))
-    assert len(bench.cache.host.states)
+    assert len(bench.cache.tier.states)
     bench.cache.clear()
     bench.cache.check()
-    assert len(bench.cache.host.states) == 0 and run(bench, [*text(1), 7]) == [0]
+    assert len(bench.cache.tier.states) == 0 and run(bench, [*text(1), 7]) == [0]
 
 
 def test_of_a_request_that_failed_no_state_stays_on_the_host() -> None:
     bench = bench_of(states=2)
     for n in range(1, 4):
         run(bench, text(n))
-    others = len(bench.cache.host.states)
+    others = len(bench.cache.tier.states)
     bench.add(50, [*text(1), 7], 4)
     plan = bench.plan()
     result = bench.runner.launch(plan)()
     result.failed[0] = "not finite"
     bench.scheduler.apply(plan, result)
     bench.cache.check()
-    assert bench.cache.host.states.deepest("", path(*text(1)), 300) == (0, 0)
-    assert 0 < len(bench.cache.host.states) < others + 2
+    assert bench.cache.tier.states.deepest("", path(*text(1)), 300) == (0, 0)
+    assert 0 < len(bench.cache.tier.states) < others + 2
     assert run(bench, [*text(1), 7]) == [0]
 
 
@@ -504,9 +505,9 @@ def test_nobody_finds_a_state_that_a_failed_step_was_to_copy_back(end: str) -> N
     for n in range(2, 6):
         run(bench, text(n))
     bench.cache.states.evict(np.arange(1, 4001))
-    bench.cache.state_work([])
-    bench.cache.host.drain()
-    holder = bench.cache.tree.lease(bench.cache.tree.match("", path(*text(1))))
+    bench.cache.states.work([])
+    bench.cache.tier.drain()
+    holder = bench.cache.prefixes.tree.lease(bench.cache.prefixes.tree.match("", path(*text(1))))
     bench.add(9, [7, 8, 9], 30)
     bench.step()
     bench.add(10, [*text(1), 99], 2)
@@ -520,7 +521,7 @@ def test_nobody_finds_a_state_that_a_failed_step_was_to_copy_back(end: str) -> N
         bench.scheduler.abort(10)
     bench.scheduler.fail(plan, "broken")
     bench.cache.check()
-    assert len(bench.cache.host.states) == len(bench.cache.states) == 0, "the pages are there, and no state of them"
+    assert len(bench.cache.tier.states) == len(bench.cache.states) == 0, "the pages are there, and no state of them"
     assert holder.length == 300
     holder.release()
     bench.inflight = None
@@ -532,10 +533,10 @@ def test_nothing_is_copied_after_a_reset() -> None:
     host = HostTier(5, 1, states=HostRecurrentStatePool(3, 1))
     store(host.states, 1)
     host.states.hold(1)
-    host.states.fetch(1, 20)
-    assert host.is_fetching
+    host.states.onload(1, 20)
+    assert host.is_onloading
     host.reset()
-    assert not host.is_fetching and host.drain() is None and len(host.states) == 0
+    assert not host.is_onloading and host.drain() is None and len(host.states) == 0
 
 
 def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:
@@ -547,10 +548,10 @@ def test_copies_that_no_step_has_made_are_dropped_with_a_failed_one() -> None:
     request = bench.add(50, [*text(1), 99], 4)
     bench.scheduler.running.prefilling.append(request)  # as if it was planned for, and then there was no step
     bench.scheduler._waiting.take(request, [])
-    bench.cache.admit(request)
-    assert bench.cache.fetch(request) and bench.cache.host.is_fetching
+    bench.cache.requests.admit(request)
+    assert bench.cache.requests.onload(request) and bench.cache.tier.is_onloading
     bench.scheduler.fail(plan, "broken")
-    assert not bench.cache.host.is_fetching and not bench.cache.host.states._stored and not len(bench.cache.states)
+    assert not bench.cache.tier.is_onloading and not bench.cache.tier.states._offloaded and not len(bench.cache.states)
     bench.inflight = None
     bench.drain()
     assert bench.tokens[50] == alone([*text(1), 99], 4) and bench.cached[50] == 0
@@ -564,7 +565,7 @@ def test_a_state_that_goes_with_a_failed_step_is_not_kept() -> None:
     assert plan.moves.states_offload.size and not plan.moves.fills
     bench.scheduler.fail(plan, "broken")
     bench.cache.check()
-    assert len(bench.cache.host.states) == 0 and run(bench, [*text(2), 7]) == [0]
+    assert len(bench.cache.tier.states) == 0 and run(bench, [*text(2), 7]) == [0]
 
 
 # ---------------------------------------------------------------- random loads
@@ -593,7 +594,7 @@ def test_random_faults(
         found = bench.tokens[id]
         assert found == tokens[: len(found)], "what comes out is what it gives alone"
         assert bench.finish.get(id) != "length" or found == tokens
-    assert bench.cache.states.live == 0 and not bench.cache.host.states.is_fetching
+    assert bench.cache.states.live == 0 and not bench.cache.tier.states.is_onloading
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -619,4 +620,4 @@ def test_to_the_index_device_and_host_are_one_cache(seed: int, page_size: int, o
         mirror.tell(lost=rng.random() < 0.1, snapshot=rng.random() < 0.1)
         for probe, namespace in itertools.product((prompt, *trunks), "ab"):
             found += mirror.check(probe, namespace, len(probe) - rng.randint(0, 2))
-    assert found > 100 and (bench.cache.host.states.fetched or host_states == 2)
+    assert found > 100 and (bench.cache.tier.states.onloaded or host_states == 2)

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker.cache import state_checkpoints
 from radixrt.worker.execution.kv_pool import StatePool
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.weights.checkpoint import read_json
+from radixrt.worker.scheduler import state_checkpoints
 from radixrt.worker.setup import make_drafter, most_running
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.test_drafting import Told

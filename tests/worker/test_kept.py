@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.cache import retention as kept
+from radixrt.worker.cache import retention
 from radixrt.worker.cache.retention import MAX_CONTEXTS, MIN_CONTINUATION_RATE, OVERLAP, SECONDS, RetainedContexts
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.admission import Admission
 from radixrt.worker.scheduler.queue import ANSWER, OVERTAKING_WITHOUT_ROOM
 from radixrt.worker.scheduler.running import Running
+from radixrt.worker.scheduler.state_checkpoints import NoBranching
 from tests.worker.engine import Clock
 from tests.worker.test_simulation import Bench, overlaps  # noqa: F401
 
@@ -24,7 +25,7 @@ SHORT, *_, LONG = SECONDS
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    monkeypatch.setattr(kept, "time", found := Clock())
+    monkeypatch.setattr(retention, "time", found := Clock())
     return found
 
 
@@ -65,7 +66,7 @@ def test_a_cleared_cache_keeps_none(clock):
 
 
 def test_without_it_the_stranger_takes_it(clock, monkeypatch):
-    monkeypatch.setattr(kept, "MIN_CONTINUATION_RATE", 2.0)
+    monkeypatch.setattr(retention, "MIN_CONTINUATION_RATE", 2.0)
     bench, history = crowded()
     for _ in range(3):
         bench.step()
@@ -266,13 +267,13 @@ class Held:
 
     def __init__(self, **kept: int) -> None:
         self.spared: list[frozenset[str]] = []
-        self.retained = self
+        self.retained = self.prefixes = self
         self.by_tenant = kept
 
     def tokens(self) -> int:
         return sum(self.by_tenant.values())
 
-    def can_take(self, pages: int) -> bool:
+    def can_allocate(self, pages: int) -> bool:
         return pages <= 10
 
     def leases(self, spared) -> list[Lease]:
@@ -286,7 +287,9 @@ class Held:
 def test_what_was_in_vain_is_tried_again_when_somebody_has_left_or_all_may_go():
     old, cache, running = set(), Held(a=50), Running()
     request = SimpleNamespace(id=1, tenant="a")
-    admission = Admission(cache, running, SimpleNamespace(has_waited=lambda request: request.id in old), None)
+    admission = Admission(
+        cache, running, SimpleNamespace(has_waited=lambda request: request.id in old), None, NoBranching()
+    )
     for _ in range(3):
         assert not admission._has_room(request, 60)
     assert cache.spared == [{"a"}]
@@ -321,7 +324,7 @@ def test_of_whom_nothing_goes(kept, runs, spared):
     running.prefilling, running.decoding, running.drafting, running.ending = (requests[i::4] for i in range(4))
     cache.leased_pages = 90 if runs else 60 + 24
     waiting = SimpleNamespace(has_waited=lambda request: False)
-    assert not Admission(cache, running, waiting, None)._has_room(SimpleNamespace(id=1, tenant="a"), 15)
+    assert not Admission(cache, running, waiting, None, NoBranching())._has_room(SimpleNamespace(id=1, tenant="a"), 15)
     assert cache.spared == [frozenset(spared)]
 
 
@@ -337,8 +340,8 @@ def test_nothing_is_let_go_in_vain(clock):
     while 1 not in bench.finish:
         bench.step()
     kept, tried = bench.cache.retained, []
-    leased, held = kept.tokens(), bench.cache.held_only_by
-    bench.cache.held_only_by = lambda leases: tried.append(held(leases)) or tried[-1]
+    leased, held = kept.tokens(), bench.cache.prefixes.held_only_by
+    bench.cache.prefixes.held_only_by = lambda leases: tried.append(held(leases)) or tried[-1]
     assert leased > 60
     for _ in range(5):
         bench.step()
@@ -362,7 +365,7 @@ def test_what_is_evicted_first_is_the_same_after_a_look_in_vain(clock):
     bench.add(3, [4] * 5, 0, namespace="b", score_from=2)
     while 3 not in bench.finish:
         bench.step()
-    tree, kept = bench.cache.tree, bench.cache.retained
+    tree, kept = bench.cache.prefixes.tree, bench.cache.retained
     assert bench.scheduler.num_waiting == 1 and kept.tokens() > 60
     bench.scheduler._admission._in_vain.clear()
     bench.step()
@@ -620,9 +623,9 @@ def test_nothing_is_retained_that_is_forgotten(clock):
     assert leased >= len(AGENT)
     bench.scheduler._ending.fail_for_good(bench.scheduler._requests[0], "NaN")
     for path, namespace, keep in ((AGENT, "b", 0), (AGENT[:5], "a", 5), ([*AGENT, 99], "a", len(AGENT))):
-        bench.cache.forget(SimpleNamespace(namespace=namespace, tokens=np.array(path, np.int32)), len(path), keep)
+        bench.cache.prefixes.forget(namespace, np.array(path, np.int32), keep)
         assert bench.cache.retained.tokens() == leased
-    bench.cache.forget(SimpleNamespace(namespace="a", tokens=np.array(AGENT, np.int32)), len(AGENT), 39)
+    bench.cache.prefixes.forget("a", np.array(AGENT, np.int32), 39)
     assert not bench.cache.retained.tokens() and bench.cache.retained, "it is remembered"
     bench.cache.check()
     bench.drain()
@@ -662,20 +665,20 @@ def check_held(bench: Bench) -> None:
         return {(namespace, ids[: 4 * n]) for n in range(page, length + 1, page)}
 
     kept = [e for e in bench.cache.retained._ended if e.lease is not None]
-    others = [prefixes(r.namespace, r.tokens.tobytes(), r.lease.length) for r in bench.cache._running.values()]
+    others = [prefixes(r.namespace, r.tokens.tobytes(), r.lease.length) for r in bench.cache.requests._running.values()]
     for spared in ("", "a", "b"):
         ends = [e for e in kept if e.tenant != spared]
         mine = set().union(*(prefixes(e.namespace, e.ids, e.lease.length) for e in ends))
         held = [prefixes(e.namespace, e.ids, e.lease.length) for e in kept if e.tenant == spared]
         leases = bench.cache.retained.leases(frozenset(spared))
         assert [e.lease for e in ends] == leases
-        assert bench.cache.held_only_by(leases) == len(mine.difference(*others, *held))
+        assert bench.cache.prefixes.held_only_by(leases) == len(mine.difference(*others, *held))
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_load_of_agents_ends(seed, monkeypatch):
     """With few pages and rows, aborted at random, turns that come at once, late, or never; pages add up throughout."""
-    monkeypatch.setattr(kept, "time", clock := Clock())
+    monkeypatch.setattr(retention, "time", clock := Clock())
     rng = random.Random(seed)
     bench = Bench(rng.choice([60, 120, 250]), rng.choice([1, 4]), rng.choice([5, 24, 64]), rng.choice([2, 4, 8]))
     agents = [SimpleNamespace(history=[rng.randrange(3, 20)] * rng.randint(1, 20), asked=-1) for _ in range(12)]

@@ -33,13 +33,13 @@ from radixrt.messages import (
 from radixrt.messages.digests import prefix_digest
 from radixrt.process.watchdog import Watchdog
 from radixrt.worker import loop
-from radixrt.worker.cache.state_checkpoints import TAIL
 from radixrt.worker.execution.fake_runner import FakeRunner, fake_token
 from radixrt.worker.execution.torch_runner import ModelRunner
 from radixrt.worker.loop import Identity, Worker
 from radixrt.worker.plan import DeviceLost
 from radixrt.worker.request import from_run
 from radixrt.worker.scheduler.scheduler import Limits
+from radixrt.worker.scheduler.state_checkpoints import TAIL
 from radixrt.worker.speculative.ngram import Drafter
 from radixrt.worker.status import INCARNATION
 from tests.waiting import eventually
@@ -241,7 +241,7 @@ def test_events_are_numbered_without_gaps():
         router.tell(Resync())
         answer = router.hear(lambda messages: isinstance(messages[-1], StepDone) and messages[-1].resync)[-1]
         stored = sum(len(e.ids) // 4 for e in answer.events if isinstance(e, Stored))
-        assert stored == serving.cache.tree.tokens and answer.seq == serving._seq
+        assert stored == serving.cache.prefixes.tree.tokens and answer.seq == serving._seq
 
 
 def test_the_router_is_told_where_prefixes_can_be_continued():
@@ -428,7 +428,7 @@ def test_what_a_step_reads_of_one_that_fails_before_it_is_not_cached(overlaps):
     failed = {(o.id, o.error) for o in outputs if o.finish == "error"}
     assert failed == {(id, "the step failed: out of memory, say") for id in ((1, 2) if overlaps else (1,))}
     if overlaps:
-        assert serving.cache.tree.tokens == 0 and serving._inflight is None and not serving.scheduler.has_work
+        assert serving.cache.prefixes.tree.tokens == 0 and serving._inflight is None and not serving.scheduler.has_work
     serving._add(run(3, [*prompt, 4]))
     while serving.scheduler.has_work or serving._inflight:
         outputs = serving._step()

@@ -359,9 +359,9 @@ class TestGreedyTokens:
         engine = Engine(load(folder, max_total_tokens=8192))
         for prompt, answer in zip(asked, answers, strict=True):
             assert engine.generate([prompt], wanted(answers)) == [answer]
-        before = engine.cache.tree.tokens
+        before = engine.cache.prefixes.tree.tokens
         assert engine.generate(asked, wanted(answers)) == answers, "warm"
-        assert engine.cache.tree.tokens == before, "nothing new was computed"
+        assert engine.cache.prefixes.tree.tokens == before, "nothing new was computed"
 
     @pytest.mark.parametrize(
         ("chunk", "page_size"), [(512, 1), pytest.param(512, 16, marks=pytest.mark.slow), (24, 1), (24, 16)]
@@ -532,7 +532,7 @@ def test_requests_with_poisoned_logits_fail_alone(checkpoint):
     engine.finish()
     assert engine.last(bad).finish == "error" and "not finite" in engine.last(bad).error
     assert [engine.tokens(id) for id in ids] == answers
-    assert engine.cache.tree.match("", array("i", [*shared, 7, 11])).length <= len(shared)
+    assert engine.cache.prefixes.tree.match("", array("i", [*shared, 7, 11])).length <= len(shared)
 
 
 OTHERS = "gate.weight", "router.weight", "router.proj.weight", "wg.weight", "bias", "A_log"

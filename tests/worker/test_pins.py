@@ -59,7 +59,7 @@ def test_a_pin_outlives_a_flood_until_its_time():
     bench.ask(1, PROMPT, [(30, 300.0)])
     bench.now = 299.0
     bench.flood(100)
-    assert bench.cache.tree.match(A, np.array(PROMPT, dtype=np.int32)).length == 30, "and not a token more"
+    assert bench.cache.prefixes.tree.match(A, np.array(PROMPT, dtype=np.int32)).length == 30, "and not a token more"
     assert bench.cache.pins.tokens("a") == bench.cache.leased_pages == 30
     bench.now = 300.0
     bench.flood(200)
@@ -130,7 +130,7 @@ def test_the_share_of_a_tenant():
     bench.ask(5, [400] * 20, [(20, 300.0)], B)
     assert (bench.cache.pins.tokens("a"), bench.cache.pins.tokens("b")) == (40, 20)
     bench.flood(1000)
-    hits = [bench.cache.tree.match(A, np.full(20, first, np.int32)).length for first in (100, 200, 300)]
+    hits = [bench.cache.prefixes.tree.match(A, np.full(20, first, np.int32)).length for first in (100, 200, 300)]
     assert hits == [20, 0, 20], "the second was used the longest ago"
     bench.ask(6, list(range(500, 580)), [(80, 300.0)])
     assert bench.cache.pins.tokens("a") == 50
@@ -174,13 +174,13 @@ def test_what_is_forgotten_is_pinned_no_more():
     bench.ask(1, PROMPT, [(30, 300.0)])
     bench.ask(2, [50] * 20, [(20, 300.0)])
     request = SimpleNamespace(namespace=A, tokens=array("i", PROMPT + bench.tokens[1]))
-    bench.cache.forget(request, 41, 30)
+    bench.cache.requests.forget(request, 41, 30)
     assert bench.cache.pins.tokens("a") == 50, "what is pinned ends before it"
-    bench.cache.forget(request, 29, 29)
+    bench.cache.requests.forget(request, 29, 29)
     assert bench.cache.pins.tokens("a") == 50, "there is nothing beyond it"
-    bench.cache.forget(request, 41, 29)
+    bench.cache.requests.forget(request, 41, 29)
     assert bench.cache.pins.tokens("a") == 20
-    assert bench.cache.tree.match(A, np.array(PROMPT, dtype=np.int32)).length == 29
+    assert bench.cache.prefixes.tree.match(A, np.array(PROMPT, dtype=np.int32)).length == 29
     bench.cache.check()
 
 
@@ -192,7 +192,7 @@ def test_what_only_begins_alike_stays_pinned():
     bench.ask(3, PROMPT[:10], [(10, 300.0)])
     bench.ask(4, [*PROMPT, *[51] * 10], [(45, 300.0)])
     assert len(bench.cache.pins) == 4
-    bench.cache.forget(SimpleNamespace(namespace=A, tokens=array("i", PROMPT)), 40)
+    bench.cache.requests.forget(SimpleNamespace(namespace=A, tokens=array("i", PROMPT)), 40)
     assert bench.cache.pins.tokens("a") == 15 and len(bench.cache.pins) == 1
     bench.cache.check()
 
@@ -205,7 +205,7 @@ def test_what_a_request_was_to_compute_is_not_pinned_after_its_step_has_failed()
     bench.cache.pins.settle(1, 0.0)
     assert bench.cache.pins.tokens("a") == 20
     bench.scheduler.fail(plan, "out of memory")
-    assert bench.cache.pins.tokens("a") == 0 and bench.cache.tree.tokens == 0
+    assert bench.cache.pins.tokens("a") == 0 and bench.cache.prefixes.tree.tokens == 0
     bench.cache.check()
 
 

@@ -156,5 +156,5 @@ def test_what_is_kept_is_worth_more_than_proposals():
     """Where pages are scarce, nothing is proposed rather than a kept context released."""
     engine = Engine(fake(1000, pages=41), drafter=Drafter(8, False, predicts=True))
     assert engine.scheduler._speculation.proposes(engine.scheduler.drafter) > 0
-    engine.cache._take(38)
+    engine.cache.prefixes.allocate(38)
     assert engine.scheduler._speculation.proposes(engine.scheduler.drafter) == 0

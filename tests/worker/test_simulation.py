@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from radixrt.messages import Run, Sampling
+from radixrt.worker.cache.eviction import POLICIES
 from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.execution.fake_runner import EOS, FakeRunner, fake_logprob, fake_token
 from radixrt.worker.plan import Plan
@@ -33,6 +34,7 @@ class Bench:
         states: int = 0,
         host: int = 0,
         host_states: int = 0,
+        policy: str = "lru",
     ):
         self.runner = FakeRunner(
             pages + 1, page_size, VOCAB, max_len, check=True, overlaps=self.overlaps, num_states=states and states + 1,
@@ -41,11 +43,12 @@ class Bench:
         self.cache = PageCache(
             pages + 1, page_size, rows, max_len, num_states=self.runner.num_states,
             num_host_pages=self.runner.num_host_pages, num_host_states=self.runner.num_host_states,
+            eviction_policy=policy,
         )  # fmt: skip
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows))
-        self.runner.bind(self.cache.table)
+        self.runner.bind(self.cache.requests.table)
         self.runner.histories = self.scheduler.histories
-        self.mirror = np.zeros_like(self.cache.table)
+        self.mirror = np.zeros_like(self.cache.requests.table)
         """What a device has of the page table, which is told what changes."""
         self.tokens: dict[int, list[int]] = {}
         self.finish: dict[int, str] = {}
@@ -87,8 +90,8 @@ class Bench:
             rows, places, pages = plan.table_writes
             self.mirror[rows, places] = pages
             for row in set(plan.rows.tolist()):
-                held = self.cache.held[row]
-                assert np.array_equal(self.mirror[row, :held], self.cache.table[row, :held]), "what changes is told"
+                pages = self.cache.requests.of(row)
+                assert np.array_equal(self.mirror[row, : len(pages)], pages), "what changes is told"
         return plan
 
     def finish_step(self, plan, wait) -> None:
@@ -100,8 +103,8 @@ class Bench:
                 self.cached[output.id] = output.cached_tokens
         self.cache.check()
         for request in self.scheduler._waiting:
-            if request.hit_version == self.cache.version and not request.finished:
-                assert request.hit == self.cache.hit(request), "a hit that is not looked up again is right"
+            if request.hit_version == self.cache.prefixes.version and not request.finished:
+                assert request.hit == self.cache.requests.hit(request), "a hit that is not looked up again is right"
 
     def drain(self, steps: int = 10_000) -> None:
         while self.scheduler.has_work:
@@ -137,7 +140,7 @@ def test_random_load(seed: int, pages: int, page_size: int, host: int) -> None:
     rng = random.Random(seed)
     pages = max(pages // page_size, 16)
     chunk, rows = rng.choice([5, 16, 64]), rng.choice([1, 3, 8])
-    bench = Bench(pages, page_size, chunk, rows, max_len=60, host=host)
+    bench = Bench(pages, page_size, chunk, rows, max_len=60, host=host, policy=list(POLICIES)[seed % 3])
     trunks = [[rng.randint(3, 9) for _ in range(30)] for _ in range(3)]
     expected: dict[int, list[int]] = {}
     aborted = set()
@@ -147,7 +150,7 @@ def test_random_load(seed: int, pages: int, page_size: int, host: int) -> None:
         want = rng.randint(0, min(10, room - len(prompt)) if room > len(prompt) else 0)
         if len(prompt) + want > min(room, 60):
             continue
-        bench.add(id, prompt, want, namespace=rng.choice(["", "b"]))
+        bench.add(id, prompt, want, namespace=rng.choice(["", "b"]), priority=id % 3 - 1)
         expected[id] = alone(prompt, want)
         for _ in range(rng.randint(0, 3)):
             bench.step()
@@ -357,7 +360,7 @@ def test_a_failed_request_fails_alone_and_leaves_nothing() -> None:
     outputs = bench.scheduler.apply(plan, result)
     assert {o.id: o.finish for o in outputs} == {0: "error", 1: None}
     bench.cache.check()
-    assert bench.cache.tree.match("", np.array([5] * 10, np.int32)).length == 0
+    assert bench.cache.prefixes.tree.match("", np.array([5] * 10, np.int32)).length == 0
     bench.drain()
     assert bench.finish == {1: "length"}
 
@@ -368,7 +371,7 @@ def test_a_step_that_cannot_run_fails_its_requests_only() -> None:
     plan = bench.plan()
     assert [o.error for o in bench.scheduler.fail(plan, "out of memory")] == ["out of memory"]
     bench.cache.check()
-    assert bench.cache.tree.tokens == 0
+    assert bench.cache.prefixes.tree.tokens == 0
     assert not bench.scheduler.has_work
 
 
@@ -380,8 +383,8 @@ def test_two_that_generate_the_same_share_it_in_the_end() -> None:
         bench.add(id, prompt, max_tokens=6)
     bench.drain()
     assert bench.tokens[1] == bench.tokens[2] == alone(prompt, 6)
-    assert bench.cache.tree.tokens == len(prompt) + 5, "the last token was never computed"
-    assert bench.cache.free_pages == bench.cache.total_pages - bench.cache.tree.tokens
+    assert bench.cache.prefixes.tree.tokens == len(prompt) + 5, "the last token was never computed"
+    assert bench.cache.free_pages == bench.cache.total_pages - bench.cache.prefixes.tree.tokens
     bench.cache.check()
 
 
@@ -430,7 +433,7 @@ def test_a_stop_id_is_known_a_step_late_and_nothing_of_that_step_shows() -> None
     bench.add(1, [9] * 5, 30)
     bench.drain()
     assert bench.tokens == {0: alone(prompt, 6), 1: alone([9] * 5, 30)}
-    assert bench.cache.tree.match("", np.array([*prompt, *bench.tokens[0]], np.int32)).length == 9
+    assert bench.cache.prefixes.tree.match("", np.array([*prompt, *bench.tokens[0]], np.int32)).length == 9
     assert bench.cache.leased_pages == 0
 
 
@@ -450,13 +453,13 @@ def test_pages_that_take_the_place_of_others_are_told_beside_these() -> None:
     bench = Bench(chunk=100)
     one, other = bench.add(0, [5] * 8), bench.add(1, [5] * 8 + [6] * 4)
     for request in (one, other):
-        bench.cache.admit(request)
-        bench.cache.reserve(request, len(request.tokens))
+        bench.cache.requests.admit(request)
+        bench.cache.requests.reserve(request, len(request.tokens))
     for request in (one, other):
-        bench.cache.publish(request, len(request.tokens))
-    rows, places, pages = bench.cache.drain_writes()
+        bench.cache.requests.publish(request, len(request.tokens))
+    rows, places, pages = bench.cache.requests.drain_writes()
     bench.mirror[rows, places] = pages
-    assert (bench.mirror == bench.cache.table).all()
+    assert (bench.mirror == bench.cache.requests.table).all()
     bench.cache.check()
 
 

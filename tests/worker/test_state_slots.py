@@ -88,7 +88,7 @@ def test_of_two_checkpoints_to_go_on_from_the_later_one_counts() -> None:
         for fetches in (not fetched_last, fetched_last):
             if fetches:
                 host.hold(1)
-                states.fetch(slot, 1)
+                states.onload(slot, 1)
             else:
                 states.restore(slot, 2)
         restored, (_, back) = states.drain()[0].tolist(), host.drain()
@@ -240,7 +240,7 @@ class Slots(RuleBasedStateMachine):
         page = data.draw(st.sampled_from(sorted(self.there)))
         held = self.slot_there(page)
         self.host.hold(held)
-        self.states.fetch(slot, held)
+        self.states.onload(slot, held)
         self.live[slot] = self.there[page]
 
     @rule(random=st.randoms(use_true_random=False))

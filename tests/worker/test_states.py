@@ -11,8 +11,8 @@ import pytest
 
 from radixrt.messages import Load, StepDone
 from radixrt.router.placement.index import Index
-from radixrt.worker.cache import state_checkpoints
 from radixrt.worker.loop import _EVENTS
+from radixrt.worker.scheduler import state_checkpoints
 from tests.worker.test_simulation import Bench, alone, overlaps  # noqa: F401
 
 
@@ -36,17 +36,17 @@ class Mirror:
     def tell(self, lost: bool = False, snapshot: bool = False) -> None:
         """Tell the index what has changed; if that is `lost`, or a `checkpoint` is wanted, all there is."""
         cache = self._bench.cache
-        events = [_EVENTS[kind](*rest) for kind, *rest in cache.drain_events()]
+        events = [_EVENTS[kind](*rest) for kind, *rest in cache.prefixes.drain_events()]
         step, self._seq = StepDone([], Load(), self._seq, events), self._seq + len(events)
         assert lost or self.index.apply(0, step)
         if lost or snapshot:
-            events = [_EVENTS[kind](*rest) for kind, *rest in cache.resync_events()]
+            events = [_EVENTS[kind](*rest) for kind, *rest in cache.prefixes.resync_events()]
             assert self.index.apply(0, StepDone([], Load(), self._seq, events, resync=True))
 
     def check(self, prompt: list[int], namespace: str, most: int) -> int:
         """Assert that the index predicts the hit of a prompt, at most `most` tokens, and return it."""
         ids = np.array(prompt, np.int32)
-        _, hit = self._bench.cache.found(namespace, ids, most)
+        _, hit = self._bench.cache.prefixes.find(namespace, ids, most)
         assert self.index.match(namespace, ids.tobytes(), most).get(0, 0) == hit
         return hit
 
@@ -274,15 +274,15 @@ def test_a_request_that_found_no_room_has_not_gone_on_from_a_checkpoint() -> Non
     run(bench, TRUNK[:300])
     run(bench, [7] * 200)
     request = bench.add(9, TRUNK[:300] + [1], 1)
-    bench.cache.admit(request)
-    bench.cache.withdraw(request)
+    bench.cache.requests.admit(request)
+    bench.cache.requests.withdraw(request)
     bench.drain()
     run(bench, [8] * 200)
     assert bench.cache.states.deepest(_pages_of(bench, TRUNK[:300])) == 284, "only then it went"
 
 
 def _pages_of(bench: Bench, prompt: list[int]) -> np.ndarray:
-    return np.frombuffer(bench.cache.tree.match("", np.array(prompt, np.int32)).values(), np.int32)
+    return np.frombuffer(bench.cache.prefixes.tree.match("", np.array(prompt, np.int32)).values(), np.int32)
 
 
 def test_one_state_is_enough() -> None:
@@ -325,7 +325,7 @@ def test_a_failed_step_leaves_no_checkpoints_where_others_have_pages_either() ->
     assert plan.starts.tolist()[1:] == [0] and plan.states.within.size, "its KV is there, its state is not"
     bench.scheduler.fail(plan, "out of memory")
     bench.cache.check()
-    assert bench.cache.tree.tokens >= 500 and not len(bench.cache.states)
+    assert bench.cache.prefixes.tree.tokens >= 500 and not len(bench.cache.states)
 
 
 def test_logits_that_are_not_finite_leave_no_checkpoints() -> None:
@@ -342,29 +342,29 @@ def test_logits_that_are_not_finite_leave_no_checkpoints() -> None:
     result.failed[plan.requests.index(next(r for r in plan.requests if r.id == 2))] = "logits are not finite"
     bench.scheduler.apply(plan, result)
     bench.cache.check()
-    assert bench.cache.tree.tokens >= 500 and not len(bench.cache.states), "another request has the pages"
+    assert bench.cache.prefixes.tree.tokens >= 500 and not len(bench.cache.states), "another request has the pages"
 
 
 def test_a_request_that_is_behind_goes_on_from_what_another_leaves() -> None:
     bench = bench_of(chunk=100)
     slow, fast = bench.add(0, TRUNK, 1), bench.add(1, TRUNK[:400], 1)
     for request in (slow, fast):
-        bench.cache.admit(request)
-    bench.cache.reserve(fast, 400)
-    bench.cache.publish(fast, 400)
+        bench.cache.requests.admit(request)
+    bench.cache.requests.reserve(fast, 400)
+    bench.cache.requests.publish(fast, 400)
     fast.computed = 400
-    bench.cache.retire(fast)
-    bench.cache.state_work([])
-    bench.cache.catch_up(slow)
-    assert slow.computed == 400 and bench.cache.state_work([]).restores[1].tolist() == [slow.state]
+    bench.cache.requests.retire(fast)
+    bench.cache.states.work([])
+    bench.cache.requests.catch_up(slow)
+    assert slow.computed == 400 and bench.cache.states.work([]).restores[1].tolist() == [slow.state]
     assert slow.lease.length == 400
     bench.cache.states.drop(np.arange(4001))
     again = bench.add(2, TRUNK, 1)
-    bench.cache.admit(again)
+    bench.cache.requests.admit(again)
     assert again.computed == 0 and again.lease.length == 400
-    bench.cache.save(slow, 400)
-    bench.cache.state_work([])
-    bench.cache.catch_up(again)
+    bench.cache.requests.save(slow, 400)
+    bench.cache.states.work([])
+    bench.cache.requests.catch_up(again)
     assert again.computed == 400, "a checkpoint of pages that it has"
 
 

@@ -211,6 +211,7 @@ class Hits:
         self.of: dict[int, int] = {}
         self.tree = self
         self.version = 0
+        self.requests = self.prefixes = self
 
     def hit(self, request: Request) -> int:
         return self.of.get(request.id, 0)

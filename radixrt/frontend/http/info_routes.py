@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-import radixrt
 from radixrt.client import AsyncClient, ServerError
 from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.http.auth import Handler, KeyedHandler, json_response
 from radixrt.frontend.openai.replies import model_json, models_json
 from radixrt.report import to_html
+from radixrt.version import __version__
 
 REFRESH_SECONDS = 10
 CLEAR_PATHS = "/reset_prefix_cache", "/flush_cache"
@@ -75,7 +75,7 @@ class InfoRoutes:
         return json_response({"success": True})
 
     async def version(self, request: Request) -> Response:
-        return json_response({"version": radixrt.__version__})
+        return json_response({"version": __version__})
 
     async def health(self, request: Request) -> Response:
         """200 while a worker serves and gets on, else 503 with the reason; so while the server drains. `set_aside`

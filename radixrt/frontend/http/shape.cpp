@@ -1,6 +1,5 @@
 // Bounds the structure of JSON before it is parsed: what a parser would make of it, and where it exceeds a limit.
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <cstring>

@@ -18,12 +18,11 @@ import numpy as np
 
 from radixrt.tree import Lease, RadixTree
 from radixrt.worker.cache.snapshot_order import CheckpointOrder
+from radixrt.worker.cache.tier import Event, Tokens
 
 Prefix = tuple[int, int]
 """(number of tokens, their digest) of a prefix, for the router's index (see `messages.digests`)."""
 UNKNOWN: Prefix = (0, 0)
-Event = tuple[str, int] | tuple[str, int, int, int]
-"""A `messages.Saved` or `messages.Dropped`: its tag, then its fields."""
 
 
 class HostRecurrentStatePool:
@@ -38,11 +37,13 @@ class HostRecurrentStatePool:
         """Changes whenever another prefix has a checkpoint here, or one has none any more."""
         self.lost = 0
         """Checkpoints that have gone from host memory, or did not fit there, since start."""
-        self.fetched = 0
+        self.onloaded = 0
         """Checkpoints that were copied back since start."""
         self._page_size = page_size
         self._first = first
         self._tree = RadixTree(page_size)
+        self._named: dict[int, Lease] = {}
+        """The paths of checkpoints on the device, by their slots there."""
         self._names: dict[int, Lease] = {}
         """The path of each slot's checkpoint."""
         self._prefixes: dict[int, Prefix] = {}
@@ -52,9 +53,9 @@ class HostRecurrentStatePool:
         """Slots that are not reused before the next step: they are to be copied back."""
         self._leaving: list[int] = []
         """Of these, the ones whose checkpoint was removed all the same. They are free after the step."""
-        self._stored: dict[int, int] = {}
+        self._offloaded: dict[int, int] = {}
         """For the plan that is made: the slot of the device that is copied to each slot here before the step."""
-        self._fetched: dict[int, int] = {}
+        self._onloaded: dict[int, int] = {}
         """For the plan that is made: the slot that is copied to each live slot, after that."""
         self._spent: dict[int, int] = {}
         """For the plan that is made: the slot that is spent because this live slot goes on from it."""
@@ -66,38 +67,43 @@ class HostRecurrentStatePool:
 
     # ------------------------------------------------------------ names
 
-    def name(self, namespace: str, ids: memoryview) -> Lease:
-        """By which the checkpoint of a prefix, int32 `ids`, is known in `store`. Undone by that, or by `unname`."""
+    def name(self, source: int, namespace: str, ids: memoryview) -> None:
+        """The slot `source` of the device has the checkpoint of a prefix, int32 `ids`, until `store` or `unname`."""
         name = self._tree.lease(self._tree.match(namespace, ids))
         rest = ids[name.length :]
         self._tree.insert(name, rest, np.zeros(len(rest) // self._page_size, dtype=np.int32))
-        return name
+        self._named[source] = name
 
-    def unname(self, name: Lease) -> None:
-        """The checkpoint of that name is gone from the device."""
+    def unname(self, source: int) -> None:
+        """The checkpoint in that slot is gone from the device, if it has not been stored."""
+        if (name := self._named.pop(source, None)) is not None:
+            self._release(name)
+
+    def _release(self, name: Lease) -> None:
         name.release()
         self._tree.evict(self._tree.tokens)  # as much as that: what no name holds
 
     # ------------------------------------------------------------ from the device
 
-    def store(self, name: Lease, source: int, prefix: Prefix, last: bool = False, spent: bool = False) -> None:
+    def store(self, source: int, prefix: Prefix, last: bool = False, spent: bool = False) -> None:
         """Copy a checkpoint here that goes from its slot on the device, `source`, with its place in the order (see
         `CheckpointOrder`). What is here already is not copied. One that is spent is copied to a free slot only."""
+        name = self._named.pop(source)
         end = name.length - self._page_size
         slot = int(np.frombuffer(name.values(end), np.int32)[0])
         if slot:
             self._order.add(slot, last, spent)
-            return self.unname(name)
+            return self._release(name)
         if not self._free and not spent:
             self._evict_oldest()
         if not self._free:
             self.lost += 1
-            return self.unname(name)
+            return self._release(name)
         slot = self._free.pop()
         name.assign(end, np.array([slot], dtype=np.int32))
         self._names[slot], self._prefixes[slot] = name, prefix
         self._order.add(slot, last, spent)
-        self._stored[slot] = source
+        self._offloaded[slot] = source
         self.version += 1
         if self._events is not None:
             self._events.append(("saved", self._first + slot, *prefix))
@@ -112,13 +118,13 @@ class HostRecurrentStatePool:
     def _remove(self, slot: int) -> None:
         name = self._names.pop(slot)
         name.assign(name.length - self._page_size, np.zeros(1, dtype=np.int32))
-        self.unname(name)
+        self._release(name)
         del self._prefixes[slot]
         self._order.remove(slot)
         if slot in self._held:
             self._leaving.append(slot)
         else:
-            self._stored.pop(slot, None)
+            self._offloaded.pop(slot, None)
             self._free.append(slot)
         self.version += 1
         if self._events is not None:
@@ -126,7 +132,7 @@ class HostRecurrentStatePool:
 
     # ------------------------------------------------------------ to the device
 
-    def deepest(self, namespace: str, tokens: memoryview | bytes, most: int) -> tuple[int, int]:
+    def deepest(self, namespace: str, tokens: Tokens, most: int) -> tuple[int, int]:
         """(tokens, slot) of the longest prefix of `tokens`, of at most `most`, that has a checkpoint here; (0, 0) if
         none has."""
         if not self._names:
@@ -139,18 +145,18 @@ class HostRecurrentStatePool:
         """Do not reuse a slot before the next step."""
         self._held.add(slot)
 
-    def fetch(self, slot: int, live: int) -> None:
+    def onload(self, slot: int, live: int) -> None:
         """Copy the checkpoint of a slot, which is held, to a live slot of the device."""
-        self._fetched[live] = slot
-        self.fetched += 1
+        self._onloaded[live] = slot
+        self.onloaded += 1
         if self._order.go_on(slot):
             self._spent[live] = slot
 
     def forgo(self, live: int) -> bool:
         """Do not copy a checkpoint to a live slot before the next step, if that was to be done. Whether it was."""
-        if self._fetched.pop(live, None) is None:
+        if self._onloaded.pop(live, None) is None:
             return False
-        self.fetched -= 1
+        self.onloaded -= 1
         if live in self._spent:
             self._order.take_back(self._spent.pop(live))
         return True
@@ -158,29 +164,29 @@ class HostRecurrentStatePool:
     # ------------------------------------------------------------ both
 
     @property
-    def is_fetching(self) -> bool:
+    def is_onloading(self) -> bool:
         """Whether live states are still to be filled before the next step."""
-        return bool(self._fetched)
+        return bool(self._onloaded)
 
     def drain(self) -> tuple[np.ndarray, np.ndarray]:
         """The copies to be made before the step that is being planned: `Moves.states_offload` and
         `Moves.states_onload`."""
-        stored = np.array([[*self._stored.values()], [*self._stored]], dtype=np.int32)
-        fetched = np.array([[*self._fetched.values()], [*self._fetched]], dtype=np.int32)
-        self._stored.clear()
-        self._fetched.clear()
+        offloaded = np.array([[*self._offloaded.values()], [*self._offloaded]], dtype=np.int32)
+        onloaded = np.array([[*self._onloaded.values()], [*self._onloaded]], dtype=np.int32)
+        self._offloaded.clear()
+        self._onloaded.clear()
         self._spent.clear()
         self._held.clear()
         self._free += self._leaving
         self._leaving.clear()
-        return stored, fetched
+        return offloaded, onloaded
 
     def clear(self) -> None:
         """Remove all checkpoints."""
         for slot in list(self._names):
             self._remove(slot)
 
-    def forget(self, namespace: str, path: memoryview | bytes, keep: int) -> None:
+    def forget(self, namespace: str, path: Tokens, keep: int) -> None:
         """Remove the checkpoints of a path after its first `keep` tokens: they are not valid."""
         slots = np.frombuffer(self._tree.match(namespace, path).values(), np.int32)[keep // self._page_size :]
         for slot in slots[slots > 0].tolist():
@@ -198,6 +204,10 @@ class HostRecurrentStatePool:
         self.drain_events()
         return [("saved", self._first + slot, *prefix) for slot, prefix in self._prefixes.items()]
 
+    def check_named(self, sources: set[int]) -> None:
+        """Assert that these are the slots of the device that have checkpoints."""
+        assert self._named.keys() == sources, "host memory knows each of them"
+
     def check(self) -> None:
         """Assert that every slot is free or at the end of its path, and that nothing else is in the tree. Not while a
         step is planned."""
@@ -211,4 +221,56 @@ class HostRecurrentStatePool:
         slots = np.frombuffer(self._tree.values(), np.int32)
         assert sorted(slots[slots > 0].tolist()) == sorted(self._names), "no other has one"
         assert not self._tree.evictable_tokens, "every path is that of a checkpoint"
-        assert not self._fetched, "all that is to come back was planned"
+        assert not self._onloaded, "all that is to come back was planned"
+
+
+class NoHostStates:
+    """In the place of HostRecurrentStatePool where there are none: what it is to keep is lost."""
+
+    version = total = onloaded = lost = 0
+    is_onloading = False
+
+    def __len__(self) -> int:
+        return 0
+
+    def name(self, source: int, namespace: str, ids: memoryview) -> None:
+        pass
+
+    def unname(self, source: int) -> None:
+        pass
+
+    def store(self, source: int, prefix: Prefix, last: bool = False, spent: bool = False) -> None:
+        pass
+
+    def deepest(self, namespace: str, tokens: Tokens, most: int) -> tuple[int, int]:
+        return 0, 0
+
+    def hold(self, slot: int) -> None:
+        pass
+
+    def onload(self, slot: int, live: int) -> None:
+        raise LookupError("no state is here")
+
+    def forgo(self, live: int) -> bool:
+        return False
+
+    def drain(self) -> tuple[()]:
+        return ()
+
+    def clear(self) -> None:
+        pass
+
+    def forget(self, namespace: str, path: Tokens, keep: int) -> None:
+        pass
+
+    def drain_events(self) -> list[Event]:
+        return []
+
+    def resync_events(self) -> list[Event]:
+        return []
+
+    def check_named(self, sources: set[int]) -> None:
+        pass
+
+    def check(self) -> None:
+        pass

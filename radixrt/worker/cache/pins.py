@@ -16,7 +16,7 @@ import numpy as np
 
 from radixrt.messages import TOKEN_BYTES, Run, tenant_of
 from radixrt.tree import Lease, OwnerTree, RadixTree
-from radixrt.worker.cache.recurrent_states import RecurrentStatePool
+from radixrt.worker.cache.recurrent_states import AnyStates, NoStates
 
 TENANTS = 2
 """The pins of all tenants together may hold this many times the share of one."""
@@ -54,16 +54,14 @@ class Pins:
     """The pins of one tree. `share` is the part of `total_pages` that a tenant's pins may hold. Times are in seconds of
     any monotonic clock."""
 
-    def __init__(
-        self, tree: RadixTree, total_pages: int, share: float, states: RecurrentStatePool | None = None
-    ) -> None:
+    def __init__(self, tree: RadixTree, total_pages: int, share: float, states: AnyStates | None = None) -> None:
         if not 0 <= share <= 1:
             raise ValueError(f"max_pinned_share: must be in [0, 1], not {share}")
         self.tenant_tokens = int(total_pages * share) * tree.page_size
         """The most that a tenant's pins may hold."""
         self.all_tokens = min(TENANTS * self.tenant_tokens, total_pages * tree.page_size)
         self._tree = tree
-        self._states = states
+        self._states = NoStates() if states is None else states
         self._wanted: dict[int, Run] = {}
         self._pins: dict[Key, Pin] = {}
         """Sorted by last use."""
@@ -129,7 +127,7 @@ class Pins:
         if (before := self._pins.get(key)) is not None:
             until = max(until, before.until)
             self._release(key)
-        page = 0 if self._states is None else self._states.pin(np.frombuffer(lease.values(), np.int32))
+        page = self._states.pin(np.frombuffer(lease.values(), np.int32))
         self._pins[key] = Pin(namespace, ids, seconds, until, lease, page)
         self._next_expiry = min(self._next_expiry, until)
         tenant = tenant_of(namespace)
@@ -183,8 +181,7 @@ class Pins:
         pin = self._pins.pop(key)
         length = pin.lease.length
         pin.lease.release()
-        if self._states is not None:
-            self._states.unpin(pin.page)
+        self._states.unpin(pin.page)
         tenant = tenant_of(pin.namespace)
         self._paths[tenant].remove(pin.namespace, pin.ids, _OWNER)
         self._lengths[tenant] -= length

@@ -17,7 +17,8 @@ A page of the tree is in exactly one prefix, so a page names the checkpoint of t
 matches a path in the tree can go on from the deepest of its pages that has a checkpoint, and has to compute the tokens
 after that again, although their KV is in pages. When a page leaves the tree, so does its checkpoint. When slots are
 short, one checkpoint goes after the other (see `snapshot_order`). With host memory for checkpoints, those that go
-although they are valid are copied there, and back into the live state of a request that needs them (see `host_states`).
+although they are valid are copied there, and back into the live state of a request that needs them (see
+`host_recurrent_states`).
 
 The copies of a plan can be done in any order, or at once: no slot is written twice, and none that is read is written.
 Integers only.
@@ -26,13 +27,16 @@ Integers only.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from radixrt.messages.digests import prefix_digest
-from radixrt.tree import Lease
-from radixrt.worker.cache.host_recurrent_states import UNKNOWN, Event, HostRecurrentStatePool, Prefix
+from radixrt.tree import Match
+from radixrt.worker.cache.host_recurrent_states import UNKNOWN, HostRecurrentStatePool, NoHostStates, Prefix
 from radixrt.worker.cache.snapshot_order import CheckpointOrder
+from radixrt.worker.cache.tier import Event
+from radixrt.worker.plan import StateWork
 
 BLOCK = 4096
 """Pages that are searched at once, from the end of a path: most hits end near there."""
@@ -50,7 +54,12 @@ class RecurrentStatePool:
     given."""
 
     def __init__(
-        self, num_states: int, num_pages: int, events: bool = False, host: HostRecurrentStatePool | None = None
+        self,
+        num_states: int,
+        num_pages: int,
+        events: bool = False,
+        host: HostRecurrentStatePool | None = None,
+        page_size: int = 1,
     ) -> None:
         if num_states < 2:
             raise ValueError(f"max_mamba_cache_size: {num_states - 1} states, at least 1")
@@ -66,9 +75,8 @@ class RecurrentStatePool:
         """The same slots."""
         self._spent: dict[int, int] = {}
         """For the plan that is made: the slot that is spent because this live slot goes on from it."""
-        self._host = host
-        self._names: dict[int, Lease] = {}
-        """With `host`: by which each checkpoint's slot is known there."""
+        self._host = NoHostStates() if host is None else host
+        self._page_size = page_size
         self._free = list(range(num_states - 1, 0, -1))
         self._live: set[int] = set()
         self._drafted: dict[int, list[int]] = {}
@@ -125,6 +133,14 @@ class RecurrentStatePool:
                     return start + place + 1
         return 0
 
+    def covered(self, pages: np.ndarray, most: int) -> int:
+        """How many tokens, at most `most`, of a path of pages its deepest checkpoint covers."""
+        return self.deepest(pages[: most // self._page_size]) * self._page_size
+
+    def covered_of(self, match: Match, most: int) -> int:
+        """The same of a path in the tree."""
+        return self.covered(np.frombuffer(match.values(), np.int32), most)
+
     # ------------------------------------------------------------ pins
 
     def pin(self, pages: np.ndarray) -> int:
@@ -166,10 +182,10 @@ class RecurrentStatePool:
         self._restores[slot] = source = int(self._of_page[page])
         self._use(source, slot)
 
-    def fetch(self, slot: int, held: int) -> None:
+    def onload(self, slot: int, held: int) -> None:
         """Let a live state go on from a checkpoint in host memory, which is held there."""
         self._forgo(slot)
-        self._host.fetch(held, slot)
+        self._host.onload(held, slot)
 
     def save(self, slot: int, page: int, within: int = 0, path: Path = NO_PATH) -> bool:
         """Take a checkpoint of a live state for a page, with which `path` ends, as it is after the step, or after
@@ -248,7 +264,7 @@ class RecurrentStatePool:
         """The plan being made does not restore a live slot, if it was to. Returns whether that was from host memory."""
         if self._restores.pop(slot, None) and slot in self._spent:
             self._order.take_back(self._spent.pop(slot))
-        return self._host is not None and self._host.forgo(slot)
+        return self._host.forgo(slot)
 
     # ------------------------------------------------------------ events
 
@@ -263,6 +279,11 @@ class RecurrentStatePool:
         return [("saved", slot, *prefix) for slot, prefix in self._prefixes.items()]
 
     # ------------------------------------------------------------ slots
+
+    def work(self, slots: np.ndarray, runs: Sequence[int] | np.ndarray = ()) -> StateWork:
+        """What the plan being made does with the states: those of its entries, and copies. See StateWork."""
+        restores, saves, within = self.drain()
+        return StateWork(np.asarray(slots, np.int32), restores, saves, within, np.asarray(runs, np.int32))
 
     def drain(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The copies before the step and those after it, each int32[2, N]: (from, to). And `StateWork.within`."""
@@ -308,9 +329,8 @@ class RecurrentStatePool:
 
     def _lose(self, slot: int) -> None:
         """A checkpoint that is valid goes, to host memory if there is any."""
-        if self._host is not None:
-            order, prefix = self._order, self._prefixes.get(slot, UNKNOWN)
-            self._host.store(self._names.pop(slot), slot, prefix, order.is_last(slot), order.is_spent(slot))
+        order, prefix = self._order, self._prefixes.get(slot, UNKNOWN)
+        self._host.store(slot, prefix, order.is_last(slot), order.is_spent(slot))
         self._unregister(slot)
 
     def _register(self, slot: int, page: int, path: Path, last: bool = False) -> None:
@@ -318,8 +338,7 @@ class RecurrentStatePool:
         self._pages[slot] = page
         self._order.add(slot, last)
         self.version += 1
-        if self._host is not None:
-            self._names[slot] = self._host.name(*path)
+        self._host.name(slot, *path)
         if self._events is not None:
             self._prefixes[slot] = prefix = len(path[1]), prefix_digest(*path)
             self._events.append(("saved", slot, *prefix))
@@ -327,8 +346,7 @@ class RecurrentStatePool:
     def _unregister(self, slot: int) -> None:
         self._of_page[self._pages.pop(slot)] = 0
         self._order.remove(slot)
-        if slot in self._names:
-            self._host.unname(self._names.pop(slot))
+        self._host.unname(slot)
         self._free.append(slot)
         self.version += 1
         if self._events is not None:
@@ -349,6 +367,73 @@ class RecurrentStatePool:
         assert np.count_nonzero(self._of_page) == len(pages), "and by no other"
         assert not set(self._restores) & set(self._restores.values()), "no slot is both read and written before a step"
         assert set(self._order) == set(self._pages), "each checkpoint has its place in the order"
-        assert set(self._names) == (set() if self._host is None else set(self._pages)), "host memory knows each of them"
+        self._host.check_named(set(self._pages))
         assert set(self._restores) <= self._live and set(self._saves.values()) <= self._live
         assert set(self._within) <= set(self._saves)
+
+
+class NoStates:
+    """In the place of RecurrentStatePool for models without recurrent states: a request can go on after any token whose
+    KV is cached, and drafted tokens need no slots."""
+
+    version = total = live = evicted = drafted = 0
+    draftable = 1 << 30
+    has_room = True
+    free = 1
+
+    def covered(self, pages: np.ndarray, most: int) -> int:
+        return most
+
+    def covered_of(self, match: Match, most: int) -> int:
+        return most
+
+    def pin(self, pages: np.ndarray) -> int:
+        return 0
+
+    def unpin(self, page: int) -> None:
+        pass
+
+    def begin(self, page: int) -> int:
+        return 0
+
+    def restore(self, slot: int, page: int) -> None:
+        pass
+
+    def onload(self, slot: int, held: int) -> None:
+        pass
+
+    def save(self, slot: int, page: int, within: int = 0, path: Path = NO_PATH) -> bool:
+        return False
+
+    def draft(self, slot: int, count: int) -> list[int]:
+        return []
+
+    def accept(self, slot: int, count: int) -> int:
+        return slot
+
+    def end(self, slot: int, page: int = 0, path: Path = NO_PATH) -> None:
+        pass
+
+    def evict(self, pages: np.ndarray) -> None:
+        pass
+
+    def drop(self, pages: np.ndarray) -> None:
+        pass
+
+    def drop_all(self) -> None:
+        pass
+
+    def work(self, slots: np.ndarray, runs: Sequence[int] | np.ndarray = ()) -> StateWork:
+        return StateWork.nothing()
+
+    def drain_events(self) -> list[Event]:
+        return []
+
+    def resync_events(self) -> list[Event]:
+        return []
+
+    def check(self, running: list[int], tree_pages: np.ndarray) -> None:
+        pass
+
+
+AnyStates = RecurrentStatePool | NoStates

@@ -226,7 +226,7 @@ def _largest_step(
         runner.num_pages, config.page_size, config.max_num_seqs, length, events=False, num_states=runner.num_states
     )
     scheduler = Scheduler(cache, Limits(budget, config.max_num_seqs), paths=runner.shares)
-    runner.bind(cache.table)
+    runner.bind(cache.requests.table)
     torch.cuda.synchronize(loaded.device)
     torch.cuda.reset_peak_memory_stats(loaded.device)
     before = torch.cuda.memory_allocated(loaded.device)

@@ -1,4 +1,5 @@
-"""Host memory for evicted pages, and for checkpoints of recurrent states: see `host` and `host_states`."""
+"""Host memory for evicted pages, and for checkpoints of recurrent states: see `host_tier` and
+`host_recurrent_states`."""
 
 from __future__ import annotations
 

@@ -27,7 +27,10 @@ class MixedKVPool(KVPool):
         stored = self._values.dtype
         self._sources = sources
         self._own = [
-            tuple(zeros((slots, own.kv_heads, size), stored, device) for size in (own.head_dim, own.value_dim))
+            (
+                zeros((slots, own.kv_heads, own.head_dim), stored, device),
+                zeros((slots, own.kv_heads, own.value_dim), stored, device),
+            )
             if sources[number] == number
             else None
             for number, own in enumerate(layers)

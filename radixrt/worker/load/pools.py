@@ -40,7 +40,7 @@ def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
         index = IndexPool(len(spec.index.layers), slots, spec.index.dim, loaded.dtype, loaded.device)
     return KVPool(
         len(spec.attention_layers), slots, spec.num_kv_heads, spec.head_dim, loaded.kv_dtype, loaded.device,
-        spec.latent and spec.latent.rank, index,
+        None if spec.latent is None else spec.latent.rank, index,
     )  # fmt: skip
 
 

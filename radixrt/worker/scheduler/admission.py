@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from radixrt.worker.cache.page_cache import PageCache
-from radixrt.worker.cache.state_checkpoints import Branching
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.queue import VirtualTokenCounter, Waiting
 from radixrt.worker.scheduler.running import Running
+from radixrt.worker.scheduler.state_checkpoints import Branching, NoBranching
 
 SHORT_TOKENS, SHORT_SHARE = 64, 0.5
 """Forced text of up to so many tokens comes before prompts, as its request generates: keys of JSON for example. All of
@@ -29,7 +29,7 @@ class Admission:
         running: Running,
         waiting: Waiting,
         counter: VirtualTokenCounter,
-        branching: Branching | None = None,
+        branching: Branching | NoBranching,
     ) -> None:
         self._cache = cache
         self._running = running
@@ -106,21 +106,20 @@ class Admission:
     def _admit(self, step: int) -> Request | None:
         """Admit the first waiting request whose tokens all fit beside the running requests."""
         self._waiting.refresh(step)
-        if not self._cache.has_row:
+        if not self._cache.requests.has_row:
             return None
         passed = []
         for request in self._waiting.candidates():
             if request.in_flight_tokens:  # preempted, and the step in flight is still to sample its next token
                 return None
-            if self._branching is not None and self._branching.must_wait(request):
+            if self._branching.must_wait(request):
                 continue
-            self._cache.admit(request)
-            missing = -(-request.total // self._cache.page_size) - int(self._cache.held[request.row])
+            self._cache.requests.admit(request)
             running = len(self._running)
-            pages = missing + running
+            pages = self._cache.requests.missing(request) + running
             if not running or self._has_room(request, pages):
                 break
-            self._cache.withdraw(request)
+            self._cache.requests.withdraw(request)
             if self._waiting.has_waited(request) or not self._would_have_room(pages):
                 return None
             passed.append(request)
@@ -129,8 +128,7 @@ class Admission:
         self._cache.retained.admitted(request)
         self._waiting.take(request, passed)
         self._running.prefilling.append(request)
-        if self._branching is not None:
-            self._branching.admitted(request)
+        self._branching.admitted(request)
         return request
 
     def _has_room(self, request: Request, pages: int) -> bool:
@@ -138,7 +136,7 @@ class Admission:
         room: those of tenants that hold much more than the request's own tenant, or those of all tenants if little runs
         or the request has waited long enough."""
         cache, retained = self._cache, self._cache.retained
-        if cache.can_take(pages):
+        if cache.prefixes.can_allocate(pages):
             return True
         if not self._would_have_room(pages):
             return False
@@ -150,10 +148,10 @@ class Admission:
         if (request.id, all_goes, pages) in self._in_vain:
             return False
         going = retained.leases(frozenset() if all_goes else self._spared(request, pages, running))
-        if not cache.can_take(pages - cache.held_only_by(going)):
+        if not cache.prefixes.can_allocate(pages - cache.prefixes.held_only_by(going)):
             self._in_vain.add((request.id, all_goes, pages))
             return False
-        retained.release_until(lambda: cache.can_take(pages), going)
+        retained.release_until(lambda: cache.prefixes.can_allocate(pages), going)
         return True
 
     def _spared(self, request: Request, pages: int, running: int) -> frozenset[str]:
@@ -172,4 +170,4 @@ class Admission:
 
     def _would_have_room(self, pages: int) -> bool:
         """Whether about that many pages could be allocated if all retained contexts were released."""
-        return self._cache.can_take(pages - self._cache.retained.tokens() // self._cache.page_size)
+        return self._cache.prefixes.can_allocate(pages - self._cache.retained.tokens() // self._cache.page_size)

@@ -1,6 +1,6 @@
 """How a request ends, and what of its path stays in the cache:
 
-finished, or aborted by its client    all it computed; if finished while others wait, `kept` protects it for a while
+finished, or aborted by its client    all it computed; if finished while others wait, `retained` protects it for a while
 it allows no token to come next       all it computed
 its logits are not finite             nothing, except what other requests lease
 its step could not be run             what was cached before that step; nothing if the step copied from host memory
@@ -37,10 +37,10 @@ class Ending:
         self._counter = counter
 
     def end(self, request: Request, keep: bool = False) -> None:
-        """End a request, waiting or running. What it computed stays cached, protected by `kept` if `keep`."""
+        """End a request, waiting or running. What it computed stays cached, protected by `retained` if `keep`."""
         if request.row >= 0:
             self._running.remove(request)
-            self._cache.retire(request, keep)
+            self._cache.requests.retire(request, keep)
         else:
             self._waiting.remove(request)
             self._cache.retained.left(request)
@@ -57,23 +57,21 @@ class Ending:
         """Fail a request whose KV is invalid. Nothing of its path stays cached, whoever computed it, except what other
         requests lease."""
         outputs = [] if request.finished else [self._fail(request, 0, reason)]
-        self._cache.forget(request, len(request.tokens))
+        self._cache.requests.forget(request, len(request.tokens))
         return outputs
 
     def fail_step(self, plan: Plan, requests: Sequence[Request], reason: str) -> list[Output]:
         """Fail every one of a step's `requests`: it could not be run. Nothing that it was to compute stays cached."""
         outputs: list[Output] = []
-        host, unfilled = self._cache.host, False
-        if host is not None:  # what the step was to copy, in both directions, may be missing
-            unfilled = host.is_fetching or (plan.moves is not None and plan.moves.fills)
-            host.reset()
+        # What the step was to copy, in both directions, may be missing.
+        unfilled = self._cache.tier.reset() or (plan.moves is not None and plan.moves.fills)
         running = self._running
         # Not in this plan, they may lease what this step was to compute or to copy; after a copy they may decode next.
         others = running.prefilling + (running.decoding + running.drafting + running.sitting if unfilled else [])
         for request in [r for r in others if r not in requests]:
             add = self._waiting.park if request in running.sitting else self._waiting.add
             running.remove(request)
-            self._cache.discard(request, request.leased)
+            self._cache.requests.discard(request, request.leased)
             add(request)
         # In reverse: later ones may lease what earlier ones were to compute.
         for request, start in reversed(list(zip(requests, plan.starts.tolist(), strict=True))):
@@ -82,11 +80,9 @@ class Ending:
             if not request.finished:
                 outputs.append(self._fail(request, start, reason))
             if had_left:  # preempted or aborted while the step ran: what it was to compute is in the tree
-                self._cache.forget(request, len(request.tokens), start)
+                self._cache.requests.forget(request, len(request.tokens), start)
         if unfilled:  # who needed them may have left or wait again, and others may have found them since
-            self._cache.pins.clear()
-            self._cache.clear()
-            self._cache.drop_states()
+            self._cache.clear_all()
         return outputs
 
     def _fail(self, request: Request, keep: int, reason: str) -> Output:
@@ -95,7 +91,7 @@ class Ending:
             self.end(request)
         else:
             self._running.remove(request)
-            self._cache.discard(request, keep)
+            self._cache.requests.discard(request, keep)
             self._is_over(request)
         return _failed(request, reason)
 

@@ -116,7 +116,7 @@ class StepBuilder:
         self.requests += [request] * count
         self.counts += [1] * count
         self.tokens.append(np.array([request.tokens[-1], *ids], dtype=np.int32))
-        self.slots.append(self.cache.row_slots(request.row, start, start + count))
+        self.slots.append(self.cache.requests.row_slots(request.row, start, start + count))
         self.wants += [1] * count
         self.samples += [True] * count
         self.starts += range(start, start + count)
@@ -128,13 +128,13 @@ class StepBuilder:
         """Plan the next `count` tokens of a request, and publish them to the tree. Their pages must be reserved. For
         `proposes` see `Plan`."""
         start, stop = request.computed, request.computed + count
-        slots = self.cache.row_slots(request.row, start, stop)
+        slots = self.cache.requests.row_slots(request.row, start, stop)
         if (cached := request.leased - start) > 0:
             slots[:cached] = 0  # cached already: their KV goes to the null page
-        self.cache.publish(request, stop)
+        self.cache.requests.publish(request, stop)
         for checkpoint in request.checkpoints:
             if start < checkpoint <= stop:
-                self.cache.save(request, checkpoint, checkpoint - start if checkpoint < stop else 0)
+                self.cache.requests.save(request, checkpoint, checkpoint - start if checkpoint < stop else 0)
         self.requests.append(request)
         self.counts.append(count)
         self.tokens.append(np.frombuffer(request.tokens, np.int32, count, start * TOKEN_BYTES).copy())
@@ -156,18 +156,19 @@ class StepBuilder:
 
     def build(self, step: int, decodes: Decodes, proposes: int = 0) -> Plan:
         """The decodes and what was collected, as one Plan. `proposes`: the most for each decode."""
-        slots, starts = self.cache.slots(decodes.rows, decodes.positions), decodes.positions.astype(np.int32)
+        pages = self.cache.requests
+        slots, starts = pages.slots(decodes.rows, decodes.positions), decodes.positions.astype(np.int32)
         states = None
-        if self.cache.states is not None:
+        if self.cache.has_states:
             runs = _appended(decodes.ones, self.runs) if self.drafts else np.zeros(0, dtype=np.int32)
-            states = self.cache.state_work(_appended(decodes.states, self.states), runs)
+            states = self.cache.states.work(_appended(decodes.states, self.states), runs)
         proposed = None
         if proposes or any(self.proposes):
             proposed = _appended(decodes.proposes(proposes).astype(np.int32), self.proposes)
-        moves = None if self.cache.host is None else self.cache.host.drain()
+        moves = self.cache.tier.drain()
         if not self.requests:
             return Plan(step, decodes.infos, decodes.rows32, starts, decodes.ones, decodes.last, slots,
-                        decodes.ones, decodes.all_true, self.cache.drain_writes(), states=states,
+                        decodes.ones, decodes.all_true, pages.drain_writes(), states=states,
                         adapters=decodes.adapters, proposes=proposed, moves=moves,
                         paths=decodes.paths if self._with_paths else (),
                         needs_host_tokens=decodes.needs_host_tokens, wants_logits=decodes.wants_logits)  # fmt: skip
@@ -183,7 +184,7 @@ class StepBuilder:
             slots=np.concatenate([slots, *self.slots]),
             wants=_appended(decodes.ones, self.wants),
             samples=_appended(decodes.all_true, self.samples),
-            table_writes=self.cache.drain_writes(),
+            table_writes=pages.drain_writes(),
             drafts=tuple(replace(draft, first=draft.first + first) for draft in self.drafts),
             states=states,
             adapters=_adapters(requests),

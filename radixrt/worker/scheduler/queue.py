@@ -214,7 +214,7 @@ class Waiting:
         if tenant not in self._queues:
             self._counter.raise_to(tenant, min(map(self._counter.of, self._queues), default=self._counter.last))
             self._queues[tenant] = _Queue()
-        request.hit, request.hit_version = self._cache.hit(request), self._cache.version
+        request.hit, request.hit_version = self._cache.requests.hit(request), self._cache.prefixes.version
         self.tokens += request.missing
         self._queues[tenant].add(request)
 
@@ -302,10 +302,10 @@ class Waiting:
 
     def _look_up(self, queue: _Queue, request: Request) -> bool:
         """Look up a request's hit again, and update its place in the queue. True if the hit changed."""
-        version = self._cache.version
+        version = self._cache.prefixes.version
         if request.hit_version == version:
             return False
-        hit, request.hit_version = self._cache.hit(request), version
+        hit, request.hit_version = self._cache.requests.hit(request), version
         if hit == request.hit:
             return False
         self.tokens -= hit - request.hit

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from radixrt.messages import Output, TokenLogprob
-from radixrt.worker.cache.page_cache import OutOfPages, PageCache
-from radixrt.worker.cache.state_checkpoints import Branching, until_checkpoint
+from radixrt.worker.cache.page_cache import PageCache
+from radixrt.worker.cache.page_pool import OutOfPages
 from radixrt.worker.plan import Draft, MaskRoom, Plan, Result, SampleInputs
 from radixrt.worker.request import Request, advance
 from radixrt.worker.scheduler.admission import Admission
@@ -37,6 +37,7 @@ from radixrt.worker.scheduler.plan_builder import Decodes, StepBuilder
 from radixrt.worker.scheduler.queue import Arrivals, VirtualTokenCounter, Waiting
 from radixrt.worker.scheduler.running import Running
 from radixrt.worker.scheduler.sample_inputs import InputGatherer
+from radixrt.worker.scheduler.state_checkpoints import Branching, NoBranching, until_checkpoint
 from radixrt.worker.speculative.ngram import Drafter, should_wait
 from radixrt.worker.speculative.speculation import Speculation
 from radixrt.worker.structured.matcher import jump_all
@@ -81,7 +82,7 @@ class Scheduler:
         self._inputs = InputGatherer()
         self._counter = VirtualTokenCounter()
         self._waiting = Waiting(cache, self._counter)
-        self._branching = Branching(self.running, self._waiting, cache) if cache.states is not None else None
+        self._branching = Branching(self.running, self._waiting, cache) if cache.has_states else NoBranching()
         self._admission = Admission(cache, self.running, self._waiting, self._counter, self._branching)
         self._ending = Ending(self._requests, cache, self.running, self._waiting, self._counter)
         self._speculation = Speculation(cache, self.running, limits.max_num_batched_tokens)
@@ -111,8 +112,7 @@ class Scheduler:
             self._sitting.begin(request, jump=not request.generated)
         else:
             self._waiting.add(request)
-        if self._branching is not None:
-            self._branching.arrived(request)
+        self._branching.arrived(request)
 
     def abort(self, id: int) -> bool:
         """End a request, waiting or running; what it computed stays cached. False if there is no such request."""
@@ -185,7 +185,7 @@ class Scheduler:
         if self.drafter is not None and running.drafting:
             drafts = self._speculation.plan(self.drafter, proposes, prompts)
         proposes = self._reserve_decodes(proposes)
-        if running.sitting and self._waiting and not self.cache.has_row:
+        if running.sitting and self._waiting and not self.cache.requests.has_row:
             self._make_way()
         builder = StepBuilder(self.cache, self._with_paths)
         for drafting, ids, states, more in drafts:
@@ -242,9 +242,9 @@ class Scheduler:
             decodes = self.running.decodes()
             try:
                 if proposes:
-                    self.cache.reserve_up_to(decodes.rows, decodes.positions + decodes.proposes(proposes))
+                    self.cache.requests.reserve_up_to(decodes.rows, decodes.positions + decodes.proposes(proposes))
                 else:
-                    self.cache.reserve_next(decodes.rows, decodes.positions)
+                    self.cache.requests.reserve_next(decodes.rows, decodes.positions)
                 break
             except OutOfPages:
                 if not proposes:
@@ -266,7 +266,7 @@ class Scheduler:
     def _put_back(self, victim: Request) -> Request:
         sits = victim in self.running.sitting and not victim.in_flight_tokens
         self.running.remove(victim)
-        self.cache.retire(victim)
+        self.cache.requests.retire(victim)
         if sits:
             self._waiting.park(victim)
         else:
@@ -280,9 +280,9 @@ class Scheduler:
         fetched = 0
         while True:
             # Repeated after each preemption: the victim's pages, now in the tree, may be what this request needs next.
-            self.cache.catch_up(request)
+            self.cache.requests.catch_up(request)
             try:
-                fetched += self.cache.fetch(request)
+                fetched += self.cache.requests.onload(request)
                 if (
                     fetched >= MIN_FETCHED_TOKENS
                     and (self.running.decoding or builder.requests)
@@ -294,7 +294,7 @@ class Scheduler:
                     count = until_checkpoint(request, count)
                 if not count:  # the step scores MAX_SCORED_TOKENS tokens already
                     return fetched // FETCHED
-                self.cache.reserve(request, request.computed + count)
+                self.cache.requests.reserve(request, request.computed + count)
                 break
             except OutOfPages:
                 if self._preempt(builder.requests) is request:
@@ -487,7 +487,7 @@ class Scheduler:
             self.drafter.ends(request)
         # The last token is never cached, even if the step in flight computes it; unless the model has recurrent states,
         # as they are then the ones after that token.
-        if output.tokens and self.cache.states is None:
+        if output.tokens and not self.cache.has_states:
             request.recompute_last()
         self._ending.end(request, keep=self.cache.keeps and bool(self._waiting) and request.score_from is None)
 

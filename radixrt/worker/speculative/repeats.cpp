@@ -8,7 +8,6 @@
 //     tokens   ... a b c d e f ... a b c        the run (a b c) occurred before: d e f may come next
 //                      ^---------------' before
 
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <algorithm>

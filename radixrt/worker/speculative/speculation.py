@@ -3,15 +3,16 @@ drafted, and whether it pays, is decided in `drafting`.
 
 After a step with a draft, the KV of wrong tokens is in pages that the next tokens overwrite. A recurrent state cannot
 be taken back, so there is one for each token: the last known token updates the request's own state, as always, and
-each drafted token writes the state after it to a slot of its own (see `states`). The one after the accepted tokens
-becomes the request's own. Nothing is copied, and nothing is computed again.
+each drafted token writes the state after it to a slot of its own (see `recurrent_states`). The one after the accepted
+tokens becomes the request's own. Nothing is copied, and nothing is computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from radixrt.worker.cache.page_cache import OutOfPages, PageCache
+from radixrt.worker.cache.page_cache import PageCache
+from radixrt.worker.cache.page_pool import OutOfPages
 from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.running import Running
@@ -42,9 +43,7 @@ class Speculation:
         requests = running.generating
         if requests > MAX_ROWS // 2:
             return
-        most = requests
-        if states is not None:
-            most = (states.drafted + states.draftable) // MIN_STATES - len(running.drafting)
+        most = (states.drafted + states.draftable) // MIN_STATES - len(running.drafting)
         decoding = self._noted(request for request in running.decoding if not request.is_slow)
         if most > 0 and (found := [r for r in decoding if drafter.begins(r, requests)]):
             running.draft(found[:most])
@@ -67,7 +66,7 @@ class Speculation:
         requests = [*self._running.decoding, *self._running.drafting]
         count = drafter.proposes(requests)
         pages = (len(requests) + 1) * (count // self._cache.page_size + 2)
-        return count if count and self._cache.can_take(pages) else 0
+        return count if count and self._cache.prefixes.can_allocate(pages) else 0
 
     def plan(
         self, drafter: Drafter, proposes: int = 0, prompts: bool = False
@@ -80,8 +79,7 @@ class Speculation:
         requests, ready = running.generating, [r for r in running.drafting if not r.in_flight_tokens]
         rows = self._rows(requests, prompts) - len(running.decoding)
         room = rows // max(len(ready), 1) - 1  # drafted tokens of each, beside its last token
-        if states is not None:
-            room = min(room, states.draftable // max(len(ready), 1))  # there are slots for all
+        room = min(room, states.draftable // max(len(ready), 1))  # there are slots for all
         found = []
         for request in ready:
             ids = drafter.draft(request, room, requests)
@@ -89,8 +87,7 @@ class Speculation:
                 drafter.refuse(request)
             more = 0 if not ids else self.room_for(request, request.computed + 1 + len(ids), proposes)
             if ids and self._has_pages(request, len(ids) + more):
-                slots = [] if states is None else states.draft(request.state, len(ids))
-                found.append((request, ids, slots, more))
+                found.append((request, ids, states.draft(request.state, len(ids)), more))
             else:
                 running.decode(request)
         return found
@@ -132,7 +129,7 @@ class Speculation:
     def _has_pages(self, request: Request, count: int) -> bool:
         """Reserve pages for `count` drafted tokens. False if there are not enough."""
         try:
-            self._cache.reserve(request, request.computed + 1 + count)
+            self._cache.requests.reserve(request, request.computed + 1 + count)
         except OutOfPages:
             return False
         return True
@@ -148,6 +145,6 @@ class Speculation:
             accepted += 1
         drafter.learn(request, len(draft.ids), accepted)
         request.extend(draft.ids[:accepted], computed=request.row >= 0)
-        if request.row >= 0 and self._cache.states is not None:
-            self._cache.accept(request, accepted)
+        if request.row >= 0:
+            self._cache.requests.accept(request, accepted)
         return accepted

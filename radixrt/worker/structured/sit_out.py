@@ -80,10 +80,10 @@ class Sitting:
             self._waiting.remove(request)
             request.discard_in_flight(step)
             self._waiting.park(request)
-        elif request.computed >= len(request.tokens) and self._cache.states is not None:
+        elif request.computed >= len(request.tokens) and self._cache.has_states:
             # Its state is the one after its last token, or after one that does not count: it cannot be taken back.
             self._running.remove(request)
-            self._cache.discard(request, request.lease.length)
+            self._cache.requests.discard(request, request.lease.length)
             request.discard_in_flight(step)
             self._waiting.park(request)
         else:

@@ -136,7 +136,7 @@ def shown(talk: Talk) -> str:
 
 def test_a_chat_that_is_nested_too_deeply_is_the_fault_of_a_field(talk: Talk) -> None:
     deep: list[Any] = []
-    for _ in range(5000):
+    for _ in range(100_000):
         deep = [deep]
     prompt = ChatPrompt([said("user", "What is it?"), said("assistant", "No.")], [{"parameters": deep}])
     with pytest.raises(FieldError, match="recursion"):

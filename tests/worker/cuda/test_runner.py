@@ -249,7 +249,7 @@ def test_states_come_back_before_they_are_read(tmp_path, monkeypatch):
     engine.finish()
     assert [engine.tokens(id)[:3] for id in ids] == expected
     assert [engine.last(id).cached_tokens for id in ids] == [len(prompt) - 2 for prompt in asked]
-    assert engine.cache.host.states.fetched > 0
+    assert engine.cache.tier.states.onloaded > 0
 
 
 DRAFTING = ("gpt_oss", "deepseek_v3", "deepseek_v32", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "lfm2")

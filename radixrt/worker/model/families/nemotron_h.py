@@ -44,7 +44,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         mlp_bias=bool(config.get("mlp_bias")),
         layer_ropes=(None,) * len(blocks),
         recurrent=mamba(config, kinds, blocks),
-        blocks=blocks,
+        hybrid_layers=blocks,
     )
     plain = dataclasses.replace(plain, activation=SQUARED_RELU)
     sparse = frozenset(i for i, kind in enumerate(mlps) if kind == "moe")

@@ -1,0 +1,3 @@
+from typing_extensions import Buffer
+
+def exceeded(json: Buffer, depth: int, values: int, numbers: int, entries: int, /) -> tuple[str, str] | None: ...

@@ -1,0 +1,139 @@
+"""What is below the device: tiers of larger and slower memory, to which pages go when they are evicted, and from which
+they come back when a request needs them.
+
+    device: PagePool, PrefixCache --evict--> HostTier --evict--> NullTier: lost
+                                  <-onload--
+
+A tier has a radix tree of its own, from tokens to its slots, and so is one cache with the device to the router: its
+events have run numbers of their own (`HostTier` counts backwards). It only plans copies: `drain` hands them to the step
+that is being planned, whose runner makes them.
+
+A further tier, such as a disk, implements `Tier` and stands below HostTier: what HostTier evicts itself goes there
+(today it is lost, see `HostTier._make_room`), and `reach` and `hold` ask it for what follows the pages that are here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from radixrt.tree import RadixTree
+from radixrt.worker.plan import Moves
+
+Tokens: TypeAlias = "array[int] | np.ndarray | memoryview | bytes"
+"""Token ids, int32."""
+Event = tuple[Any, ...]
+"""A change for the router's index: the tag of a message (`messages.Stored` and others), then its fields."""
+
+
+class Tier(Protocol):
+    """Memory below the device, in slots of one page each; and what there is of recurrent states (see
+    `host_recurrent_states`), in slots of their own. What fails is a miss, never an error."""
+
+    lost_pages: int
+    """Pages that were evicted and are nowhere any more, since start."""
+    onloaded_pages: int
+    """Pages that were copied back since start."""
+
+    @property
+    def version(self) -> int:
+        """Changes whenever `reach`, or a state, may be another."""
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that it holds."""
+
+    def evict(self, tree: RadixTree, tokens: int) -> np.ndarray:
+        """Evict at least so many tokens from the device's tree, in its order, and offload them here. Returns their
+        pages, int32, which may be reused: copies of the next step come before whatever writes pages."""
+
+    def reach(self, namespace: str, tokens: Tokens, start: int) -> int:
+        """How many leading `tokens` can be had, of which the device has `start`, in whole pages."""
+
+    def hold(self, namespace: str, tokens: Tokens, start: int) -> np.ndarray:
+        """int32: the slots of the pages of `tokens` after the first `start`, as far as they are here without a gap.
+        They are not reused before the next step."""
+
+    def onload(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        """Copy slots that are held to pages of the device, before the next step."""
+
+    def deepest_state(self, namespace: str, tokens: Tokens, most: int) -> tuple[int, int]:
+        """(tokens, slot) of the deepest state checkpoint here after at most `most` tokens; (0, 0) if there is none."""
+
+    def hold_state(self, slot: int) -> None:
+        """Do not reuse the slot of a state before the next step."""
+
+    def drain(self) -> Moves | None:
+        """The copies to be made before the step that is being planned; None if there are none."""
+
+    def reset(self) -> bool:
+        """Remove everything, also the copies that are still to be made: a step has failed, and with it its copies.
+        Returns whether anything of the device was still to be filled."""
+
+    def forget(self, namespace: str, path: Tokens, keep: int) -> None:
+        """Remove a path after its first `keep` tokens, except where others go on, and all state checkpoints there."""
+
+    def clear(self) -> None:
+        """Remove everything but pages that are held."""
+
+    def drain_events(self) -> list[Event]:
+        """As those of `PrefixCache`."""
+
+    def resync_events(self) -> list[Event]:
+        """As those of `PrefixCache`, to follow those of the device's tree."""
+
+    def check(self) -> None:
+        """Assert all invariants."""
+
+
+class NullTier:
+    """The end of all tiers: what is evicted into it is lost."""
+
+    version = used_pages = onloaded_pages = 0
+
+    def __init__(self) -> None:
+        self.lost_pages = 0
+        self._none = np.zeros(0, dtype=np.int32)
+
+    def evict(self, tree: RadixTree, tokens: int) -> np.ndarray:
+        pages = np.frombuffer(tree.evict(tokens), np.int32)
+        self.lost_pages += len(pages)
+        return pages
+
+    def reach(self, namespace: str, tokens: Tokens, start: int) -> int:
+        return start
+
+    def hold(self, namespace: str, tokens: Tokens, start: int) -> np.ndarray:
+        return self._none
+
+    def onload(self, slots: np.ndarray, pages: np.ndarray) -> None:
+        pass
+
+    def deepest_state(self, namespace: str, tokens: Tokens, most: int) -> tuple[int, int]:
+        return 0, 0
+
+    def hold_state(self, slot: int) -> None:
+        pass
+
+    def drain(self) -> None:
+        return None
+
+    def reset(self) -> bool:
+        return False
+
+    def forget(self, namespace: str, path: Tokens, keep: int) -> None:
+        pass
+
+    def clear(self) -> None:
+        pass
+
+    def drain_events(self) -> list[Event]:
+        return []
+
+    def resync_events(self) -> list[Event]:
+        return []
+
+    def check(self) -> None:
+        pass
