@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -121,7 +120,7 @@ class Forest:
         dtype = DTYPES[kv_dtype]
         self.keys, self.values = (drawn(self.unique, shape.kv_heads, shape.head_dim).to(dtype) for _ in range(2))
         self.q = drawn(self.batch, shape.heads, shape.head_dim)
-        self.requests = [SimpleNamespace(lease=SimpleNamespace(path=partial(tuple, path))) for path in paths]
+        self.paths = [tuple(path) for path in paths]
         self.rows = np.arange(self.batch, dtype=np.int32)
         self.positions = (shared + owns - 1).astype(np.int32)
         self.out = torch.empty_like(self.q)
@@ -154,7 +153,7 @@ class Forest:
             sharing_cost(self.shape, itemsize, wide) if many else None,
             SharedPrefixes(Chip(self.shape.heads, 132), flashinfer.tokens) if flashinfer else None,
         )
-        work = DecodePlanner({None}, cuts).plan(self.requests, self.rows, self.positions, None)[None]
+        work = DecodePlanner({None}, cuts).plan((), self.paths, self.rows, self.positions, None)[None]
         packer = Packer(DEVICE)
         lists = Lists.pack(packer, work)
         shared_prefixes = None

@@ -19,7 +19,7 @@ import gzip
 import json
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,9 @@ class Calls:
     def said(self, request: Request, ahead: list[int]) -> bytes:
         return b"".join(self._tokens[i] for i in [*request.tokens[request.prompt_len :], *ahead])
 
-    def run(self, plan: Plan) -> Result:
+    def run(self, plan: Plan, requests: Sequence[Request]) -> Result:
         ahead = plan.ahead
-        tokens = [self._next(request, ahead.get(n, [])) for n, request in enumerate(plan.requests)]
+        tokens = [self._next(request, ahead.get(n, [])) for n, request in enumerate(requests)]
         self.steps.append((1, sum(len(draft.ids) for draft in plan.drafts)))
         return Result(tokens)
 
@@ -205,7 +205,7 @@ def by_schema(data: Path, count: int, folder: Path, drafter: Drafter | None) -> 
         while scheduler.has_work:
             assert not scheduler.settle()
             plan = scheduler.plan()
-            scheduler.apply(plan, runner.run(plan))
+            scheduler.apply(plan, runner.run(plan, scheduler.requests_of(plan)))
         assert runner.said(request, []) == runner.text, "what is drafted changes nothing"
     return runner.steps
 

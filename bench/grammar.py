@@ -113,7 +113,7 @@ def requests_of(name: str, grammars: Grammars, by_bytes: dict[bytes, int], count
         request.matcher = Matcher(compiled, request)
         tokens = encode(by_bytes, document(name, rng).encode())
         begun = number % (len(tokens) // 2)
-        request.tokens.extend(tokens[:begun])
+        request.extend(tokens[:begun])
         made.append((request, tokens[begun:]))
     return made
 
@@ -144,7 +144,7 @@ def step_us(requests: list[tuple[Request, list]], size: int, threads: int) -> tu
     applied, filled, theirs, rows = [], [], [], list(range(len(requests)))
     for step in range(min(len(tokens) for _, tokens in requests)):
         for request, tokens in requests:
-            request.tokens.append(tokens[step])
+            request.extend(tokens[step : step + 1])
         began = time.perf_counter()
         for request, _ in requests:
             request.matcher.jump(request)
@@ -232,7 +232,7 @@ def forced_row(name: str, folder: Path) -> dict:
                 runs.append(len(ids))
             else:
                 ids = whole._spell(rest.decode())[:1]
-            request.tokens.extend(ids)
+            request.extend(ids)
             for i in ids:
                 assert rest.startswith(vocabulary.tokens[i])
                 rest = rest[len(vocabulary.tokens[i]) :]

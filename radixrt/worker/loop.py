@@ -100,8 +100,10 @@ class Worker:
             num_host_states=runner.num_host_states,
             eviction_policy=eviction_policy,
         )
-        self.scheduler = Scheduler(self.cache, limits, drafter)
+        self.scheduler = Scheduler(self.cache, limits, drafter, runner.shares)
         runner.bind(self.cache.requests.table)
+        if check:
+            runner.audit(self.scheduler.histories)
         self._registration = status.registration(identity, runner, self.cache, limits, self.max_model_len)
         self._connect = connect
         self._check = check
@@ -169,13 +171,13 @@ class Worker:
         else:
             self._drain_until = time.monotonic() + self._shutdown_timeout
 
-    def _look_whether_drained(self, busy: bool) -> None:
+    def _look_whether_drained(self, busy: bool, until: float) -> None:
         """The router says when to stop: it knows whether all outputs have arrived, and what else is on its way."""
         now = time.monotonic()
         if self._drain_told is None:
             self._drain_told = now
             self._send(m.Draining(self.identity.name, os.getpid(), status.INCARNATION))
-        elif now > self._drain_until or (not busy and now > self._drain_told + NO_ROUTER_SECONDS):
+        elif now > until or (not busy and now > self._drain_told + NO_ROUTER_SECONDS):
             self.stop()
 
     def _step(self) -> list[m.Output]:
@@ -216,11 +218,13 @@ class Worker:
 
     def _sample_deferred(self) -> list[m.Output]:
         """Let the runner sample those tokens of the step in flight that had to wait for the step before."""
+        inflight = self._inflight
+        if inflight is None or not inflight.plan.needs_host_tokens:
+            return []
         try:
-            if self._inflight:
-                self.runner.sample_deferred()
+            self.runner.sample_deferred(self.scheduler.sample_inputs(inflight.plan, self.runner.mask_room))
         except Exception as error:
-            inflight, self._inflight = self._inflight, None
+            self._inflight = None
             return self._fail(inflight.plan, error)
         return []
 
@@ -293,7 +297,8 @@ class Worker:
         if not busy:
             self.watchdog.moved()
         if self._drain_until is not None:
-            self._look_whether_drained(bool(self.scheduler.has_work or self._refused or self._compiling))
+            left = bool(self.scheduler.has_work or self._refused or self._compiling)
+            self._look_whether_drained(left, self._drain_until)
         idle = not busy and not self._refused and not self._resync_wanted
         soon = self._compiling or self._adapters or self.scheduler.has_work
         timeout = POLL_SECONDS if soon else HEARTBEAT_SECONDS / 4

@@ -1,4 +1,5 @@
-"""The interface between the scheduler and a runner: a Plan goes in, a Result comes back. Integers only.
+"""The interface between the scheduler and a runner: a Plan goes in, a Result comes back. Values only: a runner sees no
+request and no lease, and a Plan can be sent to other processes as it is.
 
 tokens of a step, concatenated:   d0 d1 d2 | p3 p3 p3 p3 | p4 p4
                                   decodes    prefill chunks
@@ -6,14 +7,14 @@ tokens of a step, concatenated:   d0 d1 d2 | p3 p3 p3 p3 | p4 p4
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from radixrt.messages import TokenLogprob
-from radixrt.worker.request import Request
+from radixrt.messages.ranks import RequestInfo, TreePath
 from radixrt.worker.structured.stuck import Stuck
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ class Draft:
     from index `first` on: one for the last token and one for each guess. A recurrent state goes from entry to entry
     (`StateWork.runs`)."""
 
-    request: Request
     ids: list[int]
     first: int
 
@@ -148,7 +148,7 @@ class Plan:
     """
 
     step: int
-    requests: tuple[Request, ...]
+    requests: tuple[RequestInfo, ...]
     rows: np.ndarray
     """int32[B]: row of the page table."""
     starts: np.ndarray
@@ -178,6 +178,17 @@ class Plan:
     request has pages for them. None: none."""
     moves: Moves | None = None
     """None if there are none."""
+    paths: tuple[TreePath, ...] = ()
+    """The requests' paths in the radix tree, with what this step computes, for a runner that `shares`; else empty. All
+    were looked up at one moment: later, a name may be that of another node."""
+    following: dict[int, list[int]] = field(default_factory=dict)
+    """By index, for requests with `score_from`: the known tokens after the wanted positions."""
+    prompt_tokens: int = 0
+    """Tokens that are in chunks of prompts; chunks of forced tokens do not count."""
+    needs_host_tokens: bool = False
+    """Whether any request does: then `Runner.sample_deferred` samples its tokens."""
+    wants_logits: bool = False
+    """Whether any request needs more than the index of the largest logit."""
 
     @property
     def token_adapters(self) -> np.ndarray | None:
@@ -188,15 +199,12 @@ class Plan:
     def needs_onload(self) -> bool:
         """Whether its requests have pages or states that come back from host memory before this step. Otherwise there
         is time until the next step."""
+        if self.moves is None:
+            return False
         rows, _, pages = self.table_writes
         if self.states is not None and np.isin(self.states.slots, self.moves.states_onload[1]).any():
             return True
         return bool(np.isin(pages[np.isin(rows, self.rows)], self.moves.onload[1]).any())
-
-    @property
-    def wants_logits(self) -> bool:
-        """Whether any request needs more than the index of the largest logit."""
-        return any(not request.greedy or request.needs_host_tokens for request in self.requests)
 
     @property
     def drafted(self) -> range:
@@ -212,10 +220,47 @@ class Plan:
         that is sampled at that index."""
         return {draft.first + n: draft.ids[:n] for draft in self.drafts for n in range(1, 1 + len(draft.ids))}
 
-    def samples_for(self, index: int) -> bool:
-        """Whether the token sampled for a request is still wanted, now that the step before has been applied."""
-        request = self.requests[index]
-        return not request.finished and self.step > request.discard_until
+
+class Gained(NamedTuple):
+    """Tokens of a request from position `first` on, int32. They follow those that its row had before; if `first` is 0,
+    another request had the row."""
+
+    first: int
+    ids: np.ndarray
+
+
+Histories = Callable[["Plan"], list[tuple[Sequence[int], bool]]]
+"""See `Scheduler.histories`."""
+MaskRoom = Callable[[int], np.ndarray]
+"""See `Runner.mask_room`."""
+NONE_ALLOWED = "allowed_token_ids, bad_words and the rest of the request allow no token"
+NOT_SAMPLED = "the step was not sampled"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInputs:
+    """What the sampling of a step depends on beside logits, positions and seeds. The host knows it when the result of
+    the step before is applied. Indices are those of the plan's B requests."""
+
+    gained: dict[int, Gained] = field(default_factory=dict)
+    """For requests with penalties: their known tokens that were not given before."""
+    banned: dict[int, list[int]] = field(default_factory=dict)
+    """For those that are `adjusted`: ids that must not come next, beside what `RequestInfo` says."""
+    masked: list[int] = field(default_factory=list)
+    """Indices of the requests with a grammar."""
+    masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int32))
+    """int32[len(masked), ceil(vocabulary / 32)], in memory from `Runner.mask_room`: the ids that their grammars allow,
+    bit i % 32 of word i // 32 for id i."""
+    stuck: dict[int, Stuck] = field(default_factory=dict)
+    """See Result, as far as grammars are the reason."""
+
+
+def may_be_next(request: RequestInfo, banned: Iterable[int], vocab_size: int) -> np.ndarray:
+    """bool[vocab_size]: the ids that may come next, grammars aside."""
+    found = np.full(vocab_size, not request.allowed)
+    found[np.frombuffer(request.allowed, dtype=np.int64)] = True
+    found[list(banned)] = False
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +311,9 @@ class Runner(Protocol):
     read_keys: int
     busy_seconds: float
     """See `messages.Load`."""
+    shares: bool
+    """Whether it reads the keys of several requests at once, where their paths in the tree are the same
+    (`Plan.paths`)."""
     overlaps: bool
     """Whether step n+1 may be launched before the result of step n is read: sampled tokens stay on the device, by row
     of the page table."""
@@ -279,12 +327,19 @@ class Runner(Protocol):
     def bind(self, table: np.ndarray) -> None:
         """Called once with the page table, int32[rows, pages], which the host keeps writing to."""
 
+    def audit(self, histories: Histories) -> None:
+        """Called once, after `bind`, if the worker checks itself: a runner without a model compares what requests read
+        with their known tokens."""
+
     def launch(self, plan: Plan) -> Callable[[], Result]:
         """Start a step. The returned function waits for its result; until then the host may plan the next step."""
 
-    def sample_deferred(self) -> None:
-        """Sample the tokens of the last launched step that depend on the tokens before them
-        (`Request.needs_host_tokens`), unless that is done. Called once the result of the step before is applied."""
+    def mask_room(self, count: int) -> np.ndarray:
+        """Memory for the masks of `count` requests (`SampleInputs.masks`)."""
+
+    def sample_deferred(self, inputs: SampleInputs) -> None:
+        """Sample the tokens of the last launched step, if its plan `needs_host_tokens`. Called once the result of the
+        step before is applied, and before the step's own result is waited for: that raises RuntimeError otherwise."""
 
     def read_adapter(self, module: LoraModule) -> Any:
         """Read a LoRA adapter, for `put_adapter`. Called in a thread beside the loop. Raises ValueError if it is not

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from radixrt.messages import TOKEN_BYTES, Run, Sampling, tenant_of
+from radixrt.messages.ranks import RequestInfo, TreePath
 from radixrt.tree import Lease
+from radixrt.worker.plan import NONE_ALLOWED, may_be_next
 
 if TYPE_CHECKING:
     from radixrt.messages import Output, TokenLogprob
@@ -22,7 +24,6 @@ GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0."""
 GREEDY_TOP_P = 1e-6
 """So do values of top_p below this: the most likely of a million tokens has at least this probability."""
-NONE_ALLOWED = "allowed_token_ids, bad_words and the rest of the request allow no token"
 Age = tuple[int, int, int]
 
 
@@ -44,13 +45,14 @@ class Scores:
         self._next = first
         self._end = end
         self._detailed = detailed
-        self._found: list[float] | list[TokenLogprob] = []
+        self._found: list[Any] = []
+        """Of float or, if `detailed`, of TokenLogprob."""
 
     def add(self, position: int, scores: list[float] | list[TokenLogprob]) -> None:
         """Add the scores of the tokens from `position` on. Those that were added before (after a preemption) or belong
         to generated tokens are ignored."""
         fresh = scores[max(0, self._next - position) : max(0, self._end - position)]
-        self._found.extend(fresh)
+        self._found += fresh
         self._next += len(fresh)
 
     def report(self, output: Output) -> None:
@@ -65,121 +67,107 @@ class Scores:
 
 
 class Request:
-    """A sequence of token ids, prompt first, that the scheduler lets `computed` catch up with.
+    """A sequence of token ids, prompt first, that the scheduler lets `computed` catch up with. Each field has one
+    writer.
 
-    number             unique in this process, unlike `id`
-    row                page-table row while it runs, -1 while it waits
-    state              slot of its recurrent state while it runs, if the model has any
-    pinned             tokens of the prefixes that it pins
-    checkpoints        tokens, ascending, after which a checkpoint of its state is taken (see `state_checkpoints`)
-    computed           tokens whose KV is in pages, or will be when the planned steps have run
-    in_flight_tokens   tokens that planned steps sample and whose ids the host does not know yet
-    finished           whether it has ended
-    greedy             whether the most likely token is taken each time, without sampling
-    jumps              whether forced tokens of its grammar may be appended without sampling: only its text is wanted
-    needs_host_tokens  whether the next token depends on more than logits, position and seed (`_depends_on_tokens`), so
-                       that it can be sampled only once the host knows the tokens before it
-    limit              the most tokens it may have; at least those it arrived with
-    lease              pins the part of its path that is in the tree (set while it runs)
-    group              requests of one group count as having arrived with its first (0: no group)
-    priority           orders its tenant's waiting requests, lowest first (`messages.Priority`); evictions too, if asked
-    age                orders requests by arrival: tokens the worker had scheduled then, id of the first of its group,
-                       own id
-    reached            end of the last planned chunk, in tokens
+    Never changed:
 
-    initial_len    tokens it arrived with
-    cached_tokens  of these, those that no chunk had to compute
-    reported       tokens it arrived with and tokens reported to the router since
-    hit            while it waits: tokens the tree held when last looked up
-    hit_version    version of the cache at that look-up
-    discard_until  tokens sampled in steps up to this one are discarded: its grammar forced others in their place
-    scores         log-probabilities of its known tokens, if it asks for them
-    matcher        state of its grammar (set before it is scheduled, if it has one)
-    draft_state    what its drafts are made from (set when drafts are first looked for)
-    adapter        number of its LoRA adapter, -1 if it has none
-    allowed        int64: the ids of allowed_token_ids; None: all
-    adjusted       whether its sampling adds to or bans logits of certain ids (`sample.adjust`)
+    info            who it is and how it is sampled, as runners know it; `id`, `number`, `sampling`, `prompt_len`,
+                    `limit` and `stop_ids` are its fields
+    pinned          tokens of the prefixes that it pins
+    group           requests of one group count as having arrived with its first (0: no group)
+    priority        orders its tenant's waiting requests, lowest first (`messages.Priority`)
+    jumps           whether forced tokens of its grammar may be appended without sampling: only its text is wanted
+    initial_len     tokens it arrived with
+    scores          log-probabilities of its known tokens, if it asks for them
+    adapter         number of its LoRA adapter, -1 if it has none
+
+    Written here:
+
+    tokens          the known ones
+    total           tokens so far: known ones, and those that planned steps sample, whose ids the host does not know yet
+    computed        tokens whose KV is in pages, or will be when the planned steps have run
+    discard_until   tokens sampled in steps up to this one are discarded: its grammar forced others in their place
+    reached         end of the last planned chunk, in tokens
+    cached_tokens   of the tokens it arrived with, those that no chunk had to compute
+    reported        tokens it arrived with and tokens reported to the router since
+
+    Written by `cache.request_pages`:
+
+    row             page-table row while it runs, -1 while it waits
+    state           slot of its recurrent state while it runs, if the model has any
+    lease           pins the part of its path that is in the tree (set while it runs)
+
+    Written by others:
+
+    checkpoints     `state_checkpoints`: tokens, ascending, after which a checkpoint of its state is taken
+    age             `scheduler.queue`: orders requests by arrival: tokens the worker had scheduled then, id of the first
+                    of its group, own id
+    hit             `scheduler.queue`: while it waits, tokens the tree held when last looked up
+    hit_version     `scheduler.queue`: version of the cache at that look-up
+    matcher         `compile_queue`: state of its grammar (set before it is scheduled, if it has one)
+    draft_state     `ngram`: what its drafts are made from (set when drafts are first looked for)
+    finished        `scheduler.finish`: whether it has ended
     """
 
     __slots__ = (
-        "id", "number", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit", "stop_ids",
-        "row", "computed", "lease", "age", "hit", "cached_tokens", "reached", "scores",
-        "in_flight_tokens", "finished", "needs_host_tokens", "greedy", "matcher", "jumps",
-        "initial_len", "reported", "discard_until", "group", "hit_version", "draft_state", "state", "checkpoints",
-        "pinned", "adapter", "allowed", "adjusted", "priority",
+        "info", "id", "number", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit",
+        "stop_ids", "pinned", "group", "priority", "jumps", "initial_len", "scores", "adapter", "total", "computed",
+        "discard_until", "reached", "cached_tokens", "reported", "row", "state", "lease", "checkpoints", "age", "hit",
+        "hit_version", "matcher", "draft_state", "finished",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int], adapter: int = -1) -> None:
-        self.id = run.id
-        self.number = next(_numbers)
+        self.info = info = _info(run, next(_numbers), limit, eos_ids)
+        self.id, self.number = info.id, info.number
+        self.sampling, self.prompt_len = info.sampling, info.prompt_len
+        self.limit, self.stop_ids = info.limit, info.stop_ids
         self.namespace = run.namespace
         self.tenant = tenant_of(run.namespace)
-        self.adapter = adapter
-        self.tokens = array("i")
-        self.tokens.frombytes(run.ids)
-        self.prompt_len = run.prompt_len
-        self.sampling: Sampling = run.sampling
         self.score_from = run.score_from
-        self.limit = limit
-        # With a grammar eos ends it even with ignore_eos: once the grammar is complete nothing else can follow.
-        keeps_eos = not run.sampling.ignore_eos or run.sampling.grammar is not None
-        self.stop_ids = frozenset(run.sampling.stop_token_ids) | (eos_ids if keeps_eos else frozenset())
-        self.row = -1
-        self.state = 0
+        self.adapter = adapter
         self.pinned = [tokens for tokens, _ in run.pin]
-        self.checkpoints: list[int] = []
-        self.computed = 0
-        self.lease: Lease | None = None
-        self.age: Age = (0, run.id, run.id)
         self.group = run.group
         self.priority = run.priority
+        self.tokens = array("i")
+        self.tokens.frombytes(run.ids)
+        self.initial_len = self.reported = self.total = len(self.tokens)
+        s = run.sampling
+        self.scores = None if run.score_from is None else Scores(run.score_from, self.total, s.logprobs is not None)
+        self.jumps = run.score_from is None and s.logprobs is None and not _restricted(s)
+        self.computed = self.reached = self.cached_tokens = self.discard_until = 0
+        self.row = -1
+        self.state = 0
+        self.lease: Lease | None = None
+        self.checkpoints: list[int] = []
+        self.age: Age = (0, run.id, run.id)
         self.hit = 0
         self.hit_version = -1
-        self.cached_tokens = 0
-        self.reached = 0
-        detailed = run.sampling.logprobs is not None
-        self.scores = None if run.score_from is None else Scores(run.score_from, len(self.tokens), detailed)
-        self.in_flight_tokens = 0
-        self.finished = False
-        self.greedy = not (run.sampling.temperature >= GREEDY_BELOW and run.sampling.top_p >= GREEDY_TOP_P)
         self.matcher: Matcher | None = None
         self.draft_state: DraftState | None = None
-        self.initial_len = self.reported = len(self.tokens)
-        self.discard_until = 0
-        s = run.sampling
-        self.allowed = np.unique(np.array(s.allowed_token_ids, dtype=np.int64)) if s.allowed_token_ids else None
-        restricted = bool(s.logit_bias or s.allowed_token_ids or s.bad_token_ids)
-        self.adjusted = restricted or s.min_tokens > 0
-        self.jumps = run.score_from is None and s.logprobs is None and not restricted
-        self.needs_host_tokens = run.score_from is not None or _depends_on_tokens(run.sampling)
+        self.finished = False
 
     @property
-    def penalized(self) -> bool:
-        """Whether its sampling penalizes tokens that have occurred."""
-        s = self.sampling
-        return s.repetition_penalty != 1 or s.presence_penalty != 0 or s.frequency_penalty != 0
-
-    @property
-    def total(self) -> int:
-        """Tokens so far: known ones and those in flight."""
-        return len(self.tokens) + self.in_flight_tokens
+    def in_flight_tokens(self) -> int:
+        """Tokens that planned steps sample and whose ids the host does not know yet."""
+        return self.total - len(self.tokens)
 
     @property
     def uncomputed_tokens(self) -> int:
         """Tokens so far whose KV is not computed; 1 while it decodes."""
-        return len(self.tokens) + self.in_flight_tokens - self.computed
+        return self.total - self.computed
 
     @property
     def missing(self) -> int:
         """Of a waiting request: tokens so far that the tree did not hold when it was last looked up."""
-        return len(self.tokens) + self.in_flight_tokens - self.hit
+        return self.total - self.hit
 
     @property
     def caught_up(self) -> bool:
         """Whether it decodes: only its last token is left to compute, that token was generated and is not cached in
         the tree, and more tokens may follow."""
         last = self.uncomputed_tokens == 1 and self.generated > 0 and self.total < self.limit
-        return last and self.lease.length <= self.computed
+        return last and self.leased <= self.computed
 
     @property
     def reusable(self) -> int:
@@ -189,9 +177,59 @@ class Request:
         return last if self.score_from is None else min(last, self.score_from - 1)
 
     @property
+    def is_slow(self) -> bool:
+        """Whether it takes long to tell which tokens its grammar allows."""
+        return self.matcher is not None and self.matcher.slow
+
+    @property
+    def leased(self) -> int:
+        """Tokens of its path that are in the tree, while it runs."""
+        assert self.lease is not None
+        return self.lease.length
+
+    @property
+    def tree_path(self) -> TreePath:
+        """The nodes of its lease, while it runs."""
+        assert self.lease is not None
+        return self.lease.path()
+
+    @property
     def generated(self) -> int:
         """Tokens after the prompt, those in flight included."""
         return self.total - self.prompt_len
+
+    def append(self, token: int) -> None:
+        """Add a token that a planned step has sampled."""
+        self.tokens.append(token)
+
+    def extend(self, ids: Sequence[int], computed: bool = False) -> None:
+        """Add tokens that no planned step samples: forced text, or accepted drafts, which are `computed`."""
+        self.tokens.extend(ids)
+        self.total += len(ids)
+        if computed:
+            self.computed += len(ids)
+
+    def plan(self, count: int, samples: int) -> None:
+        """A step is planned that computes `count` tokens and samples as many as `samples`."""
+        self.computed += count
+        self.total += samples
+
+    def resume_at(self, computed: int) -> None:
+        """Go on after so many tokens: they need not be computed, or not again."""
+        self.computed = computed
+
+    def recompute_last(self) -> None:
+        """Do not count the last known token as computed."""
+        self.computed = min(self.computed, len(self.tokens) - 1)
+
+    def discard_in_flight(self, step: int) -> None:
+        """Discard what the planned steps, up to `step`, sample."""
+        if self.in_flight_tokens:
+            self.total, self.discard_until = len(self.tokens), step
+
+    def samples_in(self, step: int) -> bool:
+        """Whether the token that a step samples is still wanted, now that the step before has been applied."""
+        return not self.finished and step > self.discard_until
 
     def reach(self, start: int, stop: int) -> None:
         """Record that a chunk of the tokens [start, stop) is planned: tokens between the previous chunk and this one
@@ -219,7 +257,7 @@ class Request:
         """Ids that must not follow its tokens and `ahead`: those that would complete sequences of bad_token_ids, and
         below min_tokens stop ids. With a grammar, its mask has the latter."""
         s = self.sampling
-        found = set()
+        found: set[int] = set()
         if s.bad_token_ids:
             longest = max(map(len, s.bad_token_ids)) - 1
             recent = [*self.tokens[max(self.prompt_len, len(self.tokens) - longest) :], *ahead]
@@ -228,17 +266,20 @@ class Request:
             found |= self.stop_ids
         return found
 
-    def may_be_next(self, vocab_size: int, ahead: Sequence[int] = ()) -> np.ndarray:
-        """bool[vocab_size]: the ids that may follow its tokens and `ahead`, grammars aside."""
-        found = np.full(vocab_size, self.allowed is None)
-        if self.allowed is not None:
-            found[self.allowed] = True
-        found[list(self.banned(ahead))] = False
-        return found
-
     def path(self, start: int, stop: int | None = None) -> memoryview:
         """Tokens [start, stop) as int32, without a copy. The view must be released before the sequence grows."""
         return memoryview(self.tokens)[start:stop]
+
+
+def advance(decodes: Iterable[Request]) -> bool:
+    """As `Request.plan` for a token of each of the decodes. Returns whether any of them has reached its limit."""
+    ending = False
+    for request in decodes:
+        request.computed += 1
+        request.total = total = request.total + 1
+        if total >= request.limit:
+            ending = True
+    return ending
 
 
 def from_run(
@@ -267,8 +308,9 @@ def from_run(
     if s.logit_bias or s.allowed_token_ids or s.bad_token_ids or s.stop_token_ids:
         _check_sampled_ids(s, vocab_size)
     request = Request(run, max(limit, total), eos_ids, adapter)
-    if request.adjusted and request.limit > total and not request.may_be_next(vocab_size).any():
-        raise BadSampling(request.restriction, NONE_ALLOWED)
+    if request.info.adjusted and request.limit > total:
+        if not may_be_next(request.info, request.banned(), vocab_size).any():
+            raise BadSampling(request.restriction, NONE_ALLOWED)
     return request
 
 
@@ -285,15 +327,35 @@ def _check_sampled_ids(s: Sampling, vocab_size: int) -> None:
             raise BadSampling(name, f"a token id is outside the vocabulary of {vocab_size}")
 
 
+def _info(run: Run, number: int, limit: int, eos_ids: frozenset[int]) -> RequestInfo:
+    s = run.sampling
+    # With a grammar eos ends it even with ignore_eos: once the grammar is complete nothing else can follow.
+    keeps_eos = not s.ignore_eos or s.grammar is not None
+    return RequestInfo(
+        id=run.id,
+        number=number,
+        prompt_len=run.prompt_len,
+        limit=limit,
+        sampling=s,
+        greedy=not (s.temperature >= GREEDY_BELOW and s.top_p >= GREEDY_TOP_P),
+        needs_host_tokens=run.score_from is not None or _depends_on_tokens(s),
+        adjusted=_restricted(s) or s.min_tokens > 0,
+        allowed=np.unique(np.array(s.allowed_token_ids, dtype=np.int64)).tobytes() if s.allowed_token_ids else b"",
+        stop_ids=frozenset(s.stop_token_ids) | (eos_ids if keeps_eos else frozenset()),
+    )
+
+
+def _restricted(s: Sampling) -> bool:
+    return bool(s.logit_bias or s.allowed_token_ids or s.bad_token_ids)
+
+
 def _depends_on_tokens(s: Sampling) -> bool:
     """Whether the next token, or what is reported with it, depends on more than logits, position and seed."""
     return bool(
-        s.repetition_penalty != 1
+        _restricted(s)
+        or s.repetition_penalty != 1
         or s.presence_penalty
         or s.frequency_penalty
-        or s.logit_bias
-        or s.allowed_token_ids
-        or s.bad_token_ids
         or s.min_tokens
         or s.logprobs is not None
         or s.grammar is not None

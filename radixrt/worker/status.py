@@ -6,8 +6,6 @@ import os
 import secrets
 from dataclasses import dataclass
 
-import numpy as np
-
 from radixrt.messages import Adapter, Load, Register
 from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.plan import Plan, Runner
@@ -105,15 +103,15 @@ class Speed:
         if self._first is not None:
             self._first.append((seconds / weight, value, weight))
             if len(self._first) >= self._fewest:
-                self._look_back()
+                self._look_back(self._first)
 
-    def _look_back(self) -> None:
-        weights = [weight for *_, weight in self._first]
+    def _look_back(self, first: list[tuple[float, float, float]]) -> None:
+        weights = [weight for *_, weight in first]
         if sum(weights) - max(weights) < self._known:
             return
-        fast = sorted(self._first)[(len(weights) - 1) // 2][0]
+        fast = sorted(first)[(len(weights) - 1) // 2][0]
         self._mean = Mean(0, self._most)
-        for seconds, value, weight in self._first:
+        for seconds, value, weight in first:
             if seconds <= SLOW * fast:
                 self._mean.add(value, weight)
         self._first = None
@@ -139,18 +137,10 @@ class Rates:
 
     def add(self, plan: Plan, seconds: float) -> None:
         """Add a step that took `seconds`."""
-        if _prompt_tokens(plan):
+        if plan.prompt_tokens:
             self._prefill.add(seconds, len(plan.tokens) / max(seconds, 1e-9), len(plan.tokens))
         else:
             self._step.add(seconds, seconds, 1)
-
-
-def _prompt_tokens(plan: Plan) -> int:
-    """Tokens of a step that are in chunks of prompts (chunks of forced tokens do not count)."""
-    if len(plan.tokens) == len(plan.requests):
-        return 0
-    chunks = np.flatnonzero(plan.counts > 1).tolist()
-    return sum(int(plan.counts[b]) for b in chunks if plan.starts[b] < plan.requests[b].prompt_len)
 
 
 def load(
@@ -183,7 +173,7 @@ def load(
         forced_tokens=scheduler.forced_tokens,
         drafted_tokens=scheduler.drafter.drafted if scheduler.drafter else 0,
         accepted_tokens=scheduler.drafter.accepted if scheduler.drafter else 0,
-        launched_tokens=0 if inflight is None else _prompt_tokens(inflight),
+        launched_tokens=0 if inflight is None else inflight.prompt_tokens,
         newest_run=newest_run,
         kept_tokens=cache.retained.tokens(),
         fetched_tokens=cache.tier.onloaded_pages * cache.page_size,

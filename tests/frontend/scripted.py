@@ -15,11 +15,11 @@ import pytest
 from radixrt.frontend.parsing import Piece
 from radixrt.frontend.parsing.pieces import CallStart
 from radixrt.messages import ChatPrompt, Generate, Sampling
+from radixrt.messages.ranks import RequestInfo
 from radixrt.tokens import Encoded, load_tokenizer
 from radixrt.worker import setup
 from radixrt.worker.execution.fake_runner import EOS, FakeRunner
 from radixrt.worker.plan import Plan, Result
-from radixrt.worker.request import Request
 from tests.checkpoints import make_tokenizer
 from tests.frontend.conftest import serving
 
@@ -247,7 +247,7 @@ class Script(FakeRunner):
 
         return finish
 
-    def _script(self, request: Request) -> list[int] | None:
+    def _script(self, request: RequestInfo) -> list[int] | None:
         if request.id not in self._said:
             self._said[request.id] = self.texts.popleft() if self.texts else None
             self.samplings.append(request.sampling)

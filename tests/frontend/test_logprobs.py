@@ -12,8 +12,8 @@ import pytest
 from radixrt.frontend.openai import exchange
 from radixrt.frontend.openai.replies import Reply
 from radixrt.messages import TokenLogprob
+from radixrt.messages.ranks import RequestInfo
 from radixrt.worker.execution.fake_runner import fake_logprob
-from radixrt.worker.request import Request
 from tests.frontend.scripted import Model, scripted
 
 PROMPT = "The dog sees a cat."
@@ -21,7 +21,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 ANSWER = "Yes, a cat."
 
 
-def likelihoods(request: Request, token: int) -> TokenLogprob | None:
+def likelihoods(request: RequestInfo, token: int) -> TokenLogprob | None:
     """The most likely of a token and some others, which need not include the token."""
     count = request.sampling.logprobs
     if count is None:

@@ -9,8 +9,9 @@ import numpy as np
 
 from radixrt.messages import Output, Run, Sampling
 from radixrt.worker.cache.page_cache import PageCache
-from radixrt.worker.plan import Runner
+from radixrt.worker.plan import Plan, Runner, SampleInputs
 from radixrt.worker.request import Request
+from radixrt.worker.scheduler.sample_inputs import InputGatherer
 from radixrt.worker.scheduler.scheduler import Limits, Scheduler
 from radixrt.worker.speculative.ngram import Drafter
 
@@ -26,6 +27,17 @@ class Clock:
         return self.now
 
 
+def draw(scheduler: Scheduler, runner: Runner, plan: Plan) -> None:
+    """As the worker's loop, once a step is launched and the one before is applied."""
+    if plan.needs_host_tokens:
+        runner.sample_deferred(scheduler.sample_inputs(plan, runner.mask_room))
+
+
+def sample_inputs(plan: Plan, requests: Sequence[Request]) -> SampleInputs:
+    """The inputs of a plan whose requests gave nothing to a runner before."""
+    return InputGatherer().gather(plan, requests, lambda count: np.zeros((count, 1), dtype=np.int32))
+
+
 class Engine:
     """`chunk` is the token budget of a step, `rows` the most running requests."""
 
@@ -38,12 +50,13 @@ class Engine:
             runner.num_pages, runner.page_size, rows, max_model_len, num_states=runner.num_states,
             num_host_pages=runner.num_host_pages, num_host_states=runner.num_host_states,
         )  # fmt: skip
-        self.scheduler = Scheduler(self.cache, Limits(chunk, rows), drafter)
+        self.scheduler = Scheduler(self.cache, Limits(chunk, rows), drafter, runner.shares)
         self.max_model_len = max_model_len
         self.outputs: dict[int, list[Output]] = {}
         self._next = 0
         self._inflight = None
         runner.bind(self.cache.requests.table)
+        runner.audit(self.scheduler.histories)
 
     def add(
         self,
@@ -80,8 +93,8 @@ class Engine:
         launched = (plan, self.runner.launch(plan)) if plan else None
         self.finish_step()
         self._inflight = launched
-        if launched:
-            self.runner.sample_deferred()
+        if plan:
+            draw(self.scheduler, self.runner, plan)
         if not self.runner.overlaps:
             self.finish_step()
         self.cache.check()

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from radixrt.messages import Run, Sampling, TokenLogprob
 from radixrt.worker.execution.fake_runner import EOS, FakeRunner
-from radixrt.worker.plan import Draft
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.running import Running
 from radixrt.worker.speculative.ngram import (
@@ -624,14 +623,14 @@ def test_what_another_request_said_is_drafted():
 def test_who_is_always_wrong_stops_until_it_is_sure():
     drafter, short, steps = Drafter(8, False), request(repeating(SURE - 1)), 0
     while ids := drafter.draft(short, 8, 1):
-        drafter.learn(Draft(short, ids, 0), 0)
+        drafter.learn(short, len(ids), 0)
         steps += 1
         assert steps < 20
     assert short.draft_state.acceptance < MIN_ACCEPTANCE and not drafter.begins(short, 1)
     assert drafter.drafted == 8 * steps and not drafter.accepted
-    short.tokens.append(110 + SURE - 1)
+    short.extend([110 + SURE - 1])
     assert len(drafter.draft(short, 8, 1)) == 8 and drafter.begins(short, 1)
-    drafter.learn(Draft(short, [1] * 8, 0), 8)
+    drafter.learn(short, 8, 8)
     assert short.draft_state.acceptance > 0.2 and drafter.accepted == 8
 
 
@@ -659,7 +658,7 @@ def test_rows_that_cost_more_than_they_gain_are_not_drafted():
     assert 0.2 < drafter.costs.row(1) < ACCEPTANCE < drafter.costs.row(4)
     assert drafter.begins(text, 1) and drafter.draft(text, 8, 1)
     assert not drafter.begins(text, 4) and not drafter.draft(text, 8, 4)
-    drafter.learn(Draft(text, [1] * 8, 0), 8)
+    drafter.learn(text, 8, 8)
     text.draft_state.acceptance = 0.9
     assert drafter.begins(text, 4)
     assert not drafter.draft(request(repeating(30)), 8, 40), "long matches, too"

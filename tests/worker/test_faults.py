@@ -121,7 +121,7 @@ def test_one_that_was_not_planned_leases_nothing_of_a_step_that_failed(monkeypat
     """There were no rows of logits left for it: it was admitted, on what another request was to compute."""
     bench, plan = one_left_out(monkeypatch)
     left_out = bench.scheduler._requests[2]
-    assert left_out.row >= 0 and left_out.computed == 30 and left_out not in plan.requests
+    assert left_out.row >= 0 and left_out.computed == 30 and left_out.info not in plan.requests
     bench.scheduler.fail(plan, "out of memory")
     assert bench.cache.prefixes.tree.tokens == 0 and bench.scheduler.num_waiting == 1
     bench.cache.check()
@@ -133,7 +133,7 @@ def test_one_that_was_not_planned_leases_nothing_of_a_step_that_failed(monkeypat
 def test_what_one_leased_and_never_went_on_from_is_not_cached(monkeypatch):
     """It was sent back to wait before anything of it was planned, and what it had leased has failed since."""
     bench, plan = one_left_out(monkeypatch)
-    assert bench.scheduler._preempt(plan.requests).id == 2
+    assert bench.scheduler._preempt(bench.scheduler.requests_of(plan)).id == 2
     bench.scheduler.fail(plan, "out of memory")
     bench.drain()
     assert bench.cached[2] == 0
@@ -204,28 +204,17 @@ def test_one_that_waits_for_pages_costs_no_table_writes():
         assert writes <= 1
 
 
-class Whole:
-    """A request whose whole prompt is cached: its last token is computed again."""
-
-    def __init__(self, row: int) -> None:
-        self.row = row
-        self.lease = self
-
-    def path(self):
-        return [(1, 4000)]
-
-
 def test_a_whole_hit_does_not_end_sharing_for_all():
+    """Of requests whose whole prompt is cached the last token is computed again."""
     pytest.importorskip("triton")
     from radixrt.worker.cuda.attention.decodes import Cuts, DecodePlanner
     from radixrt.worker.cuda.attention.work import Tiling
 
     planner = DecodePlanner({None}, Cuts(Tiling(4, 16, 32, 20), Tiling(16, 16, 32, 12), Cost(256, 4096, 16)))
-    batch = [Whole(row) for row in range(8)]
     rows = np.arange(8, dtype=np.int32)
     for step in range(40):
         positions = np.full(8, 3999 + step, dtype=np.int32)
-        work = planner.plan(batch, rows, positions, None)[None]
+        work = planner.plan((), [((1, 4000),)] * 8, rows, positions, None)[None]
         if step:
             assert work.shared, f"step {step}"
 

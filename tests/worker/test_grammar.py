@@ -27,7 +27,8 @@ from radixrt.messages import Grammar, GrammarKind, Run, Sampling
 from radixrt.worker.execution.fake_runner import EOS
 from radixrt.worker.execution.sampler import Masks, TorchSampler
 from radixrt.worker.load.runner import load_runner
-from radixrt.worker.request import NONE_ALLOWED, Request
+from radixrt.worker.plan import NONE_ALLOWED
+from radixrt.worker.request import Request
 from radixrt.worker.structured import compile as module
 from radixrt.worker.structured.compile import Grammars, _compile_by
 from radixrt.worker.structured.grammar_cache import ENTRY_BYTES

@@ -21,7 +21,7 @@ from radixrt.worker.execution.fake_runner import EOS, FakeRunner
 from radixrt.worker.execution.sample_step import SampleStep
 from radixrt.worker.execution.sampler import TorchSampler
 from radixrt.worker.load.runner import load_runner
-from radixrt.worker.plan import FROM_DEVICE
+from radixrt.worker.plan import FROM_DEVICE, SampleInputs
 from radixrt.worker.status import KNOWN_STEPS, Rates
 from radixrt.worker.structured.compile import Grammars
 from radixrt.worker.structured.jump_forward import Spelling, on_one_line
@@ -104,12 +104,14 @@ class LateRunner:
         for b in np.flatnonzero(plan.tokens[ends] == FROM_DEVICE):
             plan.tokens[ends[b]] = self._sampled[int(plan.rows[b])]
         late = self._late = [plan, self._runner.logits(plan), None]
+        if not plan.needs_host_tokens:
+            self.sample_deferred(SampleInputs())
         return lambda: late[2]
 
-    def sample_deferred(self) -> None:
+    def sample_deferred(self, inputs: SampleInputs) -> None:
         plan, logits, _ = self._late
         with torch.inference_mode():
-            sample_step = SampleStep(plan, logits.clone(), TorchSampler())
+            sample_step = SampleStep(plan, logits.clone(), TorchSampler(), inputs)
         self._late[2] = result = sample_step.read(sample_step.packed.numpy())
         self._sampled.update(zip(plan.rows.tolist(), result.tokens, strict=True))
 
@@ -344,10 +346,12 @@ def test_what_asks_for_more_than_the_text_is_sampled(changes, by_bytes):
 def test_masks_are_made_for_what_is_sampled_alone(overlapped, by_bytes, monkeypatch):
     """Not for the draw in flight whose place a forced token has taken."""
     made = []
-    monkeypatch.setattr(
-        "radixrt.worker.execution.fake_runner.fill_masks",
-        lambda requests, out, **_: made.extend(requests) or fill_masks(requests, out),
-    )
+
+    def fill(requests, out, **_):
+        made.extend(requests)
+        return fill_masks(requests, out)
+
+    monkeypatch.setattr("radixrt.worker.scheduler.sample_inputs.fill_masks", fill)
     engine = Follower(by_bytes, fake(overlaps=overlapped))
     said = engine.say([9, 9], Sampling(max_tokens=90, grammar=ZONE))
     assert len(made) == len(said) - engine.scheduler.forced_tokens < len(said)

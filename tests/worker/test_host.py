@@ -339,7 +339,7 @@ def test_nobody_finds_what_a_failed_step_was_to_copy_back(end: str, monkeypatch:
     if end == "fail behind":
         bench.scheduler.fail(bench.plan(), "broken")
     elif end == "preempt":
-        assert bench.scheduler._preempt(plan.requests).id == 10
+        assert bench.scheduler._preempt(bench.scheduler.requests_of(plan)).id == 10
     else:
         bench.scheduler.abort(10)
     if end == "pin":
@@ -390,7 +390,7 @@ def test_who_decodes_after_a_copy_that_failed_starts_again(monkeypatch: pytest.M
     bench.scheduler._waiting.add(request)
     bench.add(11, [6, 5, 4], 1)
     plan = bench.plan()
-    assert plan.moves.onload.size and request not in plan.requests and request in bench.scheduler.running.decoding
+    assert plan.moves.onload.size and request.info not in plan.requests and request in bench.scheduler.running.decoding
     bench.scheduler.fail(plan, "broken")
     assert request.row < 0
     bench.inflight = None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from radixrt.worker.scheduler.scheduler import Scheduler
+from tests.worker.engine import draw
 from tests.worker.foretold import Prophet
 from tests.worker.test_simulation import VOCAB, Bench, alone, overlaps, random_prompt  # noqa: F401
 
@@ -23,6 +24,7 @@ class Rough(Bench):
         if drafts:
             drafter = Prophet(4, self.overlaps, truth=3, seed=rng.randrange(1 << 30), vocab_size=VOCAB)
             self.scheduler = Scheduler(self.cache, self.scheduler.limits, drafter)
+            self.runner.histories = self.scheduler.histories
 
     def step(self) -> int:
         plan = self.plan()
@@ -33,10 +35,14 @@ class Rough(Bench):
                 self._fail(plan)
             else:
                 self.inflight = plan, self.runner.launch(plan)
-        if not self.runner.overlaps:
-            finishing, self.inflight = self.inflight, None
         if finishing:
             self._finish_step(*finishing)
+        if self.inflight:
+            draw(self.scheduler, self.runner, self.inflight[0])
+        if not self.runner.overlaps:
+            finishing, self.inflight = self.inflight, None
+            if finishing:
+                self._finish_step(*finishing)
         return 0 if plan is None else len(plan.tokens)
 
     def _finish_step(self, plan, wait) -> None:

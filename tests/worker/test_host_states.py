@@ -516,7 +516,7 @@ def test_nobody_finds_a_state_that_a_failed_step_was_to_copy_back(end: str) -> N
     if end == "fail behind":
         bench.scheduler.fail(bench.plan(), "broken")
     elif end == "preempt":
-        assert bench.scheduler._preempt(plan.requests).id == 10
+        assert bench.scheduler._preempt(bench.scheduler.requests_of(plan)).id == 10
     elif end == "abort":
         bench.scheduler.abort(10)
     bench.scheduler.fail(plan, "broken")

@@ -392,7 +392,7 @@ def choices(found: RetainedContexts, *answers: list[int]) -> list[Lease]:
     leases = []
     for answer in answers:
         request = ended([1] * 5)
-        request.tokens.extend(answer)
+        request.extend(answer)
         found.keep(request, Lease(5 + len(answer)))
         leases.append(found._ended[-1].lease)
     return leases

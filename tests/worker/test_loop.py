@@ -32,7 +32,7 @@ from radixrt.messages import (
 )
 from radixrt.messages.digests import prefix_digest
 from radixrt.process.watchdog import Watchdog
-from radixrt.worker import loop, status
+from radixrt.worker import loop
 from radixrt.worker.execution.fake_runner import FakeRunner, fake_token
 from radixrt.worker.execution.torch_runner import ModelRunner
 from radixrt.worker.loop import Identity, Worker
@@ -221,13 +221,6 @@ def test_its_load_has_what_is_kept():
     assert any(load.waiting and load.kept_tokens >= 59 for load in loads) and not loads[-1].kept_tokens
 
 
-def test_drafts_are_no_prompts():
-    requests = [SimpleNamespace(prompt_len=length) for length in (5, 10, 200)]
-    counts, starts = np.array([1, 3, 64]), np.array([10, 20, 0])
-    plan = SimpleNamespace(tokens=np.zeros(68), requests=requests, counts=counts, starts=starts)
-    assert status._prompt_tokens(plan) == 64
-
-
 def test_its_load_has_requests_that_wait_for_their_grammar():
     serving = Worker(FakeRunner(num_pages=400), Identity("w", "model"), Router().connect, limits=Limits(64, 8))
     serving._compiling._waiting[1] = from_run(run(1, range(5, 35)), 100, 1000, frozenset()), Future(), 1e9
@@ -335,6 +328,22 @@ def test_a_step_that_fails_takes_only_its_requests_along():
         assert serving.cache.leased_pages == 0
 
 
+def test_a_step_behind_a_failed_one_is_not_sampled():
+    """It is waited for, and fails as well; the worker goes on."""
+
+    class Broken(FakeRunner):
+        def launch(self, plan):
+            wait = super().launch(plan)
+            return (lambda: 1 / 0) if plan.step == 3 else wait
+
+    with worker(Broken(num_pages=400, check=True)) as (router, serving):
+        for id in (1, 2):
+            router.tell(run(id, [5, 6, 7], Sampling(max_tokens=8, temperature=0.0, logprobs=0)))
+            router.finished(id)
+        assert [router.outputs(id)[-1].finish for id in (1, 2)] == ["error", "length"]
+        assert serving.cache.leased_pages == 0
+
+
 @pytest.mark.parametrize("when", ["launch", "wait", "draw"])
 def test_a_worker_whose_device_is_lost_ends(when, overlaps):
     """It fails nothing: who is sent its requests anew does better."""
@@ -355,8 +364,9 @@ def test_a_worker_whose_device_is_lost_ends(when, overlaps):
             wait = super().launch(plan)
             return lambda: self.fail("wait") or wait()
 
-        def sample_deferred(self):
+        def sample_deferred(self, inputs):
             self.fail("draw")
+            super().sample_deferred(inputs)
 
         def works(self):
             return self.steps_done <= 3
@@ -367,7 +377,7 @@ def test_a_worker_whose_device_is_lost_ends(when, overlaps):
     runner, router = Broken(num_pages=400, check=True), Router()
     runner.overlaps = overlaps
     serving = Worker(runner, Identity("w", "model"), router.connect, limits=Limits(64, 8), check=True)
-    router.tell(run(1, [5, 6, 7]))
+    router.tell(run(1, [5, 6, 7], Sampling(temperature=0.0, logprobs=0)))
     late = threading.Timer(5, serving.stop)
     late.start()
     with pytest.raises(DeviceLost, match="illegal memory access"):
@@ -557,10 +567,11 @@ def test_what_depends_on_the_tokens_before_is_sampled_when_they_are_known(overla
             self.plan = plan
             return super().launch(plan)
 
-        def sample_deferred(self):
-            for b, request in enumerate(self.plan.requests):
-                if self.plan.samples[b] and not request.finished:
-                    late.append(int(self.plan.starts[b] + self.plan.counts[b]) - len(request.tokens))
+        def sample_deferred(self, inputs):
+            super().sample_deferred(inputs)
+            for b, (tokens, over) in enumerate(self.histories(self.plan)):
+                if self.plan.samples[b] and not over:
+                    late.append(int(self.plan.starts[b] + self.plan.counts[b]) - len(tokens))
 
     with worker(Watching(num_pages=400, check=True)) as (router, _):
         router.tell(run(1, [5, 6, 7], Sampling(max_tokens=8, temperature=0.0, frequency_penalty=0.5)))

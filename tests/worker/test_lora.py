@@ -83,7 +83,7 @@ def check_logits(path, folder, model, targets):
     assert plan.counts.sum() == sum(map(len, asked)), "one step"
     found, _ = computed(engine.runner, plan)
     models = {-1: model} | {number: merged(model, adapter) for number, adapter in enumerate(adapters)}
-    of_prompt = {request.tokens.tobytes(): number for number, request in enumerate(plan.requests)}
+    of_prompt = {r.tokens.tobytes(): n for n, r in enumerate(engine.scheduler.requests_of(plan))}
     rows = found.split(plan.wants.tolist())
     for prompt, adapter in zip(asked, numbers, strict=True):
         own = rows[of_prompt[_bytes(prompt)]]

@@ -12,7 +12,7 @@ from radixrt.messages import Sampling
 from radixrt.worker.load.runner import load_runner
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.weights.checkpoint import read_json
-from radixrt.worker.plan import Plan, Result, Runner
+from radixrt.worker.plan import Plan, Result, Runner, SampleInputs
 from tests.worker.engine import GREEDY, Engine, prompts
 from tests.worker.families import BY_TRANSFORMERS, FAMILIES, GEMMA_4_LARGE, GEMMA_4_MOE, YARN_QUERY_SCALING
 
@@ -223,8 +223,10 @@ def computed(runner: Runner, plan: Plan) -> tuple[torch.Tensor, Result]:
 
     runner.logits = logits
     try:
-        result = runner.launch(plan)()
-        return seen[0], result
+        wait = runner.launch(plan)
+        if plan.needs_host_tokens:  # known tokens are scored
+            runner.sample_deferred(SampleInputs())
+        return seen[0], wait()
     finally:
         del runner.logits
 

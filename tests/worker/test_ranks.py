@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from array import array
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,25 +18,24 @@ import torch
 from torch import distributed
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.messages import Run, Sampling
+from radixrt.messages import Sampling
+from radixrt.messages.ranks import Bind, PutAdapter, RequestInfo
 from radixrt.worker.load.runner import load_runner, rank_device
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.parallel import tensor_parallel
 from radixrt.worker.parallel.group import TorchGroup
-from radixrt.worker.parallel.tensor_parallel import GroupLost, Leader, StandIns, Step
-from radixrt.worker.plan import Moves, Plan, StateWork
-from radixrt.worker.request import Request
+from radixrt.worker.parallel.tensor_parallel import GroupLost, Leader, PlanDecoder, PlanEncoder
+from radixrt.worker.plan import Draft, Moves, Plan, SampleInputs, StateWork
 from tests.checkpoints import make_model
 from tests.waiting import eventually
 from tests.worker.engine import Engine, prompts
 
 
-def request(number: int) -> Request:
-    run = Run(id=number, namespace="", ids=array("i", [1, 2]).tobytes(), prompt_len=2, sampling=Sampling())
-    return Request(run, 9, frozenset())
+def request(number: int, **sampling) -> RequestInfo:
+    return RequestInfo(id=number, number=number, prompt_len=2, limit=9, sampling=Sampling(**sampling))
 
 
-def plan_of(requests: tuple[Request, ...], step: int = 7) -> Plan:
+def plan_of(requests: tuple[RequestInfo, ...], step: int = 7) -> Plan:
     count = len(requests)
     numbers = np.arange(count, dtype=np.int32)
     writes = np.array([[1, 2], [3, 4], [5, 6]], dtype=np.int32)
@@ -45,92 +43,55 @@ def plan_of(requests: tuple[Request, ...], step: int = 7) -> Plan:
                 numbers % 2 == 0, writes)  # fmt: skip
 
 
-def told(plan: Plan, paths) -> Step:
+def told(*plans: Plan) -> list[Plan]:
     """What arrives."""
-    return tensor_parallel._decode(tensor_parallel._encode(Step.of(plan, paths)))
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    return [decoder.unpack(tensor_parallel._decode(tensor_parallel._encode(encoder.pack(plan)))) for plan in plans]
+
+
+def same(a: object, b: object) -> bool:
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.flags.writeable and np.array_equal(a, b)
+    if is_dataclass(a):
+        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    return a == b
 
 
 # ---------------------------------------------------------------- what is told
 
 
 def test_a_plan_arrives_as_it_was():
-    plan = plan_of(tuple(map(request, range(3))))
-    paths = {0: ((1, 20), (-(5 << 32) - 9, 29)), 2: ()}
-    found = StandIns().plan(told(plan, paths))
-    for name in ("rows", "starts", "counts", "tokens", "slots", "wants", "samples", "table_writes"):
-        a, b = getattr(found, name), getattr(plan, name)
-        assert np.array_equal(a, b) and a.dtype == b.dtype and a.flags.writeable, name
-    assert found.step == 7
-    assert [r.lease.path() for r in (found.requests[0], found.requests[2])] == [paths[0], ()]
-    with pytest.raises(GroupLost, match="looked up"):
-        found.requests[1].lease.path()
-
-
-def test_what_is_done_with_states_arrives():
     one, pair = np.array([5], np.int32), np.array([[1, 2], [3, 4]], np.int32)
-    within = np.array([[5], [2], [6]], np.int32)
-    plan = replace(plan_of((request(1),)), states=StateWork(one, pair, pair[:, :0], within, one))
-    found = StandIns().plan(told(plan, {})).states
-    assert [x.tolist() for x in (found.slots, found.restores, found.saves)] == [[5], [[1, 2], [3, 4]], [[], []]]
-    assert np.array_equal(found.within, within) and found.runs.tolist() == [5]
-    assert StandIns().plan(told(plan_of((request(1),)), {})).states is None
+    plain = plan_of(tuple(map(request, range(3))))
+    full = replace(
+        plain,
+        requests=(request(1), request(4, temperature=0.5, logit_bias={3: 1.0}, stop=("a",)), request(2)),
+        paths=(((1, 20), (-(5 << 32) - 9, 29)), (), ((1, 20),)),
+        drafts=(Draft([7, 8], 1),),
+        states=StateWork(one, pair, pair[:, :0], np.array([[5], [2], [6]], np.int32), one),
+        adapters=np.array([-1, 3, 3], np.int32),
+        moves=Moves(pair, pair[:, :0], pair[:, :1], pair[:, 1:]),
+        following={1: [5, 6]},
+        needs_host_tokens=True,
+    )
+    for plan, arrived in zip((plain, full, plain), told(plain, full, plain), strict=True):
+        assert same(arrived, plan)
 
 
-def test_adapters_arrive():
-    plan = replace(plan_of((request(1), request(2))), adapters=np.array([-1, 3], np.int32))
-    assert StandIns().plan(told(plan, {})).adapters.tolist() == [-1, 3]
-    assert StandIns().plan(told(plan_of((request(1),)), {})).adapters is None
-
-
-def test_moves_arrive():
-    pair = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
-    plan = replace(plan_of((request(1),)), moves=Moves(pair, pair[:, :0], pair[:, :2], pair[:, 1:]))
-    found = StandIns().plan(told(plan, {})).moves
-    assert np.array_equal(found.offload, pair) and found.onload.shape == (2, 0)
-    assert found.states_offload.tolist() == [[1, 2], [4, 5]] and found.states_onload.tolist() == [[2, 3], [5, 6]]
-    assert StandIns().plan(told(plan_of((request(1),)), {})).moves is None
-
-
-def test_requests_are_known_again():
-    """By what tells them apart on rank 0, which an id does not."""
-    book, first, other = StandIns(), request(1), request(1)
-    a, b = book.plan(told(plan_of((first, other)), {0: ((1, 5),)})).requests
-    assert a is not b and a.greedy and not (a.needs_host_tokens or a.penalized)
-    c, d = book.plan(told(plan_of((other, first)), {})).requests
-    assert c is b and d is a
-    with pytest.raises(GroupLost):
-        d.lease.path()  # of an earlier step
-
-
-def test_what_is_known_is_bounded(monkeypatch):
-    monkeypatch.setattr(tensor_parallel, "KEPT_REQUESTS", 3)
-    book, known = StandIns(), [request(i) for i in range(9)]
-    kept = book.plan(told(plan_of(tuple(known[:4])), {})).requests
-    book.plan(told(plan_of(tuple(known[4:6])), {}))
-    assert len(book._requests) == 5
-    again = book.plan(told(plan_of(tuple(known[:4])), {})).requests
-    assert [a is b for a, b in zip(again, kept, strict=True)] == [False, True, True, True]
+def test_requests_and_paths_are_told_once():
+    """And again by who comes back."""
+    encoder, a, b = PlanEncoder(), request(1), request(2)
+    plan = replace(plan_of((a, b)), paths=(((1, 5),), ()))
+    assert encoder.pack(plan).requests == [a, b]
+    again = encoder.pack(replace(plan, step=8))
+    assert again.requests is None and again.paths is None
+    assert encoder.pack(plan_of((b, request(3)))).requests == [2, request(3)]
+    assert encoder.pack(plan_of((a,))).requests == [a]
 
 
 def test_ranks_have_devices_side_by_side():
     found = [rank_device(device, 3) for device in ("cpu", "cuda", "cuda:4")]
     assert found == ["cpu", "cuda:3", "cuda:7"]
-
-
-def test_what_was_used_last_is_kept(monkeypatch):
-    monkeypatch.setattr(tensor_parallel, "KEPT_REQUESTS", 1)
-    book, (a, b, c) = StandIns(), [request(i) for i in range(3)]
-    book.plan(told(plan_of((a, b)), {}))
-    (kept,) = book.plan(told(plan_of((a,)), {})).requests
-    book.plan(told(plan_of((c,)), {}))
-    assert book.plan(told(plan_of((a,)), {})).requests[0] is kept
-
-
-@pytest.mark.parametrize("wants", [False, True])
-def test_whether_logits_are_wanted_is_told(wants):
-    one = request(1)
-    one.greedy, one.needs_host_tokens = not wants, False
-    assert StandIns().plan(told(plan_of((one,)), {})).wants_logits is wants
 
 
 @pytest.mark.parametrize("when", ["before", "launch", "wait", "draw"])
@@ -144,7 +105,7 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
 
         def launch(self, plan):
             if when != "before":
-                self.on_planned(plan, {})
+                self.on_planned(plan)
             if when in ("before", "launch"):
                 raise KeyError
 
@@ -153,7 +114,7 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
 
             return wait
 
-        def sample_deferred(self):
+        def sample_deferred(self, inputs):
             raise KeyError
 
         def close(self):
@@ -166,7 +127,7 @@ def test_what_fails_on_rank_0_alone_ends_the_worker(monkeypatch, when):
         wait = leader.launch(plan_of((request(1),)))
         if when == "wait":
             wait()
-        leader.sample_deferred()
+        leader.sample_deferred(SampleInputs())
     leader.close()
     together = ["graphs", "the group"] if when in ("before", "draw") else []
     assert left == [*together, "ranks"], "who is alone does not wait for others"
@@ -189,9 +150,10 @@ def test_a_follower_waits_for_the_step_before():
             return lambda: under_way.remove(plan.step)
 
     theirs, mine = Pipe(duplex=False)
-    mine.send_bytes(tensor_parallel._encode(tensor_parallel.Bind(4, 9)))
+    mine.send_bytes(tensor_parallel._encode(Bind(4, 9)))
+    encoder = PlanEncoder()
     for step in range(5):
-        mine.send_bytes(tensor_parallel._encode(Step.of(plan_of((request(1),), step), {})))
+        mine.send_bytes(tensor_parallel._encode(encoder.pack(plan_of((request(1),), step))))
     mine.close()
     with pytest.raises(EOFError):
         tensor_parallel.follow(Slow(), theirs)
@@ -218,8 +180,9 @@ def test_a_follower_writes_adapters_between_steps():
             done.append(f"{adapter} in {slot}")
 
     theirs, mine = Pipe(duplex=False)
-    steps = [Step.of(plan_of((request(1),), step), {}) for step in range(3)]
-    for message in (tensor_parallel.Bind(4, 9), steps[0], tensor_parallel.PutAdapter(3, "sql", "/a"), *steps[1:]):
+    encoder = PlanEncoder()
+    steps = [encoder.pack(plan_of((request(1),), step)) for step in range(3)]
+    for message in (Bind(4, 9), steps[0], PutAdapter(3, "sql", "/a"), *steps[1:]):
         mine.send_bytes(tensor_parallel._encode(message))
     mine.close()
     with pytest.raises(EOFError):
@@ -332,11 +295,11 @@ def test_a_rank_that_does_not_come_is_named(folder):
     """Nobody waits for it."""
     code = """
 import subprocess, sys
-from radixrt.worker import ranks
+from radixrt.worker.parallel import tensor_parallel
 from tests.worker.test_ranks import load
 gone = [sys.executable, "-c", "raise SystemExit(3)"]
-ranks._start = lambda config: subprocess.Popen(gone, stdin=subprocess.PIPE)
-ranks.FAIL_SECONDS = 0.5
+tensor_parallel._start = lambda config: subprocess.Popen(gone, stdin=subprocess.PIPE)
+tensor_parallel.FAIL_SECONDS = 0.5
 load(sys.argv[1], 2)
 """
     command = [sys.executable, "-c", code, str(folder)]

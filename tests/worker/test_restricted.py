@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Run, Sampling
-from radixrt.worker.execution.sample_step import NOT_FINITE, SampleStep
-from radixrt.worker.execution.sampler import TorchSampler, adjust, choose
+from radixrt.worker.execution.sample_step import NOT_FINITE
+from radixrt.worker.execution.sampler import adjust
 from radixrt.worker.load.runner import load_runner
-from radixrt.worker.plan import Draft, Plan, Result
-from radixrt.worker.request import NONE_ALLOWED, BadSampling, Request, from_run
+from radixrt.worker.plan import NONE_ALLOWED, Draft, Plan, Result
+from radixrt.worker.request import BadSampling, Request, from_run
 from radixrt.worker.speculative.ngram import Drafter
 from radixrt.worker.structured.stuck import Stuck, StuckCause
 from tests.worker.engine import Engine, prompts
-from tests.worker.test_sample import logits, request
+from tests.worker.test_sample import chosen, logits, picked, request
 
 NOT_ALLOWED = Stuck(StuckCause.RESTRICTION, NONE_ALLOWED)
 FEW = st.integers(3, 5)
@@ -48,9 +48,9 @@ def test_which_ids_are_banned(allowed, bad, tokens, ahead, data):
     expected = raw.clone()
     expected[sorted(banned(sampling, tokens[prompt_len:] + ahead, len(raw)))] = -torch.inf
     asked = request(sampling, tuple(tokens), prompt_len)
-    assert asked.adjusted == asked.needs_host_tokens == bool(allowed or bad)
-    assert asked.jumps != asked.adjusted, "tokens that a grammar forces are not sampled"
-    adjust(raw, asked, ahead)
+    assert asked.info.adjusted == asked.info.needs_host_tokens == bool(allowed or bad)
+    assert asked.jumps != asked.info.adjusted, "tokens that a grammar forces are not sampled"
+    adjust(raw, asked.info, list(asked.banned(ahead)))
     assert torch.equal(raw, expected)
 
 
@@ -58,10 +58,7 @@ def test_which_ids_are_banned(allowed, bad, tokens, ahead, data):
 def test_no_other_token_is_sampled(temperature):
     allowed = (5, 9, 11)
     sampling = Sampling(allowed_token_ids=allowed, bad_token_ids=((9,),), temperature=temperature, seed=3)
-    found = {
-        int(choose(logits(1), [request(sampling)], np.arange(1), [position], TorchSampler())[0])
-        for position in range(60)
-    }
+    found = {int(chosen(logits(1), [request(sampling)], [position])[0]) for position in range(60)}
     assert found == {5, 11} if temperature else found < {5, 11}
 
 
@@ -128,26 +125,24 @@ def test_a_request_that_leaves_no_token_ends_with_its_field(runner, fields, said
     assert engine.last(again).cached_tokens == 0, "shorter than a page"
 
 
-def picked(asked: Request, raw: torch.Tensor) -> Result:
+def picked_for(asked: Request, raw: torch.Tensor) -> Result:
     ones = np.ones(1, dtype=np.int32)
-    plan = Plan(1, (asked,), ones, 2 * ones, ones, ones, ones, ones, ones > 0, np.zeros((3, 0)))
-    sample_step = SampleStep(plan, raw, TorchSampler())
-    return sample_step.read(sample_step.packed.numpy())
+    plan = Plan(1, (asked.info,), ones, 2 * ones, ones, ones, ones, ones, ones > 0, np.zeros((3, 0)))
+    return picked(plan, [asked], raw)
 
 
 def test_what_a_draft_leaves_no_token_after_is_no_bad_logits():
     asked, ones = request(Sampling(allowed_token_ids=(5,), bad_token_ids=((5, 5),))), np.ones(2, dtype=np.int32)
-    plan = Plan(1, (asked, asked), ones, 2 * ones + [0, 1], ones, ones, ones, ones, ones > 0, np.zeros((3, 0)),
-                drafts=(Draft(asked, [5], 0),))  # fmt: skip
-    sample_step = SampleStep(plan, torch.zeros(2, 8), TorchSampler())
-    result = sample_step.read(sample_step.packed.numpy())
+    plan = Plan(1, (asked.info,) * 2, ones, 2 * ones + [0, 1], ones, ones, ones, ones, ones > 0, np.zeros((3, 0)),
+                drafts=(Draft([5], 0),))  # fmt: skip
+    result = picked(plan, [asked] * 2, torch.zeros(2, 8))
     assert result.tokens[0] == 5 and not result.failed and result.stuck == {1: NOT_ALLOWED}
 
 
 def test_bad_logits_are_no_restriction():
     """They are the model's fault, whatever the request allows: then nothing that it computed is right."""
     asked = request(Sampling(allowed_token_ids=(5,), bad_token_ids=((6,),)))
-    result = picked(asked, torch.full((1, 8), torch.nan))
+    result = picked_for(asked, torch.full((1, 8), torch.nan))
     assert list(result.failed) == [0] and not result.stuck
 
 
@@ -155,8 +150,8 @@ def test_bad_logits_are_no_restriction():
 def test_a_grammar_and_allowed_ids_without_a_common_token_are_no_bad_logits(mask, stuck, monkeypatch):
     asked = request(Sampling(allowed_token_ids=(5, 7), bad_token_ids=((7,),), grammar=Grammar("regex", "a")))
     asked.matcher = object()
-    monkeypatch.setattr("radixrt.worker.execution.sample_step.fill_masks", lambda _, out, ahead: out.fill(mask) or {})
-    result = picked(asked, torch.zeros(1, 8))
+    monkeypatch.setattr("radixrt.worker.scheduler.sample_inputs.fill_masks", lambda _, out, ahead: out.fill(mask) or {})
+    result = picked_for(asked, torch.zeros(1, 8))
     assert not result.failed and result.stuck == ({0: NOT_ALLOWED} if stuck else {})
     assert stuck or result.tokens == [5]
 

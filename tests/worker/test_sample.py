@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -30,8 +31,9 @@ from radixrt.worker.execution.sampler import (
     penalize,
     sample_tokens,
 )
-from radixrt.worker.plan import Plan
+from radixrt.worker.plan import Gained, Plan, Result
 from radixrt.worker.request import Request
+from tests.worker.engine import sample_inputs
 
 VOCAB = 200
 
@@ -55,6 +57,19 @@ def request(sampling: Sampling, tokens=(5, 6, 7), prompt_len: int | None = None,
     return Request(
         Run(id=1, namespace="", ids=array("i", tokens).tobytes(), prompt_len=size, sampling=sampling), 99, eos
     )
+
+
+def chosen(raw: torch.Tensor, requests: list[Request], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`choose`, with all that it depends on."""
+    gained = {n: Gained(0, np.array(r.tokens)) for n, r in enumerate(requests)}
+    banned = {n: list(r.banned()) for n, r in enumerate(requests)}
+    infos, rows = [r.info for r in requests], np.arange(len(requests))
+    return choose(raw, infos, rows, positions, TorchSampler(), gained=gained, banned=banned)
+
+
+def picked(plan: Plan, requests: Sequence[Request], raw: torch.Tensor) -> Result:
+    sample_step = SampleStep(plan, raw, TorchSampler(), sample_inputs(plan, requests))
+    return sample_step.read(sample_step.packed.numpy())
 
 
 def logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -95,7 +110,7 @@ def test_of_equal_tokens_exactly_k_are_kept():
 def test_repetition_penalty_counts_prompt_and_output():
     raw, tokens = logits()[0], (5, 6, 7, 7, 8)
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), raw[None].clone())[0]
-    penalize(raw, request(Sampling(repetition_penalty=1.7), tokens, prompt_len=3))
+    penalize(raw, request(Sampling(repetition_penalty=1.7), tokens, prompt_len=3).info, tokens)
     assert torch.equal(raw, expected)
 
 
@@ -104,7 +119,8 @@ def test_presence_and_frequency_count_the_output_only():
     expected = raw.clone()
     expected[7] -= 0.5 + 2 * 0.25
     expected[8] -= 0.5 + 0.25
-    penalize(raw, request(sampling, (5, 6, 7, 7, 8, 7), prompt_len=3))
+    tokens = (5, 6, 7, 7, 8, 7)
+    penalize(raw, request(sampling, tokens, prompt_len=3).info, tokens)
     assert torch.equal(raw, expected)
 
 
@@ -113,7 +129,7 @@ def test_logit_bias_is_added():
     expected = raw.clone()
     expected[11] += 4.0
     expected[12] -= 100.0
-    adjust(raw, request(Sampling(logit_bias={11: 4.0, 12: -100.0})))
+    adjust(raw, request(Sampling(logit_bias={11: 4.0, 12: -100.0})).info)
     assert torch.equal(raw, expected)
 
 
@@ -121,7 +137,8 @@ def test_stops_are_banned_below_min_tokens():
     sampling = Sampling(min_tokens=2, stop_token_ids=(9,))
     for generated, banned in ((0, True), (1, True), (2, False)):
         raw = logits()[0]
-        adjust(raw, request(sampling, (5, 6, 7, *range(20, 20 + generated)), prompt_len=3))
+        one = request(sampling, (5, 6, 7, *range(20, 20 + generated)), prompt_len=3)
+        adjust(raw, one.info, list(one.banned()))
         assert [math.isinf(raw[i]) for i in (2, 9, 10)] == [banned, banned, False]
 
 
@@ -130,14 +147,13 @@ def test_temperature_zero_takes_the_largest_after_what_changes_the_logits():
     best = int(raw[0].argmax())
     plain, biased = Sampling(temperature=0.0), Sampling(temperature=0.0, logit_bias={best: -100.0})
     expected = int(raw[0].topk(2).indices[1])
-    both, rows = torch.stack([raw[0], raw[0]]), np.arange(2)
-    found, finite = choose(both, [request(plain), request(biased)], rows, [3, 3], TorchSampler())
+    found, finite = chosen(torch.stack([raw[0], raw[0]]), [request(plain), request(biased)], [3, 3])
     assert finite.tolist() == [True, True]
     assert found.tolist() == [best, expected]
 
 
 def test_a_top_p_of_zero_leaves_the_likeliest_token():
-    found, _ = choose(raw := logits(1), [request(Sampling(top_p=0.0, seed=1))], np.arange(1), [3], TorchSampler())
+    found, _ = chosen(raw := logits(1), [request(Sampling(top_p=0.0, seed=1))], [3])
     assert found.tolist() == raw.argmax(-1).tolist()
 
 
@@ -147,7 +163,7 @@ def test_sampled_beside_greedy_each_has_its_own_position_and_noise():
         Sampling(temperature=t, seed=n, top_k=k) for n, (t, k) in enumerate([(0.0, 0), (2.0, 0), (0.0, 5), (1.5, 90)])
     ]
     positions = [3, 9, 4, 11]
-    found, _ = choose(raw.clone(), [request(s) for s in samplings], np.arange(4), positions, TorchSampler())
+    found, _ = chosen(raw.clone(), [request(s) for s in samplings], positions)
     best = raw.argmax(-1).tolist()
     drawn = [int(sampled_by(raw[n : n + 1], [samplings[n]], [positions[n]])) for n in (1, 3)]
     assert found.tolist() == [best[0], drawn[0], best[2], drawn[1]]
@@ -157,7 +173,7 @@ def test_logits_that_are_not_finite_are_told():
     rows = torch.stack([logits(1)[0]] * 4)
     rows[1, 3], rows[2] = torch.nan, -torch.inf
     rows[3, 4] = torch.inf
-    _, finite = choose(rows, [request(Sampling(temperature=0.0))] * 4, np.arange(4), [3] * 4, TorchSampler())
+    _, finite = chosen(rows, [request(Sampling(temperature=0.0))] * 4, [3] * 4)
     assert finite.tolist() == [True, False, False, False]
 
 
@@ -211,10 +227,10 @@ def test_reported_logprobs_are_the_models_own():
         Sampling(logprobs=0, logit_bias={0: 50.0}),
     ]
     ones = np.ones(3, dtype=np.int32)
-    requests = tuple(request(s) for s in asked)
-    plan = Plan(1, requests, ones, 2 * ones, ones, ones, ones, ones, ones.astype(bool), np.zeros((3, 0)))
-    sample_step = SampleStep(plan, raw.clone(), TorchSampler())
-    result = sample_step.read(sample_step.packed.numpy())
+    requests = [request(s) for s in asked]
+    infos = tuple(r.info for r in requests)
+    plan = Plan(1, infos, ones, 2 * ones, ones, ones, ones, ones, ones.astype(bool), np.zeros((3, 0)))
+    result = picked(plan, requests, raw.clone())
     found = result.logprobs
     assert result.tokens[:2] == sampled_by(raw[:2], asked[:2], [3, 3]).tolist()  # after the token at position 2
     assert result.tokens[2] == 0
@@ -233,16 +249,14 @@ def test_whether_logits_are_finite_does_not_depend_on_the_batch(others):
     ones = np.ones(2, dtype=np.int32)
     wants, samples = (2 * ones, ones > 1) if others else (ones, ones > 0)
     samples[0] = True
-    requests = tuple(request(Sampling(temperature=0.0, min_tokens=n), eos=frozenset({2})) for n in (1, 0))
-    plan = Plan(1, requests, ones - 1, ones, wants, ones, ones, wants, samples, np.zeros((3, 0)))
+    requests = [request(Sampling(temperature=0.0, min_tokens=n), eos=frozenset({2})) for n in (1, 0)]
+    plan = Plan(1, tuple(r.info for r in requests), ones - 1, ones, wants, ones, ones, wants, samples, np.zeros((3, 0)))
     raw = logits(int(wants.sum()))
     raw[wants[0] - 1, 2] = torch.nan
-    sample_step = SampleStep(plan, raw.clone(), TorchSampler())
-    assert sample_step.read(sample_step.packed.numpy()).failed == {}
+    assert picked(plan, requests, raw.clone()).failed == {}
     for bad in (torch.nan, torch.inf, -torch.inf):
         raw[-1] = bad
-        sample_step = SampleStep(plan, raw.clone(), TorchSampler())
-        assert list(sample_step.read(sample_step.packed.numpy()).failed) == [1]
+        assert list(picked(plan, requests, raw.clone()).failed) == [1]
 
 
 EXTREMES = {
@@ -265,14 +279,14 @@ def test_extreme_values_draw_tokens_that_are_allowed():
     ]  # fmt: skip
     requests = [request(sampling, (5, 6, 7, 5), 2) for sampling in samplings]
     raw = 1e4 * logits(1).expand(len(requests), -1).clone()
-    tokens, finite = choose(raw, requests, np.arange(len(requests)), [4] * len(requests), TorchSampler())
+    tokens, finite = chosen(raw, requests, [4] * len(requests))
     assert finite.all() and set(tokens.tolist()) <= {5, 8, VOCAB - 1}
 
 
 def test_at_the_highest_temperature_all_that_is_allowed_is_as_likely():
     sampling = Sampling(temperature=3.4e38, allowed_token_ids=(3, 5, 8, 9), logit_bias={5: 100.0}, seed=1)
     asked = [request(sampling)] * 400
-    tokens, _ = choose(logits(400), asked, np.arange(400), [*range(400)], TorchSampler())
+    tokens, _ = chosen(logits(400), asked, [*range(400)])
     assert set(tokens.tolist()) == {3, 5, 8, 9} and tokens.bincount().max() < 150
     array = SamplingMetadata.arrays([sampling], [0])["temperature"]
     assert 1 / array > np.finfo(np.float32).tiny, "a normal number: GPUs take others for 0"
@@ -280,4 +294,4 @@ def test_at_the_highest_temperature_all_that_is_allowed_is_as_likely():
 
 @pytest.mark.parametrize("top_p", [0.0, 5e-324, 1e-40, 1e-7])
 def test_a_top_p_that_float32_may_not_have_is_greedy(top_p):
-    assert request(Sampling(top_p=top_p)).greedy and not request(Sampling(top_p=1e-5)).greedy
+    assert request(Sampling(top_p=top_p)).info.greedy and not request(Sampling(top_p=1e-5)).info.greedy

@@ -14,6 +14,7 @@ from radixrt.worker.execution.fake_runner import EOS, FakeRunner, fake_logprob, 
 from radixrt.worker.plan import Plan
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.scheduler import Limits, Scheduler
+from tests.worker.engine import draw
 
 VOCAB = 1000
 
@@ -46,6 +47,7 @@ class Bench:
         )  # fmt: skip
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows))
         self.runner.bind(self.cache.requests.table)
+        self.runner.histories = self.scheduler.histories
         self.mirror = np.zeros_like(self.cache.requests.table)
         """What a device has of the page table, which is told what changes."""
         self.tokens: dict[int, list[int]] = {}
@@ -68,10 +70,14 @@ class Bench:
         plan = self.plan()
         self.cache.check()
         finishing, self.inflight = self.inflight, (plan, self.runner.launch(plan)) if plan else None
-        if not self.runner.overlaps:
-            finishing, self.inflight = self.inflight, None
         if finishing:
             self.finish_step(*finishing)
+        if plan:
+            draw(self.scheduler, self.runner, plan)
+        if not self.runner.overlaps:
+            finishing, self.inflight = self.inflight, None
+            if finishing:
+                self.finish_step(*finishing)
         if plan is None:
             return 0
         assert len(plan.tokens) <= self.scheduler.limits.max_num_batched_tokens
@@ -83,7 +89,7 @@ class Bench:
         if plan is not None:
             rows, places, pages = plan.table_writes
             self.mirror[rows, places] = pages
-            for row in {request.row for request in plan.requests}:
+            for row in set(plan.rows.tolist()):
                 pages = self.cache.requests.of(row)
                 assert np.array_equal(self.mirror[row, : len(pages)], pages), "what changes is told"
         return plan
@@ -303,8 +309,7 @@ def test_a_step_scores_no_more_than_its_rows_of_logits(monkeypatch) -> None:
     def plan():
         found = plan_of()
         if found is not None:
-            asked = [w for r, w in zip(found.requests, found.wants.tolist(), strict=True) if r.score_from is not None]
-            seen.append(sum(asked))
+            seen.append(sum(found.wants[index] for index in found.following))
         return found
 
     bench.scheduler.plan = plan
@@ -456,3 +461,21 @@ def test_pages_that_take_the_place_of_others_are_told_beside_these() -> None:
     bench.mirror[rows, places] = pages
     assert (bench.mirror == bench.cache.requests.table).all()
     bench.cache.check()
+
+
+def test_a_plan_has_the_paths_of_its_requests() -> None:
+    """All as they are at one moment: looked up again when the requests are others, as nodes may have been split."""
+    bench = Bench(chunk=64)
+    bench.scheduler = scheduler = Scheduler(bench.cache, bench.scheduler.limits, paths=True)
+    bench.runner.histories = scheduler.histories
+    prompt, seen = list(range(20, 40)), []
+    for id in (0, 1, None, None, 2, None):
+        if id is not None:
+            bench.add(id, prompt[: 20 - 5 * id] + [50 + id])
+        plan = bench.plan()
+        assert plan is not None
+        assert plan.paths == tuple(request.lease.path() for request in scheduler.requests_of(plan))
+        seen.append(plan.paths)
+        bench.finish_step(plan, bench.runner.launch(plan))
+    assert [len(paths) for paths in seen] == [1, 2, 2, 2, 3, 3] and seen[3] is seen[2]
+    assert seen[2][0][0] == seen[2][1][0] and len(seen[4][0]) > len(seen[2][0])

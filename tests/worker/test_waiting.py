@@ -195,7 +195,7 @@ def test_what_was_forced_is_not_made_to_wait():
     bench.add(2, prompt(2, 200), 1, namespace="b")
     while not bench.scheduler.running.decoding:
         bench.step()
-    forced.tokens.extend([5, 6, 7])
+    forced.extend([5, 6, 7])
     bench.scheduler.running.remove(forced)
     bench.scheduler.running.prefilling.insert(0, forced)
     bench.scheduler._counter.raise_to("a", 10_000)
@@ -264,7 +264,7 @@ def test_the_order_is_that_of_its_definition(seed, priorities):
                     here[other] = request
                     overtaken.setdefault(first().id, 0)
             elif rng.random() < 0.3:
-                here[other].tokens.append(1)
+                here[other].extend([1])
                 waiting.tokens += 1
         cache.version += 1
         for other in rng.sample(sorted(here), min(len(here), 3)):

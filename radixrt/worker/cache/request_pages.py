@@ -77,7 +77,7 @@ class RequestPages:
         self._running[request.row] = request
         pages = int32(lease.values())
         self._fill(request.row, 0, pages)
-        request.computed = self._states.covered(pages, min(lease.length, request.reusable))
+        request.resume_at(self._states.covered(pages, min(lease.length, request.reusable)))
         if not self._states.free:
             self._hold_state(request)
         request.state = self._states.begin(self._page_of(request, request.computed))
@@ -114,7 +114,7 @@ class RequestPages:
         most = min(lease.length, request.reusable)
         covered = self._states.covered(self.table[request.row], most)
         if covered > request.computed:
-            request.computed = covered
+            request.resume_at(covered)
             self._states.restore(request.state, self._page_of(request, covered))
 
     def onload(self, request: Request) -> int:
@@ -139,9 +139,9 @@ class RequestPages:
             self.publish(request, stop)
         if state:
             self._states.onload(request.state, state)
-            request.computed = most
+            request.resume_at(most)
         elif stop > start:
-            request.computed = stop
+            request.resume_at(stop)
         return stop - start + (STATE_TOKENS if state else 0)
 
     def save(self, request: Request, tokens: int, within: int = 0) -> None:
@@ -209,6 +209,10 @@ class RequestPages:
             return self.table[row, start:stop].copy()
         positions = np.arange(start, stop)
         return self.slots(np.full(len(positions), row), positions)
+
+    def accept(self, request: Request, drafted: int) -> None:
+        """Let a request go on from the state after so many of its drafted tokens."""
+        request.state = self._states.accept(request.state, drafted)
 
     def publish(self, request: Request, tokens: int) -> None:
         """Insert the full pages of the first `tokens` tokens into the tree. Their KV may still have to be computed by
@@ -286,7 +290,7 @@ class RequestPages:
         else:
             lease.release()
         request.lease = None
-        request.computed = 0
+        request.resume_at(0)
         request.row = -1
         self._held[row] = 0
         del self._running[row]

@@ -224,7 +224,7 @@ def _largest_step(
     cache = PageCache(
         runner.num_pages, config.page_size, config.max_num_seqs, length, events=False, num_states=runner.num_states
     )
-    scheduler = Scheduler(cache, Limits(budget, config.max_num_seqs))
+    scheduler = Scheduler(cache, Limits(budget, config.max_num_seqs), paths=runner.shares)
     runner.bind(cache.requests.table)
     torch.cuda.synchronize(loaded.device)
     torch.cuda.reset_peak_memory_stats(loaded.device)

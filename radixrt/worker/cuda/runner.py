@@ -41,13 +41,12 @@ from radixrt.worker.cuda.sampling.answers import (
 from radixrt.worker.cuda.sampling.mtp import MAX_REQUESTS, PackedProposing, Predicting
 from radixrt.worker.cuda.sampling.sampler import CudaSampler, Thresholds
 from radixrt.worker.execution.kv_pool import KVPool, StatePool
-from radixrt.worker.execution.prefix_sharing import Path
 from radixrt.worker.execution.sample_step import SampleStep
 from radixrt.worker.execution.sampler import to_device
 from radixrt.worker.execution.torch_runner import ModelRunner, leading_decodes, ranges
 from radixrt.worker.model.model import Model
 from radixrt.worker.model.parallel.group import Group
-from radixrt.worker.plan import Plan, Result
+from radixrt.worker.plan import NOT_SAMPLED, Plan, Result, SampleInputs
 
 log = logging.getLogger("radixrt.cuda")
 
@@ -76,7 +75,7 @@ class PackedStep:
 @dataclass(slots=True)
 class DeferredStep:
     """A launched step whose tokens are sampled only when the host knows the tokens before them
-    (`Request.needs_host_tokens`)."""
+    (`Plan.needs_host_tokens`)."""
 
     plan: Plan
     step: Launched
@@ -129,6 +128,7 @@ class CudaRunner(ModelRunner):
         self._sinks = model.sinks
         dtypes = pool.dtype, model.dtype, self._device
         self._kinds = AttentionGroups(spec, page_size, dtypes, num_sms, flashinfer, full, tree_attention, exact)
+        self.shares = any(kind.shares for kind in self._kinds.all)
         alone = exact or (spec.recurrent is not None and by_tokens(spec.recurrent, model.dtype, self._device))
         self._recurrent = RecurrentStates(states, alone)
         self._attention: AttentionGroups | SparseKinds = self._kinds
@@ -194,20 +194,6 @@ class CudaRunner(ModelRunner):
         kinds = self._kinds.all
         return next((kind for kind in kinds if None in kind.windows), kinds[0]).decodes
 
-    def _looked_up(self, decodes: bool, chunks: bool) -> dict[int, Path]:
-        """The tree paths that were looked up for this step's decodes and chunks, by index of the request."""
-        found: dict[int, Path] = {}
-        for kind in self._kinds.all:
-            found |= (kind.decodes.looked_up if decodes else {}) | (kind.chunks.looked_up if chunks else {})
-        return found
-
-    def _paths(self, attention: PackedAttention | PackedSparse) -> dict[int, Path]:
-        """Those of a step that is planned."""
-        if isinstance(attention, PackedAttention):
-            return self._looked_up(attention.decodes > 0, True)
-        paths, queries = self._looked_up(attention.dense.decodes > 0, True), attention.queries
-        return paths if queries is None else {int(queries.dense_requests[n]): path for n, path in paths.items()}
-
     def _pages(self, layer: int) -> Pages:
         keys, values = self._layers[layer]
         window, sinks = self._model.spec.attention_windows[layer], self._sinks[layer]
@@ -221,7 +207,7 @@ class CudaRunner(ModelRunner):
         self._move_pages(plan)
         packer = self._packers[self._steps % 2]
         packer.clear()
-        needs_host_tokens = self._leads and any(request.needs_host_tokens for request in plan.requests)
+        needs_host_tokens = self._leads and plan.needs_host_tokens
         size = self._graphs.size_for(plan) if self._graphs else 0
         works = self._kinds.plan_decodes(plan, len(plan.requests), size) if size else None
         answer = self._answers[self._steps % 2]
@@ -261,20 +247,24 @@ class CudaRunner(ModelRunner):
         return self._run(plan, Packer(self._device), Answer(self._device), needs_host_tokens=True).logits
 
     @torch.inference_mode()
-    def sample_deferred(self) -> None:
+    def sample_deferred(self, inputs: SampleInputs) -> None:
+        """See `plan.Runner`."""
         deferred, self._deferred = self._deferred, None
-        if deferred is None:
-            return
+        assert deferred is not None
         step = deferred.step
-        deferred.sample_step = sample_step = SampleStep(deferred.plan, step.logits, self._sampler)
+        deferred.sample_step = sample_step = SampleStep(deferred.plan, step.logits, self._sampler, inputs)
         self._last_tokens.store(to_device(sample_step.rows, self._device), sample_step.tokens)
         deferred.answer.fetch(self._propose(step, deferred.answer, sample_step.tokens, sample_step.packed))
 
     def _read(self, deferred: DeferredStep) -> Result:
-        if deferred.sample_step is None:
-            self.sample_deferred()
-        assert deferred.sample_step is not None
-        sample_step, answer = deferred.sample_step, self._wait(deferred.answer)
+        sample_step = deferred.sample_step
+        if sample_step is None:  # the step before has failed: only wait, as what this one was sent by is used again
+            self._deferred = None
+            with torch.inference_mode():
+                deferred.answer.fetch(deferred.step.answer)
+            self._wait(deferred.answer)
+            raise RuntimeError(NOT_SAMPLED)
+        answer = self._wait(deferred.answer)
         return self._proposed(deferred.step, deferred.answer, sample_step.read(answer[: len(sample_step.packed)]))
 
     def _replay(
@@ -289,7 +279,7 @@ class CudaRunner(ModelRunner):
         packed_metadata = PackedSamplingMetadata.pack(packer, plan, np.arange(count), plan.rows) if metadata else None
         asked = self._predicting.pack(packer, plan) if self._predicting else None
         if self.on_planned:
-            self.on_planned(plan, self._looked_up(True, False))
+            self.on_planned(plan)
         answer.begin()
         sent = packer.send(graph.integers)
         states.begin(sent)
@@ -325,7 +315,7 @@ class CudaRunner(ModelRunner):
             self._predicting.pack_all(packer, plan, forward.size) if self._predicting else None,
         )
         if self.on_planned:
-            self.on_planned(plan, self._paths(step.attention))
+            self.on_planned(plan)
         return step
 
     def _forward_pass(self, plan: Plan, decodes: int) -> tuple[ForwardPass, bool]:

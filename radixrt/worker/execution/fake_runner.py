@@ -3,7 +3,7 @@ milliseconds.
 
 With `check` it records for every KV slot a hash of the prefix that was written there, and asserts at each step that a
 request would attend to its own prefix: this finds any error in page accounting. With `num_states` it does the same for
-recurrent states.
+recurrent states. What the tokens of requests are it asks `histories`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ import numpy as np
 
 from radixrt.checkpoint.lora_modules import LoraModule, check_files
 from radixrt.messages import TokenLogprob
-from radixrt.worker.plan import FROM_DEVICE, STATE_TOKENS, Moves, Plan, Result
-from radixrt.worker.request import Request
-from radixrt.worker.structured.matcher import fill_masks
+from radixrt.messages.ranks import RequestInfo
+from radixrt.worker.plan import (
+    FROM_DEVICE,
+    NOT_SAMPLED,
+    STATE_TOKENS,
+    Histories,
+    Moves,
+    Plan,
+    Result,
+    SampleInputs,
+    StateWork,
+)
 from radixrt.worker.structured.stuck import Stuck
 
 EOS = 2
@@ -48,7 +57,7 @@ class FakeRunner:
     chunks at `prefill_rate`, and of pages that come back from host memory at `fetch_rate` tokens per second (0: no
     time)."""
 
-    sparse = False
+    sparse = shares = False
 
     def __init__(
         self,
@@ -100,18 +109,28 @@ class FakeRunner:
         """With `check`: those of the states in host memory."""
         self._sampled: dict[int, int] = {}
         """The last sampled token of each row of the page table."""
+        self._inputs: dict[int, SampleInputs] = {}
+        """By number of the step."""
+        self._step = 0
+        """The last launched one."""
+        self.histories: Histories | None = None
+        """Without them nothing is checked."""
         self._free_at = 0.0
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
 
+    def audit(self, histories: Histories) -> None:
+        self.histories = histories
+
     def launch(self, plan: Plan) -> Callable[[], Result]:
         self.computed_tokens += len(plan.tokens)
+        self._step = plan.step
         seconds = self._seconds(plan)
         self.busy_seconds += seconds
         self._free_at = max(self._free_at, time.monotonic()) + seconds
         done_at = self._free_at
-        if self._check:
+        if self._check and self.histories is not None:
             self.steps.append((len(plan.requests), len(plan.tokens)))
             # As on a device, the slots that a step reads and writes are fixed at launch, and steps run in order.
             read = self._read_slots(plan)
@@ -119,8 +138,12 @@ class FakeRunner:
             return lambda: self._wait(plan, done_at, read)
         return lambda: self._wait(plan, done_at, None)
 
-    def sample_deferred(self) -> None:
-        """Nothing to do: tokens are computed when the result is read."""
+    def mask_room(self, count: int) -> np.ndarray:
+        return np.empty((count, -(-self.vocab_size // 32)), dtype=np.int32)
+
+    def sample_deferred(self, inputs: SampleInputs) -> None:
+        """Tokens are computed when the result is read."""
+        self._inputs[self._step] = inputs
 
     def read_adapter(self, module: LoraModule) -> None:
         check_files(module.name, Path(module.path))
@@ -149,6 +172,9 @@ class FakeRunner:
         return fetched + chunks + self.decode_step + decodes * self.decode_each
 
     def _wait(self, plan: Plan, done_at: float, read: list[np.ndarray] | None) -> Result:
+        inputs = self._inputs.pop(plan.step, None)
+        if plan.needs_host_tokens and inputs is None:
+            raise RuntimeError(NOT_SAMPLED)
         if (rest := done_at - time.monotonic()) > 0:
             time.sleep(rest)
         last, positions = plan.tokens, plan.starts
@@ -163,16 +189,16 @@ class FakeRunner:
             self._check_step(plan, last, read)
         sampled = _FIRST_TOKEN + (last * 1103515245 + positions * 12345 + 7) % (self.vocab_size - _FIRST_TOKEN)
         tokens = sampled.tolist()
-        needs_host_tokens = any(request.needs_host_tokens for request in plan.requests)
-        stuck = self._follow_grammars(plan, tokens) if needs_host_tokens else {}
+        stuck = {} if inputs is None else self._follow_grammars(plan, inputs, tokens)
         if self.overlaps:
             self._sampled.update(zip(rows, tokens, strict=True))
-        result = self._result(plan, tokens, stuck) if needs_host_tokens else Result(tokens)
+        result = Result(tokens) if inputs is None else self._result(plan, tokens, stuck)
         return result if plan.proposes is None else replace(result, proposals=self._propose(plan, tokens, stuck))
 
     def _propose(self, plan: Plan, tokens: list[int], stuck: dict[int, Stuck]) -> dict[int, list[int]]:
         """The formula's next tokens, some of them wrong. (Those of a grammar differ.)"""
         found, drafts = {}, {draft.first: draft for draft in plan.drafts}
+        assert plan.proposes is not None
         for index in np.flatnonzero(plan.proposes).tolist():
             last = index + drafts[index].accepted(tokens) if index in drafts else index
             position, token, ids = int(plan.starts[last] + plan.counts[last]), tokens[last], []
@@ -183,42 +209,31 @@ class FakeRunner:
                 found[index] = ids
         return found
 
-    def _follow_grammars(self, plan: Plan, tokens: list[int]) -> dict[int, Stuck]:
+    def _follow_grammars(self, plan: Plan, inputs: SampleInputs, tokens: list[int]) -> dict[int, Stuck]:
         """Replace tokens by ones that the grammars allow, stop ids first. Returns, by index, why a request is stuck."""
-        asked = [b for b, r in enumerate(plan.requests) if r.matcher is not None and plan.samples[b]]
-        chosen = [b for b in asked if plan.samples_for(b)]
-        if not chosen:
-            return {}
-        masks = np.zeros((len(chosen), -(-self.vocab_size // 32)), dtype=np.int32)
-        ahead = plan.ahead
-        theirs = {n: ahead[b] for n, b in enumerate(chosen) if b in ahead}
-        problems = fill_masks([plan.requests[b] for b in chosen], masks, ahead=theirs)
-        for b, bits in zip(chosen, np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little"), strict=True):
-            allowed = np.flatnonzero(bits[: self.vocab_size])
+        for b, mask in zip(inputs.masked, inputs.masks, strict=True):
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: self.vocab_size])
             ends = [i for i in allowed.tolist() if i in plan.requests[b].stop_ids]
             tokens[b] = ends[0] if ends else int(allowed[tokens[b] % len(allowed)])
-        return {chosen[n]: problem for n, problem in problems.items()}
+        return inputs.stuck
 
     def _result(self, plan: Plan, tokens: list[int], stuck: dict[int, Stuck]) -> Result:
         logprobs: list[TokenLogprob | None] = []
         if any(r.sampling.logprobs is not None for r in plan.requests):
             logprobs = [self._logprob(r, token) for r, token in zip(plan.requests, tokens, strict=True)]
-        scores = {b: self._score(plan, b) for b, r in enumerate(plan.requests) if r.score_from is not None}
+        scores = {b: self._score(plan.requests[b], known) for b, known in plan.following.items()}
         return Result(tokens, logprobs, scores, stuck=stuck)
 
-    def _logprob(self, request: Request, token: int) -> TokenLogprob | None:
+    def _logprob(self, request: RequestInfo, token: int) -> TokenLogprob | None:
         count = request.sampling.logprobs
         if count is None:
             return None
         return TokenLogprob(token, fake_logprob(token), [(token, fake_logprob(token))] * min(count, 1))
 
-    def _score(self, plan: Plan, b: int) -> list[float] | list[TokenLogprob]:
-        stop = int(plan.starts[b] + plan.counts[b])
-        request = plan.requests[b]
-        known = request.tokens[stop - int(plan.wants[b]) + 1 : stop + 1]
+    def _score(self, request: RequestInfo, known: list[int]) -> list[float] | list[TokenLogprob]:
         if request.sampling.logprobs is None:
             return [fake_logprob(t) for t in known]
-        return [self._logprob(request, t) for t in known]
+        return [one for t in known if (one := self._logprob(request, t)) is not None]
 
     # ------------------------------------------------------------ check
 
@@ -261,10 +276,13 @@ class FakeRunner:
             self._move_states(plan, plan.moves)
         expected, end = [], 0
         guessed = {draft.first + i: draft.ids[:i] for draft in plan.drafts for i in range(1, len(draft.ids) + 1)}
-        for b, (request, start, count) in enumerate(zip(plan.requests, plan.starts, plan.counts, strict=True)):
+        assert self.histories is not None
+        known = self.histories(plan)
+        over = [ended for _, ended in known]
+        for b, ((tokens, _), start, count) in enumerate(zip(known, plan.starts, plan.counts, strict=True)):
             slots, end = plan.slots[end : end + count], end + count
-            history = np.array([*request.tokens, *guessed.get(b, ()), int(last[b])])[: start + count]
-            if not request.finished:
+            history = np.array([*tokens, *guessed.get(b, ()), int(last[b])])[: start + count]
+            if not over[b]:
                 history[-1] = last[b]
                 computed = plan.tokens[end - count : end]
                 assert np.array_equal(computed[computed != FROM_DEVICE], history[start:][computed != FROM_DEVICE])
@@ -272,9 +290,9 @@ class FakeRunner:
             real = slots >= self.page_size
             self._hashes[slots[real]] = expected[b][start:][real]
         if plan.states is not None:
-            self._check_states(plan, expected)
-        for request, slots, hashes in zip(plan.requests, read, expected, strict=True):
-            if not request.finished:
+            self._check_states(plan, plan.states, expected, over)
+        for request, ended, slots, hashes in zip(plan.requests, over, read, expected, strict=True):
+            if not ended:
                 assert np.array_equal(self._hashes[slots], hashes), f"request {request.id} would read another's KV"
 
     def _move_states(self, plan: Plan, moves: Moves) -> None:
@@ -283,6 +301,7 @@ class FakeRunner:
         assert len(set(slot.tolist())) == len(slot) and slot.all() and source.all() and held.all() and to.all()
         if to.size:
             work = plan.states
+            assert work is not None, "the model has states"
             assert len(set(to.tolist())) == len(to), "a live state comes back once"
             assert not np.isin(to, work.restores).any(), "and not from anywhere else"
             if not plan.needs_onload:
@@ -291,19 +310,19 @@ class FakeRunner:
         self._host_states[slot] = self._states[source]
         self._states[to] = self._host_states[held]
 
-    def _check_states(self, plan: Plan, hashes: list[np.ndarray]) -> None:
+    def _check_states(self, plan: Plan, work: StateWork, hashes: list[np.ndarray], over: list[bool]) -> None:
         """Compare the states that a step goes on from with the expected ones, and do its copies. `hashes`: of the
-        tokens of each request up to the end of the step."""
-        states, work = self._states, plan.states
+        tokens of each request up to the end of the step; `over`: which have ended."""
+        states = self._states
         states[0] = 0
         states[work.restores[1]] = states[work.restores[0]]
         assert len(set(work.slots.tolist())) == len(work.slots) and work.slots.all(), "each request has its own state"
         runs = work.runs if work.runs.size else np.ones_like(work.slots)
         previous = np.where(runs > 0, work.slots, np.roll(work.slots, 1))
-        for request, slot, source, start, found in zip(
-            plan.requests, work.slots, previous, plan.starts, hashes, strict=True
+        for request, ended, slot, source, start, found in zip(
+            plan.requests, over, work.slots, previous, plan.starts, hashes, strict=True
         ):
-            if not request.finished:
+            if not ended:
                 before = found[start - 1] if start else np.uint64(0)
                 assert states[source] == before, f"request {request.id} would go on from another state"
             states[slot] = found[-1]

@@ -128,6 +128,7 @@ class _Proposed:
         draft = next((draft for draft in plan.drafts if draft.first == index), None)
         last = index if draft is None else index + draft.accepted(result.tokens)
         position = int(plan.starts[last] + plan.counts[last])
+        assert plan.proposes is not None
         count = int(plan.proposes[index])
         return cls(index, int(plan.rows[index]), count, position, int(ends[last]) - 1, [result.tokens[last]])
 

@@ -94,7 +94,7 @@ def with_sharers(sharing: Sharing) -> tuple[np.ndarray, Sharing]:
     np.add.at(change, sharing.segments[:, 2], 1)
     np.add.at(change, sharing.segments[:, 2] + sharing.segments[:, 3], -1)
     under = np.cumsum(change[:-1]) > 0
-    places = np.cumsum(under) - under
+    places: np.ndarray = np.cumsum(under) - under
     chosen = np.sort(sharing.order[under])
     segments = sharing.segments.copy()
     segments[:, 2] = places[segments[:, 2]]

@@ -9,15 +9,18 @@ one copy to wait for:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TypeVar
+
 import numpy as np
 import torch
 
 from radixrt.messages import TokenLogprob
-from radixrt.worker.execution.sampler import Ahead, Masks, Sampler, choose, to_device
-from radixrt.worker.plan import Plan, Result
-from radixrt.worker.request import NONE_ALLOWED
-from radixrt.worker.structured.matcher import fill_masks
+from radixrt.worker.execution.sampler import Masks, Sampler, choose, to_device
+from radixrt.worker.plan import NONE_ALLOWED, Plan, Result, SampleInputs, may_be_next
 from radixrt.worker.structured.stuck import Stuck, StuckCause
+
+T = TypeVar("T")
 
 NOT_FINITE = "the model gave logits that are not finite"
 
@@ -26,16 +29,13 @@ class SampleStep:
     """The sampling of one step. `packed`, int32, is to be copied to the host and given to `read`; `tokens`, int32[S],
     are the sampled ones, for `rows`, int32[S], of the page table."""
 
-    def __init__(self, plan: Plan, logits: torch.Tensor, sampler: Sampler) -> None:
-        """`logits`, float32[plan.wants.sum(), vocab], may be overwritten. All tokens before the wanted positions must
-        be known to the host, or drafted."""
+    def __init__(self, plan: Plan, logits: torch.Tensor, sampler: Sampler, inputs: SampleInputs) -> None:
+        """`logits`, float32[plan.wants.sum(), vocab], may be overwritten."""
         self._plan = plan
+        self._inputs = inputs
         self._ends = np.cumsum(plan.wants)
         self._chosen = chosen = np.flatnonzero(plan.samples)
-        self._problems: dict[int, Stuck] = {}
         self._vocab_size = logits.shape[-1]
-        self._bits: dict[int, np.ndarray] = {}
-        """By index: the mask of the request's grammar, int32."""
         self.rows = plan.rows[chosen]
         requests = [plan.requests[b] for b in chosen]
         scores = self._scores(logits)
@@ -46,9 +46,11 @@ class SampleStep:
         positions = (plan.starts + plan.counts)[chosen].tolist()
         finite = None if every else logits.amax(-1).isfinite()
         free = raw.clone() if self._reported else raw
-        drafted = plan.ahead
-        ahead = {row: drafted[b] for row, b in enumerate(chosen.tolist()) if b in drafted} if drafted else {}
-        tokens, fine = choose(free, requests, self.rows, positions, sampler, self._masks(raw, ahead), ahead)
+        places = {b: row for row, b in enumerate(chosen.tolist())}
+        tokens, fine = choose(
+            free, requests, self.rows, positions, sampler, self._masks(places, logits.device),
+            _by_row(plan.ahead, places), _by_row(inputs.gained, places), _by_row(inputs.banned, places),
+        )  # fmt: skip
         self.tokens = tokens.int()
         if finite is None:
             finite = fine
@@ -57,39 +59,27 @@ class SampleStep:
         self._parts = [finite.int(), *scores, self.tokens, *self._logprobs(raw)]
         self.packed = torch.cat([part.flatten() for part in self._parts])
 
-    def _masks(self, logits: torch.Tensor, ahead: Ahead) -> Masks | None:
-        """Masks of the requests with a grammar that are still running; None if there are none. Fills `_problems`."""
-        requests = self._plan.requests
-        asked = [(row, b) for row, b in enumerate(self._chosen.tolist()) if requests[b].matcher is not None]
-        asked = [(row, b) for row, b in asked if self._plan.samples_for(b)]
-        if not asked:
+    def _masks(self, places: dict[int, int], device: torch.device) -> Masks | None:
+        """The masks of requests with a grammar, whose rows of the logits are `places`; None if there are none."""
+        inputs = self._inputs
+        if not inputs.masked:
             return None
-        on_gpu = logits.device.type == "cuda"
-        # Pinned, so that the device can copy it asynchronously: it is a megabyte for 64 requests.
-        bits = torch.empty((len(asked), -(-logits.shape[-1] // 32)), dtype=torch.int32, pin_memory=on_gpu)
-        theirs = {n: ahead[row] for n, (row, _) in enumerate(asked) if row in ahead}
-        problems = fill_masks([requests[b] for _, b in asked], bits.numpy(), ahead=theirs)
-        self._problems = {asked[n][1]: problem for n, problem in problems.items()}
-        self._bits = {b: row for (_, b), row in zip(asked, bits.numpy(), strict=True)}
-        rows = np.array([row for row, _ in asked])
-        return Masks(bits.to(logits.device, non_blocking=True), to_device(rows, logits.device))
+        rows = np.array([places[b] for b in inputs.masked])
+        return Masks(torch.from_numpy(inputs.masks).to(device, non_blocking=True), to_device(rows, device))
 
     def _scores(self, logits: torch.Tensor) -> list[torch.Tensor]:
         """For the requests with `score_from`: log-probabilities of the known tokens after the wanted positions, and the
         top values and ids where `sampling.logprobs` is set. Fills `_scored`."""
         self._scored: list[tuple[int, list[int], int]] = []
         found = []
-        for b, request in enumerate(self._plan.requests):
-            if request.score_from is None:
-                continue
+        for b, following in self._plan.following.items():
             mine = logits[self._ends[b] - self._plan.wants[b] : self._ends[b]]
-            stop = int(self._plan.starts[b] + self._plan.counts[b])
-            following = list(request.tokens[stop - len(mine) + 1 : stop + 1])
             at = to_device(np.array(following, dtype=np.int64), logits.device)[:, None]
             logprobs = torch.log_softmax(mine[: len(following)], -1)
             parts = [_bits(logprobs.gather(-1, at))]
-            if request.sampling.logprobs is not None:
-                values, ids = logprobs.topk(min(request.sampling.logprobs, logits.shape[-1]))
+            count = self._plan.requests[b].sampling.logprobs
+            if count is not None:
+                values, ids = logprobs.topk(min(count, logits.shape[-1]))
                 parts += [_bits(values), ids.int()]
             found += parts
             self._scored.append((b, following, len(parts)))
@@ -118,7 +108,7 @@ class SampleStep:
         for b, following, count in self._scored:
             found[b] = _read_scores(following, *rest[:count])
             rest = rest[count:]
-        failed, stuck = {}, dict(self._problems)
+        failed, stuck = {}, dict(self._inputs.stuck)
         for row in np.flatnonzero(finite == 0):
             b = int(np.searchsorted(self._ends, row, side="right"))
             if self._allows_none(b):
@@ -131,12 +121,13 @@ class SampleStep:
 
     def _allows_none(self, b: int) -> bool:
         """Whether what the request of an index asks for leaves no token, whatever its logits."""
-        request = self._plan.requests[b]
-        if not request.adjusted:  # a grammar alone that leaves none is one of `_problems`
+        request, inputs = self._plan.requests[b], self._inputs
+        if not request.adjusted:  # a grammar alone that leaves none is one of `SampleInputs.stuck`
             return False
-        left = request.may_be_next(self._vocab_size, self._plan.ahead.get(b, ()))
-        if b in self._bits:
-            left &= np.unpackbits(self._bits[b].view(np.uint8), bitorder="little")[: len(left)].astype(bool)
+        left = may_be_next(request, inputs.banned.get(b, ()), self._vocab_size)
+        if b in inputs.masked:
+            bits = inputs.masks[inputs.masked.index(b)].view(np.uint8)
+            left &= np.unpackbits(bits, bitorder="little")[: len(left)].astype(bool)
         return not left.any()
 
     def _read_logprobs(self, tokens: np.ndarray, *found: np.ndarray) -> list[TokenLogprob | None]:
@@ -152,11 +143,15 @@ class SampleStep:
         return logprobs
 
 
+def _by_row(given: Mapping[int, T], places: Mapping[int, int]) -> dict[int, T]:
+    return {places[b]: one for b, one in given.items()}
+
+
 def _read_scores(
     following: list[int], own: np.ndarray, values: np.ndarray | None = None, ids: np.ndarray | None = None
 ) -> list[float] | list[TokenLogprob]:
     logprobs = _floats(own).flatten().tolist()
-    if values is None:
+    if values is None or ids is None:
         return logprobs
     tops = [list(zip(*top, strict=True)) for top in zip(ids.tolist(), _floats(values).tolist(), strict=True)]
     return [TokenLogprob(*one) for one in zip(following, logprobs, tops, strict=True)]

@@ -12,6 +12,7 @@ The noise depends on (seed, position, token id) alone: not on the batch, the wor
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 
 from radixrt.messages import Sampling
-from radixrt.worker.request import Request
+from radixrt.messages.ranks import RequestInfo
+from radixrt.worker.plan import Gained
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -36,8 +38,12 @@ Ahead = Mapping[int, Sequence[int]]
 class Sampler(Protocol):
     """The operations that differ between devices. Logits are float32[B, vocab]."""
 
-    def penalize(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, ahead: Ahead) -> None:
-        """Apply the penalties of requests in place. `rows`, int[B], are theirs in the page table."""
+    def penalize(
+        self, logits: torch.Tensor, requests: Sequence[RequestInfo], rows: np.ndarray, gained: Mapping[int, Gained],
+        ahead: Ahead,
+    ) -> None:  # fmt: skip
+        """Apply the penalties of requests in place. `rows`, int[B], are theirs in the page table. `gained`, by row of
+        the logits, are the tokens that they have gained since the last call."""
 
     def mask(self, logits: torch.Tensor, masks: Masks) -> None:
         """Set the logits of tokens that grammars do not allow to -inf, in place."""
@@ -53,9 +59,21 @@ class Sampler(Protocol):
 class TorchSampler:
     """The reference implementation, in plain torch."""
 
-    def penalize(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, ahead: Ahead) -> None:
+    def __init__(self) -> None:
+        self._tokens: dict[int, array[int]] = {}
+        """By row of the page table: the tokens of its request, if it has penalties."""
+
+    def penalize(
+        self, logits: torch.Tensor, requests: Sequence[RequestInfo], rows: np.ndarray, gained: Mapping[int, Gained],
+        ahead: Ahead,
+    ) -> None:  # fmt: skip
         for row, request in enumerate(requests):
-            penalize(logits[row], request, ahead.get(row, ()))
+            if request.penalized:
+                tokens = self._tokens.setdefault(int(rows[row]), array("i"))
+                if row in gained:
+                    del tokens[gained[row].first :]
+                    tokens.frombytes(gained[row].ids.tobytes())
+                penalize(logits[row], request, [*tokens, *ahead.get(row, ())])
 
     def mask(self, logits: torch.Tensor, masks: Masks) -> None:
         bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
@@ -72,17 +90,17 @@ class TorchSampler:
 
 
 def choose(
-    logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, positions: Sequence[int], sampler: Sampler,
-    masks: Masks | None = None, ahead: Ahead | None = None,
+    logits: torch.Tensor, requests: Sequence[RequestInfo], rows: np.ndarray, positions: Sequence[int],
+    sampler: Sampler, masks: Masks | None = None, ahead: Mapping[int, Sequence[int]] = {},
+    gained: Mapping[int, Gained] = {}, banned: Mapping[int, Sequence[int]] = {},
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Choose one token per request from float32 logits[B, vocab], which are overwritten. Returns (int64[B], bool[B]
     whether the largest allowed logit is finite). `positions` are those of the new tokens; `rows`, int[B], are the
-    requests' in the page table."""
-    ahead = ahead or {}
-    sampler.penalize(logits, requests, rows, ahead)
+    requests' in the page table. For `gained` and `banned`, here by row of the logits, see `plan.SampleInputs`."""
+    sampler.penalize(logits, requests, rows, gained, ahead)
     for row, request in enumerate(requests):
         if request.adjusted:
-            adjust(logits[row], request, ahead.get(row, ()))
+            adjust(logits[row], request, banned.get(row, ()))
     if masks is not None:
         sampler.mask(logits, masks)
     random_rows = [row for row, request in enumerate(requests) if not request.greedy]
@@ -100,12 +118,9 @@ def choose(
 # ---------------------------------------------------------------- what changes the logits
 
 
-def penalize(logits: torch.Tensor, request: Request, ahead: Sequence[int] = ()) -> None:
-    """Apply penalties to one request's logits[vocab], in place, as if it had the tokens `ahead` as well."""
-    s = request.sampling
-    tokens = np.array(request.tokens)
-    if ahead:
-        tokens = np.append(tokens, ahead)
+def penalize(logits: torch.Tensor, request: RequestInfo, known: Sequence[int]) -> None:
+    """Apply penalties to the logits[vocab] after a request's `known` tokens, in place."""
+    s, tokens = request.sampling, np.array(known)
     if s.repetition_penalty != 1.0:  # CTRL (arXiv 1909.05858): on tokens of prompt and output, by the sign of the logit
         at = _index(np.unique(tokens), logits)
         seen = logits[at]
@@ -116,19 +131,18 @@ def penalize(logits: torch.Tensor, request: Request, ahead: Sequence[int] = ()) 
         logits[_index(ids, logits)] -= s.presence_penalty + s.frequency_penalty * times
 
 
-def adjust(logits: torch.Tensor, request: Request, ahead: Sequence[int] = ()) -> None:
-    """Apply allowed_token_ids, logit_bias, bad_token_ids, and the ban of stop ids below min_tokens to one request's
-    logits[vocab], in place, as if it had the tokens `ahead` as well."""
+def adjust(logits: torch.Tensor, request: RequestInfo, banned: Sequence[int] = ()) -> None:
+    """Apply allowed_token_ids, logit_bias, and the ban of some ids to one request's logits[vocab], in place."""
     s = request.sampling
-    if request.allowed is not None:
-        at = _index(request.allowed, logits)
+    if request.allowed:
+        at = _index(np.frombuffer(request.allowed, dtype=np.int64).copy(), logits)
         kept = logits[at]
         logits.fill_(-torch.inf)
         logits[at] = kept
     if s.logit_bias:
         bias = to_device(np.array(list(s.logit_bias.values()), dtype=np.float32), logits.device)
         logits[_index(list(s.logit_bias), logits)] += bias
-    if banned := request.banned(ahead):
+    if banned:
         logits[_index(list(banned), logits)] = -torch.inf
 
 
@@ -170,7 +184,7 @@ class SamplingMetadata:
         """The fields as host arrays, each [B], by name: `keys` int64, `top_k` int32, the others float32. Temperatures
         above HOTTEST are as that."""
         keys = [_signed(_mix(_mix((s.seed or 0) & _MASK) ^ p)) for s, p in zip(samplings, positions, strict=True)]
-        found = {
+        found: dict[str, np.ndarray] = {
             "temperature": np.array([min(s.temperature, HOTTEST) for s in samplings], dtype=np.float32),
             "keys": np.array(keys, dtype=np.int64),
         }

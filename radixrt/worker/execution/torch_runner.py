@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -13,17 +13,12 @@ from radixrt.worker.execution.attention import BatchInvariantAttention, TorchAtt
 from radixrt.worker.execution.host_pool import HostPool
 from radixrt.worker.execution.kv_pool import DTYPES, KVPool, StatePool
 from radixrt.worker.execution.mtp import Predicting
-from radixrt.worker.execution.prefix_sharing import Path
 from radixrt.worker.execution.sample_step import SampleStep
 from radixrt.worker.execution.sampler import TorchSampler
 from radixrt.worker.model.layers.mixers import Recurrence
 from radixrt.worker.model.lora.adapter import Adapter, read_adapter
 from radixrt.worker.model.model import Model
-from radixrt.worker.plan import Plan, Result
-
-OnPlanned = Callable[[Plan, Mapping[int, Path]], None]
-"""Called when the kernels' work of a step is planned and nothing is launched yet, with the tree paths that were looked
-up for it, by index of the request."""
+from radixrt.worker.plan import NOT_SAMPLED, Histories, Plan, Result, SampleInputs
 
 SMALL_WEIGHTS, SMALL_PRODUCT = 4 << 20, 8 << 20
 """Bytes of a weight matrix, and multiplications of a matrix product, below which synchronizing threads takes longer
@@ -32,6 +27,9 @@ than they save."""
 
 class ModelRunner:
     """The attributes of `plan.Runner` that follow from a model and its pool."""
+
+    overlaps: bool
+    shares: bool
 
     def __init__(
         self, model: Model, pool: KVPool, page_size: int, eos_ids: frozenset[int], states: StatePool | None = None
@@ -51,9 +49,30 @@ class ModelRunner:
         self.kv_dtype = next(name for name, dtype in DTYPES.items() if dtype == pool.dtype)
         self.busy_seconds = 0.0
         self.pool = pool
-        self.on_planned: OnPlanned | None = None
+        self.on_planned: Callable[[Plan], None] | None = None
+        """Called when the kernels' work of a step is planned and nothing is launched yet."""
         self._model = model
         self._device = pool.device
+
+    def bind(self, table: np.ndarray) -> None:
+        """See `plan.Runner`."""
+        raise NotImplementedError
+
+    def launch(self, plan: Plan) -> Callable[[], Result]:
+        """See `plan.Runner`."""
+        raise NotImplementedError
+
+    def sample_deferred(self, inputs: SampleInputs) -> None:
+        """See `plan.Runner`."""
+        raise NotImplementedError
+
+    def audit(self, histories: Histories) -> None:
+        """See `plan.Runner`."""
+
+    def mask_room(self, count: int) -> np.ndarray:
+        """See `plan.Runner`. Pinned, so that a GPU can copy it asynchronously: it is a megabyte for 64 requests."""
+        shape = count, -(-self.vocab_size // 32)
+        return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda").numpy()
 
     @property
     def num_host_pages(self) -> int:
@@ -99,9 +118,11 @@ class ModelRunner:
 
 
 class TorchRunner(ModelRunner):
-    """Runs a model with plain torch on one device, one step after the other."""
+    """Runs a model with plain torch on one device, one step after the other. Of several ranks, only the first, which
+    `leads`, samples."""
 
     overlaps = False
+    shares = False
     plain_keys = read_keys = 0
 
     def __init__(
@@ -112,6 +133,7 @@ class TorchRunner(ModelRunner):
         eos_ids: frozenset[int] = frozenset(),
         batch_invariant: bool = False,
         states: StatePool | None = None,
+        leads: bool = True,
     ) -> None:
         super().__init__(model, pool, page_size, eos_ids, states)
         spec = model.spec
@@ -126,6 +148,10 @@ class TorchRunner(ModelRunner):
         """Steps of at most this many tokens are computed by one thread."""
         self._threads = torch.get_num_threads()
         self._sampler = TorchSampler()
+        self._leads = leads
+        self._deferred: tuple[Plan, torch.Tensor] | None = None
+        """The step that waits for `sample_deferred`, with its logits."""
+        self._result = Result([])
         self._predicting = Predicting(model, self._attention) if model.predictor is not None else None
 
     def bind(self, table: np.ndarray) -> None:
@@ -134,19 +160,33 @@ class TorchRunner(ModelRunner):
     def launch(self, plan: Plan) -> Callable[[], Result]:
         began = time.monotonic()
         if self.on_planned:
-            self.on_planned(plan, {})
+            self.on_planned(plan)
         if self._alone:
             torch.set_num_threads(1 if len(plan.tokens) <= self._alone else self._threads)
-        with torch.inference_mode():
-            sample_step = SampleStep(plan, self.logits(plan), self._sampler)
-            result = sample_step.read(sample_step.packed.cpu().numpy())
-            if self._predicting is not None:
-                result = self._predicting.propose(plan, result)
+        logits = self.logits(plan)
         self.busy_seconds += time.monotonic() - began
-        return lambda: result
+        if self._leads:
+            self._deferred = plan, logits
+            if not plan.needs_host_tokens:
+                self.sample_deferred(SampleInputs())
+        return self._read
 
-    def sample_deferred(self) -> None:
-        """Nothing to do: `launch` computes the whole step."""
+    def sample_deferred(self, inputs: SampleInputs) -> None:
+        """See `plan.Runner`."""
+        assert self._deferred is not None
+        began = time.monotonic()
+        (plan, logits), self._deferred = self._deferred, None
+        with torch.inference_mode():
+            sample_step = SampleStep(plan, logits, self._sampler, inputs)
+            self._result = sample_step.read(sample_step.packed.cpu().numpy())
+            if self._predicting is not None:
+                self._result = self._predicting.propose(plan, self._result)
+        self.busy_seconds += time.monotonic() - began
+
+    def _read(self) -> Result:
+        if self._deferred is not None:
+            raise RuntimeError(NOT_SAMPLED)
+        return self._result
 
     @torch.inference_mode()
     def logits(self, plan: Plan) -> torch.Tensor:

@@ -161,7 +161,8 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
     tokens = config.max_total_tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
     pool.scales = scales
-    return TorchRunner(model, pool, config.page_size, loaded.eos_ids, exact, states)
+    leads = group is None or group.shard.rank == 0
+    return TorchRunner(model, pool, config.page_size, loaded.eos_ids, exact, states, leads)
 
 
 def load_model(

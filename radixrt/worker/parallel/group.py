@@ -84,7 +84,7 @@ def join(folder: Path, shard: Shard, device: torch.device) -> None:
     same for all."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend, own = ("nccl", device) if device.type == "cuda" else ("gloo", None)
-    store = distributed.FileStore(str(folder / "ranks"), shard.size)
+    store = distributed.FileStore(str(folder / "ranks"), shard.size)  # type: ignore[attr-defined]  # not in __all__
     distributed.init_process_group(
         backend, store=store, rank=shard.rank, world_size=shard.size, device_id=own,
         timeout=timedelta(seconds=WAIT_SECONDS),

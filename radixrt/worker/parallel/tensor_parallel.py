@@ -19,8 +19,8 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,11 +31,9 @@ import numpy as np
 
 from radixrt.checkpoint.lora_modules import LoraModule
 from radixrt.config import WorkerConfig
-from radixrt.messages import Run, Sampling
-from radixrt.worker.execution.prefix_sharing import Path as Nodes
+from radixrt.messages.ranks import Bind, PutAdapter, RequestInfo, RunStep, ToRank, TreePath
 from radixrt.worker.parallel.group import leave
-from radixrt.worker.plan import GroupLost, Moves, Plan, Result, StateWork
-from radixrt.worker.request import Request
+from radixrt.worker.plan import GroupLost, Plan, Result, SampleInputs
 
 if TYPE_CHECKING:
     from radixrt.worker.execution.torch_runner import ModelRunner
@@ -46,102 +44,63 @@ STOP_SECONDS = 10.0
 """How long followers may take to end before they are killed."""
 FAIL_SECONDS = 2.0
 """How long rank 0 may take to end in order after a follower has ended."""
-KEPT_REQUESTS = 1 << 14
-"""How many requests a follower remembers, beyond those of the step."""
 
 
 # ---------------------------------------------------------------- messages
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedPlan(Plan):
-    """A Plan as a follower has it: its requests are stand-ins, so `wants_logits` was sent along."""
+class PlanEncoder:
+    """Packs plans for the other ranks."""
 
-    logits_wanted: bool = False
+    def __init__(self) -> None:
+        self._before: tuple[tuple[RequestInfo, ...], tuple[TreePath, ...]] = (), ()
 
-    @property
-    def wants_logits(self) -> bool:
-        return self.logits_wanted
-
-
-class Bind(msgspec.Struct, tag="bind", array_like=True):
-    """The page table's rows and columns (`Runner.bind`)."""
-
-    rows: int
-    columns: int
-
-
-class PutAdapter(msgspec.Struct, tag="adapter", array_like=True):
-    """Read a LoRA adapter and make it the one of number `slot` (`Runner.put_adapter`)."""
-
-    slot: int
-    name: str
-    path: str
-
-
-class Step(msgspec.Struct, tag="step", array_like=True):
-    """A Plan: its arrays as bytes, its requests by `Request.number`, `Plan.wants_logits`, and the tree paths
-    (`sharing.Path`) that rank 0 looked up, by index of the request."""
-
-    step: int
-    requests: list[int]
-    rows: bytes
-    starts: bytes
-    counts: bytes
-    tokens: bytes
-    slots: bytes
-    wants: bytes
-    samples: bytes
-    table_writes: bytes
-    wants_logits: bool
-    paths: dict[int, list[tuple[int, int]]]
-    states: tuple[bytes, bytes, bytes, bytes, bytes] | None = None
-    """Slots, restores, saves, within and runs of `Plan.states`."""
-    adapters: bytes | None = None
-    moves: tuple[bytes, bytes, bytes, bytes] | None = None
-    """The fields of `Plan.moves`."""
-
-    @classmethod
-    def of(cls, plan: Plan, paths: Mapping[int, Nodes]) -> Step:
-        arrays = (plan.rows, plan.starts, plan.counts, plan.tokens, plan.slots, plan.wants, plan.samples)
-        return cls(
-            plan.step,
-            [request.number for request in plan.requests],
-            *(array.tobytes() for array in arrays),
-            plan.table_writes.tobytes(),
-            plan.wants_logits,
-            {index: list(path) for index, path in paths.items()},
-            (work := plan.states)
-            and tuple(x.tobytes() for x in (work.slots, work.restores, work.saves, work.within, work.runs)),
-            None if plan.adapters is None else plan.adapters.tobytes(),
-            (moves := plan.moves)
-            and tuple(x.tobytes() for x in (moves.offload, moves.onload, moves.states_offload, moves.states_onload)),
+    def pack(self, plan: Plan) -> RunStep:
+        """The message that runs the next step."""
+        (before, paths), self._before = self._before, (plan.requests, plan.paths)
+        requests: list[RequestInfo | int] | None = None
+        if plan.requests is not before:
+            known = {request.number for request in before}
+            requests = [request.number if request.number in known else request for request in plan.requests]
+        return RunStep(
+            msgspec.Raw(_encode_plan(replace(plan, requests=(), paths=()))),
+            requests,
+            None if plan.paths is paths else list(plan.paths),
         )
 
-    def plan(self, requests: tuple[Request, ...]) -> Plan:
-        """The Plan with stand-ins for its requests."""
-        arrays = (self.rows, self.starts, self.counts, self.tokens, self.slots, self.wants)
-        integers = [_array(array, np.int32) for array in arrays]
-        writes = _array(self.table_writes, np.int32).reshape(3, -1)
-        states = None
-        if self.states is not None:
-            slots, *copies, within, runs = (_array(x, np.int32) for x in self.states)
-            states = StateWork(slots, *(x.reshape(2, -1) for x in copies), within.reshape(3, -1), runs)
-        adapters = None if self.adapters is None else _array(self.adapters, np.int32)
-        moves = self.moves and Moves(*(_array(x, np.int32).reshape(2, -1) for x in self.moves))
-        return ReceivedPlan(
-            self.step, requests, *integers, _array(self.samples, np.bool_), writes, states=states, adapters=adapters,
-            moves=moves, logits_wanted=self.wants_logits,
-        )  # fmt: skip
+
+class PlanDecoder:
+    """Unpacks what a PlanEncoder has packed, in the same order."""
+
+    def __init__(self) -> None:
+        self._requests: tuple[RequestInfo, ...] = ()
+        self._paths: tuple[TreePath, ...] = ()
+
+    def unpack(self, step: RunStep) -> Plan:
+        if step.requests is not None:
+            known = {request.number: request for request in self._requests}
+            self._requests = tuple(known[one] if isinstance(one, int) else one for one in step.requests)
+        if step.paths is not None:
+            self._paths = tuple(step.paths)
+        return replace(_decode_plan(step.plan), requests=self._requests, paths=self._paths)
 
 
-def _array(content: bytes, dtype: type) -> np.ndarray:
+def _pack_array(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    if not isinstance(array, np.ndarray):
+        raise NotImplementedError(f"a plan has no {type(array).__name__}")
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _unpack_array(kind: type, packed: Any) -> np.ndarray:
     """A writable copy: torch warns of read-only arrays."""
-    return np.frombuffer(content, dtype).copy()
+    dtype, shape, content = packed
+    return np.frombuffer(content, dtype).reshape(shape).copy()
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Bind | PutAdapter | Step).decode
+_decode = msgspec.msgpack.Decoder(ToRank).decode
+_encode_plan = msgspec.msgpack.Encoder(enc_hook=_pack_array).encode
+_decode_plan = msgspec.msgpack.Decoder(Plan, dec_hook=_unpack_array).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +133,7 @@ class Followers:
             self._pipes.append(mine)
             threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
-    def send(self, message: Bind | PutAdapter | Step) -> None:
+    def send(self, message: ToRank) -> None:
         payload = _encode(message)
         for pipe in self._pipes:
             pipe.send_bytes(payload)
@@ -205,6 +164,7 @@ class Followers:
         """End the processes, and wait for them. Idempotent."""
         self.dismiss()
         for process in self._processes:
+            assert process.stdin is not None
             with contextlib.suppress(OSError):
                 process.stdin.close()  # followers end when it closes
         for process in self._processes:
@@ -223,6 +183,7 @@ def _start(config: RankConfig) -> subprocess.Popen[bytes]:
         start_new_session=True,
         pass_fds=(config.pipe,),
     )
+    assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already: `_watch` reports that
         process.stdin.write(msgspec.json.encode(config) + b"\n")
         process.stdin.flush()
@@ -235,15 +196,16 @@ class Leader:
     def __init__(self, runner: ModelRunner, followers: Followers) -> None:
         self._runner = runner
         self._followers = followers
+        self._plans = PlanEncoder()
         self._sent = self._lost = False
         runner.on_planned = self._send
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def _send(self, plan: Plan, paths: Mapping[int, Nodes]) -> None:
+    def _send(self, plan: Plan) -> None:
         self._sent = True
-        self._followers.send(Step.of(plan, paths))
+        self._followers.send(self._plans.pack(plan))
 
     def bind(self, table: np.ndarray) -> None:
         self._followers.send(Bind(*table.shape))
@@ -275,8 +237,8 @@ class Leader:
         self._lost = True
         return GroupLost(f"step {plan.step} failed on rank 0 alone")
 
-    def sample_deferred(self) -> None:
-        self._runner.sample_deferred()
+    def sample_deferred(self, inputs: SampleInputs) -> None:
+        self._runner.sample_deferred(inputs)
 
     def kill(self) -> None:
         self._followers.kill()
@@ -292,49 +254,9 @@ class Leader:
 # ---------------------------------------------------------------- the other ranks
 
 
-class _LeaseStandIn:
-    """Takes the place of a request's lease: its path is the one that rank 0 sent last."""
-
-    __slots__ = ("nodes",)
-
-    def __init__(self) -> None:
-        self.nodes: Nodes | None = None
-
-    def path(self) -> Nodes:
-        if self.nodes is None:
-            raise GroupLost("rank 0 has not looked up a path that this rank wants")
-        return self.nodes
-
-
-class StandIns:
-    """A follower's stand-ins for rank 0's requests: always the same one for the same number."""
-
-    def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}
-
-    def plan(self, step: Step) -> Plan:
-        for number in step.requests:
-            self._requests[number] = self._requests.pop(number, None) or _stand_in(number)
-        while len(self._requests) > KEPT_REQUESTS + len(step.requests):
-            del self._requests[next(iter(self._requests))]
-        requests = tuple(self._requests[number] for number in step.requests)
-        for index, request in enumerate(requests):
-            path = step.paths.get(index)
-            request.lease.nodes = None if path is None else tuple(path)
-        return step.plan(requests)
-
-
-def _stand_in(number: int) -> Request:
-    """A greedy request: how it samples does not matter, as only rank 0's tokens count."""
-    run = Run(id=number, namespace="", ids=bytes(4), prompt_len=1, sampling=Sampling(temperature=0.0))
-    request = Request(run, 1, frozenset())
-    request.lease = _LeaseStandIn()
-    return request
-
-
 def follow(runner: ModelRunner, pipe: Connection) -> None:
     """Run the steps that rank 0 sends. Raises EOFError when rank 0 has closed the pipe."""
-    book = StandIns()
+    plans = PlanDecoder()
     wait_before: Callable[[], Result] | None = None
     table = np.zeros((0, 0), dtype=np.int32)
     while True:
@@ -350,7 +272,7 @@ def follow(runner: ModelRunner, pipe: Connection) -> None:
             module = LoraModule(message.name, message.path)
             runner.put_adapter(message.slot, module, runner.read_adapter(module))
             continue
-        plan = book.plan(message)
+        plan = plans.unpack(message)
         rows, columns, pages = plan.table_writes
         table[rows, columns] = pages
         wait = runner.launch(plan)

@@ -67,8 +67,8 @@ class Admission:
         A few forced tokens come first, as decodes do. Long forced text takes turns with the prompts of its tenant: with
         those that are being computed, or else with those that wait."""
         while self._short:
-            if (request := self._short.pop(0)).row >= 0:
-                return request
+            if (short := self._short.pop(0)).row >= 0:
+                return short
         request = None
         if self._prompts or self._forced:
             self._prompts = [request for request in self._prompts if request.row >= 0]

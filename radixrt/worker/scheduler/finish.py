@@ -8,6 +8,8 @@ its step could not be run             what was cached before that step; nothing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from radixrt.messages import Output
 from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.plan import Plan
@@ -58,21 +60,21 @@ class Ending:
         self._cache.requests.forget(request, len(request.tokens))
         return outputs
 
-    def fail_step(self, plan: Plan, reason: str) -> list[Output]:
-        """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""
+    def fail_step(self, plan: Plan, requests: Sequence[Request], reason: str) -> list[Output]:
+        """Fail every one of a step's `requests`: it could not be run. Nothing that it was to compute stays cached."""
         outputs: list[Output] = []
         # What the step was to copy, in both directions, may be missing.
         unfilled = self._cache.tier.reset() or (plan.moves is not None and plan.moves.fills)
         running = self._running
         # Not in this plan, they may lease what this step was to compute or to copy; after a copy they may decode next.
         others = running.prefilling + (running.decoding + running.drafting + running.sitting if unfilled else [])
-        for request in [r for r in others if r not in plan.requests]:
+        for request in [r for r in others if r not in requests]:
             add = self._waiting.park if request in running.sitting else self._waiting.add
             running.remove(request)
-            self._cache.requests.discard(request, request.lease.length)
+            self._cache.requests.discard(request, request.leased)
             add(request)
         # In reverse: later ones may lease what earlier ones were to compute.
-        for request, start in reversed(list(zip(plan.requests, plan.starts.tolist(), strict=True))):
+        for request, start in reversed(list(zip(requests, plan.starts.tolist(), strict=True))):
             start -= start % self._cache.page_size  # a partly filled page is useless
             had_left = request.row < 0
             if not request.finished:

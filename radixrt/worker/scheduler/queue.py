@@ -296,6 +296,10 @@ class Waiting:
                 index -= len(queue)
             self._look_up(queue, queue.by_age[index][2])
 
+    def note_gain(self, request: Request) -> None:
+        """A request has gained tokens while it waits: its hit may be longer now."""
+        request.hit_version = -1
+
     def _look_up(self, queue: _Queue, request: Request) -> bool:
         """Look up a request's hit again, and update its place in the queue. True if the hit changed."""
         version = self._cache.prefixes.version

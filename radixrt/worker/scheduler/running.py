@@ -107,7 +107,7 @@ class Running:
     def sit_slow(self, requests: Collection[Request]) -> None:
         """Let those of the requests sit out that are slow and decode, and whose next token is being computed."""
         for request in requests:
-            if request.matcher.slow and request.in_flight_tokens and request in self.decoding:
+            if request.is_slow and request.in_flight_tokens and request in self.decoding:
                 self.sit(request)
 
     def stand(self, request: Request) -> None:

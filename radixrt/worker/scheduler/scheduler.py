@@ -29,13 +29,14 @@ from dataclasses import dataclass
 from radixrt.messages import Output, TokenLogprob
 from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.cache.page_pool import OutOfPages
-from radixrt.worker.plan import Draft, Plan, Result
-from radixrt.worker.request import Request
+from radixrt.worker.plan import Draft, MaskRoom, Plan, Result, SampleInputs
+from radixrt.worker.request import Request, advance
 from radixrt.worker.scheduler.admission import Admission
 from radixrt.worker.scheduler.finish import Ending
 from radixrt.worker.scheduler.plan_builder import Decodes, StepBuilder
 from radixrt.worker.scheduler.queue import Arrivals, VirtualTokenCounter, Waiting
 from radixrt.worker.scheduler.running import Running
+from radixrt.worker.scheduler.sample_inputs import InputGatherer
 from radixrt.worker.scheduler.state_checkpoints import Branching, NoBranching, until_checkpoint
 from radixrt.worker.speculative.ngram import Drafter, should_wait
 from radixrt.worker.speculative.speculation import Speculation
@@ -63,9 +64,10 @@ Grown = tuple[Request, list[TokenLogprob | None]]
 
 
 class Scheduler:
-    """Turns requests into plans, and results into outputs. With a `drafter`, some tokens are drafted."""
+    """Turns requests into plans, and results into outputs. With a `drafter`, some tokens are drafted. `paths`: whether
+    the runner `shares`."""
 
-    def __init__(self, cache: PageCache, limits: Limits, drafter: Drafter | None = None) -> None:
+    def __init__(self, cache: PageCache, limits: Limits, drafter: Drafter | None = None, paths: bool = False) -> None:
         self.cache = cache
         self.limits = limits
         self.drafter = drafter
@@ -73,7 +75,11 @@ class Scheduler:
         self.preemptions = 0
         self.forced_tokens = 0
         self.steps = 0
+        self._with_paths = paths
         self._requests: dict[int, Request] = {}
+        self._planned: dict[int, tuple[Request, ...]] = {}
+        """By number of each step that is not applied yet: the requests of its plan."""
+        self._inputs = InputGatherer()
         self._counter = VirtualTokenCounter()
         self._waiting = Waiting(cache, self._counter)
         self._branching = Branching(self.running, self._waiting, cache) if cache.has_states else NoBranching()
@@ -115,6 +121,18 @@ class Scheduler:
             return False
         self._ending.end(request)
         return True
+
+    def requests_of(self, plan: Plan) -> tuple[Request, ...]:
+        """The requests of a plan whose result is not applied yet."""
+        return self._planned[plan.step]
+
+    def histories(self, plan: Plan) -> list[tuple[Sequence[int], bool]]:
+        """(its known tokens, whether it has ended) of each request of a plan whose result is not applied yet."""
+        return [(request.tokens, request.finished) for request in self._planned[plan.step]]
+
+    def sample_inputs(self, plan: Plan, mask_room: MaskRoom) -> SampleInputs:
+        """What the sampling of a plan that `needs_host_tokens` depends on, once the step before is applied."""
+        return self._inputs.gather(plan, self._planned[plan.step], mask_room)
 
     @property
     def ids(self) -> list[int]:
@@ -163,14 +181,16 @@ class Scheduler:
             return None
         proposes = self._speculation.proposes(self.drafter) if self.drafter is not None else 0
         prompts = bool(running.prefilling or self._waiting)
-        drafts = self._speculation.plan(self.drafter, proposes, prompts) if running.drafting else []
+        drafts = []
+        if self.drafter is not None and running.drafting:
+            drafts = self._speculation.plan(self.drafter, proposes, prompts)
         proposes = self._reserve_decodes(proposes)
         if running.sitting and self._waiting and not self.cache.requests.has_row:
             self._make_way()
-        builder = StepBuilder(self.cache)
-        for request, *draft in drafts:
-            if request.row >= 0:
-                builder.add_draft(request, *draft)
+        builder = StepBuilder(self.cache, self._with_paths)
+        for drafting, ids, states, more in drafts:
+            if drafting.row >= 0:
+                builder.add_draft(drafting, ids, states, more)
         budget = self.limits.max_num_batched_tokens - len(running.decoding) - len(builder.requests)
         self._admission.begin(running.prefilling, budget)
         while budget > 0 and (request := self._admission.next(self.steps)):
@@ -183,6 +203,7 @@ class Scheduler:
         self.steps += 1
         decodes = running.decodes()
         plan = builder.build(self.steps, decodes, proposes)
+        self._planned[self.steps] = (*decodes.requests, *builder.requests) if builder.requests else decodes.requests
         self._clock += len(plan.tokens)
         self._advance(decodes, builder)
         if self._slow:
@@ -195,13 +216,7 @@ class Scheduler:
         if self._counter.several:
             for request in self.running.decoding:
                 self._counter.count_decoded(request.tenant)
-        ending = False
-        for request in self.running.decoding:
-            request.computed += 1
-            request.in_flight_tokens = in_flight_tokens = request.in_flight_tokens + 1
-            if len(request.tokens) + in_flight_tokens >= request.limit:
-                ending = True
-        if ending:
+        if advance(self.running.decoding):
             self.running.end_decodes()
         if builder.requests:
             self._advance_others(builder)
@@ -210,15 +225,14 @@ class Scheduler:
         """As `_advance`, for requests with drafts and for chunks. Of a draft only the last known token counts as
         computed; drafted tokens count once they are accepted."""
         for draft in builder.drafts:
-            draft.request.computed += 1
-            draft.request.in_flight_tokens = 1
+            request = builder.requests[draft.first]
+            request.plan(1, 1)
             if self._counter.several:
-                self._counter.count_decoded(draft.request.tenant)
+                self._counter.count_decoded(request.tenant)
         first = sum(1 + len(draft.ids) for draft in builder.drafts)
         chunks = (entries[first:] for entries in (builder.requests, builder.counts, builder.samples))
         for request, count, samples in zip(*chunks, strict=True):
-            request.computed += count
-            request.in_flight_tokens += samples
+            request.plan(count, samples)
         self.running.sort_prefilling()
 
     def _reserve_decodes(self, proposes: int) -> int:
@@ -294,13 +308,16 @@ class Scheduler:
 
     def apply(self, plan: Plan, result: Result) -> list[Output]:
         """Apply the result of a step, in the order of plans. Returns the new tokens of each request."""
+        requests = self._planned.pop(plan.step)
         outputs: list[Output] = []
         grown: list[Grown] = []
         failed, stuck, scores, logprobs = result.failed, result.stuck, result.scores, result.logprobs
-        found = enumerate(zip(plan.requests, result.tokens, plan.samples.tolist(), strict=True))
-        if plan.drafts:
-            found = (one for one in found if one[0] not in plan.drafted)
-        for index, (request, token, samples) in found:
+        drafted = plan.drafted if plan.drafts else None
+        for index, (request, token, samples) in enumerate(
+            zip(requests, result.tokens, plan.samples.tolist(), strict=True)
+        ):
+            if drafted is not None and index in drafted:
+                continue
             if failed and index in failed:
                 outputs += self._ending.fail_for_good(request, failed[index])
                 continue
@@ -309,7 +326,7 @@ class Scheduler:
             if stuck and index in stuck:
                 outputs += self._cannot_go_on(request, stuck[index])
                 continue
-            if scores and index in scores:
+            if scores and index in scores and request.scores is not None:
                 stop = int(plan.starts[index] + plan.counts[index])
                 request.scores.add(stop - int(plan.wants[index]) + 1, scores[index])
             if samples:
@@ -321,19 +338,21 @@ class Scheduler:
                     request.scores.report(output)
                 self._finish(request, output, outputs)
         for draft in plan.drafts:
-            self._verify(plan, draft, result, outputs, grown)
+            self._verify(requests[draft.first], draft, result, outputs, grown)
         if grown:
             self._jump(grown, outputs)
-        if result.proposals:
-            self._speculation.take_proposals(self.drafter, plan, result)
+        if result.proposals and self.drafter is not None:
+            self._speculation.take_proposals(self.drafter, plan, requests, result)
         self.running.set_sampled(result.tokens)
         if self.drafter is not None:
             self._speculation.begin(self.drafter)
         return outputs
 
-    def _verify(self, plan: Plan, draft: Draft, result: Result, outputs: list[Output], grown: list[Grown]) -> None:
-        """Accept the right tokens of a draft, and the sampled token after them."""
-        request, first = draft.request, draft.first
+    def _verify(
+        self, request: Request, draft: Draft, result: Result, outputs: list[Output], grown: list[Grown]
+    ) -> None:
+        """Accept the right tokens of a request's draft, and the sampled token after them."""
+        first = draft.first
         if first in result.failed:
             outputs += self._ending.fail_for_good(request, result.failed[first])
             return
@@ -342,7 +361,8 @@ class Scheduler:
         if first in result.stuck:
             outputs += self._cannot_go_on(request, result.stuck[first])
             return
-        accepted = self._speculation.verify(self.drafter, draft, result)
+        assert self.drafter is not None
+        accepted = self._speculation.verify(self.drafter, request, draft, result)
         if self._counter.several:
             self._counter.count_decoded(request.tenant, accepted)
         if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
@@ -358,17 +378,16 @@ class Scheduler:
         """Append a sampled token to a request and report it; with a grammar, add the request to `grown` instead, unless
         it has ended. `logprobs`, if requested, are those of all tokens that were not reported yet."""
         tokens = request.tokens
-        tokens.append(token)
-        request.in_flight_tokens -= 1
-        if request.row < 0:  # preempted while this token was in flight: its hit may be longer now
-            request.hit_version = -1
+        request.append(token)
+        if request.row < 0:  # preempted while this token was in flight
+            self._waiting.note_gain(request)
         stops = token in request.stop_ids
         if request.matcher is not None and not stops and len(tokens) < request.limit:
             grown.append((request, logprobs))
             return
         output = Output(request.id, request.take_unreported(), None, request.cached_tokens)
         if request.sampling.logprobs is not None and logprobs:
-            output.logprobs = logprobs
+            output.logprobs = [one for one in logprobs if one is not None]
         if request.scores is not None:
             request.scores.report(output)
         if stops:
@@ -395,7 +414,7 @@ class Scheduler:
         return True
 
     def _force(self, request: Request, forced: Sequence[int]) -> None:
-        request.tokens.extend(forced)
+        request.extend(forced)
         self.forced_tokens += len(forced)
 
     def _jump(self, grown: list[Grown], outputs: list[Output]) -> None:
@@ -408,16 +427,15 @@ class Scheduler:
                 self._force(request, forced)
                 if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had
                     self._waiting.tokens += len(forced)
-                if request.in_flight_tokens:
-                    request.in_flight_tokens, request.discard_until = 0, self.steps
-            if forced is None and request.matcher.may_jump(request):
+                request.discard_in_flight(self.steps)
+            if forced is None and request.matcher is not None and request.matcher.may_jump(request):
                 # Not reported yet: another worker that went on from here would not append what is forced.
                 self._slow.add(request)
                 self._sitting.sit(request, self.steps, jump=True)
                 continue
             output = Output(request.id, request.take_unreported(), None, request.cached_tokens)
             if request.sampling.logprobs is not None and logprobs:
-                output.logprobs = logprobs
+                output.logprobs = [one for one in logprobs if one is not None]
             if request.scores is not None:
                 request.scores.report(output)
             if len(request.tokens) >= request.limit:
@@ -425,7 +443,7 @@ class Scheduler:
                 self._finish(request, output, outputs)
                 continue
             outputs.append(output)
-            if forced is None or request.matcher.slow:
+            if forced is None or request.is_slow:
                 self._slow.add(request)
             if forced is None:
                 self._sitting.sit(request, self.steps, jump=True)
@@ -453,6 +471,7 @@ class Scheduler:
             if problem:
                 outputs.append(self._ending.stop_short(request, problem))
                 continue
+            assert request.matcher is not None
             forced, request.matcher.forced = request.matcher.forced, ()
             withheld = len(request.tokens) > request.reported
             self._force(request, forced)
@@ -469,9 +488,9 @@ class Scheduler:
         # The last token is never cached, even if the step in flight computes it; unless the model has recurrent states,
         # as they are then the ones after that token.
         if output.tokens and not self.cache.has_states:
-            request.computed = min(request.computed, len(request.tokens) - 1)
+            request.recompute_last()
         self._ending.end(request, keep=self.cache.keeps and bool(self._waiting) and request.score_from is None)
 
     def fail(self, plan: Plan, reason: str) -> list[Output]:
         """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""
-        return self._ending.fail_step(plan, reason)
+        return self._ending.fail_step(plan, self._planned.pop(plan.step), reason)

@@ -28,7 +28,6 @@ from radixrt.worker.speculative._repeats import Repeats
 from radixrt.worker.speculative.mtp_cost import Passes, Proposals, best_count, expected, mean
 
 if TYPE_CHECKING:
-    from radixrt.worker.plan import Draft
     from radixrt.worker.request import Request
 
 SHORTEST = 3
@@ -242,14 +241,14 @@ class Drafter:
         else:
             state.acceptance *= MEMORY
 
-    def learn(self, draft: Draft, accepted: int) -> None:
-        """Count a draft, of which the first `accepted` tokens were right."""
-        draft_state = draft.request.draft_state
+    def learn(self, request: Request, drafted: int, accepted: int) -> None:
+        """Count a draft of `drafted` tokens, of which the first `accepted` were right."""
+        draft_state = request.draft_state
         if draft_state is not None and draft_state.proposed:
-            draft_state.proposals.learn(len(draft.ids), accepted)
+            draft_state.proposals.learn(drafted, accepted)
         elif draft_state is not None:
-            draft_state.acceptance = MEMORY * draft_state.acceptance + (1 - MEMORY) * accepted / len(draft.ids)
-        self.drafted += len(draft.ids)
+            draft_state.acceptance = MEMORY * draft_state.acceptance + (1 - MEMORY) * accepted / drafted
+        self.drafted += drafted
         self.accepted += accepted
 
     def ends(self, request: Request) -> None:

@@ -9,7 +9,7 @@ tokens becomes the request's own. Nothing is copied, and nothing is computed aga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.cache.page_pool import OutOfPages
@@ -44,7 +44,7 @@ class Speculation:
         if requests > MAX_ROWS // 2:
             return
         most = (states.drafted + states.draftable) // MIN_STATES - len(running.drafting)
-        decoding = self._noted(request for request in running.decoding if not _is_slow(request))
+        decoding = self._noted(request for request in running.decoding if not request.is_slow)
         if most > 0 and (found := [r for r in decoding if drafter.begins(r, requests)]):
             running.draft(found[:most])
 
@@ -101,7 +101,7 @@ class Speculation:
 
     def _allowed(self, request: Request, ids: list[int]) -> list[int]:
         """As `Matcher.drafted`; empty if the request is slow."""
-        return [] if request.matcher.slow else draft_all([(request, ids)])[0]
+        return [] if request.is_slow else draft_all([(request, ids)])[0]
 
     def room_for(self, request: Request, position: int, proposes: int) -> int:
         """How many of so many proposals can be of use to a request, if they follow a token at this position: after
@@ -116,15 +116,15 @@ class Speculation:
             return 0
         return count if self._has_pages(request, stop + count - request.computed - 1) else 0
 
-    def take_proposals(self, drafter: Drafter, plan: Plan, result: Result) -> None:
-        """Remember a step's proposals, with the number of tokens that they follow."""
+    def take_proposals(self, drafter: Drafter, plan: Plan, requests: Sequence[Request], result: Result) -> None:
+        """Remember the proposals for a step's requests, with the number of tokens that they follow."""
         drafts = {draft.first: draft for draft in plan.drafts}
         drafter.passes.add(result.proposing_seconds)
         for index, ids in result.proposals.items():
             accepted = drafts[index].accepted(result.tokens) if index in drafts else 0
-            if not plan.requests[index].finished:
+            if not requests[index].finished:
                 length = int(plan.starts[index] + plan.counts[index]) + accepted + 1
-                drafter.proposed(plan.requests[index], length, ids)
+                drafter.proposed(requests[index], length, ids)
 
     def _has_pages(self, request: Request, count: int) -> bool:
         """Reserve pages for `count` drafted tokens. False if there are not enough."""
@@ -134,23 +134,17 @@ class Speculation:
             return False
         return True
 
-    def verify(self, drafter: Drafter, draft: Draft, result: Result) -> int:
-        """How many tokens of a draft are accepted: its longest prefix that equals the tokens the model sampled. A
-        running request counts them as computed, and goes on from the state after them."""
-        request, first = draft.request, draft.first
-        accepted = 0
+    def verify(self, drafter: Drafter, request: Request, draft: Draft, result: Result) -> int:
+        """How many tokens of a request's draft are accepted: its longest prefix that equals the tokens the model
+        sampled. A running request counts them as computed, and goes on from the state after them."""
+        accepted, first = 0, draft.first
         while accepted < len(draft.ids) and result.tokens[first + accepted] == draft.ids[accepted]:
             following = first + accepted + 1
             if draft.ids[accepted] in request.stop_ids or following in result.failed or following in result.stuck:
                 break
             accepted += 1
-        drafter.learn(draft, accepted)
-        request.tokens.extend(draft.ids[:accepted])
+        drafter.learn(request, len(draft.ids), accepted)
+        request.extend(draft.ids[:accepted], computed=request.row >= 0)
         if request.row >= 0:
-            request.computed += accepted
-            request.state = self._cache.states.accept(request.state, accepted)
+            self._cache.requests.accept(request, accepted)
         return accepted
-
-
-def _is_slow(request: Request) -> bool:
-    return request.matcher is not None and request.matcher.slow

@@ -47,6 +47,7 @@ class Compiling:
     def add(self, request: Request, now: float) -> None:
         """Add a request that has a grammar; its id must be new. Raises BadGrammar if too many of its tenant's grammars
         wait."""
+        assert request.sampling.grammar is not None
         job = self._grammars.job(request.sampling.grammar, request.tenant)
         self._waiting[request.id] = request, job, now + LIMIT_SECONDS
 
@@ -55,7 +56,7 @@ class Compiling:
         request, job, _ = self._waiting.pop(id, (None, None, 0.0))
         if request is None:
             return False
-        if all(other is not job for _, other, _ in self._waiting.values()):
+        if request.sampling.grammar is not None and all(other is not job for _, other, _ in self._waiting.values()):
             self._grammars.cancel(request.sampling.grammar, request.tenant)
         return True
 

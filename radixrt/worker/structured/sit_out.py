@@ -78,17 +78,17 @@ class Sitting:
         text may be forced after its last token."""
         if request.row < 0:
             self._waiting.remove(request)
-            self._discard(request, step)
+            request.discard_in_flight(step)
             self._waiting.park(request)
         elif request.computed >= len(request.tokens) and self._cache.has_states:
             # Its state is the one after its last token, or after one that does not count: it cannot be taken back.
             self._running.remove(request)
             self._cache.requests.discard(request, request.lease.length)
-            self._discard(request, step)
+            request.discard_in_flight(step)
             self._waiting.park(request)
         else:
-            self._discard(request, step)
-            request.computed = min(request.computed, len(request.tokens) - 1)
+            request.discard_in_flight(step)
+            request.recompute_last()
             self._running.sit(request)
         self.begin(request, jump)
 
@@ -98,10 +98,6 @@ class Sitting:
         self._seats[request.number] = seat = _Seat(request, jump, time.monotonic())
         if not request.matcher.busy:
             self._submit(seat)
-
-    def _discard(self, request: Request, step: int) -> None:
-        if request.in_flight_tokens:
-            request.in_flight_tokens, request.discard_until = 0, step
 
     def _submit(self, seat: _Seat) -> None:
         request, matcher = seat.request, seat.request.matcher

@@ -23,17 +23,6 @@ CPU = torch.device("cpu")
 SMALL = Shape(4, 2, 16, 1)
 
 
-class Path(tuple):
-    """The path of a request in the tree; also stands for the request and its lease."""
-
-    @property
-    def lease(self) -> Path:
-        return self
-
-    def path(self) -> Path:
-        return self
-
-
 class Forest:
     """Random sequences: up to `most`, on paths of up to `depth` nodes with one of `lengths` pages each. Each sequence
     has at least `least` tokens followed by one of `new` numbers of tokens to compute. With `sinks`, there are random
@@ -54,7 +43,7 @@ class Forest:
                 for _ in range(rng.randint(1, fan_out)):
                     name += 1
                     paths.append((*path, (name, (path[-1][1] if path else 0) + size * rng.choice(lengths))))
-        self.paths = [Path(path) for path in rng.choices(paths, k=rng.randint(2, most))]
+        self.paths = rng.choices(paths, k=rng.randint(2, most))
         self.starts = np.array([p[-1][1] if p else 0 for p in self.paths]) + [rng.randint(least, 9) for _ in self.paths]
         self.counts = np.array([rng.choice(new) for _ in self.paths])
         held = -(-(self.starts + self.counts) // size)
@@ -101,8 +90,8 @@ class Forest:
         """Run one step of decodes, whose plan is derived from that of the step before. Returns (output, planner,
         whether FlashInfer was used)."""
         planner = DecodePlanner({None}, cuts)
-        planner.plan(self.paths, self.rows, self.starts - 1, None)
-        work = planner.plan(self.paths, self.rows, self.starts, None)[None]
+        planner.plan((), self.paths, self.rows, self.starts - 1, None)
+        work = planner.plan((), self.paths, self.rows, self.starts, None)[None]
         packer = Packer(self.q.device)
         lists = Lists.pack(packer, work)
         shared_prefixes = None

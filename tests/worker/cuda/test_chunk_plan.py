@@ -51,7 +51,8 @@ def test_each_chunk_goes_one_way(shares, windows, rows, monkeypatch):
     monkeypatch.setattr(chunk_plan, "PagedStep", rest("paged"))
     paths, starts, counts = zip(*(CHUNKS[row] for row in rows), strict=True)
     plan = SimpleNamespace(
-        requests=[SimpleNamespace(lease=SimpleNamespace(path=lambda path=path: path)) for path in paths],
+        requests=[None] * len(rows),
+        paths=paths,
         rows=np.array(rows, np.int32),
         starts=np.array(starts, np.int32),
         counts=np.array(counts, np.int32),
@@ -233,6 +234,7 @@ def test_what_flashinfer_cannot_hold_does_not_pay_for_its_launch(monkeypatch):
     )
     plan = SimpleNamespace(
         requests=[None, None],
+        paths=((), ()),
         rows=np.array([1, 2], np.int32),
         starts=np.array([1 << 14, 8192], np.int32),
         counts=np.array([4096, 600], np.int32),

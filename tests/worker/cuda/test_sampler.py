@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from array import array
 
 import numpy as np
@@ -12,7 +11,9 @@ import torch
 from radixrt.messages import Run, Sampling
 from radixrt.worker.cuda.sampling.sampler import CudaSampler, _kept, find_thresholds
 from radixrt.worker.execution.sampler import Ahead, SamplingMetadata, TorchSampler
+from radixrt.worker.plan import Gained
 from radixrt.worker.request import Request
+from radixrt.worker.scheduler.sample_inputs import InputGatherer
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # exp overflows to infinity, as it should
 
@@ -43,21 +44,29 @@ def request(number: int, prompt: list[int], said: list[int] = (), **sampling) ->
     return Request(run, 10_000, frozenset())
 
 
-def check(
-    sampler: CudaSampler, requests: list[Request], rows: list[int], device: torch.device, ahead: Ahead | None = None
-) -> None:
-    """One step's penalties are the reference's."""
-    logits = 4 * torch.randn(len(requests), VOCAB, device=device)
-    expected = logits.clone()
-    TorchSampler().penalize(expected, requests, np.array(rows), ahead or {})
-    sampler.penalize(logits, requests, np.array(rows, dtype=np.int32), ahead or {})
-    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+class Both:
+    """A GPU's sampler and the reference, which are given the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.sampler = CudaSampler(4, VOCAB, device)
+        self._inputs = InputGatherer()
+
+    def check(self, requests: list[Request], rows: list[int], ahead: Ahead | None = None) -> None:
+        """One step's penalties are the reference's."""
+        logits = 4 * torch.randn(len(requests), VOCAB, device=self.device)
+        expected, infos = logits.clone(), [one.info for one in requests]
+        everything = {n: Gained(0, np.array(one.tokens)) for n, one in enumerate(requests)}
+        TorchSampler().penalize(expected, infos, np.array(rows), everything, ahead or {})
+        gained = {n: self._inputs.gained(row, one) for n, (one, row) in enumerate(zip(requests, rows, strict=True))}
+        self.sampler.penalize(logits, infos, np.array(rows, dtype=np.int32), gained, ahead or {})
+        torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_penalties_follow_what_is_said(device):
     """Over steps in which requests say more, by one token and by many at once, come, go, change their rows, and take
     the row of another; some have no penalties."""
-    sampler, rng = CudaSampler(4, VOCAB, device), np.random.default_rng(0)
+    both, rng = Both(device), np.random.default_rng(0)
     kinds = [
         {"repetition_penalty": 1.3},
         {"presence_penalty": 0.5, "frequency_penalty": -0.25},
@@ -72,29 +81,29 @@ def test_penalties_follow_what_is_said(device):
 
     often = [int(some[0])] * 4 + [int(some[1])] * 8
     a, b, c, d = (request(n, often + more(30), more(4 * (n % 2)), **kind) for n, kind in enumerate(kinds))
-    check(sampler, [a, b, c], [0, 1, 2], device)
+    both.check([a, b, c], [0, 1, 2])
     for said in (1, 1, 7, 1):
         for one in (a, b, c):
             one.tokens.extend(more(said))
-        check(sampler, [c, a, b], [2, 0, 1], device)
-    check(sampler, [a], [0], device)
-    check(sampler, [d, b], [0, 1], device)  # d has a's row
+        both.check([c, a, b], [2, 0, 1])
+    both.check([a], [0])
+    both.check([d, b], [0, 1])  # d has a's row
     d.tokens.extend(more(3))
     a.tokens.extend(more(2))
-    check(sampler, [b, a, d], [3, 1, 0], device)  # b has moved, a has b's row
+    both.check([b, a, d], [3, 1, 0])  # b has moved, a has b's row
 
 
 def test_tokens_that_are_drafted(device):
     """Rows of one request side by side: what each has ahead is penalized there, and counted nowhere."""
-    sampler, rng = CudaSampler(4, VOCAB, device), np.random.default_rng(1)
+    both, rng = Both(device), np.random.default_rng(1)
     one = request(0, [1, 2, 3, 4000], [5, 5, 6], repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.25)
     two, three = request(1, [9], [8], repetition_penalty=0.9), request(2, [3], [4])
     requests, rows = [one] * 5 + [two, three, three, two], [2] * 5 + [0, 1, 1, 0]
     for _ in range(3):
         drafted = [5, 7, 7, 4000]
         ahead = {n: drafted[:n] for n in range(1, 5)} | {7: [4], 8: [4999]}
-        check(sampler, requests, rows, device, ahead)
-        check(sampler, [two, one, three], [0, 2, 1], device)
+        both.check(requests, rows, ahead)
+        both.check([two, one, three], [0, 2, 1])
         for each in (one, two, three):
             each.tokens.extend(rng.integers(0, 12, 2).tolist())
 
@@ -103,19 +112,9 @@ def test_nothing_is_kept_for_those_without(device):
     sampler = CudaSampler(4, VOCAB, device)
     logits = torch.randn(2, VOCAB, device=device)
     before = logits.clone()
-    sampler.penalize(logits, [request(1, [1, 2]), request(2, [3])], np.array([0, 1]), {0: [2]})
+    sampler.penalize(logits, [request(1, [1, 2]).info, request(2, [3]).info], np.array([0, 1]), {}, {0: [2]})
     assert torch.equal(logits, before)
     assert sampler._penalties._counts is None
-
-
-def test_of_a_request_that_is_over_its_tokens_are_kept_alone(device):
-    """Until its row is another's: its grammar and its lease may be large."""
-    sampler, one = CudaSampler(4, VOCAB, device), request(1, [1, 2], repetition_penalty=1.2)
-    one.matcher = PlainThresholds()  # anything
-    there = weakref.ref(one.matcher)
-    sampler.penalize(torch.randn(1, VOCAB, device=device), [one], np.array([0], dtype=np.int32), {})
-    del one
-    assert there() is None
 
 
 SAMPLINGS = [
@@ -219,5 +218,6 @@ def test_extreme_penalties_leave_logits_finite(device):
         for n, repetition in enumerate((1e-4, 1e4))
     ]
     logits = 1e6 * torch.randn(2, VOCAB, device=device)
-    sampler.penalize(logits, requests, np.array([0, 1], dtype=np.int32), {})
+    gained = {n: Gained(0, np.array(one.tokens)) for n, one in enumerate(requests)}
+    sampler.penalize(logits, [one.info for one in requests], np.array([0, 1], dtype=np.int32), gained, {})
     assert logits.isfinite().all()

@@ -113,10 +113,9 @@ def test_each_chunk_is_computed_in_one_way(monkeypatch):
             f"radixrt.worker.cuda.attention.chunk_plan.{name}", lambda *args, note=note: taken.append(note(*args))
         )
     paths = [((1, 9000), (2, 9050)), ((3, 20),), ((1, 9000),)]
-    requests = [SimpleNamespace(lease=SimpleNamespace(path=lambda path=path: path)) for path in paths]
     starts, counts = np.array([9050, 20, 9000], dtype=np.int32), np.array([60, 60, 90], dtype=np.int32)
     rows, wants = np.arange(3, dtype=np.int32), counts
-    plan = SimpleNamespace(requests=requests, rows=rows, starts=starts, counts=counts, wants=wants)
+    plan = SimpleNamespace(requests=paths, paths=paths, rows=rows, starts=starts, counts=counts, wants=wants)
     flashinfer = PlainFlashInfer(shape(1), torch.float32, 20_000)
     cut = Tiling(16, 64, 128, 8)
     planner = ChunkPlanner(shape(1), 64, (None,), Variant(64, 64, 4, 2), cut, Chip(4, 12), flashinfer, True)

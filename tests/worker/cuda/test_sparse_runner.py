@@ -72,21 +72,3 @@ def test_there_are_no_full_heads(tmp_path):
     make_model(tmp_path, "deepseek_v32", **SIZES | INDEXED)
     config = resolve(WorkerConfig(model=str(tmp_path), device="cpu"))
     assert find_full_heads(config, look_up(config)) is None
-
-
-def test_paths_are_told_by_their_requests(tmp_path):
-    """Other ranks need those that were looked up, of requests that share something and attend to all tokens."""
-    make_model(tmp_path, "deepseek_v32", **SIZES | INDEXED)
-    _, runner = runners(tmp_path)
-    engine = Engine(runner, chunk=64, rows=8, max_model_len=128)
-    told = []
-    runner.on_planned = lambda plan, paths: told.append(
-        {index: path == plan.requests[index].lease.path() for index, path in paths.items()}
-    )
-    long, short = prompts(2, 40, 40, vocab_size=128)
-    engine.add(long, generating(12))
-    engine.step()
-    for last in (3, 4, 5):
-        engine.add([*short[:25], last], generating(4))
-    engine.finish()
-    assert {1: True, 2: True, 3: True} in told and all(all(same.values()) for same in told)

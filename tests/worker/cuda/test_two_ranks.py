@@ -13,6 +13,7 @@ import torch
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
+from radixrt.messages.ranks import Bind, RunStep
 from radixrt.worker.cuda import ops
 from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.runner import CudaRunner
@@ -21,7 +22,7 @@ from radixrt.worker.load import runner as loading
 from radixrt.worker.load.pools import make_states
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.parallel import tensor_parallel
-from radixrt.worker.parallel.tensor_parallel import Bind, Leader, StandIns, Step
+from radixrt.worker.parallel.tensor_parallel import Leader, PlanDecoder
 from tests.checkpoints import make_model
 from tests.worker import test_drafting as drafting
 from tests.worker.cuda.ragged import PlainFlashInfer
@@ -101,13 +102,13 @@ class Told:
         self.paths: list[int] = []
 
     def send(self, message) -> None:
-        if isinstance(message, Step):
-            self.paths.append(len(message.paths))
+        if isinstance(message, RunStep):
+            self.paths.append(len(message.paths or ()))
         self.messages.put(tensor_parallel._encode(message))
 
 
 def follower(runner, told, meeting, problems) -> None:
-    book, before = StandIns(), None
+    plans, before = PlanDecoder(), None
     try:
         while (payload := told.messages.get(timeout=WAIT)) is not None:
             message = tensor_parallel._decode(payload)
@@ -115,7 +116,7 @@ def follower(runner, told, meeting, problems) -> None:
                 if isinstance(message, Bind):
                     runner.bind(np.zeros((message.rows, message.columns), np.int32))
                     continue
-                wait = runner.launch(book.plan(message))
+                wait = runner.launch(plans.unpack(message))
                 if before is not None:
                     before()
                 before = wait
@@ -195,7 +196,7 @@ def test_two_ranks_are_one(family, tmp_path):
     alone, together, kinds, paths = both(tmp_path, traffic)
     assert together == alone
     assert kinds.count("broadcast") and kinds.count("gather") > kinds.count("broadcast")
-    assert 0 in paths and (family == "mistral" or max(paths) > 1), "paths are told where they were looked up"
+    assert 0 in paths and (family == "mistral" or max(paths) > 1), "paths are told once"
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -128,7 +126,7 @@ def test_decodes_read_their_pages_once(batch: list[Leased], data: st.DataObject)
     for _ in range(data.draw(st.integers(1, 5))):
         rows = np.array([r.row for r in running], dtype=np.int32)
         positions = np.array([r.position for r in running], dtype=np.int32)
-        work = planner.plan(running, rows, positions, room)[None]
+        work = planner.plan(tuple(running), [r.lease.path() for r in running], rows, positions, room)[None]
         assert room.holds(work)
         merges = Merges(work.merges, work.entries, 1 << 30)
         found = reads([work.few.items, work.many.items], merges, work.order)
@@ -154,11 +152,10 @@ def test_branches_that_leave_a_path_one_by_one_share_what_fits(in_a_graph):
     cuts = Cuts(Tiling(4, 64, 128, 132), Tiling(16, 128, 256, 33), cost)
     size, turn = 64, 500
     paths = [tuple((n, turn * n) for n in range(1, end + 2)) for end in range(size)]
-    requests = [SimpleNamespace(lease=SimpleNamespace(path=lambda path=path: path)) for path in paths]
     rows = np.arange(size, dtype=np.int32)
     positions = np.array([path[-1][1] for path in paths], dtype=np.int32)
     planner, room = DecodePlanner({None}, cuts), Room.of(size, cuts)
-    work = planner.plan(requests, rows, positions, room if in_a_graph else None)[None]
+    work = planner.plan((), paths, rows, positions, room if in_a_graph else None)[None]
     assert room.holds(work) and work.shared
     found = reads([work.few.items, work.many.items], Merges(work.merges, work.entries, 1 << 30), work.order)
     for place, position in enumerate(positions.tolist()):

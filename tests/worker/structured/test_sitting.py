@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from radixrt.messages import Grammar, Sampling
-from radixrt.worker.execution import fake_runner
 from radixrt.worker.execution.fake_runner import EOS, FakeRunner
+from radixrt.worker.scheduler import sample_inputs
 from radixrt.worker.speculative.ngram import Drafter
 from radixrt.worker.structured import matcher, watch
 from radixrt.worker.structured.compile import Grammars
@@ -152,14 +152,14 @@ def test_what_the_step_in_flight_samples_after_a_late_mask_is_discarded(grammars
 
     engine, id = made()
     expected, calls = engine.tokens(id), []
-    fill = fake_runner.fill_masks
+    fill = sample_inputs.fill_masks
 
     def late(requests, out, **more):
         calls.append(1)
         problems = fill(requests, out, **more)
         return problems if len(calls) % 5 else {n: LATE for n in range(len(requests))}
 
-    monkeypatch.setattr(fake_runner, "fill_masks", late)
+    monkeypatch.setattr(sample_inputs, "fill_masks", late)
     engine, id = made()
     assert engine.tokens(id) == expected and engine.last(id).finish == "stop" and len(calls) > 10
 

@@ -71,7 +71,8 @@ class AttentionGroup:
             tree_attention, flashinfer, full = False, None, None
         self.compiled = Kernels(shape, few, many, exact)
         chip = Chip(shape.heads, num_sms)
-        shares = tree_attention and None in self.windows
+        self.shares = shares = tree_attention and None in self.windows
+        """Whether it reads keys that requests share once (`Plan.paths`)."""
         self.cuts = Cuts(
             chunk_cut if exact else attend.best_tiling(few, shape, *dtypes, causal=False),
             attend.best_tiling(many, shape, *dtypes, causal=False),
@@ -92,7 +93,8 @@ class AttentionGroup:
 
     def plan_decodes(self, plan: Plan, count: int, room: Room | None) -> Works:
         """The work of the first `count` requests. `room`: see `DecodePlanner.plan`."""
-        return self.decodes.plan(plan.requests[:count], plan.rows[:count], plan.starts[:count], room)
+        requests, paths = plan.requests[:count], plan.paths[:count]
+        return self.decodes.plan(requests, paths, plan.rows[:count], plan.starts[:count], room)
 
 
 def _last_layers(spec: ModelSpec, places: Sequence[int]) -> tuple[int, set[int | None]] | None:

@@ -14,7 +14,7 @@ from radixrt.worker.cuda.attention.variants import Shape, Variant
 from radixrt.worker.cuda.attention.work import Tiling
 from radixrt.worker.cuda.elementwise.staging import Packer
 from radixrt.worker.cuda.latent.full_chunks import FullHeads, FullStep
-from radixrt.worker.execution.prefix_sharing import Path, path_before
+from radixrt.worker.execution.prefix_sharing import path_before
 from radixrt.worker.model.spec.spec import LatentSpec
 from radixrt.worker.plan import Plan
 
@@ -129,8 +129,6 @@ class ChunkPlanner:
         self._chip = chip
         self._flashinfer = flashinfer
         self._shares = shares
-        self.looked_up: dict[int, Path] = {}
-        """The paths that were looked up to plan the last step, by index of the request."""
         self._plain = plain
         self._full = full
         self._by_full = None if full is None else FullOrAbsorbed(full.heads, full.latent, itemsize)
@@ -173,7 +171,6 @@ class ChunkPlanner:
         attention; that of the last layers if it differs, which will be packed by `last_packer`). At most one step of
         each `parity` may be in flight. `narrow`: queries of the last layers are only those of tokens whose logits are
         wanted; otherwise those of all tokens."""
-        self.looked_up = {}
         chunks = self._sequences(plan, decodes)
         first = chunks.queries
         if not len(chunks):
@@ -216,11 +213,9 @@ class ChunkPlanner:
         steps: list[ChunkStep] = []
         left = np.ones(len(chunks), dtype=bool)
         plain = self._windows == {None}
-        if self._shares and plain:
-            decodes = len(plan.requests) - len(chunks)
-            found = {index: r.lease.path() for index, r in enumerate(plan.requests[decodes:], decodes)}
-            self.looked_up = found
-            paths = [path_before(path, p) for path, p in zip(found.values(), chunks.starts.tolist(), strict=True)]
+        if self._shares and plain and plan.paths:
+            found = plan.paths[len(plan.requests) - len(chunks) :]
+            paths = [path_before(path, p) for path, p in zip(found, chunks.starts.tolist(), strict=True)]
             fewest = self._bounds.shared
             if shared := cut_shared(paths, chunks, self._shape, self._itemsize, self._chip, flashinfer.tokens, fewest):
                 steps.append(SegmentStep(chunks, shared, packer, flashinfer, parity, self._shape))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from radixrt.messages.ranks import RequestInfo
 from radixrt.worker.cuda.attention import attend, variants
 from radixrt.worker.cuda.attention.segments import FA3_QUERIES, Chip, cut_segments
 from radixrt.worker.cuda.attention.work import (
@@ -25,7 +26,6 @@ from radixrt.worker.cuda.attention.work import (
 )
 from radixrt.worker.cuda.elementwise.staging import PackedArray, Packer
 from radixrt.worker.execution.prefix_sharing import Cost, Path, Sharing, find_sharing, path_before
-from radixrt.worker.request import Request
 
 GROWTH = 64
 """Tokens by which requests grow before their work is planned anew."""
@@ -117,7 +117,7 @@ class DecodeWork:
 
 @dataclass(slots=True)
 class _Kept:
-    requests: tuple[Request, ...]
+    requests: tuple[RequestInfo, ...]
     rows: np.ndarray
     positions: np.ndarray
     sharing: Sharing | None
@@ -131,36 +131,33 @@ class DecodePlanner:
         self._windows = windows
         self._cuts = cuts
         self._kept: _Kept | None = None
-        self.looked_up: dict[int, Path] = {}
-        """The paths that were looked up to plan the last step, by index of the request."""
         self.read_keys = 0
         """Keys that decodes have read so far in a layer without a window."""
         self.plain_keys = 0
         """Keys that they would have read without sharing."""
 
     def plan(
-        self, requests: Sequence[Request], rows: np.ndarray, positions: np.ndarray, room: Room | None
-    ) -> dict[int | None, DecodeWork]:
-        """The work of requests whose tokens are at int32 `positions`, by window. Sharing is limited so that the lists
-        fit `room` (None: that of as many decodes), except for work with shared prefixes."""
-        found = {}
-        self.looked_up = {}
+        self, requests: tuple[RequestInfo, ...], paths: Sequence[Path], rows: np.ndarray, positions: np.ndarray,
+        room: Room | None,
+    ) -> dict[int | None, DecodeWork]:  # fmt: skip
+        """The work of requests whose tokens are at int32 `positions`, by window. `paths`: theirs in the tree; without
+        them nothing is shared. Sharing is limited so that the lists fit `room` (None: that of as many decodes), except
+        for work with shared prefixes."""
+        found: dict[int | None, DecodeWork] = {}
         for window in self._windows:
             if window is None:
-                found[None] = self._unwindowed(tuple(requests), rows, positions, room)
+                found[None] = self._unwindowed(requests, paths, rows, positions, room)
             else:
                 found[window] = self._cut(rows, positions, window, None)
         return found
 
     def _unwindowed(
-        self, requests: tuple[Request, ...], rows: np.ndarray, positions: np.ndarray, room: Room | None
-    ) -> DecodeWork:
+        self, requests: tuple[RequestInfo, ...], paths: Sequence[Path], rows: np.ndarray, positions: np.ndarray,
+        room: Room | None,
+    ) -> DecodeWork:  # fmt: skip
         kept = self._kept
-        if (
-            kept is not None
-            and (kept.requests == requests and np.array_equal(kept.rows, rows))
-            and (room is None or len(kept.work.shared_prefixes) or room.holds(kept.work))
-        ):
+        same = kept is not None and kept.requests == requests and np.array_equal(kept.rows, rows)
+        if kept is not None and same and (room is None or len(kept.work.shared_prefixes) or room.holds(kept.work)):
             grown = int(positions[0] - kept.positions[0]) if len(positions) else 0
             fixed = self._cuts.few.fixed or 1 << 30
             if (
@@ -174,7 +171,7 @@ class DecodePlanner:
                 self._count(positions, kept.sharing)
                 return kept.work
         room = room or Room.of(len(rows), self._cuts)
-        for sharing in self._sharings(requests, positions):
+        for sharing in self._sharings(paths, positions):
             work = self._cut(rows, positions, None, sharing)
             if sharing is None or len(work.shared_prefixes) or room.holds(work):
                 break
@@ -182,13 +179,12 @@ class DecodePlanner:
         self._count(positions, sharing)
         return work
 
-    def _sharings(self, requests: tuple[Request, ...], positions: np.ndarray) -> Iterator[Sharing | None]:
+    def _sharings(self, paths: Sequence[Path], positions: np.ndarray) -> Iterator[Sharing | None]:
         """Candidates to be tried in turn until the lists fit: all sharing that pays, then only what saves more and
         more, and at last None. (Lists get too long where branches leave a path one by one.)"""
         cost = self._cuts.cost
-        if cost is not None and len(requests) > 1:
-            self.looked_up = {index: request.lease.path() for index, request in enumerate(requests)}
-            paths = [path_before(path, p) for path, p in zip(self.looked_up.values(), positions.tolist(), strict=True)]
+        if cost is not None and len(paths) > 1:
+            paths = [path_before(path, p) for path, p in zip(paths, positions.tolist(), strict=True)]
             while len((sharing := find_sharing(paths, cost)).segments):
                 yield sharing
                 cost = replace(cost, partial_bytes=DEARER * cost.partial_bytes)

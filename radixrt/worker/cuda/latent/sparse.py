@@ -88,6 +88,7 @@ class SparseQueries:
         self.dense_plan = replace(
             plan,
             requests=tuple(plan.requests[i] for i in self.dense_requests),
+            paths=tuple(plan.paths[i] for i in self.dense_requests) if plan.paths else (),
             rows=plan.rows[self.dense_requests],
             starts=plan.starts[self.dense_requests],
             counts=counts[self.dense_requests].astype(np.int32),

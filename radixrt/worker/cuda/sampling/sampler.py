@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,11 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from radixrt.messages.ranks import RequestInfo
 from radixrt.worker.cuda.attention.ragged import load_flashinfer
 from radixrt.worker.cuda.sampling import sampling_kernels
 from radixrt.worker.execution import sampler as sample
 from radixrt.worker.execution.sampler import Ahead, Masks, SamplingMetadata, to_device
-from radixrt.worker.request import Request
+from radixrt.worker.plan import Gained
 
 
 class Thresholds(Protocol):
@@ -68,8 +68,11 @@ class CudaSampler:
         self._penalties = Penalties(rows, vocab, device)
         self._thresholds = thresholds
 
-    def penalize(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, ahead: Ahead) -> None:
-        self._penalties.apply(logits, requests, rows, ahead)
+    def penalize(
+        self, logits: torch.Tensor, requests: Sequence[RequestInfo], rows: np.ndarray, gained: Mapping[int, Gained],
+        ahead: Ahead,
+    ) -> None:  # fmt: skip
+        self._penalties.apply(logits, requests, rows, gained, ahead)
 
     def mask(self, logits: torch.Tensor, masks: Masks) -> None:
         sampling_kernels.mask(logits, masks.rows, masks.bits)
@@ -162,18 +165,18 @@ class Penalties:
         self._counts: torch.Tensor | None = None
         """int32[rows, vocab], by row of the page table: how often a token was generated, and IN_PROMPT. Allocated for
         the first request with penalties."""
-        self._counted: dict[int, tuple[array[int], int]] = {}
-        """By row: the tokens of the request that are counted there, and how many of them are. The array of tokens
-        identifies the request without keeping the rest of it alive."""
 
-    def apply(self, logits: torch.Tensor, requests: Sequence[Request], rows: np.ndarray, ahead: Ahead) -> None:
+    def apply(
+        self, logits: torch.Tensor, requests: Sequence[RequestInfo], rows: np.ndarray, gained: Mapping[int, Gained],
+        ahead: Ahead,
+    ) -> None:  # fmt: skip
         """As `Sampler.penalize`. Tokens in `ahead` do not enter the counts, since they may be rejected."""
         penalized = [n for n, request in enumerate(requests) if request.penalized]
         if not penalized:
             return
         if self._counts is None:
             self._counts = torch.zeros((self._rows, self._vocab), dtype=torch.int32, device=self._device)
-        self._count([(requests[n], int(rows[n])) for n in penalized])
+        self._count([(requests[n], int(rows[n]), gained[n]) for n in penalized if n in gained])
         samplings = [requests[n].sampling for n in penalized]
         strengths = [(s.repetition_penalty, s.presence_penalty, s.frequency_penalty) for s in samplings]
         who = np.empty((FIELDS, len(penalized)), dtype=np.int32)
@@ -198,20 +201,18 @@ class Penalties:
         ]
         return _More.of(logits, to_device(np.array(found, dtype=np.int32).T.copy(), self._device)) if found else None
 
-    def _count(self, requests: list[tuple[Request, int]]) -> None:
+    def _count(self, requests: list[tuple[RequestInfo, int, Gained]]) -> None:
         """Count the tokens that requests have gained since the last call."""
         assert self._counts is not None
+        if not requests:
+            return
         fresh, parts = [], []
-        for request, row in requests:
-            tokens, counted = self._counted.get(row, (None, 0))
-            if tokens is not request.tokens:
-                counted = 0
+        for request, row, (first, ids) in requests:
+            if first == 0:
                 fresh.append(row)
-            ids = np.array(request.path(counted))
             what = np.ones_like(ids)
-            what[: max(0, request.prompt_len - counted)] = IN_PROMPT
+            what[: max(0, request.prompt_len - first)] = IN_PROMPT
             parts.append(np.stack([np.full_like(ids, row), ids, what]))
-            self._counted[row] = request.tokens, len(request.tokens)
         if fresh:
             self._counts.index_fill_(0, to_device(np.array(fresh), self._device), 0)
         entries = np.concatenate(parts, axis=1)
