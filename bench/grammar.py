@@ -31,7 +31,8 @@ from radixrt.worker.execution.sampler import Masks, TorchSampler
 from radixrt.worker.request import Request
 from radixrt.worker.structured.compile import Grammars
 from radixrt.worker.structured.jump_forward import SHORTEST, Spelling
-from radixrt.worker.structured.matcher import Matcher, fill_masks
+from radixrt.worker.structured.masks import fill_masks
+from radixrt.worker.structured.matcher import Matcher
 from radixrt.worker.structured.vocabulary import Vocabulary, read_vocabulary
 
 EOS = 2

@@ -300,15 +300,9 @@ class Runner(Protocol):
     num_pages: int
     num_states: int
     """Slots of recurrent states, the null slot 0 included; 0 if the model has none."""
-    num_host_pages: int
-    """Slots of pages in host memory, slot 0, which is not used, included; 0: there are none."""
-    num_host_states: int
-    """The same for recurrent states."""
     vocab_size: int
     eos_ids: frozenset[int]
     max_model_len: int
-    plain_keys: int
-    read_keys: int
     busy_seconds: float
     """See `messages.Load`."""
     shares: bool
@@ -323,6 +317,22 @@ class Runner(Protocol):
 
     sparse: bool
     """Whether the model has experts, so that tokens differ in which weights they read."""
+
+    @property
+    def num_host_pages(self) -> int:
+        """Slots of pages in host memory, slot 0, which is not used, included; 0: there are none."""
+
+    @property
+    def num_host_states(self) -> int:
+        """The same for recurrent states."""
+
+    @property
+    def plain_keys(self) -> int:
+        """See `messages.Load`."""
+
+    @property
+    def read_keys(self) -> int:
+        """See `messages.Load`."""
 
     def bind(self, table: np.ndarray) -> None:
         """Called once with the page table, int32[rows, pages], which the host keeps writing to."""

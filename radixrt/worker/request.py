@@ -16,7 +16,7 @@ from radixrt.worker.plan import NONE_ALLOWED, may_be_next
 
 if TYPE_CHECKING:
     from radixrt.messages import Output, TokenLogprob
-    from radixrt.worker.speculative.ngram import DraftState
+    from radixrt.worker.speculative.draft_state import DraftState
     from radixrt.worker.structured.matcher import Matcher
 
 _numbers = itertools.count()
@@ -180,6 +180,12 @@ class Request:
     def is_slow(self) -> bool:
         """Whether it takes long to tell which tokens its grammar allows."""
         return self.matcher is not None and self.matcher.slow
+
+    @property
+    def grammar_matcher(self) -> Matcher:
+        """Its `matcher`, if it has a grammar."""
+        assert self.matcher is not None
+        return self.matcher
 
     @property
     def leased(self) -> int:

@@ -14,8 +14,8 @@ from radixrt.messages import Run, Sampling, TokenLogprob
 from radixrt.worker.execution.fake_runner import EOS, FakeRunner
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.running import Running
+from radixrt.worker.speculative.draft_state import ACCEPTANCE
 from radixrt.worker.speculative.ngram import (
-    ACCEPTANCE,
     MAX_ROWS,
     MIN_ACCEPTANCE,
     RECENT_NAMESPACES,

@@ -32,7 +32,8 @@ from radixrt.worker.request import Request
 from radixrt.worker.structured import compile as module
 from radixrt.worker.structured.compile import Grammars, _compile_by
 from radixrt.worker.structured.grammar_cache import ENTRY_BYTES
-from radixrt.worker.structured.matcher import DEAD_END, STRAYED, Matcher, fill_masks
+from radixrt.worker.structured.masks import DEAD_END, fill_masks
+from radixrt.worker.structured.matcher import STRAYED, Matcher
 from radixrt.worker.structured.schema import adapt_schema, safe_pattern
 from radixrt.worker.structured.vocabulary import read_vocabulary
 from tests.checkpoints import make_model, make_tokenizer

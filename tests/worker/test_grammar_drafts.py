@@ -16,7 +16,7 @@ from radixrt.worker.execution.fake_runner import EOS
 from radixrt.worker.load.runner import load_runner
 from radixrt.worker.request import Request
 from radixrt.worker.speculative.ngram import MAX_MATCHED_REQUESTS, Drafter
-from radixrt.worker.structured.matcher import fill_masks
+from radixrt.worker.structured.masks import fill_masks
 from tests.checkpoints import make_model
 from tests.worker.engine import prompts
 from tests.worker.test_drafting import Told, repeating, request

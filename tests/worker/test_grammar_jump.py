@@ -25,7 +25,8 @@ from radixrt.worker.plan import FROM_DEVICE, SampleInputs
 from radixrt.worker.status import KNOWN_STEPS, Rates
 from radixrt.worker.structured.compile import Grammars
 from radixrt.worker.structured.jump_forward import Spelling, on_one_line
-from radixrt.worker.structured.matcher import Matcher, fill_masks
+from radixrt.worker.structured.masks import fill_masks
+from radixrt.worker.structured.matcher import Matcher
 from radixrt.worker.structured.vocabulary import Vocabulary
 from tests.checkpoints import make_model, make_tokenizer
 from tests.worker.engine import Engine, prompts

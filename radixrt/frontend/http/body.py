@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
@@ -119,8 +120,7 @@ async def check_shape(body: bytes) -> None:
     """Raise ApiError (400), which names the field, if a body of JSON holds more than is parsed here."""
     if len(body) < MIN_BYTES:
         return
-    arguments = (body, *_LIMITS.values())
-    found = exceeded(*arguments) if len(body) < MIN_THREAD_BYTES else await asyncio.to_thread(exceeded, *arguments)
+    found = await apart(len(body) >= MIN_THREAD_BYTES, functools.partial(exceeded, body, *_LIMITS.values()))
     if found is not None:
         limit, field = found
         what = _WORDS[limit].format(_LIMITS[limit])

@@ -84,6 +84,16 @@ class ModelRunner:
         """See `plan.Runner`."""
         return 0 if self.host is None else self.host.num_states
 
+    @property
+    def plain_keys(self) -> int:
+        """See `plan.Runner`."""
+        return 0
+
+    @property
+    def read_keys(self) -> int:
+        """See `plan.Runner`."""
+        return 0
+
     def _move_pages(self, plan: Plan) -> None:
         """The copies between device and host memory with which a step begins."""
         if self.host is None:
@@ -123,7 +133,6 @@ class TorchRunner(ModelRunner):
 
     overlaps = False
     shares = False
-    plain_keys = read_keys = 0
 
     def __init__(
         self,

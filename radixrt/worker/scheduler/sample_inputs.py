@@ -8,7 +8,7 @@ import numpy as np
 
 from radixrt.worker.plan import Gained, MaskRoom, Plan, SampleInputs
 from radixrt.worker.request import Request
-from radixrt.worker.structured.matcher import fill_masks
+from radixrt.worker.structured.masks import fill_masks
 
 
 class InputGatherer:

@@ -40,7 +40,7 @@ from radixrt.worker.scheduler.sample_inputs import InputGatherer
 from radixrt.worker.scheduler.state_checkpoints import Branching, NoBranching, until_checkpoint
 from radixrt.worker.speculative.ngram import Drafter, should_wait
 from radixrt.worker.speculative.speculation import Speculation
-from radixrt.worker.structured.matcher import jump_all
+from radixrt.worker.structured.masks import jump_all
 from radixrt.worker.structured.sit_out import Sitting
 from radixrt.worker.structured.stuck import Stuck, StuckCause
 

@@ -21,14 +21,11 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from radixrt.worker.request import Request
 from radixrt.worker.speculative._repeats import Repeats
-from radixrt.worker.speculative.mtp_cost import Passes, Proposals, best_count, expected, mean
-
-if TYPE_CHECKING:
-    from radixrt.worker.request import Request
+from radixrt.worker.speculative.draft_state import DraftState
+from radixrt.worker.speculative.mtp_cost import Passes, best_count, expected, mean
 
 SHORTEST = 3
 """The fewest last tokens that must match earlier text; at most as many tokens as match are drafted."""
@@ -40,9 +37,8 @@ WAIT = 0.1
 5.16 for Llama 8B on an H200)."""
 SURE = 16
 """A match of this many tokens is drafted from even if earlier drafts of the request were wrong, if rows are cheap."""
-ACCEPTANCE, SURE_ACCEPTANCE = 0.4, 0.5
-"""Expected share of drafted tokens that are accepted: for a request without drafts so far, and for a match of SURE
-tokens or more."""
+SURE_ACCEPTANCE = 0.5
+"""Expected share of drafted tokens that are accepted, for a match of SURE tokens or more."""
 MIN_ACCEPTANCE = 0.06
 """Below this acceptance nothing is drafted, however little a row costs."""
 MEMORY = 0.8
@@ -100,19 +96,6 @@ class RecentOutputs:
         while len(self._texts) > 1 and (self.tokens > self._in_all or len(self._texts) > RECENT_NAMESPACES):
             _, gone = self._texts.popitem(last=False)
             self.tokens -= sum(map(len, gone))
-
-
-@dataclass(slots=True)
-class DraftState:
-    """What a request's drafts are made from."""
-
-    repeats: Repeats
-    """Its own tokens."""
-    acceptance: float = ACCEPTANCE
-    """Moving average of the share of its drafted tokens that were accepted; of those that were looked up."""
-    proposals: Proposals = field(default_factory=Proposals)
-    proposed: bool = False
-    """Whether its last draft was of these."""
 
 
 def should_wait(drafting: int, requests: int) -> bool:

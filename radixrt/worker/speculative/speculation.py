@@ -17,7 +17,7 @@ from radixrt.worker.plan import Draft, Plan, Result
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.running import Running
 from radixrt.worker.speculative.ngram import MAX_ROWS, Drafter
-from radixrt.worker.structured.matcher import draft_all
+from radixrt.worker.structured.masks import draft_all
 
 PROMPTS_SHARE = 0.75
 """While prompts are to be computed, so much of a step is left to them, of what is not for the last tokens of requests

@@ -79,6 +79,7 @@ class Spelled:
     name: str
     info: Any
     """xgrammar's TokenizerInfo."""
+    ends: frozenset[int]
     silent: frozenset[int]
     spelling: Spelling | None
     """See Compiled."""
@@ -159,7 +160,6 @@ class Grammars:
             with self._making:
                 spelled = self._spell(SPELLINGS.get(grammar.kind, "text"))
                 compiler, spelling = self._compiler(spelled, tenant)
-                ends = self._ends
         except Exception as error:
             raise ValueError(f"grammar: {error}") from error
         try:
@@ -169,7 +169,7 @@ class Grammars:
             if spelling and not _forced_text_is_bounded(grammar.kind, text):
                 spelling = None
             words, ordinary = -(-self._vocab_size // 32), is_ordinary(grammar)
-            return Compiled(compiled, words, ends, self._eos_ids, spelled.silent, spelling, ordinary)
+            return Compiled(compiled, words, spelled.ends, self._eos_ids, spelled.silent, spelling, ordinary)
         except Exception as error:  # of many types, none of them promised
             raise BadGrammar(f"grammar: {explained(error)}") from error
 
@@ -201,7 +201,7 @@ class Grammars:
             info = xgrammar.TokenizerInfo(encoded, xgrammar.VocabType.RAW, stop_token_ids=sorted(self._eos_ids))
             forced = Spelling(encoded, self._vocabulary.encode) if self._jumps else None
             silent = frozenset(i for i, token in enumerate(encoded) if not token)
-            self._spelled[name] = Spelled(name, info, silent, forced)
+            self._spelled[name] = Spelled(name, info, self._ends, silent, forced)
         return self._spelled[name]
 
     def _compiler(self, spelled: Spelled, tenant: str) -> tuple[Any, Spelling | None]:

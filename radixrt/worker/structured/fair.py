@@ -108,8 +108,8 @@ class FairThreads:
     def cancel(self, job: Job) -> bool:
         """Remove a job that no thread has begun; False if one has."""
         with self._lock:
-            jobs = self._queued.get(job.tenant, ())
-            if job not in jobs:
+            jobs = self._queued.get(job.tenant)
+            if jobs is None or job not in jobs:
                 return False
             jobs.remove(job)
             if not jobs:

@@ -1,36 +1,40 @@
-"""The grammar state of each request, and the masks of tokens that may come next.
+"""The grammar state of one request.
 
-A matcher reads the request's own tokens, up to the last known one, whenever a mask is needed. So it survives
-preemption, and works for a request that another worker began.
-
-What an ordinary grammar needs (`structured.ordinary`) is done in the step. What others need is watched
-(`structured.watch`): if it takes long the step goes on without the request, which sits out (`structured.sitting`) until
-it is done, or fails.
+A matcher reads the request's own tokens, up to the last known one, whenever a mask is needed (`structured.masks`). So
+it survives preemption, and works for a request that another worker began.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 
+from radixrt.messages import Sampling
 from radixrt.requests.grammar_errors import explained
-from radixrt.worker.request import Request
 from radixrt.worker.structured.compile import BadGrammar, Compiled
 from radixrt.worker.structured.jump_forward import SHORTEST, forced_text
-from radixrt.worker.structured.stuck import LATE, Stuck, bad_grammar
-from radixrt.worker.structured.watch import LATE_SECONDS, Task, Watch
+from radixrt.worker.structured.stuck import Stuck, bad_grammar
 
 STRAYED = bad_grammar("the tokens generated so far do not follow it")
-DEAD_END = bad_grammar("no token of the vocabulary can come next")
 SLOW_SECONDS = 0.005
 """CPU time of a request's next token beyond which it is not planned any more before its mask is there."""
 
-_watch = Watch()
+
+class Text(Protocol):
+    """What a matcher reads of its request (`worker.request.Request`)."""
+
+    tokens: array[int]
+    prompt_len: int
+    limit: int
+    stop_ids: frozenset[int]
+    sampling: Sampling
+    tenant: str
+    jumps: bool
 
 
 class Matcher:
@@ -42,7 +46,7 @@ class Matcher:
         "seconds", "slow", "taken", "tenant",
     )  # fmt: skip
 
-    def __init__(self, compiled: Compiled, request: Request) -> None:
+    def __init__(self, compiled: Compiled, request: Text) -> None:
         """Raises BadGrammar if no token could end the text."""
         import xgrammar
 
@@ -79,7 +83,7 @@ class Matcher:
 
     # ------------------------------------------------------------ beside the loop
 
-    def compute(self, request: Request, jump: bool) -> None:
+    def compute(self, request: Text, jump: bool) -> None:
         """Read the new tokens, find the text that is forced next, if `jump`, and make the mask of the token after it.
         Sets `forced`, `row` and `masked`, or `problem`. May run in any thread, on a `busy` matcher."""
         if jump:
@@ -123,7 +127,7 @@ class Matcher:
 
     # ------------------------------------------------------------ the text
 
-    def follow(self, request: Request) -> bool:
+    def follow(self, request: Text) -> bool:
         """Read the tokens generated since the last call; False if they do not follow the grammar."""
         tokens, accept = request.tokens, self.matcher.accept_token
         while self.taken < len(tokens):
@@ -132,7 +136,7 @@ class Matcher:
             self.taken += 1
         return True
 
-    def jump(self, request: Request) -> tuple[int, ...]:
+    def jump(self, request: Text) -> tuple[int, ...]:
         """The tokens of the text that the grammar forces next, up to the request's limit and before any stop id; empty
         if the next token is to be sampled. They count as read: the caller must append them to the request."""
         if len(request.tokens) >= request.limit or not self.follow(request):
@@ -147,20 +151,21 @@ class Matcher:
         self.taken += len(ids)
         return ids
 
-    def may_jump(self, request: Request) -> bool:
+    def may_jump(self, request: Text) -> bool:
         """Whether the request does not sample all tokens."""
         return self.compiled.spelling is not None and request.jumps
 
-    def _forced(self, request: Request, least: int) -> tuple[int, ...]:
+    def _forced(self, request: Text, least: int) -> tuple[int, ...]:
         """The tokens of the text that the grammar forces next; empty if they are fewer than `least`, or if the request
         samples all tokens."""
-        if not self.may_jump(request):
+        spelling = self.compiled.spelling
+        if spelling is None or not request.jumps:
             return ()
         text = forced_text(self.matcher)
-        ids = self.compiled.spelling.before(text) if text else ()
+        ids = spelling.before(text) if text else ()
         return ids if len(ids) >= least else ()
 
-    def drafted(self, request: Request, ids: Sequence[int]) -> list[int]:
+    def drafted(self, request: Text, ids: Sequence[int]) -> list[int]:
         """The longest prefix of drafted ids that could be sampled one by one: it ends before a token that the grammar
         does not allow or that ends the text, and where forced text follows."""
         if not self.follow(request):
@@ -176,178 +181,8 @@ class Matcher:
         self.matcher.rollback(taken)
         return list(ids[:count])
 
-    def banned(self, request: Request, ahead: int = 0) -> Iterable[int]:
+    def banned(self, request: Text, ahead: int = 0) -> Iterable[int]:
         """Ids that are allowed for the next token, or the one after `ahead` more, only if nothing else is."""
         if len(request.tokens) + ahead - request.prompt_len < request.sampling.min_tokens:
             return request.stop_ids
         return self.compiled.eos_ids if request.sampling.ignore_eos else ()
-
-
-def watched(works: Sequence[tuple[Matcher, Callable[[], None]]]) -> list[bool]:
-    """Do pieces of work on matchers that are not busy, in order. Returns which are done: the others were not begun, or
-    their matcher is busy with them from now on, as they take long."""
-    tasks = [Task(matcher.tenant, functools.partial(matcher.run, work)) for matcher, work in works]
-    for matcher, _ in works:
-        matcher.busy = True
-    _watch.run(tasks)
-    left = {matcher for (matcher, _), task in zip(works, tasks, strict=True) if task.begun and not task.done}
-    for (matcher, _), task in zip(works, tasks, strict=True):
-        if not task.begun and matcher not in left:
-            matcher.busy = False
-        if not task.done:
-            matcher.slow = True
-    return [task.done for task in tasks]
-
-
-def jump_all(requests: Sequence[Request]) -> list[tuple[int, ...] | None]:
-    """`Matcher.jump` of requests that have just gained a token. None: it is not known in time, or the request is slow,
-    and the matcher may be busy with it."""
-    found: list[tuple[int, ...] | None] = [None] * len(requests)
-    works, indices, began = [], [], time.thread_time()
-    for i, request in enumerate(requests):
-        matcher = request.matcher
-        if matcher.busy or matcher.slow or matcher.problem:
-            continue
-        if matcher.compiled.ordinary:
-            with matcher.excused():
-                found[i] = matcher.jump(request)
-        else:
-            works.append((matcher, functools.partial(matcher.compute, request, True)))
-            indices.append(i)
-    _note_time(requests, began)
-    if works:
-        for i, (matcher, _), done in zip(indices, works, watched(works), strict=True):
-            if done:
-                found[i], matcher.forced = matcher.forced, ()
-    return found
-
-
-def _note_time(requests: Sequence[Request], began: float) -> None:
-    """If what a step has done itself since `began`, by time.thread_time(), took long, none of the grammars counts as
-    ordinary any more."""
-    if time.thread_time() - began > LATE_SECONDS:
-        for request in requests:
-            request.matcher.compiled.ordinary = False
-
-
-def draft_all(drafts: Sequence[tuple[Request, Sequence[int]]]) -> list[list[int]]:
-    """`Matcher.drafted` of requests with their drafted ids; empty where it is not known in time."""
-    found: list[list[int]] = [[] for _ in drafts]
-
-    def draft(i: int, request: Request, ids: Sequence[int]) -> None:
-        found[i] = request.matcher.drafted(request, ids)
-
-    works = []
-    for i, (request, ids) in enumerate(drafts):
-        matcher, work = request.matcher, functools.partial(draft, i, request, ids)
-        if matcher.busy or matcher.problem:
-            continue
-        if matcher.compiled.ordinary:
-            with matcher.excused():
-                work()
-        else:
-            works.append((matcher, work))
-    if works and not all(watched(works)):
-        return [[] if request.matcher.busy else ids for (request, _), ids in zip(drafts, found, strict=True)]
-    return found
-
-
-def fill_masks(
-    requests: Sequence[Request], out: np.ndarray, threads: int = 1, ahead: Mapping[int, Sequence[int]] | None = None
-) -> dict[int, Stuck]:
-    """Write into `out`, int32[len(requests), ceil(vocabulary / 32)] in C order, which tokens may come next in each of
-    `requests`, all of which have a matcher: bit i % 32 of word i // 32 for id i. For rows in `ahead`, the mask is for
-    the token after these drafted ids (see `Matcher.drafted`).
-
-    Returns, by index, why a request cannot go on, or LATE if its mask is not there in time; its row allows every
-    token."""
-    ahead = ahead or {}
-    problems = _fill_known(requests, out, threads, ahead)
-    for i, request in enumerate(requests):
-        if i in problems:
-            out[i] = -1
-        elif request.matcher.bans and (banned := request.matcher.banned(request, len(ahead.get(i, ())))):
-            _ban(out[i], banned)
-    # The largest word of an empty row is 0. So it is for a row with only sign bits set, hence the second check.
-    for i in np.flatnonzero(out.max(1, initial=0) == 0).tolist():
-        if not out[i].any():
-            problems[i] = DEAD_END
-            out[i] = -1
-    return problems
-
-
-def _fill_known(
-    requests: Sequence[Request], out: np.ndarray, threads: int, ahead: Mapping[int, Sequence[int]]
-) -> dict[int, Stuck]:
-    """As `fill_masks`, without bans, and without a look at the masks."""
-    problems: dict[int, Stuck] = {}
-    known, others, began = [], [], time.thread_time()
-    for i, request in enumerate(requests):
-        matcher = request.matcher
-        if not matcher.compiled.ordinary:
-            others.append(i)
-        elif matcher.problem:
-            problems[i] = matcher.problem
-        elif matcher.taken < len(request.tokens) and not matcher.follow(request):
-            problems[i] = STRAYED
-        elif i in ahead:
-            out[i] = matcher.ahead(ahead[i])
-        else:
-            known.append(i)
-    if known:
-        _batch(threads).batch_fill_next_token_bitmask([requests[i].matcher.matcher for i in known], out, known)
-    _note_time(requests, began)
-    if others:
-        _fill_watched(requests, others, out, ahead, problems)
-    return problems
-
-
-def _fill_watched(
-    requests: Sequence[Request], indices: list[int], out: np.ndarray, ahead: Mapping[int, Sequence[int]],
-    problems: dict[int, Stuck],
-) -> None:  # fmt: skip
-    """`_fill_known` for requests, by index, whose grammars are not ordinary."""
-    rows: dict[int, np.ndarray] = {}
-    todo: list[tuple[int, Matcher, Callable[[], None]]] = []
-
-    def look(i: int, matcher: Matcher) -> None:
-        rows[i] = matcher.ahead(ahead[i])
-
-    for i in indices:
-        request, matcher = requests[i], requests[i].matcher
-        if matcher.busy:
-            problems[i] = LATE
-        elif i in ahead:
-            todo.append((i, matcher, functools.partial(look, i, matcher)))
-        elif matcher.masked != len(request.tokens) and not matcher.problem:
-            todo.append((i, matcher, functools.partial(matcher.compute, request, False)))
-    if todo:
-        done = watched([(matcher, work) for _, matcher, work in todo])
-        problems.update({i: LATE for (i, _, _), fine in zip(todo, done, strict=True) if not fine})
-    for i in indices:
-        matcher = requests[i].matcher
-        if i in problems:
-            continue
-        if matcher.busy:
-            problems[i] = LATE
-        elif matcher.problem:
-            problems[i] = matcher.problem
-        else:
-            out[i] = rows[i] if i in ahead else matcher.row
-
-
-@functools.cache
-def _batch(threads: int) -> Any:
-    import xgrammar
-
-    return xgrammar.BatchGrammarMatcher(threads)
-
-
-def _ban(row: np.ndarray, ids: Iterable[int]) -> None:
-    """Clear the bits of `ids` in a row, unless that would leave none."""
-    left = row.view(np.uint32).copy()
-    for i in ids:
-        if i >> 5 < len(left):
-            left[i >> 5] &= ~np.uint32(1 << (i & 31))
-    if left.any():
-        row.view(np.uint32)[:] = left

@@ -28,6 +28,8 @@ MAX_PARTS = 20_000
 """The most parts of a schema that are visited or written to merge objects."""
 UNSAFE = r"\"\\\n\r"
 """Characters that JSON strings escape, as written within a character class."""
+SET_REST = re.compile(r"(?:\\.|[^\]\\])*\]?", re.DOTALL)
+"""The rest of a set of characters."""
 ESCAPE = r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)"
 CONTROLS = {"\\0": "\0", "\\t": "\t", "\\n": "\n", "\\v": "\v", "\\f": "\f", "\\r": "\r"}
 PIECE = re.compile(
@@ -214,12 +216,12 @@ def _merge_objects(parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:
 def safe_pattern(pattern: str) -> str:
     """Rewrite a pattern so that it matches the text between the quotes of a JSON string: characters that have to be
     escaped there are excluded, or matched as their escapes."""
-    found, at = [], 0
+    found: list[str] = []
+    at = 0
     while match := PIECE.search(pattern, at):
         found += [pattern[at : match.start()], _safe(match)]
         at = match.end()
-        if match.lastgroup == "negated":
-            inside = re.compile(r"(?:\\.|[^\]\\])*\]?", re.DOTALL).match(pattern, at)
+        if match.lastgroup == "negated" and (inside := SET_REST.match(pattern, at)):
             found.append(inside[0])
             at = inside.end()
     return "".join(found) + pattern[at:]
@@ -233,8 +235,8 @@ def _safe(match: re.Match[str]) -> str:
         case "negated":
             return f"[^{UNSAFE}"
         case "set":
-            escaped = [_escaped(one[0]) for one in re.finditer(rf"{ESCAPE}|.", piece[1:-1], re.DOTALL)]
-            return f"({'|'.join(escaped)})" if escaped and all(escaped) else piece
+            each = [_escaped(one[0]) for one in re.finditer(rf"{ESCAPE}|.", piece[1:-1], re.DOTALL)]
+            return f"({'|'.join(each)})" if each and all(each) else piece
     if escaped := _escaped(piece):
         return f"({escaped})"  # grouped, so that a quantifier after it applies to all of it
     named = {r"\S": rf"[^{UNSAFE}\s]", r"\D": rf"[^{UNSAFE}\d]", r"\W": rf"[^{UNSAFE}\w]"}

@@ -71,7 +71,8 @@ class Sitting:
         """A request with a grammar has come."""
         struck = self._strikes.get(request.tenant)
         if struck is not None and time.monotonic() - struck < STRIKE_SECONDS:
-            request.matcher.slow = not request.matcher.compiled.ordinary
+            matcher = request.grammar_matcher
+            matcher.slow = not matcher.compiled.ordinary
 
     def sit(self, request: Request, step: int, jump: bool) -> None:
         """Let a request sit out that runs or waits. What steps up to `step` sample for it is discarded. `jump`: whether
@@ -83,7 +84,7 @@ class Sitting:
         elif request.computed >= len(request.tokens) and self._cache.has_states:
             # Its state is the one after its last token, or after one that does not count: it cannot be taken back.
             self._running.remove(request)
-            self._cache.requests.discard(request, request.lease.length)
+            self._cache.requests.discard(request, request.leased)
             request.discard_in_flight(step)
             self._waiting.park(request)
         else:
@@ -96,17 +97,17 @@ class Sitting:
         """Make the mask of a request that sits already, or is parked."""
         self._strike(request)
         self._seats[request.number] = seat = _Seat(request, jump, time.monotonic())
-        if not request.matcher.busy:
+        if not request.grammar_matcher.busy:
             self._submit(seat)
 
     def _submit(self, seat: _Seat) -> None:
-        request, matcher = seat.request, seat.request.matcher
+        request, matcher = seat.request, seat.request.grammar_matcher
         jump = seat.jump and matcher.jumped != len(request.tokens)
         matcher.busy = True
         seat.job = self._threads.submit(request.tenant, partial(matcher.run, partial(matcher.compute, request, jump)))
 
     def _strike(self, request: Request) -> None:
-        if request.matcher.delays:
+        if request.grammar_matcher.delays:
             while len(self._strikes) >= MAX_STRIKES:
                 del self._strikes[next(iter(self._strikes))]
             self._strikes.pop(request.tenant, None)
@@ -124,7 +125,7 @@ class Sitting:
             if request.finished or problem or self._is_masked(seat):
                 del self._seats[number]
                 if seat.job is not None and self._threads.cancel(seat.job):
-                    request.matcher.busy = False
+                    request.grammar_matcher.busy = False
                 if not request.finished:
                     found.append((request, problem))
         return found
@@ -140,7 +141,7 @@ class Sitting:
 
     def _is_masked(self, seat: _Seat) -> bool:
         """Whether the mask for the next token is there, or none will be needed; if nobody makes it, begin."""
-        request, matcher = seat.request, seat.request.matcher
+        request, matcher = seat.request, seat.request.grammar_matcher
         if matcher.busy:
             return False
         after = len(request.tokens) + len(matcher.forced)
@@ -153,13 +154,13 @@ class Sitting:
         """Why a request cannot go on; None if it can."""
         if why := _slowness(seat):
             return bad_grammar(f"{TOO_SLOW}: {why}")
-        matcher = seat.request.matcher
+        matcher = seat.request.grammar_matcher
         return None if matcher.busy else matcher.problem
 
 
 def _slowness(seat: _Seat) -> str:
     """What has taken too long; "" if nothing has."""
-    request, matcher, now = seat.request, seat.request.matcher, time.monotonic()
+    request, matcher, now = seat.request, seat.request.grammar_matcher, time.monotonic()
     if matcher.busy:
         began = seat.since if seat.job is None else seat.job.began
         if began is not None and now - began > MAX_MASK_SECONDS:

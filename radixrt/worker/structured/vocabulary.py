@@ -100,7 +100,7 @@ def _with_added(beside: dict[str, int], encode: Callable[[str], list[int]]) -> C
 
 def _decoder(decoder: Any) -> Callable[[str], bytes]:
     """The function from a token's spelling in the vocabulary to its bytes. Raises ValueError for an unknown decoder."""
-    spec = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
+    spec: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "none"}
     steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     kinds = [step["type"] for step in steps if step["type"] not in ("Fuse", "Strip")]
     match kinds:
