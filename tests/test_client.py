@@ -21,7 +21,7 @@ from radixrt.client import AsyncClient, Client, ServerError, as_prompt, token_by
 from radixrt.client.local import LocalStack, local_stack
 from radixrt.client.transports import HttpTransport, ZmqTransport
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.messages import ChatPrompt, Forget, Sampling, TextPrompt, TokenPrompt
 from radixrt.process.ports import free_tcp_address
 from radixrt.router.server.process import RouterThread

@@ -19,7 +19,7 @@ import pytest
 from radixrt.client import Client, ServerError
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.launch import launcher
 from radixrt.launch.process_main import say_leave
 from radixrt.messages import Sampling

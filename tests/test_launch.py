@@ -12,7 +12,7 @@ import pytest
 
 from radixrt import cli, wire
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.http.server import listen
+from radixrt.frontend.server import listen
 from radixrt.launch import launcher, process_main
 from radixrt.messages import Leave, ToRouter
 from radixrt.process import ports, starting, subprocesses

@@ -22,7 +22,7 @@ from radixrt.demo import program as demo
 from radixrt.demo import world
 from radixrt.demo.__main__ import Marks, run_chat
 from radixrt.demo.program import calculator, describe
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.lang import Branch, assistant, gen, program, race, select, system, user
 from radixrt.messages import Sampling
 from radixrt.process.ports import free_tcp_address

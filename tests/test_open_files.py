@@ -42,7 +42,7 @@ def test_processes_with_connections_raise_their_limit(monkeypatch, role, raised)
     monkeypatch.setattr(process_main, "raise_file_limit", lambda: calls.append(role))
     for name in (
         "radixrt.router.server.process.run",
-        "radixrt.frontend.http.server.run",
+        "radixrt.frontend.server.run",
         "radixrt.launch.process_main.make_worker",
     ):
         monkeypatch.setattr(name, stop)

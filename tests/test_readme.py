@@ -12,7 +12,7 @@ import pytest
 
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.process.ports import free_tcp_address
 
 ROOT = Path(__file__).parents[1]

@@ -1,6 +1,8 @@
 """The HTTP front end: OpenAI's API, Anthropic's and the native one. Each process tokenizes; the router gets token ids.
 
-http/       the server: connections, bodies, keys, errors, and the routes that are no API's (app has them all)
+server      the process: uvicorn, with the application
+app         the application: the routes of all APIs
+http/       connections, bodies, keys, errors, and the routes that are no API's
 openai/     completions and chats, tokenize, LoRA adapters: each API has its schema, replies and exchange
 responses/  OpenAI's Responses API, with stored responses
 anthropic/  Anthropic's Messages API

@@ -88,7 +88,7 @@ def run_role(role: str, config: Any, pulse: Pulse | None = None) -> int:
     match role:
         case "router":
             if config.http:
-                from radixrt.frontend.http import server
+                from radixrt.frontend import server
 
                 server.run_with_router(config, pulse)
             else:
@@ -96,7 +96,7 @@ def run_role(role: str, config: Any, pulse: Pulse | None = None) -> int:
 
                 process.run(config, pulse)
         case "frontend":
-            from radixrt.frontend.http import server
+            from radixrt.frontend import server
 
             with watched(config.router):
                 server.run(config, pulse)

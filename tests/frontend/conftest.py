@@ -11,7 +11,7 @@ import pytest
 
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from tests.alike import workers_alike
 from tests.checkpoints import make_tokenizer
 

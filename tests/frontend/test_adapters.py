@@ -16,7 +16,7 @@ from radixrt.client import Client, ServerError
 from radixrt.client.local import LocalStack
 from radixrt.client.transports import NATIVE_PATH
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.messages import Sampling
 from tests.adapters import make_adapter, merged
 from tests.checkpoints import make_model, make_tokenizer

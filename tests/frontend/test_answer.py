@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from radixrt.frontend.generate.answers import StreamAnswer, watch
 from radixrt.frontend.http.outbox import MAX_BACKLOG, Disconnected, Outbox
 from radixrt.frontend.http.protocol import LEAVING
-from radixrt.frontend.http.responses import StreamAnswer, watch
 from radixrt.frontend.native.routes import NativeExchange
 from radixrt.messages import TextPrompt, Tokenize, Tokens
 

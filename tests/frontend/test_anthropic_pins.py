@@ -9,7 +9,7 @@ import pytest
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.anthropic.caching import common_length, prefix_tokens
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.tokens import load_tokenizer
 
 

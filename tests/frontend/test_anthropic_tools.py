@@ -14,7 +14,7 @@ from radixrt.frontend.anthropic.blocks import to_json
 from radixrt.frontend.anthropic.defined import DEFINED
 from radixrt.frontend.anthropic.tools import shown_id, template_id
 from radixrt.frontend.formats.tools import check_parameters
-from radixrt.frontend.generate.errors import ApiError
+from radixrt.frontend.http.errors import ApiError
 from tests.frontend.scripted import scripted
 from tests.frontend.test_anthropic import EPHEMERAL, HELLO, IMAGE, PARIS, TIME, TOOLS, WEATHER, Speaker, total
 

@@ -10,7 +10,7 @@ import pytest
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.generate.bad_words import spellings
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.tokens import load_tokenizer
 from tests.checkpoints import make_model, make_tokenizer
 

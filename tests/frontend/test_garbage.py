@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from tests.frontend.conftest import serving
 
 TEXT = "dog " * 5_000

@@ -15,8 +15,8 @@ import uvloop
 from radixrt.client import Client, ServerError
 from radixrt.client.transports import HereTransport, RouterTransport
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, resolve
-from radixrt.frontend.http.app import Frontend
-from radixrt.frontend.http.server import Server, _serve_both, listen
+from radixrt.frontend.app import Frontend
+from radixrt.frontend.server import Server, _serve_both, listen
 from radixrt.messages import Cancel, ClientRequest, Delta, Deltas, Error, Generate, Sampling, TokenPrompt
 from radixrt.router.server.loop import RouterServer
 from radixrt.worker.setup import make_worker

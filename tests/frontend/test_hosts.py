@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from radixrt.config import FrontendConfig
-from radixrt.frontend.generate.errors import ApiError
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.hosts import Hosts, RequestFilter
 from tests.frontend.conftest import serving
 

@@ -17,7 +17,7 @@ from radixrt.client import Client, ServerError
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.http.protocol import MAX_PIPELINED
-from radixrt.frontend.http.server import FrontendThread, listen
+from radixrt.frontend.server import FrontendThread, listen
 from radixrt.launch.launcher import start_subprocess, stop_subprocesses
 from radixrt.messages import Origin, Sampling
 from radixrt.process.ports import free_tcp_address

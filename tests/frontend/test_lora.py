@@ -16,7 +16,7 @@ import torch
 from radixrt.client import AsyncClient, Client, ServerError
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.lang import Branch, ProgramError, assistant, gen, program, select, user
 from radixrt.messages import Sampling
 from tests.adapters import make_adapter, merged

@@ -15,7 +15,7 @@ import pytest
 from radixrt.client import ServerError
 from radixrt.config import FrontendConfig, resolve
 from radixrt.frontend.generate.shared_store import SharedStore
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.messages import Done, Error, Info, Recall, Share
 from tests.frontend.scripted import Model, scripted
 from tests.frontend.test_sessions import CALL, WEATHER, cached, echoed, odd, sequences, user

@@ -8,8 +8,8 @@ import pytest
 
 from radixrt.config import FrontendConfig, resolve
 from radixrt.frontend.formats.tools import NO_TOOLS
-from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.prepare import Prompts, Ready
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.openai.schema import Chat, cut_prompt, parse_completion
 from radixrt.messages import TextPrompt
 from radixrt.tokens import TextService

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.logprobs import Tokens
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Reasoning
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.history import messages_of

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from radixrt.config import FrontendConfig, RouterConfig
-from radixrt.frontend.http.server import FrontendThread, listen
+from radixrt.frontend.server import FrontendThread, listen
 from radixrt.router.server.loop import RouterServer
 from radixrt.router.server.process import RouterThread
 from radixrt.wire.keys import make_secret_key

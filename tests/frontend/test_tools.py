@@ -10,11 +10,11 @@ import openai
 import pytest
 
 from radixrt.config import FrontendConfig
-from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.message import AssistantMessage
-from radixrt.frontend.http.server import make_server
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.openai.history import checked_messages
 from radixrt.frontend.parsing import CallArguments, CallStart
+from radixrt.frontend.server import make_server
 from radixrt.tokens import TextService
 from tests.frontend.scripted import Model, gathered, scripted
 

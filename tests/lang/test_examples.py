@@ -15,7 +15,7 @@ from radixrt import trace, use_client
 from radixrt.client import Client
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, WorkerConfig, resolve
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.launch.launcher import StackConfig
 from radixrt.process.ports import free_tcp_address
 from tests.checkpoints import make_model

@@ -13,7 +13,7 @@ import httpx
 
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
-from radixrt.frontend.http.server import FrontendThread
+from radixrt.frontend.server import FrontendThread
 from radixrt.process.ports import free_tcp_address
 from training.nano.tasks import Call, Example
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from radixrt.frontend.generate.errors import refuse
+from radixrt.frontend.http.errors import refuse
 
 Block = dict[str, Any]
 CHANGE = "\ufdd0"

@@ -20,7 +20,7 @@ from radixrt.frontend.anthropic.blocks import CHANGE, Block, blocks
 from radixrt.frontend.anthropic.schema import Counted
 from radixrt.frontend.anthropic.tools import served
 from radixrt.frontend.formats.tools import ToolUse
-from radixrt.frontend.generate.errors import one_of, refuse
+from radixrt.frontend.http.errors import one_of, refuse
 from radixrt.messages import NO_TENANT, ChatPrompt, Namespace
 from radixrt.tokens import Tokenizer
 

@@ -26,7 +26,7 @@ from radixrt.frontend.anthropic.blocks import (
 )
 from radixrt.frontend.anthropic.hosted import CALLS, NOTHING, RESULTS, Hosted
 from radixrt.frontend.anthropic.tools import template_id
-from radixrt.frontend.generate.errors import one_of, refuse
+from radixrt.frontend.http.errors import one_of, refuse
 
 Message = dict[str, Any]
 ROLES = ("user", "assistant", "system")

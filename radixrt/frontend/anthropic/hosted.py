@@ -22,7 +22,7 @@ from radixrt.frontend.anthropic.blocks import (
 )
 from radixrt.frontend.anthropic.tools import template_id
 from radixrt.frontend.formats.tools import flat_name
-from radixrt.frontend.generate.errors import refuse
+from radixrt.frontend.http.errors import refuse
 
 CALLS = ("server_tool_use", "mcp_tool_use")
 RESULTS = (

@@ -14,12 +14,12 @@ from radixrt.frontend.anthropic.exchange import MessageExchange
 from radixrt.frontend.anthropic.replies import MessageReply
 from radixrt.frontend.anthropic.schema import Counted, Messages
 from radixrt.frontend.formats.tools import ToolUse
-from radixrt.frontend.generate.codec import parse
+from radixrt.frontend.generate.answers import StreamAnswer, WholeAnswer
 from radixrt.frontend.generate.generation import Generation
 from radixrt.frontend.generate.prepare import Prompts
 from radixrt.frontend.http.auth import json_response
 from radixrt.frontend.http.body import MIN_BYTES, apart, is_large
-from radixrt.frontend.http.responses import StreamAnswer, WholeAnswer
+from radixrt.frontend.http.codec import parse
 from radixrt.tokens import Tokenizer
 
 _messages = msgspec.json.Decoder(Messages)

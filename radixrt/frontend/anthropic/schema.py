@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 
 from radixrt.frontend.anthropic.blocks import Block
-from radixrt.frontend.anthropic.errors import NO_THREADS
 from radixrt.frontend.anthropic.history import History
 from radixrt.frontend.anthropic.tools import tool_use
 from radixrt.frontend.formats.structured import Constraint
 from radixrt.frontend.formats.tools import ToolUse
-from radixrt.frontend.generate.errors import ApiError, one_of, refuse
 from radixrt.frontend.generate.request import GenerationRequest, Int, thinking_args
+from radixrt.frontend.http.anthropic_errors import NO_THREADS
+from radixrt.frontend.http.errors import ApiError, one_of, refuse
 from radixrt.messages import ChatPrompt, Grammar, Name, Prompt
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")

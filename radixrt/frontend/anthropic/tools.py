@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from radixrt.frontend.anthropic.defined import DEFINED, Defined
 from radixrt.frontend.formats.tools import ANY_OBJECT, MAX_NAME, NO_TOOLS, Tool, ToolUse, check_parameters, read_tools
-from radixrt.frontend.generate.errors import one_of, refuse
+from radixrt.frontend.http.errors import one_of, refuse
 
 CHOICES = ("auto", "any", "tool", "none")
 HOSTED = re.compile(r"(web_search|web_fetch|code_execution)_\d{8}|tool_search_tool_(regex|bm25)(_\d{8})?")

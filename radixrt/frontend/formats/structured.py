@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.generate.errors import refuse
+from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.parsing import json_schema
 from radixrt.messages import Grammar
 from radixrt.requests.grammar import MAX_TEXT

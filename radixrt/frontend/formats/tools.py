@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from radixrt.frontend.generate.errors import refuse
+from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.parsing import Function, Functions
 
 MAX_TOOLS = 1024

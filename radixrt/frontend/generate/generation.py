@@ -10,8 +10,8 @@ from typing import Any
 from starlette.requests import Request
 
 from radixrt.frontend.formats.tools import ToolUse
+from radixrt.frontend.generate.answers import StreamAnswer, WholeAnswer
 from radixrt.frontend.generate.choice import Choice
-from radixrt.frontend.generate.errors import refuse
 from radixrt.frontend.generate.exchange import Exchange
 from radixrt.frontend.generate.link import RouterLink
 from radixrt.frontend.generate.prepare import Prompts, Ready
@@ -20,7 +20,7 @@ from radixrt.frontend.generate.request import GenerationRequest, Reported
 from radixrt.frontend.generate.shared_store import SharedStore
 from radixrt.frontend.http.auth import origin_of
 from radixrt.frontend.http.body import apart, is_large
-from radixrt.frontend.http.responses import StreamAnswer, WholeAnswer
+from radixrt.frontend.http.errors import refuse
 from radixrt.messages import TOKEN_BYTES, ChatPrompt, Generate, Origin, Prompt, TextPrompt, TokenPrompt
 from radixrt.tokens import Encoded, TextService
 from radixrt.tokens.chat_history import facts

@@ -6,7 +6,7 @@ import asyncio
 
 from radixrt.client import AsyncClient
 from radixrt.client.transports import Here, HereTransport, RouterTransport, ZmqTransport
-from radixrt.frontend.generate.errors import ApiError
+from radixrt.frontend.http.errors import ApiError
 
 ROUTER_SECONDS = 5.0
 """Timeout of questions to the router about itself."""

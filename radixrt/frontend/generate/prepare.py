@@ -17,10 +17,10 @@ from radixrt.frontend.formats.structured import Constraint
 from radixrt.frontend.formats.tools import ToolUse
 from radixrt.frontend.generate.bad_words import MAX_BAD_WORDS, MAX_CHARS, spellings
 from radixrt.frontend.generate.defaults import sampling_defaults
-from radixrt.frontend.generate.errors import api_error, refuse
 from radixrt.frontend.generate.request import GenerationRequest
 from radixrt.frontend.generate.shared_store import SharedStore
 from radixrt.frontend.http.body import apart
+from radixrt.frontend.http.errors import api_error, refuse
 from radixrt.messages import TOKEN_BYTES, ChatPrompt, Namespace, PartsPrompt, Prompt, Sampling, TextPrompt, TokenPrompt
 from radixrt.requests.validate import check_choices, check_sampling
 from radixrt.tokens import Encoded, TextService

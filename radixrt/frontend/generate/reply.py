@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from radixrt.frontend.generate.request import Reported
+from radixrt.frontend.http.auth import REQUEST_ID
 from radixrt.tokens import Encoded, Tokenizer
-
-REQUEST_ID = "x-request-id"
-"""The header in which OpenAI's clients expect the id."""
 
 
 class BaseReply:

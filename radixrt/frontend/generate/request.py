@@ -14,8 +14,8 @@ import msgspec
 from radixrt.frontend.formats.structured import Constraint
 from radixrt.frontend.formats.tools import NO_TOOLS, ToolUse
 from radixrt.frontend.generate.defaults import Defaults
-from radixrt.frontend.generate.errors import one_of, refuse
 from radixrt.frontend.generate.logprobs import Wanted
+from radixrt.frontend.http.errors import one_of, refuse
 from radixrt.messages import Name, Priority, Prompt, Sampling
 from radixrt.requests.validate import MAX_BIASES
 

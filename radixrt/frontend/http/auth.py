@@ -14,10 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
-from radixrt.frontend.anthropic.errors import REQUEST_ID, AnthropicError
-from radixrt.frontend.generate import reply
-from radixrt.frontend.generate.codec import encode
-from radixrt.frontend.generate.errors import ApiError
+from radixrt.frontend.http.anthropic_errors import REQUEST_ID as ANTHROPIC_REQUEST_ID
+from radixrt.frontend.http.anthropic_errors import AnthropicError
+from radixrt.frontend.http.codec import encode
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.unread import UNREAD
 from radixrt.messages import Origin
 
@@ -25,6 +25,8 @@ VERSION = "/v1"
 MESSAGES_PATH = "/v1/messages"
 """The path of Anthropic's API: below it errors are sent in its format."""
 DEPTH_DIGITS = 9
+REQUEST_ID = "x-request-id"
+"""The header in which OpenAI's clients expect the id."""
 HEADERS = "radixrt.headers"
 """A key of a scope: see `headers_of`."""
 Handler = Callable[[Request], Awaitable[Any]]
@@ -113,7 +115,7 @@ def for_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     that somebody visits must not be able to use a server on their machine."""
     if not origins:
         return app
-    exposed = (REQUEST_ID, reply.REQUEST_ID, "retry-after")
+    exposed = (ANTHROPIC_REQUEST_ID, REQUEST_ID, "retry-after")
     return CORSMiddleware(app, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 

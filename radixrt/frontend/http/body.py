@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.http._shape import exceeded
 from radixrt.frontend.http.auth import headers_of
+from radixrt.frontend.http.errors import ApiError
 
 MAX_DEPTH = 256
 """The most objects and lists of a body within each other."""

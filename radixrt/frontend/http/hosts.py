@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Collection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from radixrt.config import FrontendConfig
-from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.http.auth import headers_in, told
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.protocol import UPGRADE_HEADER
 from radixrt.frontend.http.responses import send_error
 

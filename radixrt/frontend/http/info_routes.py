@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -10,9 +10,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from radixrt.client import AsyncClient, ServerError
-from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.http.auth import Handler, KeyedHandler, json_response
-from radixrt.frontend.openai.replies import model_json, models_json
+from radixrt.frontend.http.errors import ApiError
 from radixrt.report import to_html
 from radixrt.version import __version__
 
@@ -21,6 +20,22 @@ CLEAR_PATHS = "/reset_prefix_cache", "/flush_cache"
 """As vLLM and SGLang call it."""
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """The content security policy of the report's page, which shows callers' names and texts."""
+
+
+def model_json(name: str, max_model_len: int, parent: str | None = None) -> dict[str, Any]:
+    """A model with the fields of OpenAI, vLLM and Anthropic. Prompt and output share its length, so the maximum of each
+    is all of it. Its creation time is unknown, for which both APIs use the epoch. `parent`: the model of a LoRA
+    adapter."""
+    about = {"id": name, "object": "model", "created": 0, "owned_by": "radixrt", "max_model_len": max_model_len}
+    about |= {"root": name, "parent": parent}
+    sizes = {"max_input_tokens": max_model_len, "max_tokens": max_model_len}
+    return about | sizes | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def models_json(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A list of models, which is also a page for Anthropic's client."""
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": models, "has_more": False} | ends
 
 
 class InfoRoutes:

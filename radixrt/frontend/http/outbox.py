@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from radixrt.frontend.generate.errors import ApiError
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.unread import Claim
 
 log = logging.getLogger("radixrt.frontend")

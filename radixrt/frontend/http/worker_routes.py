@@ -10,8 +10,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from radixrt.client import AsyncClient
-from radixrt.frontend.generate.codec import parse
 from radixrt.frontend.http.auth import Handler, KeyedHandler, json_response
+from radixrt.frontend.http.codec import parse
 from radixrt.messages import DrainWorker
 
 DRAIN_PATH = "/v1/drain_worker"

@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixrt.client.transports import Answer, RouterTransport, ServerError
-from radixrt.frontend.generate.codec import encode, parse
-from radixrt.frontend.generate.errors import ApiError, api_error
+from radixrt.frontend.generate.answers import StreamAnswer
 from radixrt.frontend.generate.link import RouterLink
 from radixrt.frontend.http.auth import key_of
 from radixrt.frontend.http.body import release
+from radixrt.frontend.http.codec import encode, parse
+from radixrt.frontend.http.errors import ApiError, api_error
 from radixrt.frontend.http.outbox import Outbox
-from radixrt.frontend.http.responses import StreamAnswer
 from radixrt.messages import Cancel, ChangeAdapter, ClientRequest, Delta, DrainWorker, Error, Generate
 from radixrt.tokens.errors import FieldError
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from radixrt.frontend.generate.choice import Choice
-from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.exchange import Exchange
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.openai.replies import Reply
 from radixrt.frontend.parsing import Piece, Reasoning
 from radixrt.messages import TOKEN_BYTES, TokenLogprob

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from radixrt.frontend.generate.errors import one_of, refuse
+from radixrt.frontend.http.errors import one_of, refuse
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "reasoning")

@@ -10,9 +10,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from radixrt.client import AsyncClient, ServerError
-from radixrt.frontend.generate.codec import parse
-from radixrt.frontend.generate.errors import api_error, refuse
 from radixrt.frontend.http.auth import Handler, KeyedHandler
+from radixrt.frontend.http.codec import parse
+from radixrt.frontend.http.errors import api_error, refuse
 from radixrt.messages import ChangeAdapter
 
 ADAPTER_PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from radixrt.frontend.generate.choice import Choice
-from radixrt.frontend.generate.codec import encode
 from radixrt.frontend.generate.logprobs import Offsets, finite, token_json, token_text
 from radixrt.frontend.generate.message import AssistantMessage
 from radixrt.frontend.generate.reply import BaseReply
+from radixrt.frontend.http.codec import encode
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece, Reasoning
 from radixrt.messages import TokenLogprob, Usage
 from radixrt.tokens import Tokenizer
@@ -45,22 +45,6 @@ def usage_json(usages: Sequence[Usage], prompts: int, reasoning: int = 0) -> dic
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
-
-
-def model_json(name: str, max_model_len: int, parent: str | None = None) -> dict[str, Any]:
-    """A model with the fields of OpenAI, vLLM and Anthropic. Prompt and output share its length, so the maximum of each
-    is all of it. Its creation time is unknown, for which both APIs use the epoch. `parent`: the model of a LoRA
-    adapter."""
-    about = {"id": name, "object": "model", "created": 0, "owned_by": "radixrt", "max_model_len": max_model_len}
-    about |= {"root": name, "parent": parent}
-    sizes = {"max_input_tokens": max_model_len, "max_tokens": max_model_len}
-    return about | sizes | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-
-
-def models_json(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A list of models, which is also a page for Anthropic's client."""
-    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": models, "has_more": False} | ends
 
 
 class Reply(BaseReply):

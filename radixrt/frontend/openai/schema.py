@@ -16,8 +16,6 @@ import msgspec
 from radixrt.frontend.formats import structured
 from radixrt.frontend.formats.structured import Constraint
 from radixrt.frontend.formats.tools import NO_TOOLS, ToolUse, tool_use
-from radixrt.frontend.generate.codec import parse
-from radixrt.frontend.generate.errors import refuse
 from radixrt.frontend.generate.logprobs import Wanted
 from radixrt.frontend.generate.request import (
     GenerationRequest,
@@ -27,6 +25,8 @@ from radixrt.frontend.generate.request import (
     effort_args,
     thinking_args,
 )
+from radixrt.frontend.http.codec import parse
+from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.openai.history import checked_messages
 from radixrt.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from radixrt.requests.validate import MAX_LOGPROBS

@@ -11,12 +11,12 @@ from starlette.responses import Response
 
 from radixrt.client import token_bytes, token_list
 from radixrt.frontend.formats.tools import tool_use
-from radixrt.frontend.generate.codec import parse
-from radixrt.frontend.generate.errors import api_error, refuse
 from radixrt.frontend.generate.link import RouterLink
 from radixrt.frontend.generate.request import Int
 from radixrt.frontend.http.auth import json_response
 from radixrt.frontend.http.body import apart, is_large
+from radixrt.frontend.http.codec import parse
+from radixrt.frontend.http.errors import api_error, refuse
 from radixrt.frontend.openai.schema import chat_prompt
 from radixrt.messages import TOKEN_BYTES, Name, Namespace, Prompt, TextPrompt
 from radixrt.tokens import TextService, Tokenizer

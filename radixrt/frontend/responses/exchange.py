@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from radixrt.frontend.generate.choice import Choice
-from radixrt.frontend.generate.codec import encode
-from radixrt.frontend.generate.errors import ApiError
 from radixrt.frontend.generate.exchange import Exchange
+from radixrt.frontend.http.codec import encode
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.parsing import Piece
 from radixrt.frontend.responses.replies import ResponseReply
 from radixrt.messages import TokenLogprob

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.generate.errors import one_of, refuse
+from radixrt.frontend.http.errors import one_of, refuse
 from radixrt.frontend.responses.hosted import CALLS, OUTPUTS, REFUSED, WHOLE, Call, error, string
 
 Item = dict[str, Any]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixrt.frontend.formats.tools import flat_name
-from radixrt.frontend.generate.errors import refuse
+from radixrt.frontend.http.errors import refuse
 
 Item = dict[str, Any]
 

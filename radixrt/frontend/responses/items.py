@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from radixrt.frontend.generate.errors import refuse
+from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.responses.replies import custom_input
 from radixrt.frontend.responses.tools import Listed
 

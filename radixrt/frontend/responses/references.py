@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.generate.errors import ApiError
+from radixrt.frontend.http.errors import ApiError
 
 Item = dict[str, Any]
 RESPONSE = "resp_"

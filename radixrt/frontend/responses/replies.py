@@ -9,10 +9,10 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.generate.codec import encode
 from radixrt.frontend.generate.logprobs import Tokens, token_json
 from radixrt.frontend.generate.reasoning import reasoning_tokens
 from radixrt.frontend.generate.reply import BaseReply
+from radixrt.frontend.http.codec import encode
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.frontend.responses.references import RESPONSE, item_id
 from radixrt.frontend.responses.schema import Create

@@ -10,13 +10,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixrt.frontend.generate.codec import encode, parse
-from radixrt.frontend.generate.errors import ApiError
+from radixrt.frontend.generate.answers import StreamAnswer, WholeAnswer
 from radixrt.frontend.generate.generation import Generation
 from radixrt.frontend.generate.prepare import Prompts
 from radixrt.frontend.generate.shared_store import SharedStore
 from radixrt.frontend.http.body import apart, is_large
-from radixrt.frontend.http.responses import StreamAnswer, WholeAnswer
+from radixrt.frontend.http.codec import encode, parse
+from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.references import is_reference, resolved

@@ -14,8 +14,8 @@ import msgspec
 from radixrt.frontend.formats.structured import OBJECT, Constraint, named_schema
 from radixrt.frontend.formats.tools import Tool, ToolUse, flat_name, tool_use
 from radixrt.frontend.generate.defaults import Defaults
-from radixrt.frontend.generate.errors import ApiError, refuse
 from radixrt.frontend.generate.request import GenerationRequest, Int, check_verbosity, effort_args
+from radixrt.frontend.http.errors import ApiError, refuse
 from radixrt.frontend.responses.history import Message, messages_of
 from radixrt.frontend.responses.tools import Listed, chosen_of, field_in, listed
 from radixrt.messages import ChatPrompt, Prompt, Sampling

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.generate.codec import encode
+from radixrt.frontend.http.codec import encode
 from radixrt.messages import Namespace
 from radixrt.tokens.quota import Shares
 

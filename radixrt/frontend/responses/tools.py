@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixrt.frontend.formats.tools import MAX_NAME, flat_name
-from radixrt.frontend.generate.errors import one_of, refuse
+from radixrt.frontend.http.errors import one_of, refuse
 
 HOSTED = re.compile(r"(web_search|web_search_preview|file_search|code_interpreter|image_generation)(_\d{4}_\d\d_\d\d)?")
 """Kinds of tools that OpenAI runs, and that a model need not use. (Codex always lists web_search.)"""

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.generate.errors import ApiError
+from radixrt.frontend.http.errors import ApiError
 
 _encode = msgspec.json.Encoder().encode
 _TYPES = {

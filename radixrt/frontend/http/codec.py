@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from radixrt.frontend.generate.errors import ApiError
+from radixrt.frontend.http.errors import ApiError
 
 encode = msgspec.json.Encoder().encode
 T = TypeVar("T")

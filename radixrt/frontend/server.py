@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 
 from radixrt.config import FrontendConfig, RouterConfig, http_url
-from radixrt.frontend.http.app import Frontend
+from radixrt.frontend.app import Frontend
 from radixrt.frontend.http.hosts import is_loopback
 from radixrt.frontend.http.protocol import PatientProtocol
 from radixrt.frontend.http.unread import Unread

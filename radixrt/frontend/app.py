@@ -15,19 +15,19 @@ from starlette.routing import Route
 
 from radixrt.client.transports import NATIVE_PATH, Here, ServerError
 from radixrt.config import FrontendConfig
-from radixrt.frontend.anthropic.errors import AnthropicError
 from radixrt.frontend.anthropic.routes import MessageRoutes
-from radixrt.frontend.generate.codec import parse
-from radixrt.frontend.generate.errors import ApiError, api_error
+from radixrt.frontend.generate.answers import StreamAnswer, WholeAnswer
 from radixrt.frontend.generate.generation import Generation
 from radixrt.frontend.generate.link import RouterLink
 from radixrt.frontend.generate.prepare import Prompts
 from radixrt.frontend.generate.shared_store import SharedStore
+from radixrt.frontend.http.anthropic_errors import AnthropicError
 from radixrt.frontend.http.auth import MESSAGES_PATH, Application, Handler, KeyedHandler, count_for, for_pages, key_of
 from radixrt.frontend.http.body import Bodies, Held, check_shape, read_body, release
+from radixrt.frontend.http.codec import parse
+from radixrt.frontend.http.errors import ApiError, api_error
 from radixrt.frontend.http.hosts import RequestFilter
 from radixrt.frontend.http.info_routes import CLEAR_PATHS, InfoRoutes
-from radixrt.frontend.http.responses import StreamAnswer, WholeAnswer
 from radixrt.frontend.http.worker_routes import DRAIN_PATH, WorkerRoutes
 from radixrt.frontend.native.routes import Native
 from radixrt.frontend.openai.exchange import OpenAIExchange
