@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 from importlinter.cli import lint_imports
 
@@ -17,6 +19,12 @@ ROOT = Path(radixrt.__file__).parents[1]
 def test_imports_keep_their_directions(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     assert lint_imports(no_cache=True) == 0, capsys.readouterr().out
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = grimp.build_graph("radixrt", cache_dir=None)
+    imported = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    graphlib.TopologicalSorter(imported).prepare()  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize(

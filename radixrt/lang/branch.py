@@ -19,8 +19,8 @@ from radixrt.lang.history import History
 from radixrt.lang.nodes import Gen, Node, Role, Select, role
 from radixrt.lang.session import PAUSE_AFTER, Session
 from radixrt.lang.speaker import Speaker, Work
+from radixrt.lang.steps import Run
 from radixrt.lang.tools import Call, Calls
-from radixrt.lang.trace import Run
 from radixrt.lang.values import Promise, Text, Value, kind_of
 from radixrt.messages import Origin
 

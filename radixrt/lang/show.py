@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from radixrt.lang.trace import Run, Step
+from radixrt.lang.steps import Run, Step
 
 WIDTH = 48
 """The most characters of a step's text that are shown."""

@@ -16,7 +16,7 @@ from radixrt.lang.errors import Site, Spent
 from radixrt.lang.history import History
 from radixrt.lang.nodes import Gen, Role, Select
 from radixrt.lang.session import Session
-from radixrt.lang.trace import Run, Step
+from radixrt.lang.steps import Run, Step
 from radixrt.lang.values import Promise, Value
 from radixrt.messages import GONE, TOKEN_BYTES, Origin, Sampling, StatePrompt
 
