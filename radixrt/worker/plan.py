@@ -15,7 +15,7 @@ import numpy as np
 
 from radixrt.messages import TokenLogprob
 from radixrt.messages.ranks import RequestInfo, TreePath
-from radixrt.worker.structured.stuck import Stuck
+from radixrt.worker.stuck import Stuck
 
 if TYPE_CHECKING:
     from radixrt.checkpoint.lora_modules import LoraModule

@@ -10,7 +10,7 @@ import pytest
 
 from radixrt.messages import Grammar
 from radixrt.requests.grammar import MAX_TEXT
-from radixrt.worker.structured.stuck import bad_grammar
+from radixrt.worker.stuck import bad_grammar
 from tests.frontend.scripted import Model, scripted
 
 pytest.importorskip("xgrammar")

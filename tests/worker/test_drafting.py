@@ -27,7 +27,7 @@ from radixrt.worker.speculative.ngram import (
     RecentOutputs,
     Repeats,
 )
-from radixrt.worker.structured.stuck import bad_grammar
+from radixrt.worker.stuck import bad_grammar
 from tests.worker.engine import Engine, prompts
 from tests.worker.foretold import VOCAB, Prophet, random_load, said
 from tests.worker.test_models import load

@@ -12,7 +12,7 @@ from radixrt.messages import Sampling
 from radixrt.worker.execution.fake_runner import fake_logprob
 from radixrt.worker.execution.prefix_sharing import Cost
 from radixrt.worker.plan import Plan
-from radixrt.worker.structured.stuck import bad_grammar
+from radixrt.worker.stuck import bad_grammar
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_simulation import Bench, alone
 

@@ -12,8 +12,8 @@ from radixrt.config import WorkerConfig, check, resolve
 from radixrt.messages import Sampling
 from radixrt.worker.execution.host_pool import HostPool, host_bytes
 from radixrt.worker.execution.kv_pool import KVPool, StatePool
+from radixrt.worker.execution.memory import available_bytes
 from radixrt.worker.load import pools
-from radixrt.worker.load.memory import available_bytes
 from radixrt.worker.load.runner import load_runner
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.model.spec.mamba_spec import MambaSpec

@@ -110,7 +110,7 @@ def test_no_room_for_pages(folder, monkeypatch):
 
 @pytest.mark.parametrize(("backend", "fails"), [("auto", False), ("flashinfer", True), ("triton", False)])
 def test_flashinfer_that_cannot_be_built_is_replaced_with_a_warning(folder, monkeypatch, caplog, backend, fails):
-    cuda = pytest.importorskip("radixrt.worker.cuda.loading")
+    cuda = pytest.importorskip("radixrt.worker.load.cuda_runner")
     loaded = replace(on_gpu(folder, monkeypatch, (9, 0)), dtype=torch.bfloat16)
 
     def fail(*_):
@@ -129,7 +129,7 @@ def test_flashinfer_that_cannot_be_built_is_replaced_with_a_warning(folder, monk
 
 @pytest.mark.parametrize("long", [False, True])
 def test_a_build_that_takes_long_is_spoken_of_before_it_ends(folder, monkeypatch, caplog, long):
-    cuda = pytest.importorskip("radixrt.worker.cuda.loading")
+    cuda = pytest.importorskip("radixrt.worker.load.cuda_runner")
     loaded = replace(on_gpu(folder, monkeypatch, (9, 0)), dtype=torch.bfloat16)
     said = []
 

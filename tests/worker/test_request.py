@@ -52,14 +52,13 @@ def writers(source: str, own: bool) -> Iterator[str]:
 
 
 def test_what_runs_plans_sees_no_request_and_no_lease():
-    """Not even in annotations. (Loading a GPU's runner measures steps of a scheduler.)"""
+    """Not even in annotations."""
     rooms = "execution", "cuda", "model", "parallel"
     files = [ROOT / "plan.py", *(path for room in rooms for path in (ROOT / room).rglob("*.py"))]
     assert len(files) > 100
     for path in files:
-        if path != ROOT / "cuda" / "loading.py":
-            source = path.read_text()
-            assert "radixrt.worker.request" not in source and "radixrt.tree" not in source, path
+        source = path.read_text()
+        assert "radixrt.worker.request" not in source and "radixrt.tree" not in source, path
 
 
 def test_writers_are_found():

@@ -17,7 +17,7 @@ from radixrt.worker.load.runner import load_runner
 from radixrt.worker.plan import NONE_ALLOWED, Draft, Plan, Result
 from radixrt.worker.request import BadSampling, Request, from_run
 from radixrt.worker.speculative.ngram import Drafter
-from radixrt.worker.structured.stuck import Stuck, StuckCause
+from radixrt.worker.stuck import Stuck, StuckCause
 from tests.worker.engine import Engine, prompts
 from tests.worker.test_sample import chosen, logits, picked, request
 

@@ -29,7 +29,7 @@ from radixrt.worker.plan import (
     SampleInputs,
     StateWork,
 )
-from radixrt.worker.structured.stuck import Stuck
+from radixrt.worker.stuck import Stuck
 
 EOS = 2
 _FIRST_TOKEN = 3

@@ -11,7 +11,7 @@ import torch
 
 from radixrt.config import WorkerConfig, gpu_count
 from radixrt.worker.execution.kv_pool import KVPool, StatePool, zeros
-from radixrt.worker.load.memory import available_bytes
+from radixrt.worker.execution.memory import available_bytes
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.plan import Moves
 

@@ -18,7 +18,7 @@ import torch
 from radixrt.messages import TokenLogprob
 from radixrt.worker.execution.sampler import Masks, Sampler, choose, to_device
 from radixrt.worker.plan import NONE_ALLOWED, Plan, Result, SampleInputs, may_be_next
-from radixrt.worker.structured.stuck import Stuck, StuckCause
+from radixrt.worker.stuck import Stuck, StuckCause
 
 T = TypeVar("T")
 

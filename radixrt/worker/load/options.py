@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from radixrt.checkpoint.files import FAMILIES, check_model
+from radixrt.checkpoint.hub import find
 from radixrt.config import WorkerConfig
 from radixrt.worker.execution.kv_pool import DTYPES
 from radixrt.worker.load.kv_scales import SOURCES
@@ -67,7 +68,7 @@ def check_settings(config: WorkerConfig) -> None:
 
 def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B008
     """Reads the configuration of the checkpoint, not its weights. Raises ValueError if it cannot be served."""
-    folder = checkpoint.find(config.model)
+    folder = find(config.model)
     hf_config = checkpoint.read_json(folder / "config.json")
     if not hf_config:
         raise ValueError(f"{folder} holds no config.json: it is no checkpoint")

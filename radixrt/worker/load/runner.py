@@ -144,7 +144,7 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
     """The runner for the device: with kernels on a GPU, unless it cannot run them or `attention_backend` is torch."""
     if uses_kernels(config, loaded):
         from radixrt.worker.cuda import ops
-        from radixrt.worker.cuda.loading import make_cuda_runner
+        from radixrt.worker.load.cuda_runner import make_cuda_runner
 
         torch.cuda.set_device(loaded.device)
         model = load_model(config, loaded, config.deterministic, ops=ops, group=group)

@@ -16,7 +16,7 @@ from radixrt.worker.plan import Plan
 from radixrt.worker.request import Request
 from radixrt.worker.scheduler.queue import VirtualTokenCounter, Waiting
 from radixrt.worker.scheduler.running import Running
-from radixrt.worker.structured.stuck import Stuck, StuckCause
+from radixrt.worker.stuck import Stuck, StuckCause
 
 
 class Ending:

@@ -42,7 +42,7 @@ from radixrt.worker.speculative.ngram import Drafter, should_wait
 from radixrt.worker.speculative.speculation import Speculation
 from radixrt.worker.structured.masks import jump_all
 from radixrt.worker.structured.sit_out import Sitting
-from radixrt.worker.structured.stuck import Stuck, StuckCause
+from radixrt.worker.stuck import Stuck, StuckCause
 
 FETCHED = 16
 """So many tokens are copied from host memory in the time of computing one, or more."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from radixrt.checkpoint.hub import find
 from radixrt.messages import Grammar, GrammarKind
 from radixrt.requests.grammar_errors import explained, plain
 from radixrt.worker.structured.fair import FairThreads, Job
@@ -239,11 +240,7 @@ def _size(future: Future[Compiled]) -> int:
 def _folder(model: str) -> Path:
     if not model:
         raise ValueError("structured output needs the tokenizer's files, and this worker has no checkpoint")
-    if Path(model).is_dir():
-        return Path(model)
-    from radixrt.worker.model.weights import checkpoint
-
-    return checkpoint.find(model)
+    return find(model)
 
 
 def _compile_by(compiler: Any, one_line: bool) -> dict[GrammarKind, Callable[[str], Any]]:

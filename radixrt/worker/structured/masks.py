@@ -16,8 +16,8 @@ import numpy as np
 
 from radixrt.worker.request import Request
 from radixrt.worker.structured.matcher import STRAYED, Matcher
-from radixrt.worker.structured.stuck import LATE, Stuck, bad_grammar
 from radixrt.worker.structured.watch import LATE_SECONDS, Task, Watch
+from radixrt.worker.stuck import LATE, Stuck, bad_grammar
 
 DEAD_END = bad_grammar("no token of the vocabulary can come next")
 

@@ -18,7 +18,7 @@ from radixrt.messages import Sampling
 from radixrt.requests.grammar_errors import explained
 from radixrt.worker.structured.compile import BadGrammar, Compiled
 from radixrt.worker.structured.jump_forward import SHORTEST, forced_text
-from radixrt.worker.structured.stuck import Stuck, bad_grammar
+from radixrt.worker.stuck import Stuck, bad_grammar
 
 STRAYED = bad_grammar("the tokens generated so far do not follow it")
 SLOW_SECONDS = 0.005

@@ -18,7 +18,7 @@ from radixrt.worker.request import Request
 from radixrt.worker.scheduler.queue import Waiting
 from radixrt.worker.scheduler.running import Running
 from radixrt.worker.structured.fair import FairThreads, Job
-from radixrt.worker.structured.stuck import Stuck, bad_grammar
+from radixrt.worker.stuck import Stuck, bad_grammar
 
 AT_ONCE = 4
 """The most threads that make masks beside the loop, but for those that a step left behind."""

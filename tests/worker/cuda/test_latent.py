@@ -16,10 +16,10 @@ from radixrt.worker.cuda.attention.variants import Shape, Variant, tiling
 from radixrt.worker.cuda.attention.work import Items, make_items, make_merges, sequence_tiles
 from radixrt.worker.cuda.latent import latent
 from radixrt.worker.cuda.linear import invariant
-from radixrt.worker.cuda.loading import find_flashinfer
 from radixrt.worker.cuda.moe import routing
 from radixrt.worker.execution.attention import TorchAttention
 from radixrt.worker.execution.kv_pool import DTYPES, KVPool
+from radixrt.worker.load.cuda_runner import find_flashinfer
 from radixrt.worker.load.options import look_up
 from radixrt.worker.model.layers.latent import LatentHeads, UpProjections
 from radixrt.worker.model.layers.linear import HeadLinear, Linear

@@ -21,7 +21,7 @@ from radixrt.worker.cuda.graphs.piecewise_graphs import (
     most_tokens,
     sizes_up_to,
 )
-from radixrt.worker.cuda.loading import graph_tokens
+from radixrt.worker.load.cuda_runner import graph_tokens
 from radixrt.worker.model import read_spec
 from radixrt.worker.model.spec.spec import ModelSpec
 from tests.worker.cuda.test_runner import runners

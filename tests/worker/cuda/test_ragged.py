@@ -16,9 +16,9 @@ from radixrt.worker.cuda.attention.pages import Pages
 from radixrt.worker.cuda.attention.ragged import FlashInfer, RaggedStep
 from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.elementwise.staging import Packer
-from radixrt.worker.cuda.loading import find_flashinfer
 from radixrt.worker.execution.attention import TorchAttention
 from radixrt.worker.execution.kv_pool import KVPool
+from radixrt.worker.load.cuda_runner import find_flashinfer
 from radixrt.worker.load.options import look_up
 from tests.worker.cuda.forest import CPU
 from tests.worker.cuda.ragged import PlainFlashInfer

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Sampling
-from radixrt.worker.cuda.loading import find_full_heads
+from radixrt.worker.load.cuda_runner import find_full_heads
 from radixrt.worker.load.options import look_up
 from radixrt.worker.plan import Plan
 from tests.worker.cuda.test_runner import INDEXED, SIZES, runners

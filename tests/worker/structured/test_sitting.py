@@ -12,8 +12,8 @@ from radixrt.worker.speculative.ngram import Drafter
 from radixrt.worker.structured import matcher, watch
 from radixrt.worker.structured.compile import Grammars
 from radixrt.worker.structured.matcher import Matcher
-from radixrt.worker.structured.stuck import LATE
 from radixrt.worker.structured.vocabulary import Vocabulary
+from radixrt.worker.stuck import LATE
 from tests.worker.engine import Engine, prompts
 
 WORDS = [bytes([a, b]) for a in b"abcdefgh" for b in b"abcdefgh "]

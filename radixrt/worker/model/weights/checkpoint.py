@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from radixrt.checkpoint.hub import ORIGINAL_FILES
 from radixrt.worker.model.layers.fp8 import BLOCK, Fp8Weight
 from radixrt.worker.model.layers.int4 import Int4
 from radixrt.worker.model.parallel.sharding import Part
@@ -23,8 +24,6 @@ from radixrt.worker.model.weights.weights import copied_part
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ORIGINAL_FILES = "consolidated*"
-"""Files of the same weights in the publisher's original format, with other tensor names than in transformers."""
 SIDE_TENSORS = ("rotary_emb.inv_freq", "_scale", "_scale_inv")
 """Endings of the names of tensors that may be left unused: RoPE frequencies are computed, and scales are only read with
 their weights."""
@@ -34,20 +33,6 @@ VISION_PREFIXES += ("embed_vision.", "vision_model.", "audio_tower.", "embed_aud
 TOKENIZER_FILES = ("tokenizer_config", "special_tokens_map", "tokenizer")
 LFS_POINTER = b"version https://git-lfs"
 tqdm.monitor_interval = 0  # no monitor thread
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
-HUB_OTHERS = ["original/*", ORIGINAL_FILES]
-
-
-def find(model: str) -> Path:
-    """The folder of a checkpoint, downloaded if `model` is a hub name. ValueError if there is none."""
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES, ignore_patterns=HUB_OTHERS))
-    except Exception as error:  # no network, no such name, an invalid name: the caller need not tell these apart
-        raise ValueError(f"{model} is neither a folder nor a model that the hub gave: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
