@@ -91,7 +91,7 @@ class WorkerConfig:
     model_impl: str = setting(
         "auto",
         "who computes the model: radixrt, transformers (all but attention; dense models, without --lora-modules, "
-        "--tensor-parallel-size, quantized weights and CUDA graphs), auto (radixrt if it has the model's family)",
+        "--tensor-parallel-size and quantized weights), auto (radixrt if it has the model's family)",
         form=MODEL_IMPL,
     )
     tensor_parallel_size: int = setting(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-slow_without_gpu = pytest.mark.usefixtures() if torch.cuda.is_available() else pytest.mark.slow
+slow_without_gpu = pytest.mark.skipif(False, reason="") if torch.cuda.is_available() else pytest.mark.slow
 """Of tests that take the interpreter many seconds."""
 
 

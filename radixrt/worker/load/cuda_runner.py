@@ -61,7 +61,7 @@ def make_cuda_runner(
     full = None if config.deterministic else find_full_heads(config, loaded)
     if group is not None and not group.smallest(int(full is not None)):
         full = None
-    eager = config.enforce_eager or loaded.spec.index or loaded.by_transformers
+    eager = config.enforce_eager or loaded.spec.index
     graphs = 0 if eager else config.max_num_seqs
     tokens = config.max_total_tokens
     reserved = tokens * loaded.token_bytes
@@ -104,7 +104,10 @@ def _make(
 
 
 def graph_tokens(config: WorkerConfig, loaded: Loaded, model: Model) -> int:
-    """The most tokens of a step that runs as piecewise CUDA graphs."""
+    """The most tokens of a step that runs as piecewise CUDA graphs; none where transformers computes the model, whose
+    layers cannot be cut at their attention."""
+    if loaded.by_transformers:
+        return 0
     most = GROUP_TOKENS if config.tensor_parallel_size > 1 else config.max_num_batched_tokens
     return min(most, config.max_num_batched_tokens, most_tokens(loaded.spec, model.is_fp8 or model.is_int4))
 

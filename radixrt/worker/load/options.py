@@ -27,8 +27,6 @@ log = logging.getLogger("radixrt.loading")
 
 BACKENDS = ("auto", "flashinfer", "triton", "torch")
 QUANTIZATIONS = ("auto", "fp8", "none")
-FALLBACK_ON_GPU = False
-"""Whether `model_impl` auto has transformers compute models of families without a file on a GPU, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[s
         device = torch.device("cuda", torch.cuda.current_device())
     dtype = choose_dtype(config.dtype, hf_config, device)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, device)
-    by_transformers = uses_transformers(config, hf_config.get("model_type"), device)
+    by_transformers = uses_transformers(config, hf_config.get("model_type"))
     if by_transformers:
         check_plain(config, device, kv_dtype)
         spec = transformers_model.read_spec(folder, config.max_model_len)
@@ -105,10 +103,9 @@ def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[s
     return Loaded(folder, hf_config, spec, shard.spec(spec), device, dtype, kv_dtype, eos_ids, by_transformers)
 
 
-def uses_transformers(config: WorkerConfig, family: object, device: torch.device) -> bool:
+def uses_transformers(config: WorkerConfig, family: object) -> bool:
     """Whether transformers computes a model of this family."""
-    there = FALLBACK_ON_GPU or device.type != "cuda"
-    return config.model_impl == "transformers" or (config.model_impl == "auto" and there and family not in FAMILIES)
+    return config.model_impl == "transformers" or (config.model_impl == "auto" and family not in FAMILIES)
 
 
 def check_plain(config: WorkerConfig, device: torch.device, kv_dtype: torch.dtype) -> None:
