@@ -4,7 +4,7 @@ A matcher reads the request's own tokens, up to the last known one, whenever a m
 preemption, and works for a request that another worker began.
 
 What an ordinary grammar needs (`structured.ordinary`) is done in the step. What others need is watched
-(`structured.watch`): if it takes long the step goes on without the request, which sits out (`structured.sitting`) until
+(`structured.watch`): if it takes long the step goes on without the request, which sits out (`structured.sit_out`) until
 it is done, or fails.
 """
 
