@@ -254,7 +254,7 @@ class RouterConfig:
     """An HTTP front end that runs on the router's event loop, if any."""
     tells: int | None = None
     """File descriptor of a pipe to the parent process, to which the router writes once it listens
-    (`children.tell_parent`)."""
+    (`subprocesses.tell_parent`)."""
     near_address: str = ""
     """An address of the worker socket for workers that the same parent has started, set by `serve`."""
     near_password: str = ""

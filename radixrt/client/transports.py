@@ -283,7 +283,7 @@ class ZmqTransport(RouterTransport):
 
 
 class Here(Protocol):
-    """A router that runs on this event loop (`router.loop.RouterServer`)."""
+    """A router that runs on this event loop (`router.server.loop.RouterServer`)."""
 
     def attach(self, deliver: Callable[[ClientReply], None]) -> bytes: ...
     def take(self, client: bytes, message: ClientRequest) -> None: ...

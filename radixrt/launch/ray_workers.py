@@ -59,7 +59,8 @@ class Host:
 
 
 class Remote:
-    """A worker that Ray places, as a `children.Process`. While it waits for free resources, it counts as running."""
+    """A worker that Ray places, as a `subprocesses.Process`. While it waits for free resources, it counts as
+    running."""
 
     stdin: IO[bytes] | None = None
 

@@ -35,7 +35,7 @@ HANG_CODE = 70
 
 
 class Process(Protocol):
-    """The part of subprocess.Popen's interface that is used. The process may run on another machine (`fleet`)."""
+    """The part of subprocess.Popen's interface that is used. The process may run on another machine (`ray_workers`)."""
 
     stdin: IO[bytes] | None
 

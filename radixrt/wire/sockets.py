@@ -17,7 +17,8 @@ READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 """Plain ints: to combine Python's enum flags takes half a microsecond."""
 ZAP_DOMAIN = "radixrt"
 """Of sockets that listen. With one, ZMQ refuses the protocols before ZMTP 3, which begin with any bytes: to ZMTP 1.0 a
-request that a web page makes a browser send is a series of messages. That needs no handler (RFC 27, see `Door`)."""
+request that a web page makes a browser send is a series of messages. That needs no handler (RFC 27, see
+`ZapHandler`)."""
 HANDLER = "inproc://zeromq.zap.01"
 """Where ZMQ looks for a handler."""
 USER = b"radixrt"

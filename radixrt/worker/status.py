@@ -153,8 +153,8 @@ def load(
     inflight: Plan | None,
     newest_run: int,
 ) -> Load:
-    """A worker's state now. `flight` is the step that has just been launched, if any; `compiling` counts the tokens of
-    requests that wait for their grammar."""
+    """A worker's state now. `inflight` is the step that has just been launched, if any; `compiling` counts the tokens
+    of requests that wait for their grammar."""
     return Load(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,

@@ -13,13 +13,11 @@ from radixrt.worker.status import KNOWN_STEPS, KNOWN_TOKENS, Mean, Rates
 
 def chunk(tokens: int) -> Plan:
     """A step with one chunk of a prompt."""
-    request = SimpleNamespace(prompt_len=tokens)
-    one = np.array([tokens], np.int32)
-    return SimpleNamespace(requests=(request,), tokens=np.zeros(tokens), counts=one, starts=np.zeros(1, np.int32))
+    return SimpleNamespace(tokens=np.zeros(tokens), prompt_tokens=tokens)
 
 
 def decode() -> Plan:
-    return SimpleNamespace(requests=(None,), tokens=np.zeros(1))
+    return SimpleNamespace(tokens=np.zeros(1), prompt_tokens=0)
 
 
 def test_nothing_is_known_from_a_few_tokens():

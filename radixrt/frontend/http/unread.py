@@ -1,6 +1,6 @@
 """How many bytes wait for clients that do not read: in the buffers of their connections, and to be written to them.
 
-Each connection has a limit of its own (`mailbox.MAX_BACKLOG`) and a timeout (`protocol`), but a tenant may have any
+Each connection has a limit of its own (`outbox.MAX_BACKLOG`) and a timeout (`protocol`), but a tenant may have any
 number of connections.
 """
 

@@ -182,7 +182,7 @@ class Dispatcher:
         return fits[best.worker], best.hit_tokens, max(c.hit_tokens for c in candidates)
 
     def _sharers(self, run: RunState, ids: bytes, hits: Collection[int]) -> list[int]:
-        """For `placement.shared_cost`: how many of the latest runs decode behind each part of the largest
+        """For `cost.shared_cost`: how many of the latest runs decode behind each part of the largest
         hit."""
         best = max(hits)
         if best - min(hits) < MIN_SHARED_TOKENS:

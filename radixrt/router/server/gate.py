@@ -18,7 +18,7 @@ KEYLESS = (b"cancel", b"ask")
 MIN_BYTES = 64 << 10
 """Where no keys are needed, smaller messages are decoded unseen: what they can hold takes milliseconds."""
 MAX_DEPTH = 272
-"""Each limit is a little above that of an HTTP body (`frontend.body`), of which a front end makes a message."""
+"""Each limit is a little above that of an HTTP body (`frontend.http.body`), of which a front end makes a message."""
 MAX_VALUES = (1 << 18) + (1 << 16)
 MAX_NUMBERS = 1 << 19
 """`bad_token_ids` and `allowed_token_ids` may hold 330,000 together."""

@@ -7,7 +7,7 @@ reads of its prefix is one state of fixed size, not pages.
     checkpoint  ------------------------------->  live  ---stored within the step--->  checkpoint
                                                   |------ the request leaves: no copy ------>
 
-Where tokens are drafted (see `drafting`), the state after each of them is stored in a slot of its own, and the one
+Where tokens are drafted (see `ngram`), the state after each of them is stored in a slot of its own, and the one
 after the accepted ones becomes the live one, without a copy:
 
     slots of a draft:   live  ->  d1  ->  d2  ->  d3        d1 is accepted: its slot is the live one now,

@@ -1,4 +1,4 @@
-"""The GPU implementation of `model.ops.Ops`."""
+"""The GPU implementation of `layers.ops.Ops`."""
 
 from radixrt.worker.cuda.elementwise.kernels import gate, mean_squares, norm, squared_relu
 from radixrt.worker.cuda.elementwise.residuals import add_normed

@@ -90,9 +90,9 @@ class CudaRunner(ModelRunner):
     flashinfer      if given, computes long chunks
     full            if given, computes long chunks of latent attention
     graph_batch     batches of up to this many decodes run as CUDA graphs
-    graph_tokens    other steps of up to this many tokens run as piecewise CUDA graphs (`pieces`)
+    graph_tokens    other steps of up to this many tokens run as piecewise CUDA graphs (`piecewise_graphs`)
     num_sms         multiprocessors that work is spread over
-    tree_attention  whether pages that requests share are read once (`sharing`)
+    tree_attention  whether pages that requests share are read once (`prefix_sharing`)
     exact           whether results must not depend on the batch, to the last bit (the model's own must not either):
                     one kernel and one tiling for all attention, nothing shared, no FlashInfer, no full heads;
                     recurrent layers token by token

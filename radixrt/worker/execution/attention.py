@@ -35,7 +35,7 @@ class TorchAttention:
                                                         [p - p % window, p]
 
     `windows` and `sinks` (see `AttentionSpec.sinks`) are given by layer. With `top_k`, there are indexers, which select
-    the tokens that are seen (see `model.indexer`).
+    the tokens that are seen (see `layers.indexer`).
     """
 
     exact = False

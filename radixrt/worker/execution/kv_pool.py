@@ -109,7 +109,7 @@ class KVPool:
 
 
 class IndexPool:
-    """The index keys of `slots` tokens for every layer with an indexer (see `model.indexer`), each `[slots, dim]`.
+    """The index keys of `slots` tokens for every layer with an indexer (see `layers.indexer`), each `[slots, dim]`.
 
     They are in the model's dtype even if K and V are in FP8: they decide which tokens are seen at all, and to round
     them to FP8 with little error would take a Hadamard transform and a scale for each token, as in DeepSeek's own

@@ -121,7 +121,7 @@ class ModelRunner:
         return True
 
     def kill(self) -> None:
-        """There are no other ranks here; see `ranks.Leader`."""
+        """There are no other ranks here; see `tensor_parallel.Leader`."""
 
     def close(self) -> None:
         """There is nothing to release."""

@@ -41,7 +41,7 @@ from radixrt.worker.scheduler.scheduler import Limits, Scheduler
 log = logging.getLogger("radixrt.cuda")
 
 GRAPH_BYTES = 1 << 30
-"""Bytes that are reserved for CUDA graphs, beside their logits and `pieces.kept_bytes`."""
+"""Bytes that are reserved for CUDA graphs, beside their logits and `piecewise_graphs.kept_bytes`."""
 GROUP_TOKENS = 1024
 """The most tokens of a step that has graphs, with several ranks: longer steps are summed by NCCL, which has not been
 tried in so many graphs."""

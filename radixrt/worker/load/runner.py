@@ -59,7 +59,7 @@ def load_runner(config: WorkerConfig) -> Runner:
 
 
 def load_rank(config: WorkerConfig, rank: int, folder: str) -> ModelRunner:
-    """The runner of `rank`, 1 or more, which follows rank 0 (see `ranks`). `folder`: where the ranks meet."""
+    """The runner of `rank`, 1 or more, which follows rank 0 (see `tensor_parallel`). `folder`: where the ranks meet."""
     shard = Shard(rank, config.tensor_parallel_size)
     config = dataclasses.replace(config, device=rank_device(config.device, rank))
     loaded = look_up(config, shard)

@@ -214,7 +214,8 @@ class Decoder(Model):
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _sum_nothing(self, residual: torch.Tensor) -> None:
-        """One more sum over ranks, so that the next one begins with the first buffer again (see `blocks.turn`)."""
+        """One more sum over ranks, so that the next one begins with the first buffer again (see
+        `hybrid_layers.turn`)."""
         if self._group is not None:
             one = torch.zeros_like(residual[:1])
             self._group.add(AFTER_MLP, self._group.buffer(AFTER_MLP, one).zero_(), one, NoNorm(), self._ops)

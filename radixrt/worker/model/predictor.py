@@ -1,5 +1,5 @@
 """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): one more layer, which guesses the token after
-the next one. It drafts tokens (see `worker.predictions`).
+the next one. It drafts tokens (see `speculative.mtp_cost`).
 
     decoder     token 0 .. i-1  ->  hidden[i-1]  ->  logits of token i
 

@@ -21,7 +21,7 @@ LEAVE_SECONDS = 5.0
 """How long a rank waits for the others when it leaves the group."""
 WAIT_SECONDS = 1800.0
 """Timeout of collectives. It is long because other ranks may read weights more slowly; a rank whose process has ended
-is noticed by `ranks.Followers`."""
+is noticed by `tensor_parallel.Followers`."""
 # torch 2.13 renamed it.
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 BLOCK = 1 << 24
@@ -29,8 +29,8 @@ BLOCK = 1 << 24
 
 
 class TorchGroup:
-    """Implements `model.parallel.Group` for one rank. If `exact`, a row of a sum does not depend on the number of rows:
-    the ranks' parts are added in the order of ranks, in float32, and then to the residual."""
+    """Implements `model.parallel.group.Group` for one rank. If `exact`, a row of a sum does not depend on the number of
+    rows: the ranks' parts are added in the order of ranks, in float32, and then to the residual."""
 
     def __init__(self, shard: Shard, device: torch.device, exact: bool) -> None:
         self.shard = shard

@@ -198,7 +198,7 @@ class Waiting:
         """By tenant; empty queues are removed."""
         self._refreshed, self._step = 0, -1
         self.parked: dict[int, Request] = {}
-        """Requests beside the queues, by id, until they can go on: see `structured.sitting`."""
+        """Requests beside the queues, by id, until they can go on: see `structured.sit_out`."""
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))

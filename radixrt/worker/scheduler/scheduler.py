@@ -6,7 +6,7 @@ prefill, decoding and resumption after a preemption all work this way.
        ^                  |                    |
        +-----preempt------+--------------------+          what was computed stays in the tree
 
-Of the waiting requests, the one with the fewest uncached tokens comes first, and at times the oldest: see `waiting`.
+Of the waiting requests, the one with the fewest uncached tokens comes first, and at times the oldest: see `queue`.
 
 Counts advance when a step is planned; token ids arrive when its result is applied. So step n+1 can be planned while
 step n runs: the sampled tokens that it needs are on the device.
@@ -16,8 +16,8 @@ step n runs: the sampled tokens that it needs are on the device.
     not overlapped:  plan n   apply n   plan n+1   apply n+1
 
 A grammar may force tokens after a sampled one: the request is then behind by these, and computes them as a chunk. If it
-takes long to tell which tokens a grammar allows, steps go on without the request (`structured.sitting`).
-Tokens may be drafted (`drafting`): the request then gains one or several tokens per step, and is planned again when
+takes long to tell which tokens a grammar allows, steps go on without the request (`structured.sit_out`).
+Tokens may be drafted (`ngram`): the request then gains one or several tokens per step, and is planned again when
 they are known.
 """
 

@@ -1,5 +1,5 @@
 """Speculative decoding (arXiv 2211.17192) without a second model: draft tokens are looked up in earlier text, or come
-from the model's own layer for it (`predictions`).
+from the model's own layer for it (`mtp_cost`).
 
 Agents repeat what they have read and generated before: names, file contents, calls, in this conversation and in others.
 Where the last tokens of a request occur earlier in it, or in recent outputs of its namespace, the tokens that follow

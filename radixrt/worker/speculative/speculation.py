@@ -1,5 +1,5 @@
 """Which requests draft tokens, with which pages and recurrent states, and which drafted tokens are accepted. What is
-drafted, and whether it pays, is decided in `drafting`.
+drafted, and whether it pays, is decided in `ngram`.
 
 After a step with a draft, the KV of wrong tokens is in pages that the next tokens overwrite. A recurrent state cannot
 be taken back, so there is one for each token: the last known token updates the request's own state, as always, and

@@ -1,7 +1,7 @@
 """Compiles grammars (JSON schemas, regular expressions, EBNF, structural tags) against the tokens of a model.
 
     Grammar  --Grammars.get-->  Compiled   shared by a tenant's requests with this grammar, compiled in a thread, cached
-    Compiled + Request    -->   Matcher    one per request: the state of its text (`matching`)
+    Compiled + Request    -->   Matcher    one per request: the state of its text (`matcher`)
     fill_masks(requests)  -->   int32[requests, words], one bit per token: which tokens may be sampled
 
 xgrammar is imported when the first grammar arrives.

@@ -1,4 +1,4 @@
-"""What comes before the attention of layers whose heads differ from other layers' (`model.mixed_heads`): norms of
+"""What comes before the attention of layers whose heads differ from other layers' (`layers.mixed_heads`): norms of
 heads, rotary positions, K and V written to their pages, in one launch."""
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Shape:
     head_dim: int
     page_size: int
     latent: int | None = None
-    """For latent attention: V is the first `latent` elements of K (see `latent.py`)."""
+    """For latent attention: V is the first `latent` elements of K (see `latent.latent`)."""
     scale_override: float | None = None
     """Scale of the softmax, if it is not head_dim^-0.5."""
     sinks: bool = False

@@ -1,4 +1,4 @@
-"""Index scores of DeepSeek Sparse Attention (the formula is in `model.indexer`): of tiles of queries of one sequence,
+"""Index scores of DeepSeek Sparse Attention (the formula is in `layers.indexer`): of tiles of queries of one sequence,
 so that keys are loaded once for all queries of a tile."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DeepSeek Sparse Attention of one step on a GPU (see `model.indexer`).
+"""DeepSeek Sparse Attention of one step on a GPU (see `layers.indexer`).
 
     queries at positions below top_k    the kernels of latent attention, over all keys
     other queries                       index scores of all keys -> the top_k -> their slots -> the same kernels

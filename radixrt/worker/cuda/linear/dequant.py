@@ -49,7 +49,7 @@ def _dequantize_kernel(
 
 
 _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
-"""As that of `products`."""
+"""As that of `gemm`."""
 
 
 def dequantize(weight: Int4, out: torch.Tensor, first: int = 0) -> None:

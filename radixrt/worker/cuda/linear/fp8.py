@@ -1,4 +1,4 @@
-"""Matrix products in FP8 (`model.scaled`): y[T, N] = x[T, K] times weight[N, K] transposed, both with scales.
+"""Matrix products in FP8 (`layers.fp8`): y[T, N] = x[T, K] times weight[N, K] transposed, both with scales.
 
 With few rows the time is that of reading the weight, for which there is a kernel here that reads at nearly the full
 bandwidth. Many rows go to torch's products (cuBLASLt, CUTLASS), which support block scales on Hopper only.

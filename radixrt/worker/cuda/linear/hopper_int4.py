@@ -293,7 +293,7 @@ BEGIN, SUMS = 300, 0.4
 multiplied with a block. (bench/packed_linear.py --tiles)"""
 
 _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
-"""As that of `products`."""
+"""As that of `gemm`."""
 
 
 @functools.cache

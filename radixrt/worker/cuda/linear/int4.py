@@ -1,6 +1,6 @@
-"""Matrix products with a weight in INT4 (`model.int4`): out[T, N] = x[T, K] times weight[N, K] transposed.
+"""Matrix products with a weight in INT4 (`layers.int4`): out[T, N] = x[T, K] times weight[N, K] transposed.
 
-The weight is the left operand, which tensor cores can take from registers: words are expanded there (`expanding`).
+The weight is the left operand, which tensor cores can take from registers: words are expanded there (`unpack_int4`).
 
 With few rows the time is that of reading the weight. Where there are few programs, K is divided among several; the last
 of them to end adds their sums, always in the same order:
@@ -8,7 +8,7 @@ of them to end adds their sums, always in the same order:
     weight[64 rows, K]     program 0 | program 1 | program 2 | program 3
                                sums, by way of memory   --> + --> out
 
-With many rows, the weight is dequantized first (`dequantizing`). In between, there is another kernel for Hopper
+With many rows, the weight is dequantized first (`dequant`). In between, there is another kernel for Hopper
 (`hopper_int4`).
 """
 
@@ -156,7 +156,7 @@ def _product_kernel(
 
 
 _kernel_caches: dict[tuple[Any, ...], KernelCache] = {}
-"""As that of `products`."""
+"""As that of `gemm`."""
 
 
 @functools.cache

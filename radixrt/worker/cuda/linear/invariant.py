@@ -102,7 +102,7 @@ def _choose(rows: int, columns: int, x: torch.Tensor) -> Tile:
 
 
 def _streaming(rows: int, x: torch.Tensor) -> Tile:
-    """A tile that represents all tiles of `rows` rows of `products.streaming`, which differ in their stages only."""
+    """A tile that represents all tiles of `rows` rows of `gemm.streaming`, which differ in their stages only."""
     return streaming(rows, 1, x.itemsize, x.device)
 
 

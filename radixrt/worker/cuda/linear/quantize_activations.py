@@ -1,4 +1,4 @@
-"""Quantizes activations to FP8, with a scale for each row or for each BLOCK values of a row (`model.scaled`): by a
+"""Quantizes activations to FP8, with a scale for each row or for each BLOCK values of a row (`layers.fp8`): by a
 kernel of its own, or at the end of the kernel that computes them."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Expands weights in INT4 (`model.int4`) in registers: a word has 8 values, and each belongs to another slice of WORDS
+"""Expands weights in INT4 (`layers.int4`) in registers: a word has 8 values, and each belongs to another slice of WORDS
 columns, so a thread expands its own words, without data of other threads."""
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ applies the gate as well (`hopper_experts`), or by torch's grouped matrix produc
 Biases, if any, are added where gate and up are combined, and where the rows of a token are. Experts without a gate
 (squared ReLU) take rows that are copied in the order of experts, however few there are.
 
-Experts in FP8 (`scaled_experts`) take x quantized by the launch that routes, and inner rows quantized by one more
+Experts in FP8 (`fp8_experts`) take x quantized by the launch that routes, and inner rows quantized by one more
 launch, which applies the gate. All their products are kernels here. So are those of experts in MXFP4
 and INT4 (`packed_experts`), whose weights are expanded to bfloat16 in registers.
 """
@@ -61,7 +61,7 @@ DEEP = 4096
 """With more than TILES rows per expert, torch's grouped product is faster for rows of at least this many elements: its
 programs share what they read."""
 FEWEST = 0.5
-"""The most rows per expert, on average, for which weights are the left operand of products (see `products`)."""
+"""The most rows per expert, on average, for which weights are the left operand of products (see `gemm`)."""
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Products of experts in FP8 (`model.moe.ScaledStack`), by tiles of rows of one expert (see `experts`)."""
+"""Products of experts in FP8 (`layers.moe.ScaledStack`), by tiles of rows of one expert (see `experts`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products of experts in MXFP4 (`model.mxfp4.PackedStack`) on Hopper: a persistent warp-specialized kernel.
+"""Products of experts in MXFP4 (`layers.mxfp4.PackedStack`) on Hopper: a persistent warp-specialized kernel.
 
     producer, 1 warp          WIDTH elements of the tile's rows of x, and the words and scales of these columns of the
                               weight's rows, by the copy engine, STAGES ahead

@@ -1,4 +1,4 @@
-"""Matrix products of experts in MXFP4 (`model.mxfp4.PackedStack`) or INT4 (`model.int4`), by tiles of rows of one
+"""Matrix products of experts in MXFP4 (`layers.mxfp4.PackedStack`) or INT4 (`layers.int4`), by tiles of rows of one
 expert (see `experts`).
 
 The weight is the left operand, which tensor cores can take from registers. Each of the 8 values of a word belongs to
@@ -8,7 +8,7 @@ another slice of 16 columns, so a thread expands its own words, without data of 
                           values 1 * scale [N, 16]   times x[:, 16:32]
                           ...
 
-With few rows several programs have a part of K each, and the last one to end adds up their sums (as in `products`).
+With few rows several programs have a part of K each, and the last one to end adds up their sums (as in `gemm`).
 
 Words of both kinds have the same layout, and are expanded by other instructions. Experts in MXFP4 with many rows have
 another kernel on Hopper (`hopper_packed_experts`).

@@ -135,7 +135,7 @@ def _keep(x_ptr, state_at, c, channels, x_stride, slot, first, end, K: tl.conste
 @triton.jit
 def _store(x_ptr, states_ptr, chunk, c, channels, x_stride, state_stride, stop, K: tl.constexpr):
     """If a state is to be stored after a chunk, which ends at `stop`: write its last inputs. All are of this step
-    (see `branching.NEAR`)."""
+    (see `state_checkpoints.NEAR`)."""
     slot = tl.load(chunk + 5).to(tl.int64)
     if slot > 0:
         for j in tl.static_range(K - 1):

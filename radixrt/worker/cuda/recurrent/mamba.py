@@ -254,8 +254,8 @@ def _group_norm_kernel(
 
 
 def finish(inputs: MambaInputs, net: Mamba, out: torch.Tensor, cache: KernelCache | None = None) -> None:
-    """Gate and normalize a layer's results out[T, H * P] in place (see `model.mamba.gated`). Where there is no norm,
-    they have been gated already. Where ranks share a group of heads, a collective."""
+    """Gate and normalize a layer's results out[T, H * P] in place (see `layers.recurrent.mamba.gated`). Where there is
+    no norm, they have been gated already. Where ranks share a group of heads, a collective."""
     if net.norm is None:
         return
     spec, z = net.spec, inputs.z

@@ -85,7 +85,7 @@ class LastTokens:
     ) -> torch.Tensor:
         """Find the most likely token of each of the rows `at` int64[n] of logits (None: of all), and store it for
         `rows`. This rank has the float32 logits[S, len(ids)] of the token `ids`. Returns int32[S + n]: whether each row
-        of logits is finite (see `drawing.largest`), then the tokens."""
+        of logits is finite (see `sampling_kernels.largest`), then the tokens."""
         found = sampling_kernels.largest(logits, ids, self._group)
         finite, best = found[: len(logits)], found[len(logits) :]
         if at is not None:
@@ -116,7 +116,7 @@ class PackedSampling:
 
     @classmethod
     def pack(cls, packer: Packer, plan: Plan, metadata: bool) -> PackedSampling:
-        """`draws`: whether tokens that are not greedy are sampled with the step."""
+        """`metadata`: whether tokens that are not greedy are sampled with the step."""
         chosen = np.flatnonzero(plan.samples)
         at = np.cumsum(plan.wants)[chosen] - 1
         return cls(

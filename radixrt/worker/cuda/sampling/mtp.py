@@ -1,4 +1,4 @@
-"""Proposes tokens with a model's multi-token prediction layer on a GPU (see `worker.predicting`, the same on a CPU).
+"""Proposes tokens with a model's multi-token prediction layer on a GPU (see `execution.mtp`, the same on a CPU).
 
     launch    ... hidden states | store the layer's K and V | sample | accept | pass | pass | ... | one copy to the host
 

@@ -1,4 +1,4 @@
-"""The Sampler of a GPU (see `sample`), which neither sorts the vocabulary nor loops over requests."""
+"""The Sampler of a GPU (see `execution.sampler`), which neither sorts the vocabulary nor loops over requests."""
 
 from __future__ import annotations
 

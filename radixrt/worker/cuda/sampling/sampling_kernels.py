@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _bits(key, token):
-    """SplitMix64 of a key and a token's counter, as in `sample.gumbel`; shifts of int64 are masked to be logical."""
+    """SplitMix64 of a key and a token's counter, as in `sampler.gumbel`; shifts of int64 are masked to be logical."""
     x = key + (token + 1) * -7046029254386353131
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
@@ -119,7 +119,7 @@ def sample_tokens(
     keys: torch.Tensor,
     kept: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sample as `sample.sample_tokens`: the argmax of logits / temperature + Gumbel noise, int64[B], of the float32
+    """Sample as `sampler.sample_tokens`: the argmax of logits / temperature + Gumbel noise, int64[B], of the float32
     logits in rows[B]. temperature is float32[B, 1], keys int64[B, 1]. If float32 kept[B, vocab] is given, only tokens
     above 0 there count."""
     count, vocab = len(rows), logits.shape[1]

@@ -1,5 +1,5 @@
 """Nemotron-H, Nemotron Nano 2 and Nemotron 3: Mamba-2 mixers, a few layers with attention without RoPE, and MLPs or
-experts without gates, each of which is a layer of its own in the checkpoint (see `blocks`)."""
+experts without gates, each of which is a layer of its own in the checkpoint (see `hybrid_layers`)."""
 
 from __future__ import annotations
 

@@ -39,8 +39,8 @@ def paired(mixes: Iterable[bool]) -> HybridLayers:
 
 def turn(blocks: HybridLayers, layer: int, place: int) -> int:
     """On several ranks, the buffer of the sum after a layer's mixer (`place` 0) or its MLP (1): both buffers are used
-    in turn (see `parallel.Group`). The last layer begins with the first one, as `Decoder` makes the number of sums
-    before it even."""
+    in turn (see `parallel.group.Group`). The last layer begins with the first one, as `Decoder` makes the number of
+    sums before it even."""
     own = blocks[layer]
     number = own[place]
     assert number is not None

@@ -7,7 +7,7 @@ and W are the head's up-projections. With a query (q, p) of unrotated and rotate
 
 so that attention sees one KV head, with keys (c, r), whose first elements are the values c, and queries (U^T q, p); and
 pages hold only (c, r). If there are many queries per key, it is cheaper to expand keys and values for every head first
-(`cuda.full_heads`).
+(`cuda.latent.full_heads`).
 """
 
 from __future__ import annotations

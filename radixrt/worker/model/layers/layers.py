@@ -163,7 +163,7 @@ class Gate:
 
 
 class FeedForward(Protocol):
-    """What follows attention: an MLP, experts, or both (see `mlp`, `experts_beside`)."""
+    """What follows attention: an MLP, experts, or both (see `mlp`, `parallel_experts`)."""
 
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:

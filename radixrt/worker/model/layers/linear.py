@@ -63,7 +63,7 @@ class Linear:
     ops: LinearOps | None = None
 
     fp8_scaling: ClassVar[None] = None
-    """The input is not to be quantized (see `scaled.ScaledLinear`)."""
+    """The input is not to be quantized (see `fp8.Fp8Linear`)."""
 
     def __call__(self, x: Activations) -> torch.Tensor:
         x = plain(x)

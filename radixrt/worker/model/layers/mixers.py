@@ -46,7 +46,7 @@ K and V in pages first."""
 Mix = Callable[[int, "RecurrentMixer", Activations], torch.Tensor]
 """What has a recurrent state in place of attention: (place of the layer among those that have, its parameters,
 normalized hidden states [T, hidden]) -> the heads' outputs [T, value_heads, value_dim], or [T, channels]. Updates the
-states of the step's sequences. On a GPU it is that of `cuda.delta_step`."""
+states of the step's sequences. On a GPU it is that of `cuda.recurrent.delta_step`."""
 
 
 @dataclass(frozen=True, slots=True)

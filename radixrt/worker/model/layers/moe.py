@@ -24,7 +24,7 @@ them so only if a model is saved with `save_original_format=False`, which is rar
 
 @dataclass(frozen=True, slots=True)
 class ScaledStack:
-    """The FP8 weights of E experts, stacked (see `scaled.Scaled`): `values` [E, N, K] and float32 `scales`, by row
+    """The FP8 weights of E experts, stacked (see `fp8.Fp8Weight`): `values` [E, N, K] and float32 `scales`, by row
     [E, N, 1] or by block [E, ceil(N / BLOCK), C], where C is ceil(K / BLOCK) padded to a multiple of SCALE_ALIGNMENT.
     """
 

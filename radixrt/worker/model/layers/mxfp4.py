@@ -16,7 +16,7 @@ WORDS = WIDTH // 8
 """int32 words of a row of such a block."""
 LARGEST = 128
 """The largest scale byte of a PackedStack, 2**1: kernels multiply by 2**126 times the scale, which must be a finite
-bfloat16 (`cuda.packed_experts`)."""
+bfloat16 (`cuda.moe.packed_experts`)."""
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

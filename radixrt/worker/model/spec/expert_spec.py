@@ -89,7 +89,7 @@ class ExpertsSpec:
     latent: tuple[str, ...] = ()
     """Names of these projections, in `model.layers.<i>.mlp.`."""
     parallel: bool = False
-    """Layers with experts have an MLP, too (see `experts_beside`)."""
+    """Layers with experts have an MLP, too (see `parallel_experts`)."""
     bias_is_row: bool = False
     """The bias for the selection is stored as [1, count], not [count]."""
 

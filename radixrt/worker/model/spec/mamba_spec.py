@@ -13,7 +13,7 @@ class MambaSpec:
     """Sizes are numbers of elements. Names of tensors are relative to `model.layers.<i>.mamba.`."""
 
     layers: frozenset[int]
-    """Layers with a mixer; the others have attention (see `beside`)."""
+    """Layers with a mixer; the others have attention (see `parallel`)."""
     heads: int
     head_dim: int
     groups: int

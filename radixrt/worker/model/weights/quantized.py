@@ -1,4 +1,4 @@
-"""Reads weights that are stored in FP8 with scales. They stay in FP8 if the device has FP8 products (`scaled`);
+"""Reads weights that are stored in FP8 with scales. They stay in FP8 if the device has FP8 products (`layers.fp8`);
 otherwise they are dequantized at load."""
 
 from __future__ import annotations

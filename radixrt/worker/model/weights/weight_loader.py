@@ -70,7 +70,8 @@ class WeightLoader(RecurrentWeightLoader):
         )
 
     def _turn(self, number: int, place: int) -> int:
-        """The buffer of a layer's sum after its mixer or its MLP, AFTER_ATTENTION or AFTER_MLP (see `blocks.turn`)."""
+        """The buffer of a layer's sum after its mixer or its MLP, AFTER_ATTENTION or AFTER_MLP (see
+        `hybrid_layers.turn`)."""
         return turn(self._spec.hybrid_layers, number, place) if self._spec.hybrid_layers else place
 
     def _attention(self, number: int, at: str) -> Attention:
