@@ -40,6 +40,8 @@ def of_type(kind: inspect.Type, rng: random.Random, depth: int = 0) -> Any:
             return [of_type(kind.item_type, rng, depth + 1) for _ in range(rng.randrange(3) if depth < 6 else 0)]
         case inspect.TupleType():
             return [of_type(item, rng, depth + 1) for item in kind.item_types]
+        case inspect.EnumType():
+            return rng.choice(list(kind.cls)).value
         case inspect.DictType():
             return {of_type(kind.key_type, rng, depth + 1): of_type(kind.value_type, rng, depth + 1)}
         case inspect.LiteralType():
