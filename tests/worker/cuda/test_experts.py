@@ -259,12 +259,12 @@ def test_a_row_is_the_same_to_the_last_bit_whatever_the_others_are(device):
 def test_many_rows_by_torch(made, device):
     """As where experts have many: sorted without tiles, spread, computed by torch, combined."""
     experts = made(5, 3, 64, 32, device)
-    experts.gate_up.data, experts.down.data = experts.gate_up.bfloat16(), experts.down.bfloat16()
+    gate_up, down = experts.gate_up.bfloat16(), experts.down.bfloat16()
     x, residual = torch.randn(2, 12, 64, device=device).bfloat16()
     weights, chosen = routing.route(experts.router(x.float()), 3, True)
     order = routing.sort(chosen, 5, 0)
     found = residual.float()
-    fused.combine(fused._by_torch(experts, x, order), weights, order, found, experts.down_bias)
+    fused.combine(fused._by_torch(experts, gate_up, down, x, order), weights, order, found, experts.down_bias)
     wide = made(5, 3, 64, 32, device)
     expected = residual.float()
     wide.one_by_one(x.float(), expected, TorchOps())

@@ -58,7 +58,10 @@ def test_small_layers_have_graphs_of_longer_steps():
 )
 def test_no_more_than_a_step_may_have(ranks, budget, is_int4, tokens):
     config = WorkerConfig(tensor_parallel_size=ranks, max_num_batched_tokens=budget)
-    loaded, model = SimpleNamespace(spec=read_spec(SHAPES["qwen3-30b"])), SimpleNamespace(is_fp8=False, is_int4=is_int4)
+    loaded, model = (
+        SimpleNamespace(spec=read_spec(SHAPES["qwen3-30b"]), by_transformers=False),
+        SimpleNamespace(is_fp8=False, is_int4=is_int4),
+    )
     assert graph_tokens(config, loaded, model) == tokens
 
 
