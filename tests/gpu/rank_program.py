@@ -23,6 +23,7 @@ PENALIZED = Sampling(max_tokens=24, temperature=0.0, repetition_penalty=1.2, log
 def main(folder: str, ranks: int, out: str, settings: dict[str, object]) -> None:
     """Generates cold and warm, in a batch and alone, with drafts, with sampling, with penalties; and scores prompts."""
     config = {"device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536, "max_num_seqs": 16} | settings
+    config.setdefault("kv_offloading_size", "1")
     worker = resolve(WorkerConfig(model=folder, tensor_parallel_size=ranks, **config))
     runner = load_runner(worker)
     engine = Engine(runner, chunk=8192, rows=16, max_model_len=4096)

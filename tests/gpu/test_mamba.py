@@ -32,7 +32,7 @@ def test_tokens_are_those_of_transformers(tmp_path, family, by_torch, caplog):
     answers = [greedy(reference, prompt, 24) for prompt in asked]
     config = WorkerConfig(
         str(tmp_path), device="cuda", dtype="float32", max_total_tokens=4096, attention_backend="triton",
-        max_num_seqs=8, max_num_batched_tokens=256,
+        max_num_seqs=8, max_num_batched_tokens=256, kv_offloading_size="1",
     )  # fmt: skip
     runner = load_runner(resolve(config))
     assert ("everything by torch" in caplog.text) == (REASON in caplog.text) == by_torch

@@ -112,6 +112,7 @@ def soften(model, folder) -> None:
 def load(folder, **settings) -> Runner:
     config = {"model": str(folder), "device": "cuda", "dtype": "bfloat16", "max_total_tokens": 65_536} | settings
     config.setdefault("enforce_eager", True)
+    config.setdefault("kv_offloading_size", "1")  # by default, each process would pin a quarter of the host's memory
     if folder.name.removesuffix("0") in BY_TRANSFORMERS:
         config["model_impl"] = "transformers"
     if folder.name.startswith(("gpt_oss", "gemma", "olmo3", "exaone", "ministral0", "cohere2", *HEADS_256, *WINDOWED)):

@@ -29,7 +29,7 @@ class _Numpy(ModuleType):
 
 @pytest.fixture
 def steady_products(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the interpreter's matrix products round independently of a row's position: on some num_sms, numpy's do
+    """Make the interpreter's matrix products round independently of a row's position: on some processors, numpy's do
     not."""
     if device.type == "cpu":
         from triton.runtime import interpreter

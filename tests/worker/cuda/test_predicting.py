@@ -1,6 +1,5 @@
-"""Proposals of the GPU's runner, in Triton's interpreter where there is no GPU, against those of the plain one and the
-reference."""
-
+"""Proposals of the GPU's runner, in Triton's interpreter, against those of the plain one and the reference. Where there
+is a GPU, only the kernels are tested here; the runner is in tests/gpu."""
 from __future__ import annotations
 
 import numpy as np
@@ -16,7 +15,6 @@ from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.sampling.mtp import PackedRequests, _accept_kernel, _place_kernel
 from radixrt.worker.load import options, runner
 from radixrt.worker.plan import Draft, Plan
-from tests.interpreter import slow_without_gpu
 from tests.worker.cuda.test_runner import LINEAR, SIZES
 from tests.worker.engine import Engine, prompts
 from tests.worker.families import make_model
@@ -39,6 +37,8 @@ SLOW = [name if name == "glm4_moe" else pytest.param(name, marks=pytest.mark.slo
 @pytest.fixture(scope="module", params=SLOW)
 def made(request, tmp_path_factory):
     """(folder, reference)"""
+    if torch.cuda.is_available():
+        pytest.skip("of a runner in Triton's interpreter, which is off if there is a GPU")
     path = tmp_path_factory.mktemp(request.param)
     model = make_model(path / "plain", request.param, **SIZES | CHANGES[request.param])
     return path / "model", add_layer(path / "plain", model, path / "model")
@@ -73,7 +73,7 @@ def test_proposals_are_the_reference_s(made, page_size):
         assert ids == reference.propose(tokens, COUNT)[: len(ids)]
 
 
-@slow_without_gpu
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
