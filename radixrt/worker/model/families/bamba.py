@@ -1,7 +1,5 @@
 """Bamba: Mamba-2 mixers in most layers, attention in the others."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -11,7 +9,6 @@ from radixrt.worker.model.spec.norms_spec import NormsSpec
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144}
-"""Defaults of transformers for fields that config.json lacks."""
 OTHER_NAMES = ((".mlp.", ".feed_forward."), ("model.norm.", "model.final_layernorm."))
 
 

@@ -1,7 +1,5 @@
 """dots.llm1: attention as in Qwen3, experts as in DeepSeek V3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families.deepseek_v2 import with_routed_experts
@@ -11,7 +9,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"sliding_window": 4096, "max_window_layers": 62, "num_key_value_heads": 32}
 DEFAULTS |= {"max_position_embeddings": 2048}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """Falcon-H1: attention and a Mamba-2 mixer side by side in each layer, and factors of activations everywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
@@ -22,7 +20,6 @@ Multipliers = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
 """(end of a tensor's name, for consecutive rows: (their number, their factor))."""
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
 DEFAULTS |= {"mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True}
-"""Defaults of transformers for fields that config.json lacks."""
 OTHER_NAMES = ((".mlp.", ".feed_forward."), ("model.norm.", "model.final_layernorm."))
 
 

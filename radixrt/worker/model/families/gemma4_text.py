@@ -1,8 +1,6 @@
 """Gemma 4: layers with full attention have larger heads than those with sliding windows, and in larger models no
 projection to V; smaller models have inputs of each layer, and their last layers read K and V of earlier ones."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -29,7 +27,6 @@ DEFAULTS["rope_parameters"] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
-"""Defaults of transformers for fields that config.json lacks."""
 FUSED_NAMES = (("router.proj.weight", "experts.gate_up_proj", "experts.down_proj"),)
 
 
@@ -103,7 +100,6 @@ def experts(config: dict[str, Any]) -> ExpertsSpec:
         normalized=True,
         layers=frozenset(range(config["num_hidden_layers"])),
         prefix="experts",
-        names=("gate_proj", "up_proj", "down_proj"),
         fused_names=FUSED_NAMES,
         parallel=True,
     )

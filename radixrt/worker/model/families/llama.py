@@ -1,7 +1,5 @@
 """Llama 2, 3, 3.1, 3.2, 3.3 and models of the same architecture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common

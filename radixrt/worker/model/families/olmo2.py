@@ -1,7 +1,5 @@
 """OLMo 2: norms after attention and MLP instead of before; one norm over all heads of q, and of k."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common

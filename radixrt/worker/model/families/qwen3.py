@@ -1,14 +1,11 @@
 """Qwen3, dense: norms of q and k."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common, layer_windows
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"use_sliding_window": False, "max_window_layers": 28, "head_dim": 128, "num_key_value_heads": 32}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """SmolLM3: Llama without RoPE in every fourth layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common, layer_windows, rope_parameters
