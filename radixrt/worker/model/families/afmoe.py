@@ -32,13 +32,12 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     check_served(config, SERVED)
     config = DEFAULTS | config
     kinds, rope = layer_kinds(config, config["global_attn_every_n_layers"]), rope_parameters(config)
-    bias, inner = bool(config.get("attention_bias")), config["moe_intermediate_size"]
+    inner = config["moe_intermediate_size"]
     plain = common(
         config,
         norms=NORMS,
         qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         gate=GateSpec("gate_proj"),
         windows=layer_windows(config | {"layer_types": kinds}),
         layer_ropes=tuple(rope if kind == "sliding_attention" else None for kind in kinds),

@@ -19,13 +19,11 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     attention = config.get("attn_layer_indices") or []
     kinds = ["attention" if i in attention else "mamba" for i in range(config["num_hidden_layers"])]
     mamba = read_mamba(config, linear_layers(kinds, config))
-    bias = bool(config.get("attention_bias"))
     plain = common(
         config | {"partial_rotary_factor": 0.5},
         partial_rotary=True,
         norms=NormsSpec(before_mlp="pre_ff_layernorm"),
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         mlp_bias=bool(config.get("mlp_bias")),
         other_names=OTHER_NAMES,
     )

@@ -15,13 +15,11 @@ DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings"
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
     """`features`: other fields of ModelSpec, for derived families."""
     config = DEFAULTS | config
-    bias = bool(config.get("attention_bias"))
     return common(
         config | {"rms_norm_eps": config["layer_norm_eps"]},
         parallel=True,
         interleaved=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         logits_factor=config["logit_scale"],
         head_norms=HEAD_NORMS if config.get("use_qk_norm") else None,
         **{"norms": NORMS} | features,

@@ -14,6 +14,5 @@ DEFAULTS |= {"max_position_embeddings": 2048}
 def spec(config: dict[str, Any]) -> ModelSpec:
     """Without `layer_types`, layers from `max_window_layers` on have the window `sliding_window`."""
     config = DEFAULTS | config
-    bias = bool(config.get("attention_bias"))
-    plain = common(config, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=layer_windows(config))
+    plain = common(config, qk_norm=True, attention_bias=True, windows=layer_windows(config))
     return with_routed_experts(plain, config, sigmoid_routing(config), bool(config.get("norm_topk_prob")))

@@ -33,12 +33,10 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     if config["mamba_rms_norm"]:
         norm = "before_gate" if config["mamba_norm_before_gate"] else "after_gate"
     mamba = dataclasses.replace(mamba, parallel=True, norm=norm, out_bias=bool(config.get("projectors_bias")))
-    bias = bool(config.get("attention_bias"))
     plain = common(
         config,
         norms=NormsSpec(before_mlp="pre_ff_layernorm"),
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         mlp_bias=bool(config.get("mlp_bias")),
         other_names=OTHER_NAMES,
         embedding_factor=config.get("embedding_multiplier") or 1.0,

@@ -17,11 +17,9 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     config = DEFAULTS | config
     if config.get("hidden_act", "gelu") == "gelu":
         config["hidden_act"] = "gelu_pytorch_tanh"
-    bias = bool(config.get("attention_bias"))
     return common(
         config,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         norms=NormsSpec(float32_weight=True, offset=1.0),
         embedding_factor=config["hidden_size"] ** 0.5,
     )

@@ -21,12 +21,10 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     if not config.get("layer_types"):
         kinds = "sliding_attention", "full_attention"
         config["layer_types"] = [kinds[i % 2] for i in range(config["num_hidden_layers"])]
-    bias = bool(config.get("attention_bias"))
     return common(
         config | {"hidden_act": config["hidden_activation"]},
         windows=layer_windows(config),
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         norms=NORMS,
         scale_override=config["query_pre_attn_scalar"] ** -0.5,
         embedding_factor=config["hidden_size"] ** 0.5,

@@ -42,7 +42,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         raise ValueError(f"vocab_size_per_layer_input {vocab} is not served; vocab_size is")
     kinds = [*layer_kinds(config, 6)[:-1], "full_attention"]
     config |= {"layer_types": kinds, "hidden_act": config["hidden_activation"]}
-    layers, bias = layer_sizes(config), bool(config.get("attention_bias"))
+    layers = layer_sizes(config)
     ropes = {
         kind: rope_parameters(config | {"rope_parameters": config["rope_parameters"][kind]}) for kind in set(kinds)
     }
@@ -52,8 +52,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         layers=layers,
         layer_ropes=tuple(ropes[kind] | {"rotated": own.head_dim} for kind, own in zip(kinds, layers, strict=True)),
         qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         norms=NORMS,
         scale_override=1.0,
         embedding_factor=config["hidden_size"] ** 0.5,

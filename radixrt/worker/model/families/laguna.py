@@ -54,14 +54,12 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     config |= {"layer_types": kinds, "num_attention_heads": max(heads)}
     config["rope_parameters"] = config.get("rope_parameters") or ROPE
     by_kind, head_dim = ropes_by_kind(config), config["head_dim"]
-    bias = bool(config.get("attention_bias"))
     plain = common(
         by_kind["full_attention"],
         windows=layer_windows(config),
         layer_ropes=tuple(_with_rotary_dim(rope_parameters(by_kind[kind]), head_dim) for kind in kinds),
         qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         gate=GateSpec("g_proj", per_head=gating != "per-element", softplus=True),
         other_names=OTHER_NAMES,
     )

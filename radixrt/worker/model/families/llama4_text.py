@@ -24,7 +24,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     roped = config.get("no_rope_layers") or [(i + 1) % config["no_rope_layer_interval"] for i in layers]
     chunk, rope = config["attention_chunk_size"], rope_parameters(config)
     kinds = config.get("layer_types") or [("full", "chunked")[bool(one) and chunk is not None] for one in roped]
-    bias = bool(config.get("attention_bias"))
     scaling = QueryScaling(config["attn_scale"], config["floor_scale"], ahead=1, only_without_rope=True)
     plain = common(
         config | {"intermediate_size": config["intermediate_size_mlp"]},
@@ -34,8 +33,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         layer_ropes=tuple(rope if roped[i] else None for i in layers),
         head_norms=NORMS if config["use_qk_norm"] else None,
         query_scaling=scaling if config["attn_temperature_tuning"] else None,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         other_names=OTHER_NAMES,
     )
     step = config["interleave_moe_layer_step"]

@@ -25,14 +25,12 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     config |= {"layer_types": kinds}
     by_kind = ropes_by_kind(config)
-    bias = bool(config.get("attention_bias"))
     plain = common(
         by_kind["full_attention"],
         windows=layer_windows(config),
         layer_ropes=tuple(rope_parameters(by_kind[kind]) for kind in kinds),
         qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
     )
     experts = ExpertsSpec(
         count=config.get("num_experts") or config.get("num_local_experts") or 64,

@@ -16,15 +16,14 @@ OTHER_NAMES = ((".mlp.", ".block_sparse_moe."), (".router.", ".gate."))
 def spec(config: dict[str, Any]) -> ModelSpec:
     """Every layer has the window `sliding_window`, or none if that is null."""
     config = DEFAULTS | config
-    layers, bias = config["num_hidden_layers"], bool(config.get("attention_bias"))
+    layers = config["num_hidden_layers"]
     if config["num_experts_per_tok"] != 2:
         raise ValueError(f"num_experts_per_tok {config['num_experts_per_tok']} is not served; 2 is")
     plain = common(
         config,
         windows=(config.get("sliding_window"),) * layers,
         norms=NORMS,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         other_names=OTHER_NAMES,
     )
     experts = ExpertsSpec(

@@ -11,6 +11,5 @@ DEFAULTS = {"use_sliding_window": False, "max_window_layers": 28, "head_dim": 12
 def spec(config: dict[str, Any]) -> ModelSpec:
     """Windows count only with `use_sliding_window`."""
     config = DEFAULTS | config
-    bias = bool(config.get("attention_bias"))
     windows = layer_windows(config) if config["use_sliding_window"] else ()
-    return common(config, qk_norm=True, qkv_bias=bias, output_bias=bias, windows=windows)
+    return common(config, qk_norm=True, attention_bias=True, windows=windows)
