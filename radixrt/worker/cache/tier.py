@@ -88,7 +88,7 @@ class Tier(Protocol):
         """Assert all invariants."""
 
 
-class NullTier:
+class NullTier(Tier):
     """The end of all tiers: what is evicted into it is lost."""
 
     version = used_pages = onloaded_pages = 0
