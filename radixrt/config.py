@@ -91,7 +91,8 @@ class WorkerConfig:
     model_impl: str = setting(
         "auto",
         "who computes the model: radixrt, transformers (all but attention; dense models, without --lora-modules, "
-        "--tensor-parallel-size and quantized weights), auto (radixrt if it has the model's family)",
+        "--tensor-parallel-size, --deterministic, --speculative-algorithm mtp and quantized weights), auto (radixrt if "
+        "it has the model's family)",
         form=MODEL_IMPL,
     )
     tensor_parallel_size: int = setting(

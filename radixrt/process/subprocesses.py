@@ -107,11 +107,9 @@ def start_subprocess(role: str, name: str, config: Any, log_level: str = "info",
     return Child(role, name, process, pulses)
 
 
-def stop_subprocesses(
-    children: Iterable[Child], seconds: float = STOP_SECONDS, hurry: threading.Event | None = None
-) -> None:
-    """Terminate all children, wait for them up to `seconds` (HURRIED_STOP_SECONDS once `hurry` is set), and kill those
-    that are left."""
+def stop_subprocesses(children: Iterable[Child], hurry: threading.Event | None = None) -> None:
+    """Terminate all children, wait for them up to STOP_SECONDS (HURRIED_STOP_SECONDS once `hurry` is set), and kill
+    those that are left."""
     children = list(children)
     began = time.monotonic()
     _terminate(children)
@@ -119,7 +117,7 @@ def stop_subprocesses(
     while left := [child for child in children if child.alive]:
         passed = time.monotonic() - began
         hurried = hurry is not None and hurry.is_set()
-        if passed > (min(seconds, HURRIED_STOP_SECONDS) if hurried else seconds):
+        if passed > (HURRIED_STOP_SECONDS if hurried else STOP_SECONDS):
             for child in left:
                 log.warning("%s does not stop: killed", child.name)
                 child.process.kill()

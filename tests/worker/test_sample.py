@@ -124,6 +124,17 @@ def test_presence_and_frequency_count_the_output_only():
     assert torch.equal(raw, expected)
 
 
+@pytest.mark.parametrize(
+    "penalty", [{"repetition_penalty": 2.0}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}]
+)
+def test_a_step_penalizes_what_its_request_generated(penalty):
+    asked, ones = request(Sampling(temperature=0.0, **penalty), (5, 6, 7), prompt_len=2), np.ones(1, dtype=np.int32)
+    plan = Plan(1, (asked.info,), ones, 2 * ones, ones, ones, ones, ones, ones > 0, np.zeros((3, 0)))
+    raw = torch.zeros(1, VOCAB)
+    raw[0, 7], raw[0, 9] = 3.0, 2.0
+    assert picked(plan, [asked], raw).tokens == [9]
+
+
 def test_logit_bias_is_added():
     raw = logits()[0]
     expected = raw.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from starlette.routing import Route
 from radixrt.client import AsyncClient
 from radixrt.frontend.http.auth import Handler, KeyedHandler, json_response
 from radixrt.frontend.http.codec import parse
-from radixrt.messages import DrainWorker
+from radixrt.messages import ChangeAdapter, DrainWorker
 
 DRAIN_PATH = "/v1/drain_worker"
 
@@ -27,18 +28,20 @@ class DrainBody(msgspec.Struct, kw_only=True):
 _drain = msgspec.json.Decoder(DrainBody)
 
 
-class WorkerRoutes:
-    """`ask`, `read` and `restrict` as for AdapterRoutes."""
+@dataclass(frozen=True, slots=True)
+class AdminRoutes:
+    """What routes need whose caller may be the admin, which is no tenant."""
 
-    def __init__(
-        self,
-        ask: Callable[[str], AsyncClient],
-        read: Callable[[Request], Awaitable[bytes]],
-        restrict: Callable[[DrainWorker], None],
-    ) -> None:
-        self._ask = ask
-        self._read = read
-        self._restrict = restrict
+    ask: Callable[[str], AsyncClient]
+    """Returns a client with an API key, which the router checks."""
+    read: Callable[[Request], Awaitable[bytes]]
+    """Reads the body of a request whose key is not checked yet."""
+    restrict: Callable[[ChangeAdapter | DrainWorker], None]
+    """Says who may have what a message asks for."""
+
+
+class WorkerRoutes(AdminRoutes):
+    """The route that drains a worker."""
 
     def routes(self, unchecked: Callable[[KeyedHandler], Handler]) -> list[Route]:
         """The routes; `unchecked` makes handlers of them that pass on any key."""
@@ -46,7 +49,7 @@ class WorkerRoutes:
 
     async def drain(self, request: Request, key: str) -> Response:
         """Answered when the worker has left."""
-        body = parse(_drain, await self._read(request))
+        body = parse(_drain, await self.read(request))
         message = DrainWorker(id=0, worker=body.worker, restart=body.restart, api_key=key)
-        self._restrict(message)
-        return json_response(await self._ask(key).send_drain(message))
+        self.restrict(message)
+        return json_response(await self.ask(key).send_drain(message))

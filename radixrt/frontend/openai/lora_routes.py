@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from radixrt.client import AsyncClient, ServerError
+from radixrt.client import ServerError
 from radixrt.frontend.http.auth import Handler, KeyedHandler
 from radixrt.frontend.http.codec import parse
 from radixrt.frontend.http.errors import api_error, refuse
+from radixrt.frontend.http.worker_routes import AdminRoutes
 from radixrt.messages import ChangeAdapter
 
 ADAPTER_PATHS = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -37,19 +38,8 @@ class UnloadBody(msgspec.Struct, kw_only=True):
 _load, _unload = msgspec.json.Decoder(LoadBody), msgspec.json.Decoder(UnloadBody)
 
 
-class AdapterRoutes:
-    """`ask` returns a client with an API key, which the router checks: it may be the admin's, which is no tenant's.
-    `read` reads the body of a request whose key is not checked yet. `restrict` says who may change an adapter."""
-
-    def __init__(
-        self,
-        ask: Callable[[str], AsyncClient],
-        read: Callable[[Request], Awaitable[bytes]],
-        restrict: Callable[[ChangeAdapter], None],
-    ) -> None:
-        self._ask = ask
-        self._read = read
-        self._restrict = restrict
+class AdapterRoutes(AdminRoutes):
+    """The routes that load and unload adapters."""
 
     def routes(self, unchecked: Callable[[KeyedHandler], Handler]) -> list[Route]:
         """The routes; `unchecked` makes handlers of them that pass on any key."""
@@ -59,7 +49,7 @@ class AdapterRoutes:
         ]
 
     async def load(self, request: Request, key: str) -> Response:
-        body = parse(_load, await self._read(request))
+        body = parse(_load, await self.read(request))
         if not body.lora_path:
             refuse("lora_path", "must not be empty")
         message = ChangeAdapter(id=0, name=body.lora_name, path=body.lora_path, in_place=body.load_inplace, api_key=key)
@@ -69,13 +59,13 @@ class AdapterRoutes:
         return PlainTextResponse(text + but)
 
     async def unload(self, request: Request, key: str) -> Response:
-        body = parse(_unload, await self._read(request))
+        body = parse(_unload, await self.read(request))
         await self._change(ChangeAdapter(id=0, name=body.lora_name, api_key=key))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _change(self, message: ChangeAdapter) -> dict[str, str]:
-        self._restrict(message)
+        self.restrict(message)
         try:
-            return await self._ask(message.api_key).change_adapter(message)
+            return await self.ask(message.api_key).change_adapter(message)
         except ServerError as problem:
             raise api_error(problem, NAMES) from None

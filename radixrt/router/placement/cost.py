@@ -65,7 +65,7 @@ class Candidate(NamedTuple):
     """Whether the rate is that of several prompts: the first ones are slow where code is loaded or compiled."""
 
 
-def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DEFAULT_PREFILL_RATE) -> float:
+def time_to_first_token(tokens: int, worker: Candidate) -> float:
     """Estimated seconds until `worker` gives the first token of a request of `tokens`.
 
         uncached  = tokens - hit_tokens
@@ -81,7 +81,7 @@ def time_to_first_token(tokens: int, worker: Candidate, default_rate: float = DE
     Uncached work counts in absolute terms, so a prefix that all requests share and that is short compared with the
     queue does not attract them to its worker.
     """
-    return _estimate(tokens, worker, worker.prefill_rate or default_rate, worker.step_seconds)
+    return _estimate(tokens, worker, worker.prefill_rate or DEFAULT_PREFILL_RATE, worker.step_seconds)
 
 
 def _estimate(tokens: int, worker: Candidate, rate: float, step: float) -> float:

@@ -54,7 +54,7 @@ _worker_message = wire.Decoder(ToRouter)
 
 
 class RouterServer:
-    """The router of `config`. `text` and `report` are made from the configuration if not given.
+    """The router of `config`. `text` is made from the configuration if not given.
 
     `run` serves on the event loop it is called in; the addresses that it listens on are then `client_address`
     and `worker_address`. Raises ValueError or OSError if it cannot listen.
@@ -63,10 +63,10 @@ class RouterServer:
     gets one Error for each as soon as it reads again. A disconnected client is forgotten.
     """
 
-    def __init__(self, config: RouterConfig, text: TextService | None = None, report: Report | None = None) -> None:
+    def __init__(self, config: RouterConfig, text: TextService | None = None) -> None:
         self.config = config = resolve(config)
         self.text = text or TextService.load(config)
-        self.report = report or Report(config.report_tokens)
+        self.report = Report(config.report_tokens)
         self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size)
         self.client_address = config.client_address
         self.worker_address = config.worker_address

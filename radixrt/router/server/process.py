@@ -14,7 +14,6 @@ from radixrt.process.gc_tuning import settle
 from radixrt.process.shutdown import POLL_SECONDS as SHUTDOWN_POLL_SECONDS
 from radixrt.process.shutdown import Ending, Pulse
 from radixrt.process.subprocesses import tell_parent
-from radixrt.report import Report
 from radixrt.router.server.loop import RouterServer
 from radixrt.tokens import TextService
 
@@ -52,8 +51,8 @@ class RouterThread:
     """A router in a thread with an event loop of its own. It serves when the constructor returns, which raises if it
     cannot start. `stop` ends it."""
 
-    def __init__(self, config: RouterConfig, text: TextService | None = None, report: Report | None = None) -> None:
-        self.server = RouterServer(config, text, report)
+    def __init__(self, config: RouterConfig, text: TextService | None = None) -> None:
+        self.server = RouterServer(config, text)
         self._own_text = text is None
         self._ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._main, name="router")

@@ -233,20 +233,8 @@ class NoHostStates:
     def __len__(self) -> int:
         return 0
 
-    def name(self, source: int, namespace: str, ids: memoryview) -> None:
-        pass
-
-    def unname(self, source: int) -> None:
-        pass
-
-    def store(self, source: int, prefix: Prefix, last: bool = False, spent: bool = False) -> None:
-        pass
-
     def deepest(self, namespace: str, tokens: Tokens, most: int) -> tuple[int, int]:
         return 0, 0
-
-    def hold(self, slot: int) -> None:
-        pass
 
     def onload(self, slot: int, live: int) -> None:
         raise LookupError("no state is here")
@@ -257,20 +245,13 @@ class NoHostStates:
     def drain(self) -> tuple[()]:
         return ()
 
-    def clear(self) -> None:
-        pass
-
-    def forget(self, namespace: str, path: Tokens, keep: int) -> None:
-        pass
-
     def drain_events(self) -> list[Event]:
         return []
 
     def resync_events(self) -> list[Event]:
         return []
 
-    def check_named(self, sources: set[int]) -> None:
+    def _nothing(self, *_: object, **__: object) -> None:
         pass
 
-    def check(self) -> None:
-        pass
+    name = unname = store = hold = clear = forget = check_named = check = _nothing

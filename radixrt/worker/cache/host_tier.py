@@ -23,7 +23,7 @@ from radixrt.tree import Lease, RadixTree
 from radixrt.worker.cache.eviction import POLICIES
 from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool, NoHostStates
 from radixrt.worker.cache.page_pool import PagePool
-from radixrt.worker.cache.tier import Event, Tokens
+from radixrt.worker.cache.tier import Event, Tier, Tokens
 from radixrt.worker.plan import Moves
 
 MIN_EVICTED_SHARE = 1 / 256
@@ -31,7 +31,7 @@ MIN_EVICTED_SHARE = 1 / 256
 """
 
 
-class HostTier:
+class HostTier(Tier):
     """`num_slots` slots of a page each, of which slot 0 is never used, and those of `states`, if the model has any; a
     `Tier` below a device with `device_pages` pages. `policy` is one of `eviction.POLICIES`. With `events` the tree
     records its changes for the router's index, as runs with negative numbers: to the router the device and the host are
@@ -76,7 +76,6 @@ class HostTier:
     # ------------------------------------------------------------ from the device
 
     def evict(self, tree: RadixTree, tokens: int) -> np.ndarray:
-        """See `Tier`."""
         gone, left = [], max(tokens, self._least)
         while left > 0 and (found := tree.evict_into(self.tree, left)) is not None:
             place, ids, values = found
@@ -130,11 +129,9 @@ class HostTier:
     # ------------------------------------------------------------ to the device
 
     def reach(self, namespace: str, tokens: Tokens, start: int) -> int:
-        """See `Tier`."""
         return start + len(self._slots_after(namespace, tokens, start)) * self._page_size
 
     def hold(self, namespace: str, tokens: Tokens, start: int) -> np.ndarray:
-        """See `Tier`."""
         slots = self._slots_after(namespace, tokens, start)
         if len(slots):
             stop = start + len(slots) * self._page_size
@@ -142,11 +139,9 @@ class HostTier:
         return slots
 
     def deepest_state(self, namespace: str, tokens: Tokens, most: int) -> tuple[int, int]:
-        """See `Tier`."""
         return self.states.deepest(namespace, tokens, most)
 
     def hold_state(self, slot: int) -> None:
-        """See `Tier`."""
         self.states.hold(slot)
 
     def _slots_after(self, namespace: str, tokens: Tokens, start: int) -> np.ndarray:
@@ -157,14 +152,12 @@ class HostTier:
         return slots if slots.all() else slots[: int(np.argmin(slots != 0))]
 
     def onload(self, slots: np.ndarray, pages: np.ndarray) -> None:
-        """See `Tier`."""
         self._onloaded.append((slots, pages.copy()))
         self.onloaded_pages += len(slots)
 
     # ------------------------------------------------------------ both
 
     def drain(self) -> Moves | None:
-        """See `Tier`."""
         moves = Moves(_joined(self._offloaded), _joined(self._onloaded), *self.states.drain())
         self._drop_copies()
         return None if moves.is_empty else moves
@@ -175,7 +168,6 @@ class HostTier:
         return bool(self._onloaded) or self.states.is_onloading
 
     def reset(self) -> bool:
-        """See `Tier`."""
         filling = self.is_onloading
         self._drop_copies()
         self.states.drain()
@@ -189,12 +181,10 @@ class HostTier:
         self._held = []
 
     def forget(self, namespace: str, path: Tokens, keep: int) -> None:
-        """See `Tier`."""
         self._free(self.tree.forget(namespace, path, keep))
         self.states.forget(namespace, path, keep)
 
     def clear(self) -> None:
-        """See `Tier`."""
         self._free(self.tree.evict(self.tree.evictable_tokens))
         self.states.clear()
 

@@ -390,17 +390,8 @@ class NoStates:
     def pin(self, pages: np.ndarray) -> int:
         return 0
 
-    def unpin(self, page: int) -> None:
-        pass
-
     def begin(self, page: int) -> int:
         return 0
-
-    def restore(self, slot: int, page: int) -> None:
-        pass
-
-    def onload(self, slot: int, held: int) -> None:
-        pass
 
     def save(self, slot: int, page: int, within: int = 0, path: Path = NO_PATH) -> bool:
         return False
@@ -420,9 +411,6 @@ class NoStates:
     def drop(self, pages: np.ndarray) -> None:
         pass
 
-    def drop_all(self) -> None:
-        pass
-
     def work(self, slots: np.ndarray, runs: Sequence[int] | np.ndarray = ()) -> StateWork:
         return StateWork.nothing()
 
@@ -432,8 +420,10 @@ class NoStates:
     def resync_events(self) -> list[Event]:
         return []
 
-    def check(self, running: list[int], tree_pages: np.ndarray) -> None:
+    def _nothing(self, *_: object, **__: object) -> None:
         pass
+
+    unpin = restore = onload = drop_all = check = _nothing
 
 
 AnyStates = RecurrentStatePool | NoStates

@@ -88,7 +88,7 @@ class Tier(Protocol):
         """Assert all invariants."""
 
 
-class NullTier:
+class NullTier(Tier):
     """The end of all tiers: what is evicted into it is lost."""
 
     version = used_pages = onloaded_pages = 0
@@ -108,14 +108,8 @@ class NullTier:
     def hold(self, namespace: str, tokens: Tokens, start: int) -> np.ndarray:
         return self._none
 
-    def onload(self, slots: np.ndarray, pages: np.ndarray) -> None:
-        pass
-
     def deepest_state(self, namespace: str, tokens: Tokens, most: int) -> tuple[int, int]:
         return 0, 0
-
-    def hold_state(self, slot: int) -> None:
-        pass
 
     def drain(self) -> None:
         return None
@@ -123,17 +117,13 @@ class NullTier:
     def reset(self) -> bool:
         return False
 
-    def forget(self, namespace: str, path: Tokens, keep: int) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
     def drain_events(self) -> list[Event]:
         return []
 
     def resync_events(self) -> list[Event]:
         return []
 
-    def check(self) -> None:
+    def _nothing(self, *_: object, **__: object) -> None:
         pass
+
+    onload = hold_state = forget = clear = check = _nothing

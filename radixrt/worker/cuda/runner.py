@@ -180,12 +180,10 @@ class CudaRunner(ModelRunner):
 
     @property
     def plain_keys(self) -> int:
-        """See `messages.Load`."""
         return self._counted.plain_keys
 
     @property
     def read_keys(self) -> int:
-        """See `messages.Load`."""
         return self._counted.read_keys
 
     @property
@@ -248,7 +246,6 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def sample_deferred(self, inputs: SampleInputs) -> None:
-        """See `plan.Runner`."""
         deferred, self._deferred = self._deferred, None
         assert deferred is not None
         step = deferred.step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,18 +13,8 @@ from radixrt.worker.execution.kv_pool import KVPool
 from radixrt.worker.model.layers import sparse
 from radixrt.worker.model.layers.indexer import Index
 from radixrt.worker.model.layers.latent import LatentHeads
-from radixrt.worker.model.layers.mixers import Attend, Projected
+from radixrt.worker.model.layers.mixers import Projected
 from radixrt.worker.plan import Plan
-
-
-class Attention(Protocol):
-    """Attention of one runner over its pool."""
-
-    def bind(self, table: np.ndarray) -> None:
-        """Set the page table, int32[rows, pages], which the scheduler keeps writing to."""
-
-    def begin(self, plan: Plan, device: torch.device) -> Attend:
-        """The attention of one step."""
 
 
 class TorchAttention:

@@ -18,18 +18,15 @@ from radixrt.worker.execution.sampler import TorchSampler
 from radixrt.worker.model.layers.mixers import Recurrence
 from radixrt.worker.model.lora.adapter import Adapter, read_adapter
 from radixrt.worker.model.model import Model
-from radixrt.worker.plan import NOT_SAMPLED, Histories, Plan, Result, SampleInputs
+from radixrt.worker.plan import NOT_SAMPLED, Histories, Plan, Result, Runner, SampleInputs
 
 SMALL_WEIGHTS, SMALL_PRODUCT = 4 << 20, 8 << 20
 """Bytes of a weight matrix, and multiplications of a matrix product, below which synchronizing threads takes longer
 than they save."""
 
 
-class ModelRunner:
-    """The attributes of `plan.Runner` that follow from a model and its pool."""
-
-    overlaps: bool
-    shares: bool
+class ModelRunner(Runner):
+    """The attributes of a Runner that follow from a model and its pool."""
 
     def __init__(
         self, model: Model, pool: KVPool, page_size: int, eos_ids: frozenset[int], states: StatePool | None = None
@@ -54,44 +51,29 @@ class ModelRunner:
         self._model = model
         self._device = pool.device
 
-    def bind(self, table: np.ndarray) -> None:
-        """See `plan.Runner`."""
-        raise NotImplementedError
-
-    def launch(self, plan: Plan) -> Callable[[], Result]:
-        """See `plan.Runner`."""
-        raise NotImplementedError
-
-    def sample_deferred(self, inputs: SampleInputs) -> None:
-        """See `plan.Runner`."""
-        raise NotImplementedError
-
     def audit(self, histories: Histories) -> None:
-        """See `plan.Runner`."""
+        """There is a model: nothing to compare."""
+        return
 
     def mask_room(self, count: int) -> np.ndarray:
-        """See `plan.Runner`. Pinned, so that a GPU can copy it asynchronously: it is a megabyte for 64 requests."""
+        """Pinned, so that a GPU can copy it asynchronously: it is a megabyte for 64 requests."""
         shape = count, -(-self.vocab_size // 32)
         return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda").numpy()
 
     @property
     def num_host_pages(self) -> int:
-        """See `plan.Runner`."""
         return 0 if self.host is None else self.host.slots
 
     @property
     def num_host_states(self) -> int:
-        """See `plan.Runner`."""
         return 0 if self.host is None else self.host.num_states
 
     @property
     def plain_keys(self) -> int:
-        """See `plan.Runner`."""
         return 0
 
     @property
     def read_keys(self) -> int:
-        """See `plan.Runner`."""
         return 0
 
     def _move_pages(self, plan: Plan) -> None:
@@ -103,15 +85,12 @@ class ModelRunner:
             self.host.move(plan.moves, wait=plan.needs_onload)
 
     def read_adapter(self, module: LoraModule) -> Adapter:
-        """See `plan.Runner`."""
         return read_adapter(module, self._model.max_lora_rank)
 
     def put_adapter(self, slot: int, module: LoraModule, adapter: Adapter) -> None:
-        """See `plan.Runner`."""
         self._model.put_adapter(slot, adapter)
 
     def works(self) -> bool:
-        """See `plan.Runner`."""
         if self._device.type != "cuda":
             return True
         try:
@@ -181,7 +160,6 @@ class TorchRunner(ModelRunner):
         return self._read
 
     def sample_deferred(self, inputs: SampleInputs) -> None:
-        """See `plan.Runner`."""
         assert self._deferred is not None
         began = time.monotonic()
         (plan, logits), self._deferred = self._deferred, None

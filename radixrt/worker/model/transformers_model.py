@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from radixrt.worker.model.layers.fp8 import Activations
-    from radixrt.worker.model.layers.mixers import Attend, Mix, Projected
+    from radixrt.worker.model.layers.mixers import Attend, Projected
 
 NAME = "radixrt"
 """Of the attention among those of transformers."""
@@ -156,12 +156,7 @@ class TransformersModel(Model):
         return self._dtype
 
     def attend_all(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attend,
-        mix: Mix | None = None,
-        wanted: torch.Tensor | None = None,
+        self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend, *_: object, **__: object
     ) -> tuple[Activations, torch.Tensor]:
         """As all of the forward pass is by transformers, both results are the hidden states after the final norm."""
         self.door.attend, self.door.layer = attend, 0
@@ -171,11 +166,7 @@ class TransformersModel(Model):
         return hidden, hidden
 
     def hidden(
-        self,
-        x: Activations,
-        residual: torch.Tensor,
-        wanted: torch.Tensor | None = None,
-        tokens: torch.Tensor | None = None,
+        self, x: Activations, residual: torch.Tensor, wanted: torch.Tensor | None = None, *_: object, **__: object
     ) -> torch.Tensor:
         return residual if wanted is None else residual[wanted]
 

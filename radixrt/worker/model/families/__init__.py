@@ -4,4 +4,7 @@ Its function `spec(config)` turns the parsed config.json into a ModelSpec. Where
 say, the file has a subclass of `WeightLoader` (`ModelSpec.loader`), and what that makes of a layer: an MLP, attention,
 or a whole layer of its own, and tensors by other names, or other than they are stored. `tests/worker/families.py` says
 how small checkpoints of it are made, with which the tests of all families compare it with transformers.
+
+DEFAULTS are those of transformers for fields that config.json lacks. SERVED are the only values of these fields that
+are served: those of the published models.
 """

@@ -1,7 +1,5 @@
 """Arcee's Trinity: gated attention, sliding windows, experts selected by sigmoid."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec, Routing
@@ -25,9 +23,7 @@ NORMS = NormsSpec(
 DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-5, "global_attn_every_n_layers": 4, "sliding_window": 1024}
 DEFAULTS |= {"num_experts": 64, "num_experts_per_tok": 6, "num_shared_experts": 2, "moe_intermediate_size": 1408}
 DEFAULTS |= {"num_dense_layers": 1, "route_scale": 1.0, "max_position_embeddings": 16_384}
-"""Defaults of transformers for fields that config.json lacks."""
 SERVED = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
-"""The only values of these fields that are served: those of the published models."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -36,13 +32,12 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     check_served(config, SERVED)
     config = DEFAULTS | config
     kinds, rope = layer_kinds(config, config["global_attn_every_n_layers"]), rope_parameters(config)
-    bias, inner = bool(config.get("attention_bias")), config["moe_intermediate_size"]
+    inner = config["moe_intermediate_size"]
     plain = common(
         config,
         norms=NORMS,
         qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         gate=GateSpec("gate_proj"),
         windows=layer_windows(config | {"layer_types": kinds}),
         layer_ropes=tuple(rope if kind == "sliding_attention" else None for kind in kinds),
@@ -54,8 +49,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=inner,
         normalized=True,
         layers=frozenset(range(config["num_dense_layers"], config["num_hidden_layers"])),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         router="router.gate",
         bias=("expert_bias",),
         routing=Routing(sigmoid=True, factor=config["route_scale"]),

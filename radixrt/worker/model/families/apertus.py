@@ -1,7 +1,5 @@
 """Apertus: Llama with norms of q and k, and MLPs without a gate, whose activation is xIELU."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -14,7 +12,6 @@ NORMS = NormsSpec(before_attention="attention_layernorm", before_mlp="feedforwar
 ROPE = {"rope_type": "llama3", "rope_theta": 1.2e7, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE |= {"original_max_position_embeddings": 8192}
 DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1.2e7, "max_position_embeddings": 65_536}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

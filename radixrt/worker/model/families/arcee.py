@@ -1,7 +1,5 @@
 """Arcee's AFM: Llama with MLPs without a gate, whose activation is squared ReLU."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

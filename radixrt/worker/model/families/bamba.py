@@ -1,7 +1,5 @@
 """Bamba: Mamba-2 mixers in most layers, attention in the others."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -11,7 +9,6 @@ from radixrt.worker.model.spec.norms_spec import NormsSpec
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144}
-"""Defaults of transformers for fields that config.json lacks."""
 OTHER_NAMES = ((".mlp.", ".feed_forward."), ("model.norm.", "model.final_layernorm."))
 
 
@@ -22,13 +19,11 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     attention = config.get("attn_layer_indices") or []
     kinds = ["attention" if i in attention else "mamba" for i in range(config["num_hidden_layers"])]
     mamba = read_mamba(config, linear_layers(kinds, config))
-    bias = bool(config.get("attention_bias"))
     plain = common(
         config | {"partial_rotary_factor": 0.5},
         partial_rotary=True,
         norms=NormsSpec(before_mlp="pre_ff_layernorm"),
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         mlp_bias=bool(config.get("mlp_bias")),
         other_names=OTHER_NAMES,
     )

@@ -1,7 +1,5 @@
 """Command R and Aya: parallel attention and MLP behind one LayerNorm; interleaved RoPE."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common
@@ -12,19 +10,16 @@ NORMS = NormsSpec(before_mlp="input_layernorm", float32_weight=True, centered=Tr
 HEAD_NORMS = HeadNormsSpec(("q_norm", "k_norm"), per_head=True)
 """Of Command R+."""
 DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True, "rope_theta": 5e5}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
     """`features`: other fields of ModelSpec, for derived families."""
     config = DEFAULTS | config
-    bias = bool(config.get("attention_bias"))
     return common(
         config | {"rms_norm_eps": config["layer_norm_eps"]},
         parallel=True,
         interleaved=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         logits_factor=config["logit_scale"],
         head_norms=HEAD_NORMS if config.get("use_qk_norm") else None,
         **{"norms": NORMS} | features,

@@ -1,7 +1,5 @@
 """Command R7B and Command A: Command R with sliding windows in most layers; only these have RoPE."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import cohere
@@ -9,7 +7,6 @@ from radixrt.worker.model.spec.fields import layer_kinds, layer_windows, rope_pa
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4, "rope_theta": 1e4}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

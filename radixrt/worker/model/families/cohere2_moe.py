@@ -1,7 +1,5 @@
 """North Mini: Command A with experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import cohere, cohere2
@@ -14,7 +12,6 @@ DEFAULTS: dict[str, Any] = {"head_dim": 128, "num_experts": 8, "num_experts_per_
 DEFAULTS |= {"norm_topk_prob": True, "expert_selection_fn": "softmax", "layer_norm_eps": 1e-5}
 DEFAULTS |= {"shared_expert_combination_strategy": "average", "prefix_dense_sliding_window_pattern": 1}
 DEFAULTS |= {"max_position_embeddings": 8192}
-"""Defaults of transformers for fields that config.json lacks."""
 SERVED = {"use_parallel_block": True, "use_gated_activation": True, "rotary_pct": 1.0, "rope_scaling": None}
 """The only values of these fields that are served: those of the published models. (transformers ignores
 `rope_scaling`.)"""
@@ -50,8 +47,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=inner,
         normalized=not sigmoid or bool(config["norm_topk_prob"]),
         layers=sparse,
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         routing=Routing(sigmoid=sigmoid, unbiased=True),
         shared_size=shared,
         factor=0.5 if shared and together == "average" else 1.0,

@@ -1,7 +1,5 @@
 """CWM, Meta's Code World Model: Llama with sliding windows in three of four layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import llama
@@ -12,7 +10,6 @@ ROPE = {"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0, "low_freq_fact
 ROPE |= {"original_max_position_embeddings": 8192}
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "sliding_window": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 DEFAULTS |= {"max_position_embeddings": 131_072}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """DeepSeek V2, V2 Lite and V2.5: latent attention, experts selected by softmax."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.layers.rope import yarn_mscale
@@ -75,8 +73,6 @@ def with_routed_experts(
         intermediate_size=inner,
         normalized=normalized,
         layers=layers,
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         routing=routing,
         shared_size=inner * (config.get("n_shared_experts") or 0),
     )

@@ -1,7 +1,5 @@
 """DeepSeek V3, V3.1 and R1: latent attention, experts selected by sigmoid with a load-balancing bias."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families.deepseek_v2 import DEFAULTS, latent_decoder, with_routed_experts
@@ -12,7 +10,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 ROUTED: dict[str, Any] = {"n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "n_routed_experts": 256}
 ROUTED |= {"n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
 ROUTED |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_interleave": True}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """DeepSeek V3.2: DeepSeek V3 with DeepSeek Sparse Attention."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """ERNIE 4.5 with experts, selected by softmax with a load-balancing bias."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import ernie4_5
@@ -12,7 +10,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": None, "moe_intermediate_size": 1536}
 DEFAULTS |= {"moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1}
 DEFAULTS |= {"moe_layer_interval": 1, "moe_norm_min": 1e-12}
-"""Defaults of transformers for fields that config.json lacks."""
 BIAS = "moe_statics.e_score_correction_bias"
 
 
@@ -31,8 +28,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=inner,
         normalized=True,
         layers=frozenset(i for i in range(config["num_hidden_layers"]) if (i + 1) % every == 0 and first <= i <= last),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         bias=(BIAS, f"gate.{BIAS}"),
         routing=Routing(biased=True, float32_logits=True, float32_weight=True, min_weight_sum=config["moe_norm_min"]),
         shared_size=inner * config["moe_num_shared_experts"],

@@ -1,7 +1,5 @@
 """EXAONE 4: norms after attention and MLP instead of before; with sliding windows, only layers with them have RoPE."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -12,7 +10,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 NORMS = dataclasses.replace(olmo2.NORMS, float32_weight=False)
 DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5}
 DEFAULTS |= {"num_key_value_heads": 32, "max_position_embeddings": 2048}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:

@@ -1,7 +1,5 @@
 """EXAONE 4.5: only its language model, which is EXAONE 4."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import exaone4

@@ -1,7 +1,5 @@
 """K-EXAONE: EXAONE 4 with norms before attention and MLP, and experts as in DeepSeek V3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import exaone4
@@ -13,7 +11,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS: dict[str, Any] = {"first_k_dense_replace": 1, "moe_intermediate_size": 1024, "num_experts": 64}
 DEFAULTS |= {"num_experts_per_tok": 8, "num_shared_experts": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5}
-"""Defaults of transformers for fields that config.json lacks."""
 OTHER_NAMES = ((".gate.e_score_correction_bias", ".e_score_correction_bias"),)
 
 

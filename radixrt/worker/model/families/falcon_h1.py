@@ -1,7 +1,5 @@
 """Falcon-H1: attention and a Mamba-2 mixer side by side in each layer, and factors of activations everywhere."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
@@ -22,7 +20,6 @@ Multipliers = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
 """(end of a tensor's name, for consecutive rows: (their number, their factor))."""
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}
 DEFAULTS |= {"mamba_d_ssm": 1024, "mamba_rms_norm": False, "mamba_norm_before_gate": True}
-"""Defaults of transformers for fields that config.json lacks."""
 OTHER_NAMES = ((".mlp.", ".feed_forward."), ("model.norm.", "model.final_layernorm."))
 
 
@@ -36,12 +33,10 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     if config["mamba_rms_norm"]:
         norm = "before_gate" if config["mamba_norm_before_gate"] else "after_gate"
     mamba = dataclasses.replace(mamba, parallel=True, norm=norm, out_bias=bool(config.get("projectors_bias")))
-    bias = bool(config.get("attention_bias"))
     plain = common(
         config,
         norms=NormsSpec(before_mlp="pre_ff_layernorm"),
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         mlp_bias=bool(config.get("mlp_bias")),
         other_names=OTHER_NAMES,
         embedding_factor=config.get("embedding_multiplier") or 1.0,

@@ -1,7 +1,5 @@
 """FlexOlmo: OLMo 2 with experts in every layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import olmo2
@@ -10,7 +8,6 @@ from radixrt.worker.model.spec.fields import with_experts
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 5e5}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """Gemma (of 2024), 2b and 7b, and CodeGemma: Llama with GELU, norms of 1 + weight, and scaled embeddings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common
@@ -10,7 +8,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"head_dim": 256, "max_position_embeddings": 8192, "tie_word_embeddings": True}
 DEFAULTS |= {"num_key_value_heads": 16}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -20,11 +17,9 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     config = DEFAULTS | config
     if config.get("hidden_act", "gelu") == "gelu":
         config["hidden_act"] = "gelu_pytorch_tanh"
-    bias = bool(config.get("attention_bias"))
     return common(
         config,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         norms=NormsSpec(float32_weight=True, offset=1.0),
         embedding_factor=config["hidden_size"] ** 0.5,
     )

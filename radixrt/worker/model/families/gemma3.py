@@ -1,7 +1,5 @@
 """Gemma 3, 4b and larger: only its language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import gemma3_text

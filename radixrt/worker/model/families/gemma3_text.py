@@ -1,7 +1,5 @@
 """Gemma 3: norms before and after attention and MLP; sliding windows in most layers, with another RoPE base."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -22,7 +20,6 @@ DEFAULTS |= {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_h
 DEFAULTS |= {"max_position_embeddings": 131_072, "sliding_window": 4096, "sliding_window_pattern": 6, "rope_theta": 1e6}
 DEFAULTS |= {"rope_local_base_freq": 1e4, "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh"}
 DEFAULTS |= {"tie_word_embeddings": True}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -40,8 +37,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         by_kind["full_attention"],
         windows=layer_windows(config),
         layer_ropes=tuple(rope_parameters(by_kind[kind]) for kind in kinds),
-        qkv_bias=bool(config.get("attention_bias")),
-        output_bias=bool(config.get("attention_bias")),
+        attention_bias=True,
         qk_norm=True,
         norms=NORMS,
         scale_override=config["query_pre_attn_scalar"] ** -0.5,

@@ -1,8 +1,6 @@
 """Gemma 4: layers with full attention have larger heads than those with sliding windows, and in larger models no
 projection to V; smaller models have inputs of each layer, and their last layers read K and V of earlier ones."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -29,7 +27,6 @@ DEFAULTS["rope_parameters"] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
-"""Defaults of transformers for fields that config.json lacks."""
 FUSED_NAMES = (("router.proj.weight", "experts.gate_up_proj", "experts.down_proj"),)
 
 
@@ -45,7 +42,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         raise ValueError(f"vocab_size_per_layer_input {vocab} is not served; vocab_size is")
     kinds = [*layer_kinds(config, 6)[:-1], "full_attention"]
     config |= {"layer_types": kinds, "hidden_act": config["hidden_activation"]}
-    layers, bias = layer_sizes(config), bool(config.get("attention_bias"))
+    layers = layer_sizes(config)
     ropes = {
         kind: rope_parameters(config | {"rope_parameters": config["rope_parameters"][kind]}) for kind in set(kinds)
     }
@@ -55,8 +52,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         layers=layers,
         layer_ropes=tuple(ropes[kind] | {"rotated": own.head_dim} for kind, own in zip(kinds, layers, strict=True)),
         qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         norms=NORMS,
         scale_override=1.0,
         embedding_factor=config["hidden_size"] ** 0.5,
@@ -103,7 +99,6 @@ def experts(config: dict[str, Any]) -> ExpertsSpec:
         normalized=True,
         layers=frozenset(range(config["num_hidden_layers"])),
         prefix="experts",
-        names=("gate_proj", "up_proj", "down_proj"),
         fused_names=FUSED_NAMES,
         parallel=True,
     )

@@ -1,7 +1,5 @@
 """GLM-4 9b: interleaved RoPE of half of each head; gate and up are stored as one matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common
@@ -9,7 +7,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "attention_bias": True, "partial_rotary_factor": 0.5}
 DEFAULTS |= {"rms_norm_eps": 1.5625e-07, "max_position_embeddings": 131_072}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:

@@ -1,7 +1,5 @@
 """GLM-4 and GLM-Z1 of April 2025 (0414), 9b and 32b: GLM-4 9b with additional norms after attention and MLP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import glm

@@ -1,7 +1,5 @@
 """GLM-4.6V Flash: only its language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import glm4v, glm4v_moe

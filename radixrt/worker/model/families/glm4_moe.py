@@ -1,7 +1,5 @@
 """GLM-4.5, 4.5 Air, 4.6 and 4.7: RoPE of half of each head; experts as in DeepSeek V3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families.deepseek_v2 import with_routed_experts
@@ -12,7 +10,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 DEFAULTS = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "first_k_dense_replace": 1, "norm_topk_prob": True}
 DEFAULTS |= {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
 DEFAULTS |= {"num_key_value_heads": 8}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:

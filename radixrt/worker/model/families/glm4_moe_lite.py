@@ -1,7 +1,5 @@
 """GLM-4.7 Flash: DeepSeek V3 with other sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import deepseek_v3
@@ -11,7 +9,6 @@ DEFAULTS: dict[str, Any] = {"q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_he
 DEFAULTS |= {"v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4}
 DEFAULTS |= {"moe_intermediate_size": 1536, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 DEFAULTS |= {"routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "max_position_embeddings": 202_752}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

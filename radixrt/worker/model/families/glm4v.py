@@ -1,7 +1,5 @@
 """GLM-4.1V: only its language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import glm4
@@ -9,7 +7,6 @@ from radixrt.worker.model.spec.fields import text_config
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "max_position_embeddings": 32_768}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """GLM-4.5V and 4.6V: only their language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import glm4_moe
@@ -9,7 +7,6 @@ from radixrt.worker.model.spec.fields import text_config
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"attention_bias": True, "max_position_embeddings": 65_536}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,8 +1,6 @@
 """GLM-5: DeepSeek V3.2 with other sizes. Some layers attend to the tokens that the indexer of a layer before them has
 selected (arXiv 2603.12201)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import deepseek_v2, deepseek_v3, deepseek_v32
@@ -11,7 +9,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 DEFAULTS: dict[str, Any] = deepseek_v2.DEFAULTS | deepseek_v3.ROUTED | deepseek_v32.INDEXED
 DEFAULTS |= {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1}
 DEFAULTS |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 202_752, "index_n_heads": 32}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """gpt-oss 20b and 120b: attention sinks, sliding windows, experts with biases and a clamped SwiGLU."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -40,7 +38,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=config["intermediate_size"],
         normalized=True,
         layers=frozenset(range(layers)),
-        prefix="mlp",
         names=(),
         interleaved_gate_up=True,
     )

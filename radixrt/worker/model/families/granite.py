@@ -1,7 +1,5 @@
 """Granite 3: Llama with multipliers of embeddings, softmax scale, residuals and logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import llama

@@ -1,7 +1,5 @@
 """Granite Swash: Granite with sliding windows, attention sinks, and a RoPE base for each layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import granite
@@ -10,7 +8,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 DEFAULTS |= {"max_position_embeddings": 8192}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

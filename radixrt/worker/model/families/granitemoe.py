@@ -1,7 +1,5 @@
 """Granite 3 with experts in every layer, fused in one tensor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import granite

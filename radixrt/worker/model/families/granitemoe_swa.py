@@ -1,7 +1,5 @@
 """Granite Swash with experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import granite

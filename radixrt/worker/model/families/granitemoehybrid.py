@@ -1,7 +1,5 @@
 """Granite 4: Mamba-2 mixers in most layers or in none; dense, or with experts."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

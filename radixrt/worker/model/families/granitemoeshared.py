@@ -1,7 +1,5 @@
 """Granite 3 with experts, and a shared expert."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

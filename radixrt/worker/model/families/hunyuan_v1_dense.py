@@ -1,7 +1,5 @@
 """Hunyuan, dense, 0.5b to 7b: Llama with norms of q and k after RoPE."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import llama
@@ -9,7 +7,6 @@ from radixrt.worker.model.spec.fields import check_served, rope_parameters
 from radixrt.worker.model.spec.spec import HeadNormsSpec, ModelSpec
 
 SERVED = {"use_qk_norm": True, "use_cla": False, "mlp_bias": False}
-"""The only values of these fields that are served: those of the published models."""
 HEAD_NORMS = HeadNormsSpec(("query_layernorm", "key_layernorm"), centered=False, after_rope=True)
 
 

@@ -1,7 +1,5 @@
 """Hunyuan A13B: Hunyuan with experts in every layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import hunyuan_v1_dense
@@ -11,7 +9,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 SERVED = {"use_mixed_mlp_moe": True, "moe_layer_num_skipped": 0, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 SERVED |= {"group_limited_greedy": False}
-"""The only values of these fields that are served: those of the published models."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -27,8 +24,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=inner,
         normalized=True,
         layers=frozenset(range(config["num_hidden_layers"])),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         router="gate.wg",
         shared_size=inner,
         shared="shared_mlp",

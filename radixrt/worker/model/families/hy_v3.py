@@ -1,7 +1,5 @@
 """Hunyuan 3: norms of q and k; experts selected by sigmoid in all layers but the first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import llama
@@ -12,9 +10,7 @@ from radixrt.worker.model.spec.spec import ModelSpec
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 11_158_840.0}
 DEFAULTS |= {"num_experts": 192, "num_experts_per_tok": 8, "num_shared_experts": 1, "moe_intermediate_size": 1536}
 DEFAULTS |= {"first_k_dense_replace": 1, "router_scaling_factor": 2.826, "max_position_embeddings": 131_072}
-"""Defaults of transformers for fields that config.json lacks."""
 SERVED = {"qk_norm": True, "route_norm": True, "moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True}
-"""The only values of these fields that are served: those of the published models."""
 OTHER_NAMES = (
     (".mlp.router.gate.weight", ".mlp.gate.weight"),
     (".mlp.expert_bias", ".mlp.e_score_correction_bias"),
@@ -35,8 +31,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=inner,
         normalized=True,
         layers=moe_layers(config, dense=config["first_k_dense_replace"]),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         router="router.gate",
         bias=("expert_bias",),
         routing=Routing(sigmoid=True, factor=config["router_scaling_factor"], float32_logits=True, float32_weight=True),

@@ -1,7 +1,5 @@
 """HyperCLOVA X SEED: Granite with additional norms after attention and MLP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import granite

@@ -1,14 +1,11 @@
 """InternLM 3: Llama with other names of fields."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import llama
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 32_768}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """IQuest-Coder: Llama by another name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import llama

@@ -1,7 +1,5 @@
 """Kimi K2.5 and K2.6: only their language model, which is Kimi K2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import kimi_k2

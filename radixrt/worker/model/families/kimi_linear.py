@@ -1,7 +1,5 @@
 """Kimi Linear: three of four layers have Kimi Delta Attention; the others latent attention without RoPE."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -17,7 +15,6 @@ DEFAULTS |= {"v_head_dim": 128, "moe_intermediate_size": 1024, "n_shared_experts
 DEFAULTS |= {"num_experts_per_tok": 8, "routed_scaling_factor": 2.446, "norm_topk_prob": True, "n_group": 1}
 DEFAULTS |= {"topk_group": 1, "max_position_embeddings": 1_048_576, "rms_norm_eps": 1e-5}
 DEFAULTS |= {"linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
-"""Defaults of transformers for fields that config.json lacks."""
 NAMES = {"model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob"}
 NAMES |= {"num_expert_group": "n_group", "num_experts_per_token": "num_experts_per_tok"}
 NAMES |= {"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"}
@@ -27,7 +24,6 @@ LINEAR_NAMES = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads"}
 LINEAR_NAMES |= {"short_conv_kernel_size": "linear_conv_kernel_dim"}
 """The same for the fields of `linear_attn_config`."""
 SERVED = {"moe_router_activation_func": "sigmoid", "moe_layer_freq": 1, "mla_use_nope": True, "hidden_act": "silu"}
-"""The only values of these fields that are served: those of the published models."""
 OTHER_NAMES = tuple(
     (f".self_attn.{name}", f".self_attn.forget_gate.{name}") for name in ("f_a", "f_b", "dt_b", "A_log")
 )

@@ -1,8 +1,6 @@
 """Poolside's Laguna: gated attention; layers with sliding windows have more query heads than others, and rotate more of
 each; experts selected by sigmoid."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -33,7 +31,6 @@ DEFAULTS: dict[str, Any] = {"head_dim": 128, "num_key_value_heads": 8, "sliding_
 DEFAULTS |= {"max_position_embeddings": 131_072, "num_experts": 256, "num_experts_per_tok": 8}
 DEFAULTS |= {"moe_intermediate_size": 512, "gating": True, "shared_expert_intermediate_size": 512}
 DEFAULTS |= {"moe_routed_scaling_factor": 1.0}
-"""Defaults of transformers for fields that config.json lacks."""
 ROPES = {"rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None}
 """These fields of config.json are ignored: only `rope_parameters` counts."""
 ROPE = {
@@ -41,7 +38,6 @@ ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 SERVED = {"norm_topk_prob": True, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0}
-"""The only values of these fields that are served: those of the published models."""
 OTHER_NAMES = ((".mlp.shared_expert.", ".mlp.shared_experts."),)
 
 
@@ -58,14 +54,12 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     config |= {"layer_types": kinds, "num_attention_heads": max(heads)}
     config["rope_parameters"] = config.get("rope_parameters") or ROPE
     by_kind, head_dim = ropes_by_kind(config), config["head_dim"]
-    bias = bool(config.get("attention_bias"))
     plain = common(
         by_kind["full_attention"],
         windows=layer_windows(config),
         layer_ropes=tuple(_with_rotary_dim(rope_parameters(by_kind[kind]), head_dim) for kind in kinds),
         qk_norm=True,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         gate=GateSpec("g_proj", per_head=gating != "per-element", softplus=True),
         other_names=OTHER_NAMES,
     )
@@ -79,8 +73,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=config["moe_intermediate_size"],
         normalized=True,
         layers=moe_layers(config, dense=1),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         bias=("experts.e_score_correction_bias", "gate.e_score_correction_bias"),
         routing=Routing(sigmoid=True, factor=config["moe_routed_scaling_factor"]),
         shared_size=config["shared_expert_intermediate_size"],

@@ -1,7 +1,5 @@
 """LFM2: most layers have a gated short convolution, the others attention with norms of q and k."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.delta_spec import ShortConvSpec
@@ -12,7 +10,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 128_000, "norm_eps": 1e-5, "rope_theta": 1e6}
 DEFAULTS |= {"tie_word_embeddings": True, "conv_bias": False, "conv_L_cache": 3}
 FEED_FORWARD = {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 256}
-"""Defaults of transformers for fields that config.json lacks."""
 NORMS = NormsSpec(before_attention="operator_norm", before_mlp="ffn_norm")
 OTHER_NAMES: tuple[tuple[str, str], ...] = (("model.norm.", "model.embedding_norm."), (".o_proj", ".out_proj"))
 OTHER_NAMES += ((".q_norm.", ".q_layernorm."), (".k_norm.", ".k_layernorm."))

@@ -1,7 +1,5 @@
 """LFM2 with experts, selected by sigmoid with a bias, in all but the first layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import lfm2
@@ -11,7 +9,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS: dict[str, Any] = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792}
 DEFAULTS |= {"num_dense_layers": 2, "use_expert_bias": True, "routed_scaling_factor": 1.0, "norm_topk_prob": True}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """Llama 2, 3, 3.1, 3.2, 3.3 and models of the same architecture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common
@@ -10,5 +8,4 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
     """`features`: other fields of ModelSpec, for derived families."""
-    bias = bool(config.get("attention_bias"))
-    return common(config, qkv_bias=bias, output_bias=bias, mlp_bias=bool(config.get("mlp_bias")), **features)
+    return common(config, attention_bias=True, mlp_bias=bool(config.get("mlp_bias")), **features)

@@ -1,7 +1,5 @@
 """Llama 4: only its language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import llama4_text

@@ -1,8 +1,6 @@
 """Llama 4, Scout and Maverick: layers with RoPE attend within chunks, with norms of q and k; the others attend to all
 tokens, more sharply the more there are. Experts get inputs that are scaled by the router's sigmoid."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec, Routing
@@ -13,7 +11,6 @@ DEFAULTS: dict[str, Any] = {"intermediate_size": 8192, "intermediate_size_mlp": 
 DEFAULTS |= {"head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
 DEFAULTS |= {"num_experts_per_tok": 1, "num_local_experts": 16, "interleave_moe_layer_step": 1, "use_qk_norm": True}
 DEFAULTS |= {"no_rope_layer_interval": 4, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1}
-"""Defaults of transformers for fields that config.json lacks."""
 NORMS = HeadNormsSpec((), centered=False, after_rope=True, only_with_rope=True)
 OTHER_NAMES = ((".mlp.", ".feed_forward."),)
 
@@ -27,7 +24,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     roped = config.get("no_rope_layers") or [(i + 1) % config["no_rope_layer_interval"] for i in layers]
     chunk, rope = config["attention_chunk_size"], rope_parameters(config)
     kinds = config.get("layer_types") or [("full", "chunked")[bool(one) and chunk is not None] for one in roped]
-    bias = bool(config.get("attention_bias"))
     scaling = QueryScaling(config["attn_scale"], config["floor_scale"], ahead=1, only_without_rope=True)
     plain = common(
         config | {"intermediate_size": config["intermediate_size_mlp"]},
@@ -37,8 +33,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         layer_ropes=tuple(rope if roped[i] else None for i in layers),
         head_norms=NORMS if config["use_qk_norm"] else None,
         query_scaling=scaling if config["attn_temperature_tuning"] else None,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         other_names=OTHER_NAMES,
     )
     step = config["interleave_moe_layer_step"]
@@ -49,8 +44,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=config["intermediate_size"],
         normalized=False,
         layers=frozenset(layers[step - 1 :: step] if sparse is None else sparse),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         router="router",
         routing=Routing(sigmoid=True, unbiased=True, scales_inputs=True, min_weight_sum=1e-20),
         shared_size=config["intermediate_size"],

@@ -1,8 +1,6 @@
 """MiMo-V2-Flash: sliding windows with sinks and twice as many KV heads in most layers; values that are smaller than
 keys, and scaled; experts as in DeepSeek V3."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families.deepseek_v3 import sigmoid_routing
@@ -22,7 +20,6 @@ DEFAULTS: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 192, "v_head_d
 DEFAULTS |= {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "attention_value_scale": 0.707}
 DEFAULTS |= {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "norm_topk_prob": True}
 DEFAULTS |= {"rope_theta": 5e6, "swa_rope_theta": 1e4, "partial_rotary_factor": 0.334}
-"""Defaults of transformers for fields that config.json lacks."""
 SERVED: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_shared_experts": None}
 SERVED |= {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
 """The only values of these fields that are served: those of the published model."""
@@ -63,8 +60,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=config["moe_intermediate_size"],
         normalized=bool(config["norm_topk_prob"]),
         layers=moe_layers(config, dense=1),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         routing=sigmoid_routing(config, float32_weight=True),
     )
     return with_experts(plain, experts)

@@ -1,8 +1,6 @@
 """MiniMax M2 and its successors: one norm over all heads of q, and of k; RoPE of a part of each head; experts selected
 by sigmoid in all layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.expert_spec import ExpertsSpec, Routing
@@ -16,7 +14,6 @@ SERVED = {
     "use_routing_bias": True,
     "shared_intermediate_size": 0,
 }
-"""The only values of these fields that are served: those of the published models."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

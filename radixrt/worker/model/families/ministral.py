@@ -1,7 +1,5 @@
 """Ministral 8B of 2024: Mistral with sliding windows in some layers."""
 
-from __future__ import annotations
-
 from radixrt.worker.model.families.mistral import spec
 
 __all__ = ["spec"]

@@ -1,7 +1,5 @@
 """Ministral 3 and Devstral 2: Mistral with YaRN, and with queries that are scaled by position."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import mistral
@@ -10,7 +8,6 @@ from radixrt.worker.model.spec.spec import ModelSpec, QueryScaling, with_feature
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16_384}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 DEFAULTS = {"head_dim": 128, "sliding_window": None, "rms_norm_eps": 1e-5, "max_position_embeddings": 262_144}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

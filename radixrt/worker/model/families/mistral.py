@@ -1,7 +1,5 @@
 """Mistral 7B and its successors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common, layer_windows

@@ -1,7 +1,5 @@
 """Mistral Small 3.1, 3.2 and 4, Ministral 3 and Devstral: only their language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import ministral3, mistral, mistral4

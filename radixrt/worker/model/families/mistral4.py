@@ -1,7 +1,5 @@
 """Mistral Small 4: latent attention with queries that are scaled by position, experts selected by softmax."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -15,7 +13,6 @@ DEFAULTS: dict[str, Any] = {"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_h
 DEFAULTS |= {"v_head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4}
 DEFAULTS |= {"moe_intermediate_size": 2048, "norm_topk_prob": True, "routed_scaling_factor": 1.0}
 DEFAULTS |= {"rope_interleave": True, "max_position_embeddings": 1_048_576}
-"""Defaults of transformers for fields that config.json lacks."""
 ROPE = YARN | {"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
 
 

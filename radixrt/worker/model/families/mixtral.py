@@ -1,7 +1,5 @@
 """Mixtral: Mistral with experts in every layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import mistral

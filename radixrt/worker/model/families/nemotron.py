@@ -1,7 +1,5 @@
 """Nemotron 3, Nemotron 4 and Minitron: LayerNorms of 1 + weight, MLPs with squared ReLU, partial RoPE."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -11,7 +9,6 @@ from radixrt.worker.model.spec.fields import check_served
 from radixrt.worker.model.spec.spec import SQUARED_RELU, ModelSpec
 
 DEFAULTS = {"max_position_embeddings": 4096, "norm_eps": 1e-5, "partial_rotary_factor": 0.5}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

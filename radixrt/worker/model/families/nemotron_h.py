@@ -1,8 +1,6 @@
 """Nemotron-H, Nemotron Nano 2 and Nemotron 3: Mamba-2 mixers, a few layers with attention without RoPE, and MLPs or
 experts without gates, each of which is a layer of its own in the checkpoint (see `hybrid_layers`)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -18,10 +16,8 @@ DEFAULTS: dict[str, Any] = {"num_key_value_heads": 8, "head_dim": 128, "intermed
 DEFAULTS |= {"max_position_embeddings": 4096, "layer_norm_epsilon": 1e-5, "mamba_num_heads": 128, "mamba_head_dim": 64}
 DEFAULTS |= {"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True, "n_routed_experts": 8}
 DEFAULTS |= {"num_experts_per_tok": 2, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688}
-"""Defaults of transformers for fields that config.json lacks."""
 SERVED = {"mlp_hidden_act": SQUARED_RELU, "mamba_hidden_act": "silu", "attention_bias": False, "mamba_proj_bias": False}
 SERVED |= {"residual_in_fp32": False, "sliding_window": None, "n_shared_experts": 1}
-"""The only values of these fields that are served: those of the published models."""
 ALIASES = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
 ALIASES |= {"mamba_dt_limit": "time_step_limit"}
 """Other names of fields, which come first, as in transformers."""
@@ -99,7 +95,6 @@ def experts(config: dict[str, Any], layers: frozenset[int]) -> ExpertsSpec:
         intermediate_size=config["moe_intermediate_size"],
         normalized=bool(config.get("norm_topk_prob", True)),
         layers=layers,
-        prefix="mlp",
         names=("up_proj", "down_proj"),
         routing=sigmoid_routing(config, float32_weight=True),
         shared_size=config["moe_shared_expert_intermediate_size"],

@@ -1,7 +1,5 @@
 """OLMo 2: norms after attention and MLP instead of before; one norm over all heads of q, and of k."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common
@@ -20,5 +18,4 @@ NORMS = NormsSpec(
 def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
     """`features`: other fields of ModelSpec, for derived families."""
     config = {"rms_norm_eps": 1e-5} | config
-    bias = bool(config.get("attention_bias"))
-    return common(config, qk_norm_all_heads=True, norms=NORMS, qkv_bias=bias, output_bias=bias, **features)
+    return common(config, qk_norm_all_heads=True, norms=NORMS, attention_bias=True, **features)

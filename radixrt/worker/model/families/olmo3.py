@@ -1,7 +1,5 @@
 """OLMo 3: OLMo 2 with sliding windows in three of four layers, where RoPE is not scaled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import olmo2

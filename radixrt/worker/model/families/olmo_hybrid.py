@@ -1,7 +1,5 @@
 """OLMo Hybrid: three of four layers have linear attention, with norms before it; the others are as in OLMo 2."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -13,7 +11,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True, "rms_norm_eps": 1e-6}
 DEFAULTS |= {"max_position_embeddings": 65_536}
-"""Defaults of transformers for fields that config.json lacks."""
 OTHER_NAMES = ((".input_layernorm", ".attention_layer_norm"), (".post_attention_layernorm", ".feedforward_layer_norm"))
 
 

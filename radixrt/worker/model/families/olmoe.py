@@ -1,7 +1,5 @@
 """OLMoE: Llama with one norm over all heads of q, and of k, and with experts in all layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import llama
@@ -25,6 +23,4 @@ def experts_spec(config: dict[str, Any], count: int, top_k: int) -> ExpertsSpec:
         intermediate_size=config["intermediate_size"],
         normalized=bool(config.get("norm_topk_prob", False)),
         layers=frozenset(range(config["num_hidden_layers"])),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
     )

@@ -1,7 +1,5 @@
 """Phi-3, 3.5, 4 and 4 mini: q, k and v are stored as one matrix, gate and up as another; LongRoPE."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common

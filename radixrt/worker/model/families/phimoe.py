@@ -1,7 +1,5 @@
 """Phi-3.5-MoE: LayerNorms, biases of attention and of the output projection, experts selected by SparseMixer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families.starcoder2 import NORMS
@@ -12,22 +10,20 @@ from radixrt.worker.model.spec.spec import ModelSpec
 DEFAULTS: dict[str, Any] = {"intermediate_size": 6400, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
 DEFAULTS |= {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 16, "num_experts_per_tok": 2}
 DEFAULTS |= {"router_jitter_noise": 0.01}
-"""Defaults of transformers for fields that config.json lacks."""
 OTHER_NAMES = ((".mlp.", ".block_sparse_moe."), (".router.", ".gate."))
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
     """Every layer has the window `sliding_window`, or none if that is null."""
     config = DEFAULTS | config
-    layers, bias = config["num_hidden_layers"], bool(config.get("attention_bias"))
+    layers = config["num_hidden_layers"]
     if config["num_experts_per_tok"] != 2:
         raise ValueError(f"num_experts_per_tok {config['num_experts_per_tok']} is not served; 2 is")
     plain = common(
         config,
         windows=(config.get("sliding_window"),) * layers,
         norms=NORMS,
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         other_names=OTHER_NAMES,
     )
     experts = ExpertsSpec(
@@ -36,7 +32,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=config["intermediate_size"],
         normalized=False,
         layers=frozenset(range(layers)),
-        prefix="mlp",
         names=("w1", "w3", "w2"),
         router="router",
         routing=Routing(jitter=config["router_jitter_noise"]),

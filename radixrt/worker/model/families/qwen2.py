@@ -1,7 +1,5 @@
 """Qwen2 and Qwen2.5."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common, layer_windows

@@ -1,7 +1,5 @@
 """Qwen2.5-VL: only its language model, which is that of Qwen2-VL."""
 
-from __future__ import annotations
-
 from radixrt.worker.model.families.qwen2_vl import spec
 
 __all__ = ["spec"]

@@ -1,7 +1,5 @@
 """Qwen1.5 and Qwen2 with experts, and with shared experts that have a gate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import qwen2
@@ -11,7 +9,6 @@ from radixrt.worker.model.spec.fields import with_experts
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"num_key_value_heads": 16, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:
@@ -28,8 +25,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=config.get("moe_intermediate_size", 1408),
         normalized=bool(config.get("norm_topk_prob", False)),
         layers=sparse_layers(config),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         shared_size=config.get("shared_expert_intermediate_size", 5632),
         shared="shared_expert",
         shared_gate="shared_expert_gate",

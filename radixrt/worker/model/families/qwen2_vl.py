@@ -1,7 +1,5 @@
 """Qwen2-VL: only its language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import qwen2
@@ -10,7 +8,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
 DEFAULTS |= {"max_position_embeddings": 32_768}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """Qwen3.5 with experts, multimodal: only its language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import qwen3_5_moe_text

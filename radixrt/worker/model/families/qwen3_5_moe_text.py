@@ -1,14 +1,11 @@
 """Qwen3.5 with experts, a shared one among them, in all layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import qwen3_next
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = qwen3_next.DEFAULTS | {"num_experts": 256, "num_experts_per_tok": 8}
-"""Defaults of transformers for fields that config.json lacks."""
 FIXED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 """Whatever config.json says."""
 

@@ -1,14 +1,11 @@
 """Qwen3.5, dense: as Qwen3-Next without experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import qwen3_next
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = qwen3_next.DEFAULTS | {"num_key_value_heads": 4}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

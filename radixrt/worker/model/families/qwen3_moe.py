@@ -1,7 +1,5 @@
 """Qwen3 with experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import qwen3
@@ -19,8 +17,6 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         intermediate_size=config.get("moe_intermediate_size", 768),
         normalized=bool(config.get("norm_topk_prob", False)),
         layers=sparse_layers(config),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
     )
     return with_experts(qwen3.spec(config), experts)
 

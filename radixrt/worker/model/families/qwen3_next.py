@@ -1,7 +1,5 @@
 """Qwen3-Next: three of four layers have linear attention; gated attention, experts with a shared one."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -16,9 +14,7 @@ DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 
 DEFAULTS |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
 DEFAULTS |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512, "num_experts_per_tok": 10}
 DEFAULTS |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
-"""Defaults of transformers for fields that config.json lacks."""
 SERVED = {"attention_bias": False, "attn_output_gate": True, "hidden_act": "silu"}
-"""The only values of these fields that are served: those of the published models."""
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
@@ -80,8 +76,6 @@ def with_shared_expert(plain: ModelSpec, config: dict[str, Any]) -> ModelSpec:
         intermediate_size=config["moe_intermediate_size"],
         normalized=bool(config.get("norm_topk_prob", True)),
         layers=sparse_layers(config),
-        prefix="mlp",
-        names=("gate_proj", "up_proj", "down_proj"),
         shared_size=config["shared_expert_intermediate_size"],
         shared="shared_expert",
         shared_gate="shared_expert_gate",

@@ -1,7 +1,5 @@
 """Qwen3-VL, dense: only its language model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import qwen3
@@ -9,7 +7,6 @@ from radixrt.worker.model.spec.fields import text_config
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"rope_theta": 5e5, "num_key_value_heads": 32, "max_position_embeddings": 128_000}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,5 @@
 """Qwen3-VL with experts: only its language model."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -11,7 +9,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = qwen3_vl.DEFAULTS | {"num_key_value_heads": 16, "num_experts_per_tok": 4, "num_local_experts": 60}
 DEFAULTS |= {"moe_intermediate_size": 1408}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

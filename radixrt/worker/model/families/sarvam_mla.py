@@ -1,7 +1,5 @@
 """Sarvam 105b: DeepSeek V3 with other sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import deepseek_v3
@@ -9,7 +7,6 @@ from radixrt.worker.model.families.sarvam_moe import OLDER
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"n_routed_experts": 128, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

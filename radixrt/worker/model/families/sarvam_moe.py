@@ -1,7 +1,5 @@
 """Sarvam 30b: GLM-4.5 with RoPE of whole heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import glm4_moe
@@ -10,7 +8,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 DEFAULTS = {"head_dim": 64, "num_key_value_heads": 4, "rope_theta": 8e6, "rms_norm_eps": 1e-6, "use_qk_norm": True}
 DEFAULTS |= {"partial_rotary_factor": 1.0, "moe_intermediate_size": 1024, "num_experts_per_tok": 6}
 DEFAULTS |= {"routed_scaling_factor": 2.5}
-"""Defaults of transformers for fields that config.json lacks."""
 OLDER = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 """Fields of Sarvam's older files, and their current names."""
 OTHER_NAMES = (

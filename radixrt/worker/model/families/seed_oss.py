@@ -1,7 +1,5 @@
 """Seed-OSS."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common

@@ -1,7 +1,5 @@
 """SmolLM3: Llama without RoPE in every fourth layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common, layer_windows, rope_parameters
@@ -19,12 +17,10 @@ def spec(config: dict[str, Any]) -> ModelSpec:
     if not config.get("layer_types"):
         has_windows = bool(config["use_sliding_window"])
         config["layer_types"] = [("full", "sliding")[has_windows and not i] + "_attention" for i in uses_rope]
-    bias = bool(config.get("attention_bias"))
     return common(
         config,
         windows=layer_windows(config),
         layer_ropes=tuple(rope_parameters(config) if i else None for i in uses_rope[:layers]),
-        qkv_bias=bias,
-        output_bias=bias,
+        attention_bias=True,
         mlp_bias=bool(config.get("mlp_bias")),
     )

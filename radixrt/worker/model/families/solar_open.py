@@ -1,7 +1,5 @@
 """Solar Open: GLM-4.5 with experts in every layer, and RoPE of whole heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import glm4_moe
@@ -9,7 +7,6 @@ from radixrt.worker.model.spec.fields import check_served
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 1e6, "moe_intermediate_size": 1280}
-"""Defaults of transformers for fields that config.json lacks."""
 SERVED = {"first_k_dense_replace": 0, "use_qk_norm": False, "partial_rotary_factor": 1.0}
 
 

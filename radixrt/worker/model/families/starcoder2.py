@@ -1,7 +1,5 @@
 """StarCoder2: LayerNorms and projections with biases, MLPs without a gate, sliding windows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.spec.fields import common
@@ -11,7 +9,6 @@ from radixrt.worker.model.spec.spec import ModelSpec
 NORMS = NormsSpec(float32_weight=True, centered=True, bias=True)
 DEFAULTS: dict[str, Any] = {"num_key_value_heads": 2, "hidden_act": "gelu_pytorch_tanh"}
 DEFAULTS |= {"max_position_embeddings": 4096, "norm_epsilon": 1e-5, "use_bias": True, "tie_word_embeddings": True}
-"""Defaults of transformers for fields that config.json lacks."""
 OTHER_NAMES = ((".mlp.up_proj.", ".mlp.c_fc."), (".mlp.down_proj.", ".mlp.c_proj."))
 
 

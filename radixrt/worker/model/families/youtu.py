@@ -1,14 +1,11 @@
 """Youtu-LLM: latent attention as in DeepSeek V3, without experts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from radixrt.worker.model.families import deepseek_v2
 from radixrt.worker.model.spec.spec import ModelSpec
 
 DEFAULTS = {"rope_interleave": True, "tie_word_embeddings": True, "max_position_embeddings": 131_072}
-"""Defaults of transformers for fields that config.json lacks."""
 
 
 def spec(config: dict[str, Any]) -> ModelSpec:

@@ -174,7 +174,7 @@ class FeedForward(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class NoMlp:
+class NoMlp(FeedForward):
     """In layers that have a mixer alone."""
 
     @property

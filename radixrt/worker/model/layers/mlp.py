@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling, plain
-from radixrt.worker.model.layers.layers import Output
+from radixrt.worker.model.layers.layers import FeedForward, Output
 from radixrt.worker.model.layers.linear import Linear, Product
 from radixrt.worker.model.layers.moe import Experts, sigmoid
 from radixrt.worker.model.layers.norms import NoNorm, Norm
@@ -19,7 +19,7 @@ from radixrt.worker.model.parallel.group import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Mlp:
+class Mlp(FeedForward):
     """down(act(gate(x)) * up(x)); `gate_up` is one matrix, the rows of the gate first."""
 
     gate_up: Product
@@ -28,16 +28,14 @@ class Mlp:
 
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:
-        """How the input is to be quantized."""
         return self.gate_up.fp8_scaling
 
     def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
-        """See `layers.FeedForward`."""
         return self.down.add(_activated(self, x, ops), residual, norm, ops)
 
 
 @dataclass(frozen=True, slots=True)
-class UngatedMlp:
+class UngatedMlp(FeedForward):
     """An MLP without a gate: down(activation(up(x)))."""
 
     up: Product
@@ -47,11 +45,9 @@ class UngatedMlp:
 
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:
-        """How the input is to be quantized."""
         return self.up.fp8_scaling
 
     def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
-        """See `layers.FeedForward`."""
         inner = self.up(x)
         made = ops.squared_relu(inner, self.down.fp8_scaling) if self.activation is None else self.activation(inner)
         return self.down.add(made, residual, norm, ops)
@@ -131,7 +127,7 @@ def _activated(mlp: Mlp | SharedMlp, x: Activations, ops: Ops) -> Activations:
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
+class Mixture(FeedForward):
     """Routed experts, and maybe shared ones, in place of an MLP. In a `group`, each rank has a part of every expert's
     intermediate features."""
 
@@ -147,11 +143,9 @@ class Mixture:
 
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:
-        """How the input is to be quantized."""
         return self.experts.fp8_scaling
 
     def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
-        """See `layers.FeedForward`."""
         if self.group is None and self.after is None and self.factor == 1:
             self._add(x, residual, ops)
             return norm(residual, ops)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling, plain
+from radixrt.worker.model.layers.layers import FeedForward
 from radixrt.worker.model.layers.mlp import SharedMlp
 from radixrt.worker.model.layers.moe import Experts
 from radixrt.worker.model.layers.norms import NoNorm, Norm
@@ -20,7 +21,7 @@ from radixrt.worker.model.parallel.group import AFTER_MLP, Group
 
 
 @dataclass(frozen=True, slots=True)
-class MlpWithExperts:
+class MlpWithExperts(FeedForward):
     """In place of `mlp.Mlp`. In a `group`, each rank has a part of the intermediate features of both."""
 
     mlp: SharedMlp
@@ -34,11 +35,9 @@ class MlpWithExperts:
 
     @property
     def fp8_scaling(self) -> Fp8Scaling | None:
-        """How the input is to be quantized."""
         return self.mlp.gate_up.fp8_scaling
 
     def add(self, x: Activations, residual: torch.Tensor, norm: Norm | NoNorm, ops: Ops) -> Activations:
-        """See `layers.FeedForward`."""
         tokens = len(residual)
         both = residual.new_zeros((2 * tokens, residual.shape[1]))  # so that ranks meet once
         part = both if self.group is None else self.group.buffer(AFTER_MLP, both).zero_()

@@ -61,8 +61,8 @@ class ExpertsSpec:
     """The weights of a token's experts are divided by their sum."""
     layers: frozenset[int]
     """Layers with experts; the others have an MLP."""
-    prefix: str
-    names: tuple[str, ...]
+    prefix: str = "mlp"
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projections: `experts.<e>.<name>.weight`. Two: there is no gate."""
     router: str = "gate"
     """Name of the router: `<router>.weight`."""

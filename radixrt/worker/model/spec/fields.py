@@ -15,10 +15,13 @@ ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_pytorch_ta
 approximation."""
 
 
-def common(config: dict[str, Any], partial_rotary: bool = False, **features: Any) -> ModelSpec:
+def common(
+    config: dict[str, Any], partial_rotary: bool = False, attention_bias: bool = False, **features: Any
+) -> ModelSpec:
     """A spec from the fields of config.json whose names most families share, and from `features`, other fields of
-    ModelSpec and its parts. With `partial_rotary`, config.json may have a `partial_rotary_factor`. ValueError names a
-    bad field, KeyError a missing one."""
+    ModelSpec and its parts. With `partial_rotary`, config.json may have a `partial_rotary_factor`; with
+    `attention_bias`, a field of that name, which is for all projections of attention. ValueError names a bad field,
+    KeyError a missing one."""
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     head_dim = config.get("head_dim") or hidden // heads
     activation = config.get("hidden_act", "silu")
@@ -27,6 +30,8 @@ def common(config: dict[str, Any], partial_rotary: bool = False, **features: Any
     rope = rope_parameters(config)
     if partial_rotary:
         features["rotary_dim"] = partial_rotary_dim(config, rope, head_dim)
+    if attention_bias:
+        features |= dict.fromkeys(("qkv_bias", "output_bias"), bool(config.get("attention_bias")))
     spec = ModelSpec(
         vocab_size=config["vocab_size"],
         hidden_size=hidden,
