@@ -571,7 +571,7 @@ def test_a_state_that_goes_with_a_failed_step_is_not_kept() -> None:
 # ---------------------------------------------------------------- random loads
 
 
-@pytest.mark.parametrize("host_states", [1, 4, 100])
+@pytest.mark.parametrize("host_states", [1, pytest.param(4, marks=pytest.mark.slow), 100])
 @pytest.mark.parametrize("states", [1, 3, 8])
 @pytest.mark.parametrize(("page_size", "pages", "host"), [(1, 40, 1000), (1, 90, 50), (4, 120, 1000)])
 def test_random_faults(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
 
 import pytest
 import torch
@@ -36,11 +37,24 @@ ALIKE = ("qwen3_5_text", "qwen3_5_moe_text", "bamba")
 """Families whose layers are others' here."""
 
 
+@pytest.fixture(scope="module")
+def answers():
+    """What transformers gave, of each family by the prompt: several tests ask for the same."""
+    return defaultdict(dict)
+
+
 @pytest.fixture(params=[pytest.param(x, marks=pytest.mark.slow) if x in ALIKE else x for x in FAMILIES])
-def model(request, checkpoint):
+def model(request, checkpoint, answers):
     """(folder, the first 12 tokens that transformers gives after a prompt)"""
     folder, reference = checkpoint(request.param)
-    return folder, lambda prompt: greedy(reference, prompt, 12)
+    known = answers[request.param]
+
+    def answer(prompt):
+        if (key := tuple(prompt)) not in known:
+            known[key] = greedy(reference, prompt, 12)
+        return known[key]
+
+    return folder, answer
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

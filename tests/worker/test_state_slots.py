@@ -305,4 +305,4 @@ class Slots(RuleBasedStateMachine):
 
 
 TestSlots = Slots.TestCase
-TestSlots.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestSlots.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

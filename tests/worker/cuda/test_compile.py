@@ -330,7 +330,7 @@ def box(rows, columns, kind="bf16"):
 """
 
 ATTENTION = """
-kinds = (fp8, tl.float16, 1, [0, 2]), ("*bf16", tl.bfloat16, 2, [1])
+kinds = (fp8, tl.float16, 1, [2]), ("*bf16", tl.bfloat16, 2, [1])
 for (pages, dot, size, some), dim in [(kind, dim) for kind in kinds for dim in ((128, 256) if every else (128,))]:
     shape = variants.Shape(32, 8, dim, 1)
     tiles = (
@@ -372,7 +372,7 @@ heads = {"HEADS": 16, "DIM": 576, "RANK": 512, "PAGE": 1, "PART": 256, "REST": 6
 for pages, dot, half, size in ((fp8, tl.float16, "*fp16", 1), ("*bf16", tl.bfloat16, "*bf16", 2)):
     shape = variants.Shape(16, 1, 576, 1, 512)
     tiles = (variants.decode_variant(shape, size), False), (variants.chunk_variant(shape, size), True)
-    for variant, causal in tiles if every else tiles[size - 1 :][:1]:
+    for variant, causal in tiles if every else tiles[: 2 - size]:
         constants = heads | dict(
             GROUP=16, CAUSAL=causal, ORDERED=not causal, QUERIES=variant.queries(16), ROWS=variant.rows,
             KEYS=variant.keys, HALF_TYPE=dot, STAGES=variant.stages, SINGLE=causal,

@@ -67,11 +67,11 @@ def test_a_kernel_that_dequantizes_is_found_again(half, device, monkeypatch):
 
 @pytest.mark.parametrize(("size", "has_zeros"), KINDS)
 def test_multiply(size, has_zeros, half, device):
-    weight = make(130, 1024, size, has_zeros, half, device)
-    x = torch.randn(37, 1024, device=device).to(half)
+    weight = make(130, 768, size, has_zeros, half, device)
+    x = torch.randn(20, 768, device=device).to(half)
     expected = x.float() @ weight.dequantized().float().t()
     for tile, splits in ((int4.FEW, 3), (int4.MANY, 1)):
-        out = torch.full((37, 130), torch.nan, dtype=half, device=device)
+        out = torch.full((20, 130), torch.nan, dtype=half, device=device)
         int4.multiply(x, weight, out, tile, splits)
         assert error(out, expected) < 4e-3
 
@@ -82,11 +82,11 @@ def test_all_tiles(tile, splits, half, device):
     """Also if some of the programs that K is divided among have nothing to do."""
     if device.type == "cuda" and half is torch.float16:
         pytest.skip("it takes long to compile them")
-    weight = make(130, 1024, 64, True, half, device)
-    x, bias, residual = (torch.randn(size, device=device).to(half) for size in ((37, 1024), 130, (37, 130)))
+    weight = make(130, 768, 64, True, half, device)
+    x, bias, residual = (torch.randn(size, device=device).to(half) for size in ((20, 768), 130, (20, 130)))
     expected = x.float() @ weight.dequantized().float().t()
     for _ in range(2):  # the counts of the first time are forgotten
-        out = torch.full((37, 130), torch.nan, dtype=half, device=device)
+        out = torch.full((20, 130), torch.nan, dtype=half, device=device)
         int4.multiply(x, weight, out, tile, splits)
         assert error(out, expected) < 4e-3
     out = residual.clone()

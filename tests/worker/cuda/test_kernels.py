@@ -338,7 +338,7 @@ def test_gather(page_size, device):
     assert torch.equal(out[0], k * 2) and torch.equal(out[1], v * 4)
 
 
-SEQUENCES = [(0, 30), (100, 1), (37, 20), (5, 1), (70, 43), (0, 1), (203, 1)]
+SEQUENCES = [(0, 30), (60, 1), (37, 20), (5, 1), (40, 23), (0, 1), (123, 1)]
 WAYS = (False, None, False), (True, None, False), (False, 0.5, False), (False, None, True)
 
 

@@ -62,12 +62,14 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
+SIZES = [(1, 4, 64, 96, 0), (7, 3, 160, 40, 24), (40, 4, 32, 72, 8), (80, 3, 64, 136, 0), (150, 2, 32, 16, 16)]
+PLAIN = {"gate_up_bias": None, "down_bias": None, "activation": "silu"}
+FIXED = {"batch_invariant": True}
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"gate_up_bias": None, "down_bias": None, "activation": "silu"}, {"batch_invariant": True}]
-)
-@pytest.mark.parametrize(
-    ("tokens", "count", "hidden", "inner", "before"),
-    [(1, 4, 64, 96, 0), (7, 3, 160, 40, 24), (40, 4, 32, 72, 8), (80, 3, 64, 136, 0), (150, 2, 32, 16, 16)],
+    ("tokens", "count", "hidden", "inner", "before", "changes"),
+    [*((*size, {}) for size in SIZES), *((*size, changes) for size in SIZES[1:3] for changes in (PLAIN, FIXED))],
 )
 def test_all_of_it(tokens, count, hidden, inner, before, changes, device):
     """Added to the residual stream: all kinds of tiles; a rank's part of down that begins within a block."""

@@ -64,8 +64,8 @@ def test_proposals_are_the_reference_s(made, page_size):
     """In one chunk and several, after drafts of which some are right, with steps that overlap. The text is the same."""
     folder, reference = made
     plain, fast = runners(folder, page_size)
-    asked = prompts(2, 12, 24, vocab_size=128)
-    sampling = Sampling(max_tokens=7, temperature=0.0, ignore_eos=True)
+    asked = prompts(2, 12, 20, vocab_size=128)
+    sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
     expected = Engine(plain, chunk=16, rows=6).generate(asked, sampling)
     drafter = Always(fast)
     assert Engine(fast, chunk=16, rows=6, drafter=drafter).generate(asked, sampling) == expected

@@ -280,11 +280,11 @@ def test_it_generates_what_the_plain_one_does(folder):
     shared = prompts(1, 30, 30, vocab_size=128)[0]
     asked = [shared + p for p in prompts(5, 1, 9, vocab_size=128, seed=1)]
     samplings = [
-        Sampling(max_tokens=6, temperature=0.0, ignore_eos=True),
-        Sampling(max_tokens=8, temperature=0.0, ignore_eos=True),
-        Sampling(max_tokens=4, temperature=1.0, seed=3, top_p=0.9, top_k=20, ignore_eos=True),
-        Sampling(max_tokens=4, temperature=0.7, seed=4, min_p=0.05, ignore_eos=True),
-        Sampling(max_tokens=4, temperature=0.0, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
+        Sampling(max_tokens=4, temperature=0.0, ignore_eos=True),
+        Sampling(max_tokens=5, temperature=0.0, ignore_eos=True),
+        Sampling(max_tokens=3, temperature=1.0, seed=3, top_p=0.9, top_k=20, ignore_eos=True),
+        Sampling(max_tokens=3, temperature=0.7, seed=4, min_p=0.05, ignore_eos=True),
+        Sampling(max_tokens=3, temperature=0.0, repetition_penalty=1.3, logprobs=2, ignore_eos=True),
     ]
     # Without and with what the host must know first.
     batches = [range(4), range(5)] if folder.name.startswith("llama") else [range(5)]
