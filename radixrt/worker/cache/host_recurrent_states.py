@@ -9,7 +9,7 @@ very tokens and namespace. Each path is leased, and what no lease holds any more
     tokens   [ a b c d e f ]    the state after c is in slot 3, the one after f on the device alone
     slots      0 0 3 0 0 0
 
-What was copied back stays here, too. When slots are short, one checkpoint goes after the other (see `snapshot_order`).
+What was copied back stays here, too. When slots are short, they go in the order of `checkpoint_order`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixrt.tree import Lease, RadixTree
-from radixrt.worker.cache.snapshot_order import CheckpointOrder
+from radixrt.worker.cache.checkpoint_order import CheckpointOrder
 from radixrt.worker.cache.tier import Event, Tokens
 
 Prefix = tuple[int, int]
