@@ -160,7 +160,7 @@ class Masks:
     """int64[N]: the requests' rows of the logits."""
 
 
-# ---------------------------------------------------------------- drawing
+# ---------------------------------------------------------------- sampling
 
 
 @dataclass(frozen=True, slots=True)

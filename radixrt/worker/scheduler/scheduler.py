@@ -12,7 +12,7 @@ Counts advance when a step is planned; token ids arrive when its result is appli
 step n runs: the sampled tokens that it needs are on the device.
 
     overlapped:      plan n   plan n+1   apply n   plan n+2   apply n+1
-                              `pending` tokens are sampled but not known to the host; the plan has FROM_DEVICE for them
+                              tokens in flight are sampled but not known to the host; the plan has FROM_DEVICE for them
     not overlapped:  plan n   apply n   plan n+1   apply n+1
 
 A grammar may force tokens after a sampled one: the request is then behind by these, and computes them as a chunk. If it

@@ -20,21 +20,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixrt.worker.cuda.attention import attend
-from radixrt.worker.cuda.sampling import sampling_kernels as drawing
+from radixrt.worker.cuda.sampling import sampling_kernels
 from radixrt.worker.cuda.moe import experts
 from radixrt.worker.cuda.latent import full_heads, latent
-from radixrt.worker.cuda.linear import invariant, gemm as products, quantize_activations as rounding
+from radixrt.worker.cuda.linear import invariant, gemm, quantize_activations
 from radixrt.worker.cuda.elementwise import kernels
 from radixrt.worker.cuda.recurrent import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda.linear import dequant as dequantizing, int4, lora
+from radixrt.worker.cuda.linear import dequant, int4, lora
 from radixrt.worker.cuda.latent import index_scores
 from radixrt.worker.cuda.attention import mixed_append
 from radixrt.worker.cuda.moe import packed_experts, routing
 from radixrt.worker.cuda.elementwise import residuals
 from radixrt.worker.cuda.host import host_pool
-from radixrt.worker.cuda.sampling import mtp as predicting, sampler
+from radixrt.worker.cuda.sampling import mtp, sampler
 from radixrt.worker.cuda.moe import router
-from radixrt.worker.cuda.linear import fp8 as scaled
+from radixrt.worker.cuda.linear import fp8 as fp8_products
 from radixrt.worker.cuda.latent import selection
 from radixrt.worker.cuda.attention import sinks, variants
 from radixrt.worker.cuda.linear import trials
@@ -88,23 +88,23 @@ for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
         build(residuals._add_normed_kernel, pointers, row | eps, both, 8)
 for group in (4096, 128):
     constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}
-    build(rounding._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
-cpu, wide = torch.device("cpu"), replace(scaled.BLOCKS_WIDE, rows=64)
-rows = [products.streaming(16, 6144, 1, cpu), scaled.ALONE, scaled.SOME, scaled.MORE, *scaled.MANY]
-kinds = [(t, 1) for t in rows] + [(t, 2) for t in (scaled.BLOCKS_ALONE, scaled.BLOCKS, scaled.BLOCKS_WIDE, wide)]
-kinds = [*((products.streaming(rows, 6144, 2, cpu), 0) for rows in products.STREAMED), *kinds]
+    build(quantize_activations._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
+cpu, wide = torch.device("cpu"), replace(fp8_products.BLOCKS_WIDE, rows=64)
+rows = [gemm.streaming(16, 6144, 1, cpu), fp8_products.ALONE, fp8_products.SOME, fp8_products.MORE, *fp8_products.MANY]
+kinds = [(t, 1) for t in rows] + [(t, 2) for t in (fp8_products.BLOCKS_ALONE, fp8_products.BLOCKS, fp8_products.BLOCKS_WIDE, wide)]
+kinds = [*((gemm.streaming(rows, 6144, 2, cpu), 0) for rows in gemm.STREAMED), *kinds]
 for t, scales in (kinds if every else kinds[1::6]):
     if scales and fp8 != "*fp8e4nv":
         continue
-    at_once = products.AT_ONCE if scales == 2 and t.columns < 128 else 1
+    at_once = gemm.AT_ONCE if scales == 2 and t.columns < 128 else 1
     which = {"SPLITS": 1 if scales else 4, "SCALES": scales, "AT_ONCE": at_once}
-    which |= {"BIAS": True, "ADD": True, "WHOLE": True, "AHEAD": products.AHEAD}
+    which |= {"BIAS": True, "ADD": True, "WHOLE": True, "AHEAD": gemm.AHEAD}
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BLOCK": 128}
     numbers = dict.fromkeys(("rows", "columns", "depth", "x_stride", "stride"), i)
     kind, room = fp8 if scales else "*bf16", 232_448 if target.arch >= 90 else 166_912
     pointers = [kind, "*fp32", kind, "*fp32", "*bf16", "*bf16", "*fp32", "*i32"]
-    stages = products.stages(t, at_once * (1 if scales else 2), room)
-    build(products._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
+    stages = gemm.stages(t, at_once * (1 if scales else 2), room)
+    build(gemm._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 scales = {"eps": f, "k_scale": f, "v_scale": f}
 heads = {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCK": 64, "GROUP": 16, "NORM": True, "LIMIT": 448.0}
 whole = {"HEADS": 48, "KV_HEADS": 8, "DIM": 128, "BLOCK": 8192}
@@ -130,17 +130,17 @@ numbers = dict.fromkeys(("offset", "num_planes", "row_stride", "words"), i) | {"
 for out, word in ((True, "*i64"), (False, "*u8")):
     build(host_pool._copy_kernel, [word, word, "*i32"], numbers, {"OUT": out, "PLANES": 8, "WORDS": 128})
 build(kernels._resolve_kernel, ["*i32"] * 4, {"count": i}, {"BLOCK": 256})
-build(drawing._mask_kernel, ["*fp32", "*i64", "*i32"], {"words": i, "vocab": i, "stride": i}, {"BLOCK": 64})
+build(sampling_kernels._mask_kernel, ["*fp32", "*i64", "*i32"], {"words": i, "vocab": i, "stride": i}, {"BLOCK": 64})
 numbers = {"vocab": i, "stride": i, "blocks": i}
-build(drawing._largest_kernel, ["*fp32", "*fp32", "*i32"], {"first": i} | numbers, {"BLOCK": 4096}, 8)
-build(predicting._accept_kernel, ["*i32"] * 9, {}, {}, 1)
+build(sampling_kernels._largest_kernel, ["*fp32", "*fp32", "*i32"], {"first": i} | numbers, {"BLOCK": 4096}, 8)
+build(mtp._accept_kernel, ["*i32"] * 9, {}, {}, 1)
 places = {"PAGE": 16, "PARTS": 12, "WIDTH": 16, "KEYS": 32, "ITEM": 8}
-build(predicting._place_kernel, ["*i32"] * 6, {"stride": i}, places)
-build(drawing._largest_block_kernel, ["*fp32", "*i32", "*i32"], {"rows": i, "blocks": i}, {"BLOCKS": 32}, 1)
+build(mtp._place_kernel, ["*i32"] * 6, {"stride": i}, places)
+build(sampling_kernels._largest_block_kernel, ["*fp32", "*i32", "*i32"], {"rows": i, "blocks": i}, {"BLOCKS": 32}, 1)
 pointers = ["*fp32", "*i32", "*fp32", "*i64", "*fp32", "*fp32", "*i64"]
 numbers = {"vocab": i, "stride": i, "blocks": i}
 for kept in (True, False)[: 2 if every else 1]:
-    build(drawing._perturbed_kernel, pointers, numbers, {"KEPT": kept, "BLOCK": 4096}, 8)
+    build(sampling_kernels._perturbed_kernel, pointers, numbers, {"KEPT": kept, "BLOCK": 4096}, 8)
 counts = {"IN_PROMPT": sampler.IN_PROMPT, "BLOCK": 256}
 build(sampler._note_kernel, ["*i32"] * 2, {"entries": i, "vocab": i}, counts)
 numbers = {"requests": i, "vocab": i, "stride": i}
@@ -308,7 +308,7 @@ for t, kind, half in [*few, *more] if every else few[-1:]:
     if t is int4.FEW:
         which |= {"COLUMNS": 64, "WORDS": 32, "MIDDLE": 8, "BITS": True}
         numbers = dict.fromkeys(("first_row", "count", "columns", "depth"), i)
-        build(dequantizing._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
+        build(dequant._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
 """
 
 SPECIALISED = """
@@ -508,29 +508,29 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda.attention import attend, hopper
 from radixrt.worker.cuda.elementwise import kernels
-from radixrt.worker.cuda.linear import gemm as products, fp8 as scaled
+from radixrt.worker.cuda.linear import gemm, fp8 as fp8_products
 
 for kernel in (attend._attend_kernel, hopper._attend_specialised, kernels._gather_kernel):
     stride = next(parameter for parameter in kernel.params if parameter.name == "stride")
     assert stride.do_not_specialize, "compiled anew for a page table of another width"
 
-kernel, depth = products._product_kernel, 4096
+kernel, depth = gemm._product_kernel, 4096
 pointers = dict(x_ptr="*fp8e4nv", weight_ptr="*fp8e4nv", x_scales_ptr="*fp32", scales_ptr="*fp32", bias_ptr="*bf16")
 pointers |= {"out_ptr": "*bf16", "sums_ptr": "*bf16", "counts_ptr": "*bf16"}
-deep = products.Tile(16, 64, 256, 4, 8)
-tiles = [(tile, 1) for tile in (deep, scaled.ALONE, scaled.SOME, scaled.MORE, *scaled.MANY)]
-tiles += [(tile, 2) for tile in (scaled.BLOCKS, scaled.BLOCKS_ALONE, scaled.BLOCKS_WIDE)]
+deep = gemm.Tile(16, 64, 256, 4, 8)
+tiles = [(tile, 1) for tile in (deep, fp8_products.ALONE, fp8_products.SOME, fp8_products.MORE, *fp8_products.MANY)]
+tiles += [(tile, 2) for tile in (fp8_products.BLOCKS, fp8_products.BLOCKS_ALONE, fp8_products.BLOCKS_WIDE)]
 chips = (89, 101_376), (90, 232_448), (120, 101_376)
 for tile, scales, capability, room in [(*tile, *chip) for tile in tiles for chip in chips]:
-    at_once = products.blocks_at_once(tile, depth, room) if scales == 2 else 1
+    at_once = gemm.blocks_at_once(tile, depth, room) if scales == 2 else 1
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "BLOCK": 128, "SCALES": scales}
-    constants |= {"SPLITS": 1, "BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": at_once, "AHEAD": products.AHEAD}
+    constants |= {"SPLITS": 1, "BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": at_once, "AHEAD": gemm.AHEAD}
     constants["EARLY"] = capability >= 90
     types = dict.fromkeys(constants, "constexpr") | pointers
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "columns", "depth")}
-    options = {"num_warps": tile.warps, "num_stages": products.stages(tile, at_once, room)}
+    options = {"num_warps": tile.warps, "num_stages": gemm.stages(tile, at_once, room)}
     built = compile(ASTSource(kernel, signature, fixed, aligned), GPUTarget("cuda", capability, 32), options)
     assert built.metadata.shared <= room, (tile, capability, built.metadata.shared)
 """

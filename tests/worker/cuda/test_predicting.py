@@ -1,5 +1,6 @@
 """Proposals of the GPU's runner, in Triton's interpreter, against those of the plain one and the reference. Where there
 is a GPU, only the kernels are tested here; the runner is in tests/gpu."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -47,7 +47,8 @@ PREFIXES, TAILS, SHARED_PREFIXES = 1 << 16, 1 << 17, 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """The chip that FA3 has to fill: each of `num_sms` computes a tile of one of `heads` at a time."""
+    """The chip that FA3 has to fill: each multiprocessor (there are `num_sms`) computes a tile of one of `heads` at a
+    time."""
 
     heads: int
     num_sms: int

@@ -54,7 +54,7 @@ def norm(
     bias: torch.Tensor | None = None,
 ) -> Activations:
     """RMSNorm of x[T, H], after subtracting the mean if `centered`, times a weight in the dtype of x or float32, maybe
-    plus a bias; with a `fp8_scaling`, quantized to FP8."""
+    plus a bias; with an `fp8_scaling`, quantized to FP8."""
     rows, size = x.shape
     group, block, warps = launch_sizes(size, fp8_scaling)
     found, values, scales, stride = result(x, rows, size, fp8_scaling)
@@ -116,8 +116,8 @@ def _gate_kernel(
 def gate(
     x: torch.Tensor, activation: str, fp8_scaling: Fp8Scaling | None = None, up: torch.Tensor | None = None
 ) -> Activations:  # fmt: skip
-    """act(first half) * second half of x[T, 2 I], or act(x) * up of x[T, I] and up[T, I]: [T, I]; with a `fp8_scaling`,
-    quantized to FP8."""
+    """act(first half) * second half of x[T, 2 I], or act(x) * up of x[T, I] and up[T, I]: [T, I]; with an
+    `fp8_scaling`, quantized to FP8."""
     x, up = x.chunk(2, dim=1) if up is None else (x, up)
     rows, size = x.shape
     if fp8_scaling is None:
@@ -152,7 +152,7 @@ def _squared_relu_kernel(
 
 
 def squared_relu(x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> Activations:
-    """relu(x[T, I])^2: in place; with a `fp8_scaling`, quantized to FP8."""
+    """relu(x[T, I])^2: in place; with an `fp8_scaling`, quantized to FP8."""
     rows, size = x.shape
     found: Activations = x
     if fp8_scaling is None:

@@ -209,7 +209,7 @@ def multiply(
     """Write x[T, K] times weight[N, K] transposed, plus bias[N], to out[T, N], or with `add` add it there. All are
     contiguous. Sums are float32, except those of FP8, which are as wide as the tensor cores' accumulators. With a
     `fp8_scaling`, `scales` are those of x and of the weight (see `layers.fp8`); with block scales, `tile.depth` must
-    be that of a block. If the tile's stages do not fit the shared memory, fewer are used. Without a `fp8_scaling`,
+    be that of a block. If the tile's stages do not fit the shared memory, fewer are used. Without an `fp8_scaling`,
     `splits` programs can have a part of K each."""
     (rows, depth), columns = x.shape, len(weight)
     of_x, of_weight = (x, weight) if scales is None else scales

@@ -178,8 +178,9 @@ class Pass:
 
 
 class Predicting:
-    """The layer of one runner. `table` is its page table, whose last row is for padding; `num_sms` are those of the
-    device. A pass is captured for each number of requests in `sizes`, ascending; for others it runs without a graph."""
+    """The layer of one runner. `table` is its page table, whose last row is for padding; the device has `num_sms`
+    multiprocessors. A pass is captured for each number of requests in `sizes`, ascending; for others it runs without a
+    graph."""
 
     def __init__(
         self, model: Model, pages: Callable[[int], Pages], table: torch.Tensor, page_size: int, num_sms: int,
