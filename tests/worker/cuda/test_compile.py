@@ -91,7 +91,8 @@ for group in (4096, 128):
     build(quantize_activations._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
 cpu, wide = torch.device("cpu"), replace(fp8_products.BLOCKS_WIDE, rows=64)
 rows = [gemm.streaming(16, 6144, 1, cpu), fp8_products.ALONE, fp8_products.SOME, fp8_products.MORE, *fp8_products.MANY]
-kinds = [(t, 1) for t in rows] + [(t, 2) for t in (fp8_products.BLOCKS_ALONE, fp8_products.BLOCKS, fp8_products.BLOCKS_WIDE, wide)]
+blocks = fp8_products.BLOCKS_ALONE, fp8_products.BLOCKS, fp8_products.BLOCKS_WIDE, wide
+kinds = [(t, 1) for t in rows] + [(t, 2) for t in blocks]
 kinds = [*((gemm.streaming(rows, 6144, 2, cpu), 0) for rows in gemm.STREAMED), *kinds]
 for t, scales in (kinds if every else kinds[1::6]):
     if scales and fp8 != "*fp8e4nv":
