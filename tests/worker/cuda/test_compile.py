@@ -90,7 +90,8 @@ for group in (4096, 128):
     constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}
     build(quantize_activations._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
 cpu, wide = torch.device("cpu"), replace(fp8_products.BLOCKS_WIDE, rows=64)
-rows = [gemm.streaming(16, 6144, 1, cpu), fp8_products.ALONE, fp8_products.SOME, fp8_products.MORE, *fp8_products.MANY]
+by_rows = fp8_products.ALONE, fp8_products.TILE_32, fp8_products.TILE_64, *fp8_products.LARGE_TILES
+rows = [gemm.streaming(16, 6144, 1, cpu), *by_rows]
 blocks = fp8_products.BLOCKS_ALONE, fp8_products.BLOCKS, fp8_products.BLOCKS_WIDE, wide
 kinds = [(t, 1) for t in rows] + [(t, 2) for t in blocks]
 kinds = [*((gemm.streaming(rows, 6144, 2, cpu), 0) for rows in gemm.STREAMED), *kinds]
@@ -187,7 +188,8 @@ pointers = ["*bf16", "*bf16", "*i32", "*i32", "*bf16", "*bf16"]
 build(experts._combine_kernel, pointers, {"size": i}, {"CHOSEN": 8, "BIAS": True, "BLOCK": 1024})
 constants = {"ACTIVATION": 3, "BINS": 32, "BLOCK": 1024}
 build(experts._biased_gate_kernel, ["*bf16", "*bf16", "*i32", "*bf16"], {"size": i, "count": i}, constants)
-kinds = [(t, False) for t in ((experts.FEW, experts.SOME, experts.MANY) if every else ())] + [(experts.FEW, True)]
+tiles = (experts.TILE_16, experts.TILE_32, experts.TILE_64) if every else ()
+kinds = [(t, False) for t in tiles] + [(experts.TILE_16, True)]
 for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, True)]:
     tile = {"ROWS": t.rows, "COLUMNS": t.columns // (1 + gated), "DEPTH": t.depth, "FIELDS": 3}
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True, "FLIPPED": flipped}
@@ -400,7 +402,7 @@ if every:
 constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE, "SINKS": True}
 pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*fp32", "*bf16"]
 build(attend._merge_kernel, pointers, {}, constants, 1)
-constants = {"HEADS": 32, "DIM": 64, "SOME": 16, "WIDTH": 64}
+constants = {"HEADS": 32, "DIM": 64, "BLOCK": 16, "WIDTH": 64}
 build(sinks._sink_kernel, ["*bf16", "*fp32", "*fp32"], {}, constants)
 if int(sys.argv[1]) == 90:
     from radixrt.worker.cuda.attention import hopper
@@ -519,7 +521,8 @@ kernel, depth = gemm._product_kernel, 4096
 pointers = dict(x_ptr="*fp8e4nv", weight_ptr="*fp8e4nv", x_scales_ptr="*fp32", scales_ptr="*fp32", bias_ptr="*bf16")
 pointers |= {"out_ptr": "*bf16", "sums_ptr": "*bf16", "counts_ptr": "*bf16"}
 deep = gemm.Tile(16, 64, 256, 4, 8)
-tiles = [(tile, 1) for tile in (deep, fp8_products.ALONE, fp8_products.SOME, fp8_products.MORE, *fp8_products.MANY)]
+by_rows = fp8_products.ALONE, fp8_products.TILE_32, fp8_products.TILE_64, *fp8_products.LARGE_TILES
+tiles = [(tile, 1) for tile in (deep, *by_rows)]
 tiles += [(tile, 2) for tile in (fp8_products.BLOCKS, fp8_products.BLOCKS_ALONE, fp8_products.BLOCKS_WIDE)]
 chips = (89, 101_376), (90, 232_448), (120, 101_376)
 for tile, scales, capability, room in [(*tile, *chip) for tile in tiles for chip in chips]:
