@@ -216,8 +216,8 @@ class HostRecurrentStatePool:
         assert places == list(range(1, self.total + 1)), "every slot is in one place"
         assert set(self._order) == set(self._names) == set(self._prefixes)
         for slot, name in self._names.items():
-            found = np.frombuffer(name.values(name.length - self._page_size), np.int32)
-            assert found.tolist() == [slot], "a path ends with its slot"
+            ends = np.frombuffer(name.values(name.length - self._page_size), np.int32)
+            assert ends.tolist() == [slot], "a path ends with its slot"
         slots = np.frombuffer(self._tree.values(), np.int32)
         assert sorted(slots[slots > 0].tolist()) == sorted(self._names), "no other has one"
         assert not self._tree.evictable_tokens, "every path is that of a checkpoint"

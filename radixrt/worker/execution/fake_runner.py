@@ -197,7 +197,7 @@ class FakeRunner:
 
     def _propose(self, plan: Plan, tokens: list[int], stuck: dict[int, Stuck]) -> dict[int, list[int]]:
         """The formula's next tokens, some of them wrong. (Those of a grammar differ.)"""
-        found, drafts = {}, {draft.first: draft for draft in plan.drafts}
+        proposals, drafts = {}, {draft.first: draft for draft in plan.drafts}
         assert plan.proposes is not None
         for index in np.flatnonzero(plan.proposes).tolist():
             last = index + drafts[index].accepted(tokens) if index in drafts else index
@@ -206,8 +206,8 @@ class FakeRunner:
                 token = fake_token(token, at, self.vocab_size)
                 ids.append(token if (token + at) % self._truth else EOS + 1)
             if index not in stuck:
-                found[index] = ids
-        return found
+                proposals[index] = ids
+        return proposals
 
     def _follow_grammars(self, plan: Plan, inputs: SampleInputs, tokens: list[int]) -> dict[int, Stuck]:
         """Replace tokens by ones that the grammars allow, stop ids first. Returns, by index, why a request is stuck."""
@@ -319,13 +319,13 @@ class FakeRunner:
         assert len(set(work.slots.tolist())) == len(work.slots) and work.slots.all(), "each request has its own state"
         runs = work.runs if work.runs.size else np.ones_like(work.slots)
         previous = np.where(runs > 0, work.slots, np.roll(work.slots, 1))
-        for request, ended, slot, source, start, found in zip(
+        for request, ended, slot, source, start, hashed in zip(
             plan.requests, finished, work.slots, previous, plan.starts, hashes, strict=True
         ):
             if not ended:
-                before = found[start - 1] if start else np.uint64(0)
+                before = hashed[start - 1] if start else np.uint64(0)
                 assert states[source] == before, f"request {request.id} would go on from another state"
-            states[slot] = found[-1]
+            states[slot] = hashed[-1]
         for live, tokens, slot in work.within.T:
             index = work.slots.tolist().index(live)
             assert 0 < tokens < plan.counts[index]

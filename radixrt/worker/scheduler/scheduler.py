@@ -421,8 +421,8 @@ class Scheduler:
         """Report requests with a grammar that have gained a token, and append the tokens that their grammars force
         next. The token that the step in flight samples for such a request is then discarded: the first forced token
         takes its place. Requests sit out if it takes long to tell what is forced."""
-        found = jump_all([request for request, _ in grown])
-        for (request, logprobs), forced in zip(grown, found, strict=True):
+        jumps = jump_all([request for request, _ in grown])
+        for (request, logprobs), forced in zip(grown, jumps, strict=True):
             if forced:
                 self._force(request, forced)
                 if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had

@@ -57,10 +57,10 @@ def norm(
     plus a bias; with an `fp8_scaling`, quantized to FP8."""
     rows, size = x.shape
     group, block, warps = launch_sizes(size, fp8_scaling)
-    found, values, scales, stride = result(x, rows, size, fp8_scaling)
+    normed, values, scales, stride = result(x, rows, size, fp8_scaling)
     launch(_norm_kernel, (rows,), None, x, weight, weight if bias is None else bias, values, scales, eps, size, stride,
            group, LIMIT, block, centered, bias is not None, num_warps=warps)  # fmt: skip
-    return found
+    return normed
 
 
 # ---------------------------------------------------------------- gate
@@ -124,13 +124,13 @@ def gate(
         group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
     else:
         group, block, warps = launch_sizes(size, fp8_scaling)
-    found, values, scales, stride = result(x, rows, size, fp8_scaling)
+    gated, values, scales, stride = result(x, rows, size, fp8_scaling)
     launch(
         _gate_kernel, (rows, triton.cdiv(size, block)), None,
         x, up, values, scales, size, x.stride(0), up.stride(0), stride, ACTIVATIONS[activation], group, LIMIT, block,
         num_warps=warps,
     )  # fmt: skip
-    return found
+    return gated
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -154,18 +154,18 @@ def _squared_relu_kernel(
 def squared_relu(x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> Activations:
     """relu(x[T, I])^2: in place; with an `fp8_scaling`, quantized to FP8."""
     rows, size = x.shape
-    found: Activations = x
+    squared: Activations = x
     if fp8_scaling is None:
         group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
         values, scales, stride = x, x, 0
     else:
         group, block, warps = launch_sizes(size, fp8_scaling)
-        found, values, scales, stride = result(x, rows, size, fp8_scaling)
+        squared, values, scales, stride = result(x, rows, size, fp8_scaling)
     launch(
         _squared_relu_kernel, (rows, triton.cdiv(size, block)), None, x, values, scales, size, stride, group, LIMIT,
         block, num_warps=warps,
     )  # fmt: skip
-    return found
+    return squared
 
 
 # ---------------------------------------------------------------- norm of heads, rotation, pages

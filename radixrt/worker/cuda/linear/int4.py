@@ -234,17 +234,17 @@ def int4_linear(
     if not len(x):
         return out
     x = x.contiguous()
-    found = (MANY, 1) if batch_invariant else plan_for(len(x), *weight.shape, x.device)
+    plan = (MANY, 1) if batch_invariant else plan_for(len(x), *weight.shape, x.device)
     if not out.is_contiguous():
         result = int4_linear(x, weight, bias, batch_invariant)
         return out.add_(result) if add else out.copy_(result)
     kernel = None if batch_invariant else hopper_kernel(len(x), x.device, x.dtype)
     if kernel is not None and kernel.fits(x, weight, out):
         kernel.multiply(x, weight, out, *kernel.plan(len(x), *weight.shape, num_sms(x.device)), bias=bias, add=add)
-    elif found is None:
+    elif plan is None:
         by_torch(x, weight, out, bias=bias, add=add)
     else:
-        multiply(x, weight, out, *found, bias=bias, add=add)
+        multiply(x, weight, out, *plan, bias=bias, add=add)
     return out
 
 

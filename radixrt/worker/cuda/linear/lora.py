@@ -89,11 +89,11 @@ def work(rows: Rows, adapters: int, tile_rows: int) -> Work:
     if known is None:
         assert rows.adapters is not None
         count = len(rows.adapters)
-        found, order = rows.adapters.sort(stable=True)
+        adapter_of, order = rows.adapters.sort(stable=True)
         most = min(count, count // tile_rows + min(adapters, count))
-        tiles = torch.empty((most, FIELDS), dtype=torch.int32, device=found.device)
+        tiles = torch.empty((most, FIELDS), dtype=torch.int32, device=adapter_of.device)
         launch(
-            _list_kernel, (1, 1, 1), None, found, tiles, count, adapters, most, tile_rows,
+            _list_kernel, (1, 1, 1), None, adapter_of, tiles, count, adapters, most, tile_rows,
             triton.next_power_of_2(adapters), 256, FIELDS, num_warps=4,
         )  # fmt: skip
         known = rows.kept[tile_rows] = Work(order, tiles)

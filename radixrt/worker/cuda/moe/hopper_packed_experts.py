@@ -367,5 +367,5 @@ def _apart(device: torch.device, kind: Kind) -> float:
     each = [a.float() @ stack.dequantized(n, torch.float32).T for n, a in enumerate(x.split(counts))]
     with_bias = torch.cat([a + bias[n].float() for n, a in enumerate(each)]).bfloat16()
     exact = torch.cat(each).flatten(), plain(kernels.gate(with_bias, "silu")).float().flatten()
-    found = product(x, order, stack, None, kind=kind), product(x, order, stack, "silu", bias, kind=kind)
-    return max(float((a.float().flatten() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    results = product(x, order, stack, None, kind=kind), product(x, order, stack, "silu", bias, kind=kind)
+    return max(float((a.float().flatten() - b).norm() / b.norm()) for a, b in zip(results, exact, strict=True))
