@@ -82,7 +82,7 @@ class Workers:
         return name in self._closed
 
     def has_other(self, worker: Worker) -> bool:
-        """Whether another worker serves its model, gets new runs, and gets on."""
+        """Whether another worker serves its model, gets new runs, and makes progress."""
         others = (m for m in self if m is not worker and m.name not in self._closed and not m.stuck)
         return any(m.info.model == worker.info.model for m in others)
 

@@ -154,9 +154,9 @@ for t in invariant.TILES if every else invariant.TILES[:1]:
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
 listed = {"ROWS": 16, "ADAPTERS": 8, "BLOCK": 256, "FIELDS": lora.FIELDS}
 build(lora._list_kernel, ["*i32", "*i32"], dict.fromkeys(("rows", "adapters", "most"), i), listed)
-for down, up in (lora.FEW, lora.MANY) if every else (lora.FEW,):
+for down, up in (lora.SMALL_TILES, lora.LARGE_TILES) if every else (lora.SMALL_TILES,):
     numbers = dict.fromkeys(("rows", "depth", "columns", "x_stride", "blocks"), i)
-    fixed = {"FIELDS": lora.FIELDS, "WHOLE": down is lora.FEW[0]}
+    fixed = {"FIELDS": lora.FIELDS, "WHOLE": down is lora.SMALL_TILES[0]}
     tile = {"ROWS": down.rows, "COLUMNS": down.columns, "DEPTH": down.depth} | fixed
     pointers = ["*bf16", "*bf16", "*i32", "*i64", "*fp32"]
     build(lora._shrink_kernel, pointers, numbers, tile, down.warps, down.stages)
@@ -283,7 +283,7 @@ for first in (False, True):
 """
 
 PACKED = """
-pairs = [packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST]
+pairs = [packed_experts.TILES_16, packed_experts.TILES_32, packed_experts.TILES_64, packed_experts.TILES_128]
 some = [(t, gated) for pair in (pairs if every else pairs[:1]) for t, gated in zip(pair, (True, False))]
 groups = {0: (False, 1), 2: (True, 2), 4: (True, 3), 8: (False, 4)}
 for t, gated, kind in [(*one, kind) for one in some for kind in (8, 0)][: None if every else 3]:
@@ -297,8 +297,8 @@ for t, gated, kind in [(*one, kind) for one in some for kind in (8, 0)][: None i
     stages = int4.fitting_stages(t, words, groups[kind][1], 1 + gated, room, target.arch >= 90)
     build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
-few = [(int4.FEW, *kind) for kind in ((2, "*bf16"), (4, "*bf16"), (8, "*fp16"))]
-more = [(t, 2, "*bf16") for t in (int4.SOME, int4.MANY, int4.WIDE, int4.LARGE)]
+few = [(int4.TILE_16, *kind) for kind in ((2, "*bf16"), (4, "*bf16"), (8, "*fp16"))]
+more = [(t, 2, "*bf16") for t in (int4.TILE_32, int4.TILE_64, int4.WIDE, int4.LARGE)]
 for t, kind, half in [*few, *more] if every else few[-1:]:
     which = {"GROUPS": kind} | dict(zip(("ZEROS", "FACTS"), groups[kind]))
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "SPLITS": 2}
@@ -308,7 +308,7 @@ for t, kind, half in [*few, *more] if every else few[-1:]:
     for room in (164_000, 101_376) if t.rows * t.columns in (64 * 64, 128 * 128) else (164_000,):
         stages = int4.fitting_stages(t, 32, groups[kind][1], 1, room, target.arch >= 90)
         build(int4._product_kernel, pointers, numbers, fixed | tile | which, t.warps, stages, room)
-    if t is int4.FEW:
+    if t is int4.TILE_16:
         which |= {"COLUMNS": 64, "WORDS": 32, "MIDDLE": 8, "BITS": True}
         numbers = dict.fromkeys(("first_row", "count", "columns", "depth"), i)
         build(dequant._dequantize_kernel, ["*i32", "*i32", half], numbers, which)

@@ -274,18 +274,18 @@ def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> T
     return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
 
 
-MAX_SPLITS, FEWEST_SPLITS, MIN_SPLIT_BLOCKS = 8, 3, 2
+MAX_SPLITS, MIN_SPLITS, MIN_SPLIT_BLOCKS = 8, 3, 2
 """Limits of `splits_for`: splits of a product, and steps along K of a split (bench/splits.py)."""
 
 
 @functools.cache
 def splits_for(columns: int, depth: int, device: torch.device) -> int:
     """The number of programs that divide K of a weight [columns, depth] of 16 bits in the tiles of `streaming`: as many
-    as there are multiprocessors for, if that is at least FEWEST_SPLITS. (With half of the multiprocessors a weight is
+    as there are multiprocessors for, if that is at least MIN_SPLITS. (With half of the multiprocessors a weight is
     read as fast as with two splits.)"""
     blocks = triton.cdiv(depth, BYTES // 2)
     most = min(MAX_SPLITS, num_sms(device) // triton.cdiv(columns, COLUMNS), blocks // MIN_SPLIT_BLOCKS)
-    if most < FEWEST_SPLITS:
+    if most < MIN_SPLITS:
         return 1
     return triton.cdiv(blocks, triton.cdiv(blocks, most))  # none without steps
 

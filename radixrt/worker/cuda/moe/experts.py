@@ -415,7 +415,7 @@ def _add_packed(
         made = hopper.product(inner, order, down, None, kind=kind)
     else:
         mxfp4 = isinstance(down, PackedStack)
-        first, second = packed_experts.MANY if exact else packed_experts.tiles_for(rows, mxfp4)
+        first, second = packed_experts.TILES_64 if exact else packed_experts.tiles_for(rows, mxfp4)
         weights, order, _ = _begin(experts, logits, first.rows, x, None)
         inner = _inner(experts, partial(packed_experts.product, tile=first), x, order)
         made = packed_experts.product(inner, order, down, second, None)

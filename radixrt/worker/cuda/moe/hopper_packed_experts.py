@@ -293,14 +293,14 @@ class Kind:
     stages: int
 
 
-SOME, MANY = KINDS = Kind(128, 5), Kind(256, 3)
-FEWEST = 64
+TILE_128, TILE_256 = KINDS = Kind(128, 5), Kind(256, 3)
+MIN_ROWS = 64
 """The fewest rows per expert, on average, for which this kernel is used (bench/packed_experts.py)."""
 
 
 def kind_for(rows: float) -> Kind:
     """The tile for this number of rows per expert, on average."""
-    return SOME if rows <= SOME.rows else MANY
+    return TILE_128 if rows <= TILE_128.rows else TILE_256
 
 
 def fits(*widths: int) -> bool:
