@@ -496,7 +496,7 @@ HOPPER_PACKED = """
 from radixrt.worker.cuda.moe import hopper_packed_experts
 
 kind = next(kind for kind in hopper_packed_experts.KINDS if str(kind.rows) == sys.argv[2])
-stack = packed_experts._some_mxfp4(torch.Generator().manual_seed(0), torch.device("cpu"))
+stack, _ = trials.draw_experts(torch.Generator().manual_seed(0), torch.device("cpu"))
 x, bias = torch.zeros((200, stack.columns), dtype=torch.bfloat16), torch.zeros((4, 200), dtype=torch.bfloat16)
 order = SimpleNamespace(tiles=torch.zeros((9, 3), dtype=torch.int32), tokens=torch.zeros(200, dtype=torch.int32))
 for activation in (None, "clamped_swiglu"):
