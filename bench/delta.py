@@ -5,9 +5,9 @@ Qwen3-Next and Qwen3.5, with limits.
 
 Random weights, states and inputs in bfloat16, states in float32; decodes in several layers in turn, so that no state
 is in the cache, all in CUDA graphs. Limits: the bytes of the states read and written once, and of inputs and results,
-over the copy bandwidth; for prompts the FLOPs of chunks (see `cuda/delta_chunks.py`, without the inverse) over the rate
-of matrix products, if that takes longer. Both are measured in the same run. The error is relative to float32.
-With --sweep, all tiles are timed.
+over the copy bandwidth; for prompts the FLOPs of chunks (see `cuda/recurrent/delta_chunks.py`, without the inverse)
+over the rate of matrix products, if that takes longer. Both are measured in the same run. The error is relative to
+float32. With --sweep, all tiles are timed.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ limits.
 As `bench.delta`: random weights, states and inputs in bfloat16, states in float32; decodes in several layers in turn,
 all in CUDA graphs. The convolution, the state-space model and the gated norm are timed together. Limits: the bytes of
 the states read and written once, and of inputs and results, over the copy bandwidth; for prompts the FLOPs of chunks
-(see `cuda/mamba_chunks.py`) over the rate of matrix products, if that takes longer. With --torch, the time that torch
-takes for the same (`model/mamba_mixer.py`). With --sweep, all tiles are timed.
+(see `cuda/recurrent/mamba_chunks.py`) over the rate of matrix products, if that takes longer. With --torch, the time
+that torch takes for the same (`model/layers/recurrent/mamba_mixer.py`). With --sweep, all tiles are timed.
 """
 
 from __future__ import annotations

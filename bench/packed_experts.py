@@ -123,14 +123,14 @@ def on_hopper(layers: list[Experts], x: torch.Tensor) -> dict[str, float]:
     """Milliseconds per layer: without the kernel for Hopper, and with each of its tiles."""
     kernel = packed_experts._hopper(x.device)
     assert kernel is not None
-    before, found = (kernel.FEWEST, kernel.kind_for), {}
+    before, found = (kernel.MIN_ROWS, kernel.kind_for), {}
     rows = len(x) * layers[0].top_k / len(layers[0].down)
     for kind in (None, *(kind for kind in kernel.KINDS if rows / 4 <= kind.rows <= max(32, 4 * rows))):
-        kernel.FEWEST, kernel.kind_for = (0, lambda _, kind=kind: kind) if kind else (1e9, None)
+        kernel.MIN_ROWS, kernel.kind_for = (0, lambda _, kind=kind: kind) if kind else (1e9, None)
         wrong = error(layers[0], x)
         assert wrong < 2e-2, (kind, wrong)
         found[f"{kind.rows} rows" if kind else "not"] = layer_ms(ours.add, layers, x)
-    kernel.FEWEST, kernel.kind_for = before
+    kernel.MIN_ROWS, kernel.kind_for = before
     return found
 
 

@@ -360,7 +360,7 @@ LOADS: dict[str, tuple[Callable[[Fleet], Callable[[], None]], int, float]] = {
 # ---------------------------------------------------------------- choices
 
 Choice = Callable[..., tuple[Candidate, float]]
-"""A function with the signature of `placement.place`."""
+"""A function with the signature of `cost.place`."""
 
 
 def fewest(_tokens: int, workers: list[Candidate], *_: Any) -> tuple[Candidate, float]:

@@ -119,7 +119,7 @@ def test_what_http_says_of_a_server_that_is_about_to_end_or_does_not_get_on():
                 assert client.get("/health").json() == {"status": "ok", "workers": 1, "stalled_seconds": 0.0}
                 member.stuck = True
                 health = client.get("/health")
-                assert health.status_code == 503 and health.json()["reason"] == "no worker gets on"
+                assert health.status_code == 503 and health.json()["reason"] == "no worker makes progress"
                 core.drains.server = True
                 health = client.get("/health")
                 assert health.status_code == 503 and health.json()["status"] == "draining"
@@ -130,7 +130,7 @@ def test_what_http_says_of_a_server_that_is_about_to_end_or_does_not_get_on():
             front.stop()
 
 
-# ---------------------------------------------------------------- children that do not get on
+# ---------------------------------------------------------------- children that make no progress
 
 
 def test_pulses_say_for_how_long_none_has_come():

@@ -240,8 +240,8 @@ def check_model(folder: str | Path, impl: str = "auto") -> None:
         if impl == "radixrt":
             raise ValueError(not_served(family))
         return
-    own = OF_FAMILY.get(family, {}) if isinstance(family, str) else {}
-    _check(path, "", config, TEXT | own | {"text_config": TEXT})
+    of_family = OF_FAMILY.get(family, {}) if isinstance(family, str) else {}
+    _check(path, "", config, TEXT | of_family | {"text_config": TEXT})
     whole = config | {name: value for name, value in (config.get("text_config") or {}).items() if value is not None}
     for name in _needed(whole):
         if whole.get(name, 0) is None:
@@ -275,13 +275,13 @@ def read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_bytes())  # NaN and infinities are no JSON, but Python writes them
+        content = json.loads(path.read_bytes())  # NaN and infinities are no JSON, but Python writes them
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a JSON object: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is not a JSON object: it holds {reprlib.repr(found)}")
-    _check(path, "", found, TABLES.get(path.name, {}))
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object: it holds {reprlib.repr(content)}")
+    _check(path, "", content, TABLES.get(path.name, {}))
+    return content
 
 
 def _check(path: Path, within: str, found: Mapping[str, Any], table: Table) -> None:

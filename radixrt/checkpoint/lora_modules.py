@@ -83,10 +83,10 @@ def check_files(name: str, folder: Path) -> None:
 def _parse(text: str) -> LoraModule:
     if text.lstrip().startswith("{"):
         try:
-            found = msgspec.json.decode(text, type=_Json)
+            entry = msgspec.json.decode(text, type=_Json)
         except msgspec.DecodeError as error:
             raise ValueError(f"{FLAG} {text!r}: {error}") from error
-        name, path = found.name, found.path
+        name, path = entry.name, entry.path
     else:
         name, _, path = text.partition("=")
     if not name or not path:

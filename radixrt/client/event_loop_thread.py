@@ -27,7 +27,7 @@ class EventLoopThread:
         self._handover = threading.Lock()
         """Held while a call is handed to the loop, and while the loop is closed."""
         self._closing = threading.RLock()
-        """Held by the thread that closes the portal."""
+        """Held by the thread that calls `close`."""
         self._thread = threading.Thread(target=self._run, name="radixrt-client", daemon=True)
         self._thread.start()
 
@@ -46,7 +46,7 @@ class EventLoopThread:
         """Await `function(*args, **kwargs)` on the loop, and return its result. An interrupt (Ctrl-C) cancels it, and
         gives it CANCEL_SECONDS to end.
 
-        Raises RuntimeError if the portal is closed, in a forked process, and on the loop's own thread, where it would
+        Raises RuntimeError if it is closed, in a forked process, and on the loop's own thread, where it would
         wait for itself."""
         if self.closed or self._is_here():
             raise RuntimeError(self._refusal())
@@ -83,7 +83,7 @@ class EventLoopThread:
                     return
         finally:
             # A generator that was not exhausted is closed by the garbage collector: at any time, on any thread. If the
-            # portal was closed before, so was the iterator.
+            # event loop was closed before, so was the iterator.
             if not self.closed and not self._is_here():
                 self.call(items.aclose)
 

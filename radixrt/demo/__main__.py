@@ -79,8 +79,8 @@ def run_programs(client: Client, marks: Marks) -> None:
         ("Two hops through a table", [world.lookup], world.HOPS),
     ):
         say(f"\n   {title}")
-        found = act.run(client, tools, [task.text for task in tasks])
-        for task, (answer, calls) in zip(tasks, found, strict=True):
+        answers = act.run(client, tools, [task.text for task in tasks])
+        for task, (answer, calls) in zip(tasks, answers, strict=True):
             marks.show(task.text, answer, bool(calls) and task.truth in answer)
             for call in calls:
                 say(f"           {call}")

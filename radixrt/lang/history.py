@@ -62,16 +62,16 @@ class History:
         """`role` and `content` of each message, the open one included. Raises ValueError in a program without roles."""
         if self._roles is False:
             raise ValueError("messages, in a program without roles: it has text")
-        found: list[dict[str, str]] = []
+        messages: list[dict[str, str]] = []
         for one in self._transcript:
             match one:
                 case MessageSegment(role, content):
-                    found.append({"role": role, "content": content})
+                    messages.append({"role": role, "content": content})
                 case AssistantTurnStart():
-                    found.append({"role": "assistant", "content": ""})
+                    messages.append({"role": "assistant", "content": ""})
                 case TextSegment(text=text) | ChoiceSegment(text=text) | GeneratedSegment(text=text):
-                    found[-1]["content"] += text
-        return found
+                    messages[-1]["content"] += text
+        return messages
 
     def text(self) -> str:
         """The whole text. Raises ValueError in a program with roles."""

@@ -103,8 +103,8 @@ class SyncBranch:
 
         plain = [branch._branch for branch in branches]
         will_do = functools.partial(in_thread, until) if until else None
-        found = run_race(plain, run, will_do, Site.of(sys._getframe(1)))
-        branch, result = self._wait(found)
+        racing = run_race(plain, run, will_do, Site.of(sys._getframe(1)))
+        branch, result = self._wait(racing)
         return branches[plain.index(branch)], result
 
     def tool(

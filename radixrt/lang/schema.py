@@ -31,10 +31,10 @@ def _schema_text(name: str, schema: Any) -> str:
         return msgspec.json.encode(schema).decode()
     try:
         adapter = _adapter(schema)
-        found = msgspec.json.schema(schema) if adapter is None else adapter.json_schema()
+        json_schema = msgspec.json.schema(schema) if adapter is None else adapter.json_schema()
     except TypeError as error:
         raise TypeError(f"gen {name!r}: no schema is known of {schema!r}: {error}") from error
-    return msgspec.json.encode(found).decode()
+    return msgspec.json.encode(json_schema).decode()
 
 
 def parse(text: str, schema: Any) -> Any:

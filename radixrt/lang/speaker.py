@@ -178,8 +178,8 @@ class Speaker:
             lambda prompt: self._client.score(prompt, node.choices, origin=self._origin)
         )
         scores = {
-            choice: sum(found) / (len(found) if node.per_token else 1)
-            for choice, found in zip(node.choices, scored.logprobs, strict=True)
+            choice: sum(logprobs) / (len(logprobs) if node.per_token else 1)
+            for choice, logprobs in zip(node.choices, scored.logprobs, strict=True)
         }
         best = max(node.choices, key=scores.__getitem__)
         self.history.add_choice(best, state)

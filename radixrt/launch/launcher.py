@@ -6,7 +6,7 @@ A child reads its configuration from the pipe (one line of JSON, so that API key
 when the pipe closes, however its parent has ended. The router writes to another pipe once it listens; only then are the
 other children started. Children are in sessions of their own, so Ctrl-C reaches only the parent. It stops front ends,
 then workers, then the router, and kills those that do not exit in time. Before that it lets the router drain (see
-`shutdown`). By a third pipe a child shows that it gets on; one that does not is killed, and started again.
+`shutdown`). By a third pipe a child shows that it makes progress; one that does not is killed, and started again.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class Stack:
         return True
 
     def watch(self) -> int:
-        """Restart workers and front ends that fail while another one serves, or that do not get on. Returns an exit
+        """Restart workers and front ends that fail while another one serves, or that make no progress. Returns an exit
         code: 0 when asked to stop, 1 when the router, all workers or all front ends have ended."""
         while not self._stopping.wait(POLL_SECONDS):
             self._end_silent(time.monotonic())
@@ -248,7 +248,7 @@ class Stack:
         return 0
 
     def _end_silent(self, now: float) -> None:
-        """Kill the children that do not get on, and those that were restarted and do not begin to serve."""
+        """Kill the children that make no progress, and those that were restarted and do not begin to serve."""
         for child in self._subprocesses:
             incarnation = self._incarnations.get(child.name)
             late = incarnation is not None and now - incarnation.began > self._config.ready_timeout

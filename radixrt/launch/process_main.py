@@ -140,7 +140,7 @@ def _end_hanging(config: WorkerConfig, worker: Worker) -> None:
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback()
         worker.runner.kill()
-        say_leave(config.router, config.name, "it does not get on", os.getpid(), INCARNATION)
+        say_leave(config.router, config.name, "it makes no progress", os.getpid(), INCARNATION)
     os._exit(HANG_CODE)
 
 

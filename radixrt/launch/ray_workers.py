@@ -44,7 +44,7 @@ class Host:
         return self._process.pid
 
     def ended(self) -> int:
-        """Wait until the worker ends. Returns its exit code. Kills it if it does not get on."""
+        """Wait until the worker ends. Returns its exit code. Kills it if it makes no progress."""
         while True:
             try:
                 return self._process.wait(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""How a process shows its parent that it gets on, and how it ends.
+"""How a process shows its parent that it makes progress, and how it ends.
 
     SIGTERM, SIGINT       it drains: it takes nothing new, and ends when nothing is in flight, or after a time
     again                 it ends at once

@@ -27,11 +27,11 @@ the same time would count as one.)"""
 HURRIED_STOP_SECONDS = 3.0
 """As STOP_SECONDS, if everything is to end at once."""
 SILENT_SECONDS = {"router": 30.0, "frontend": 30.0, "worker": 60.0}
-"""A child that has not shown for this long that it gets on is killed."""
+"""A child that has not shown for this long that it makes progress is killed."""
 RESTART_CODE = 75
 """Exit code of a worker that was told to end in order to be started again."""
 HANG_CODE = 70
-"""Exit code of a worker that ends because it does not get on."""
+"""Exit code of a worker that ends because it makes no progress."""
 
 
 class Process(Protocol):
@@ -73,12 +73,12 @@ class Child:
         return self.process.poll() is None
 
     def end_if_silent(self, seconds: float, now: float) -> bool:
-        """Kill the process if it gets on no more: it has shown so before, and not for `seconds`. Returns whether it
-        was killed."""
+        """Kill the process if it makes no progress any more: it has shown some before, and not for `seconds`. Returns
+        whether it was killed."""
         silent = None if self.pulses is None else self.pulses.look(now)
         if silent is None or silent <= seconds:
             return False
-        log.error("%s (pid %s) has not got on for %.0f s: killed", self.name, self.process.pid, silent)
+        log.error("%s (pid %s) has made no progress for %.0f s: killed", self.name, self.process.pid, silent)
         self.process.kill()
         return True
 

@@ -1,4 +1,4 @@
-"""Notices a worker whose loop does not get on: a step that never ends, or anything else that the loop waits for.
+"""Notices a worker whose loop makes no progress: a step that never ends, or anything else that the loop waits for.
 
 The loop counts what it gets done. Another thread looks about once a second, and adds up the time in which nothing was.
 Only the time between its own looks counts, so a suspended machine, or a process that gets no processor, is not taken

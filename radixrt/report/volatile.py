@@ -200,10 +200,10 @@ def aligned(old: bytes, new: bytes, same: int) -> list[Change]:
     agreed, at, to = 0, same, same
     while (
         max(at, to) <= NEAR
-        and (found := realigned(old, new, at, to, MAX_SPAN_TOKENS, ANCHOR, MIN_SAME_TOKENS)) is not None
+        and (ends := realigned(old, new, at, to, MAX_SPAN_TOKENS, ANCHOR, MIN_SAME_TOKENS)) is not None
     ):
-        changes.append(Change(at, found[0], to, found[1]))
-        at, to = found
+        changes.append(Change(at, ends[0], to, ends[1]))
+        at, to = ends
         if len(changes) > MAX_SPANS:
             break
         length = _common(old, new, at, to)

@@ -451,7 +451,7 @@ class Worker:
             link.close()
 
     def _watch(self) -> float:
-        """Look whether the loop gets on. Returns the seconds since it last did."""
+        """Look whether the loop makes progress. Returns the seconds since it last did."""
         watchdog = self.watchdog
         stalled = watchdog.look(time.monotonic())
         if watchdog.hangs and self.on_hang is not None:

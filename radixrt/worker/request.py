@@ -263,14 +263,14 @@ class Request:
         """Ids that must not follow its tokens and `ahead`: those that would complete sequences of bad_token_ids, and
         below min_tokens stop ids. With a grammar, its mask has the latter."""
         s = self.sampling
-        found: set[int] = set()
+        banned: set[int] = set()
         if s.bad_token_ids:
             longest = max(map(len, s.bad_token_ids)) - 1
             recent = [*self.tokens[max(self.prompt_len, len(self.tokens) - longest) :], *ahead]
-            found = {last for *before, last in s.bad_token_ids if not before or recent[-len(before) :] == before}
+            banned = {last for *before, last in s.bad_token_ids if not before or recent[-len(before) :] == before}
         if s.grammar is None and len(self.tokens) + len(ahead) - self.prompt_len < s.min_tokens:
-            found |= self.stop_ids
-        return found
+            banned |= self.stop_ids
+        return banned
 
     def path(self, start: int, stop: int | None = None) -> memoryview:
         """Tokens [start, stop) as int32, without a copy. The view must be released before the sequence grows."""

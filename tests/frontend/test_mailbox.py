@@ -1,4 +1,4 @@
-"""What a mailbox does where its client does not read, or what is there must not be sent yet."""
+"""What an outbox does where its client does not read, or what is there must not be sent yet."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_responses_that_nobody_reads_are_bounded_for_a_tenant(served, caplog):
 
 @pytest.mark.slow
 def test_streams_that_nobody_reads_are_bounded_for_a_tenant(served, monkeypatch):
-    """By what waits in their mailboxes as well."""
+    """By what waits in their outboxes as well."""
     monkeypatch.setattr(unread, "MAX_TENANT_UNREAD_BYTES", 2 * MB)
     monkeypatch.setattr(outbox, "CLAIM_BYTES", 16 << 10)
     all = served._server.server_state.unread

@@ -925,7 +925,7 @@ def test_a_request_that_has_ended_waits_for_no_garbage_collector(end):
 
 
 def test_a_request_goes_where_its_prefix_can_be_continued():
-    """With recurrent states: two workers have cached all of it, and one has snapshots. Its last token is computed."""
+    """With recurrent states: two workers have cached all of it, and one has checkpoints. Its last token is computed."""
     core = core_with(register("a", num_states=9), register("b", num_states=9))
     prompt = ids(*range(5, 2005))
     for name, ends in (("a", ()), ("b", (1400, 2000))):

@@ -263,7 +263,7 @@ def test_a_worker_that_fails_now_and_then_is_not_set_aside():
 
 
 def test_if_all_are_set_aside_they_serve():
-    """Nothing is refused because of that, and each gets on as soon as it can."""
+    """Nothing is refused because of that, and each goes on as soon as it can."""
     cluster = Cluster(3, lambda name, run: True)
     for id in range(20):
         cluster.ask(id, prompt(id))

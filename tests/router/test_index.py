@@ -1,4 +1,4 @@
-"""The mirror of real radix trees, under random mutations, lost messages and late snapshots."""
+"""The mirror of real radix trees, under random mutations, lost messages and late resyncs."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_prefix_of_recurrent_states_counts_up_to_its_last_checkpoint():
     assert index.match("a", ids(1, 2, 3, 4, 5), 3) == {0: 2, 1: 5}
     assert index.match("a", ids(1, 2, 9)) == {0: 2, 1: 2} and index.match("b", ids(1, 2, 9)) == {1: 2}
     index.computing(0, 7, "a", ids(1, 2, 9, 9))
-    assert index.match("a", ids(1, 2, 9)) == {0: 3, 1: 2}, "what is being computed leaves a snapshot where others part"
+    assert index.match("a", ids(1, 2, 9)) == {0: 3, 1: 2}, "what is computed now leaves a checkpoint where others part"
     assert index.apply(0, StepDone([], Load(), 5, [Dropped(2)]))
     assert index.match("a", ids(1, 2, 3, 4, 5)) == {0: 2, 1: 5}
     assert not index.apply(0, StepDone([], Load(), 6, [saved(4, "a", 1)])), "it has no such slot"
@@ -153,7 +153,7 @@ def test_a_prefix_of_recurrent_states_counts_up_to_its_last_checkpoint():
     index.drop_worker(0)
     index.add_worker(0, fresh=True, num_states=4)
     assert index.apply(0, StepDone([], Load(), 0, stored))
-    assert index.match("a", ids(1, 2, 3, 4, 5)) == {1: 5}, "its snapshots have gone with it"
+    assert index.match("a", ids(1, 2, 3, 4, 5)) == {1: 5}, "its checkpoints have gone with it"
 
 
 def test_digests_of_prefixes():

@@ -104,8 +104,8 @@ def test_with_the_same_pid_what_it_holds_comes_as_a_resync(workers, index, count
     assert workers.mirror(worker(workers), HELD, 1.0) == [] and index.tokens == 0, "not before it comes"
     assert workers.ask_again(1.0 + RESYNC_SECONDS) == []
     assert workers.ask_again(1.1 + RESYNC_SECONDS) == [Order("w0", Resync())] == workers.ask_again(99.0)
-    snapshot = StepDone([], Load(), 9, HELD.events, resync=True)
-    assert workers.mirror(worker(workers), snapshot, 99.0) == [] and index.tokens == 3
+    resync = StepDone([], Load(), 9, HELD.events, resync=True)
+    assert workers.mirror(worker(workers), resync, 99.0) == [] and index.tokens == 3
     assert workers.ask_again(199.0) == [] and counters.snapshots == 3
     assert counters.workers_lost == 0
 

@@ -1,4 +1,4 @@
-"""Workers that live and do not get on, workers that are to leave, and a server that is about to end."""
+"""Workers that live and make no progress, workers that are to leave, and a server that is about to end."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def health(core: RouterCore) -> dict:
     return status.health(core, ProgramStateStore(1 << 20))
 
 
-# ---------------------------------------------------------------- workers that do not get on
+# ---------------------------------------------------------------- workers that make no progress
 
 
 def test_a_stuck_worker_is_taken_out_and_its_streams_go_on():
@@ -110,7 +110,7 @@ def test_those_that_were_with_it_do_not_hang_again():
     core.cancel(b"c", 3)
     hangs = None
     for id in (2, 4):
-        if id == 2:  # it gets on
+        if id == 2:  # it makes progress
             effects = core.step(tried[0], step(Output(tried[1].id, tokens=[12])), 14.0)
             (tried,) = runs(effects)
         else:

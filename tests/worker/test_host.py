@@ -410,7 +410,7 @@ def test_to_the_index_device_and_host_are_one_cache(seed: int, page_size: int) -
         bench.add(id, prompt, rng.randint(1, 6), namespace=rng.choice("ab"))
         for _ in range(rng.randint(0, 6)):
             bench.step()
-        mirror.tell(lost=rng.random() < 0.1, snapshot=rng.random() < 0.1)
+        mirror.tell(lost=rng.random() < 0.1, resync=rng.random() < 0.1)
         for trunk, namespace in itertools.product((*trunks, prompt), "ab"):
             path = np.array(trunk, np.int32)
             device = cache.prefixes.tree.match(namespace, path).length

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from radixrt.worker import status
+from radixrt.worker.cache.checkpoint_order import CheckpointOrder
 from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool
 from radixrt.worker.cache.host_tier import HostTier
 from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.cache.recurrent_states import RecurrentStatePool
-from radixrt.worker.cache.snapshot_order import CheckpointOrder
 from radixrt.worker.plan import STATE_TOKENS, Plan
 from radixrt.worker.scheduler import state_checkpoints
 from tests.worker.test_host_faults import load
@@ -617,7 +617,7 @@ def test_to_the_index_device_and_host_are_one_cache(seed: int, page_size: int, o
             bench.step()
         if rng.random() < 0.03:
             bench.cache.clear()
-        mirror.tell(lost=rng.random() < 0.1, snapshot=rng.random() < 0.1)
+        mirror.tell(lost=rng.random() < 0.1, resync=rng.random() < 0.1)
         for probe, namespace in itertools.product((prompt, *trunks), "ab"):
             found += mirror.check(probe, namespace, len(probe) - rng.randint(0, 2))
     assert found > 100 and (bench.cache.tier.states.onloaded or host_states == 2)

@@ -124,7 +124,7 @@ def first_mixers(folder, read) -> list:
 
 @pytest.mark.parametrize("kind", scaled.KINDS)
 def test_parts_in_fp8(checkpoint, tmp_path, kind):
-    """HybridLayers that ranks would cut are dequantized."""
+    """Blocks that ranks would cut are dequantized."""
     scales, config = scaled.KINDS[kind]
     folder = scaled.store(checkpoint("bamba", **SIZES)[0], tmp_path / "fp8", scales, ("in_proj", "out_proj"), **config)
 

@@ -215,7 +215,7 @@ def test_an_mlp_without_a_gate(checkpoint, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_heads_that_are_turned_otherwise_take_their_scales_along(checkpoint, tmp_path, kind):
-    """HybridLayers would come apart."""
+    """Blocks would come apart."""
     scales, config = KINDS[kind]
     folder = store(checkpoint("glm4", **SIZES)[0], tmp_path / "fp8", scales, **config)
     stored, wide = decoder(folder, Products.STORED), decoder(folder, Products.NONE)

@@ -294,7 +294,7 @@ class Slots(RuleBasedStateMachine):
             self.device[target] = self.device[source] if source else 0
 
     @invariant()
-    def every_snapshot_is_what_it_should_be(self) -> None:
+    def every_checkpoint_is_what_it_should_be(self) -> None:
         if hasattr(self, "states"):
             # What has just come there is what the device had; what was there already is not copied again.
             self.there = {p: self.there.get(p, self.known.get(p, 0)) for p in range(1, 8) if self.slot_there(p)}

@@ -33,13 +33,13 @@ class Mirror:
         self.index.add_worker(0, fresh=True, num_states=states)
         self._seq = 0
 
-    def tell(self, lost: bool = False, snapshot: bool = False) -> None:
-        """Tell the index what has changed; if that is `lost`, or a `checkpoint` is wanted, all there is."""
+    def tell(self, lost: bool = False, resync: bool = False) -> None:
+        """Tell the index what has changed; if that is `lost`, or a `resync` is wanted, all there is."""
         cache = self._bench.cache
         events = [_EVENTS[kind](*rest) for kind, *rest in cache.prefixes.drain_events()]
         step, self._seq = StepDone([], Load(), self._seq, events), self._seq + len(events)
         assert lost or self.index.apply(0, step)
-        if lost or snapshot:
+        if lost or resync:
             events = [_EVENTS[kind](*rest) for kind, *rest in cache.prefixes.resync_events()]
             assert self.index.apply(0, StepDone([], Load(), self._seq, events, resync=True))
 
@@ -66,7 +66,7 @@ def test_the_index_knows_where_a_prefix_can_be_continued(seed: int, page_size: i
             bench.step()
         if rng.random() < 0.05:
             bench.cache.clear()
-        mirror.tell(lost=rng.random() < 0.1, snapshot=rng.random() < 0.1)
+        mirror.tell(lost=rng.random() < 0.1, resync=rng.random() < 0.1)
         for probe, namespace in itertools.product((prompt, *trunks), "ab"):
             found += mirror.check(probe, namespace, len(probe) - rng.randint(0, 2))
     assert found or page_size > 1

@@ -1,4 +1,4 @@
-"""ASGI responses that send the parts in an exchange's mailbox, or its whole answer.
+"""ASGI responses that send the parts in an exchange's outbox, or its whole answer.
 
 The request's own coroutine wakes up, takes everything there is, and sends it in one write. If the client disconnects or
 does not read, the request is cancelled at the router.

@@ -1,6 +1,6 @@
 """One HTTP request in flight.
 
-transport --Delta--> Choice (text, stop strings, calls) --> gathered, or chunks in a mailbox
+transport --Delta--> Choice (text, stop strings, calls) --> gathered, or chunks in an outbox
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ class InfoRoutes:
         return json_response({"version": __version__})
 
     async def health(self, request: Request) -> Response:
-        """200 while a worker serves and gets on, else 503 with the reason; so while the server drains. `set_aside`
-        counts the workers that keep failing, if there are any."""
+        """200 while a worker serves and makes progress, else 503 with the reason; so while the server drains.
+        `set_aside` counts the workers that keep failing, if there are any."""
         try:
             health = await self._ask("").health()
         except (ApiError, ServerError) as problem:
@@ -103,7 +103,7 @@ class InfoRoutes:
             reason = "the server finishes the requests in flight, and ends"
             return json_response({"status": "draining", "reason": reason}, 503, {"retry-after": "5"})
         if not health["serving"]:
-            reason = "no worker gets on" if health["workers"] else "no worker serves yet"
+            reason = "no worker makes progress" if health["workers"] else "no worker serves yet"
             return json_response({"status": "unavailable", "reason": reason}, 503, {"retry-after": "1"})
         stalled = max(worker["stalled_seconds"] for worker in health["workers"])
         set_aside = sum(worker["set_aside"] for worker in health["workers"])

@@ -154,8 +154,8 @@ class Admission:
         seed = self._rng.getrandbits(48) if sampling.seed is None else sampling.seed
         for index in range(message.n):
             own_seed = (seed + index) & SEED_MASK
-            own = msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=own_seed, stop=())
-            request.runs.append(RunState(request, index, prompt, own, score_from))
+            of_choice = msgspec.structs.replace(sampling, max_tokens=max_tokens, seed=own_seed, stop=())
+            request.runs.append(RunState(request, index, prompt, of_choice, score_from))
 
     def _add_scores(self, request: Request, message: Score, prompt: bytes, serving: Serving, vocab_size: int) -> None:
         if not message.choices:

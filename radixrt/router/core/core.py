@@ -6,7 +6,7 @@ workers, and `dispatch` chooses one of them for each run.
 
     submit -> dispatched at once to the best worker -> its outputs become Deltas, one message per step and client
     worker fails a run -> it goes to another worker, until all have failed it (`failures`); then it ends with 500
-    worker does not get on -> its runs go to others, if any serve (`suspects`); it serves again when a step ends
+    worker makes no progress -> its runs go to others, if any serve (`suspects`); it serves again when a step ends
     worker lost -> its runs go to other workers, with the tokens emitted so far; streams continue
     a worker's message lost with a connection -> likewise, to any worker, this one included
     no worker left -> runs wait `worker_timeout * 2` for one to join, then fail with 503
@@ -271,7 +271,7 @@ class RouterCore:
             return [] if stuck else self._revive(name, now)
         if not stuck or not self.workers.has_other(worker):
             return []
-        log.warning("worker %s does not get on: no step has ended for %.0f s", name, stalled)
+        log.warning("worker %s makes no progress: no step has ended for %.0f s", name, stalled)
         self.counters.workers_stuck += 1
         return self._recovery.lost(self.workers.remove(name, may_return=True), now, hung=True)
 

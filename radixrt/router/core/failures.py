@@ -1,13 +1,13 @@
 """Who is at fault when a worker fails a run: the worker, the run, or another run of the same step.
 
     a run fails on a worker -> it goes to one that has not failed it
-                                 it gets on there        -> the worker was at fault
+                                 it makes progress there -> the worker was at fault
                                  all workers fail it     -> the run was: it ends with an error, and no worker is blamed
                                  its client ends it      -> nobody knows
 
 All runs that a worker fails at once are one incident, which counts once: one of them may have caused it. It is blamed
-on the worker only when all of them have got on elsewhere. So that they do, each is tried where no other suspect is
-(`needs_trial`). Invalid fields of requests are no failures.
+on the worker only when all of them have made progress elsewhere. So that they do, each is tried where no other
+suspect is (`needs_trial`). Invalid fields of requests are no failures.
 
 A worker that was at fault gets a run as a probe now and then, by which its share of failures is known. One that keeps
 failing is set aside: while others can serve it gets nothing but the probes.

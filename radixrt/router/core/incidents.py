@@ -142,7 +142,7 @@ class Failed(Protocol):
 
 
 class Incident:
-    """Runs that a worker failed at once. `open`: those of them that have neither got on elsewhere nor ended."""
+    """Runs that a worker failed at once. `open`: those of them that have neither made progress elsewhere nor ended."""
 
     __slots__ = ("excused", "gave_tokens", "open", "record", "together")
 
@@ -156,13 +156,14 @@ class Incident:
         """Whether a run that has ended may have caused it."""
 
     def is_doubtful(self, run: Failed) -> bool:
-        """Whether another request than that of `run` may have caused it: so it is if `run` has got on since then."""
+        """Whether another request than that of `run` may have caused it: so it is if `run` has gone on since then."""
         if self.excused or (self.together and run not in self.open):
             return True
         return any(other.request is not run.request for other in self.open)
 
     def settle(self, run: Failed, now: float) -> None:
-        """A run has got on elsewhere, or ended. If it was the last one, it is clear whether the worker is to blame."""
+        """A run has made progress elsewhere, or ended. After the last one it is clear whether the worker is to
+        blame."""
         self.open.discard(run)
         if not self.open and self.excused:
             self.record.excuse()

@@ -48,7 +48,7 @@ class AdapterChanges:
         self._adapter = Adapter("")
         """Of the current change."""
         self._waiting: set[int] = set()
-        """Numbers of the members that have not answered yet."""
+        """Numbers of the workers that have not answered yet."""
         self._errors: dict[str, str] = {}
         self._next_try = 0.0
         self._last_version = 0

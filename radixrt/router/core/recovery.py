@@ -1,8 +1,8 @@
 """Where runs go on that their worker fails, or serves no longer.
 
-a worker fails runs                  -> to workers that have not failed them, until all have (`failures`)
-a worker is lost, or leaves          -> to any other, but a run that has lost MAX_LOSSES of them ends
-a worker lives, and does not get on  -> likewise; those that may be the cause, one after the other (`suspects`)
+a worker fails runs                   -> to workers that have not failed them, until all have (`failures`)
+a worker is lost, or leaves           -> to any other, but a run that has lost MAX_LOSSES of them ends
+a worker lives, and makes no progress -> likewise; those that may be the cause, one after the other (`suspects`)
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Recovery:
         return effects + self._try_next(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Send runs that wait until others have got on, or have failed. To be called after each step of a worker, and
+        """Send runs that wait until others have gone on, or have failed. To be called after each step of a worker, and
         about once a second."""
         effects: list[Effect] = []
         if self._dispatcher.held:

@@ -82,7 +82,7 @@ class Workers:
         return name in self._closed
 
     def has_other(self, worker: Worker) -> bool:
-        """Whether another worker serves its model, gets new runs, and gets on."""
+        """Whether another worker serves its model, gets new runs, and makes progress."""
         others = (m for m in self if m is not worker and m.name not in self._closed and not m.stuck)
         return any(m.info.model == worker.info.model for m in others)
 
@@ -130,15 +130,15 @@ class Workers:
         """The workers that serve a model, or a version of an adapter (None: the one that new requests get), now. The
         result must not be modified."""
         key = model, self.version(model) if version is None else version
-        found = self._by_model.get(key)
-        if found is None:
+        serving = self._by_model.get(key)
+        if serving is None:
             workers = [worker for worker in self if worker.serves(*key)]
             vocab_size = max((m.info.vocab_size for m in workers), default=0)
             roomy = [worker for worker in workers if worker.name not in self._closed]
-            found = Serving(workers, roomy, vocab_size, max((m.token_limit for m in workers), default=0))
+            serving = Serving(workers, roomy, vocab_size, max((m.token_limit for m in workers), default=0))
             if workers:  # clients may request any name: others are not cached
-                self._by_model[key] = found
-        return found
+                self._by_model[key] = serving
+        return serving
 
     # ------------------------------------------------------------ come and go
 

@@ -153,10 +153,10 @@ class Index:
         """`hits`, of workers with recurrent states only as far as checkpoints reach."""
         limit = max(hits.values()) if most is None else min(max(hits.values()), most)
         digests = prefix_digests(namespace, ids[: limit * TOKEN_BYTES])
-        found = {}
+        continuable = {}
         for worker, hit in hits.items():
             checkpoints = self._checkpoints.get(worker)
             hit = hit if checkpoints is None else checkpoints.deepest(digests, min(hit, limit))
             if hit:
-                found[worker] = hit
-        return found
+                continuable[worker] = hit
+        return continuable

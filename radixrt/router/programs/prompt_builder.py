@@ -191,8 +191,8 @@ class PromptBuilder:
     def add_steps(self, transcript: Sequence[Segment]) -> Steps[None]:
         """`add` in steps."""
         open = None if self._open is None else "".join(self._open)
-        found = bulk_render(self._text, [message.fields for message in self._messages], open, transcript)
-        prompts = iter([(found.text, end) for end in found.ends] if found else ())
+        rendered = bulk_render(self._text, [message.fields for message in self._messages], open, transcript)
+        prompts = iter([(rendered.text, end) for end in rendered.ends] if rendered else ())
         for count, (i, one) in enumerate(_joined(transcript), 1):
             if count % STEP_SEGMENTS == 0:
                 yield None

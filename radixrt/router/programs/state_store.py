@@ -79,10 +79,10 @@ class ProgramStateStore:
 
     def drop(self, key: Key) -> None:
         """Forget a state, if it is known."""
-        own = self._states.get(key.tenant)
-        if own is None or (state := own.pop(key, None)) is None:
+        states = self._states.get(key.tenant)
+        if states is None or (state := states.pop(key, None)) is None:
             return
-        if not own:
+        if not states:
             del self._states[key.tenant]
         numbers = self._scopes[key[:2]]
         numbers.remove(key.number)
@@ -101,9 +101,9 @@ class ProgramStateStore:
         users: Counter[Piece] = Counter()
         sizes: defaultdict[str, int] = defaultdict(int)
         owners: dict[Piece, str] = {}
-        for tenant, own in self._states.items():
-            assert own, "a tenant without states is not known"
-            for state in own.values():
+        for tenant, states in self._states.items():
+            assert states, "a tenant without states is not known"
+            for state in states.values():
                 sizes[tenant] += state.size
                 users.update(state.ends)
                 assert state.chars == sum(len(part.text) for part in state.parts), "a state knows how long it is"

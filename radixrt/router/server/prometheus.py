@@ -57,8 +57,8 @@ class _Collector(Collector):
         for name, text in (
             ("redispatched", "Sequences that were continued by another worker."),
             ("workers_lost", "Workers that left or were lost."),
-            ("workers_stuck", "Of workers_lost, those that were heard, but did not get on."),
-            ("snapshots", "Snapshots requested from workers because the index had missed cache events."),
+            ("workers_stuck", "Of workers_lost, those that were heard, but made no progress."),
+            ("snapshots", "Resyncs requested from workers because the index had missed cache events."),
         ):
             yield CounterMetricFamily(f"radixrt_{name}", text, getattr(counters, name))
         yield CounterMetricFamily(

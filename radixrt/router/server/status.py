@@ -51,7 +51,7 @@ def tenant_health(core: RouterCore, states: ProgramStateStore, tenant: str) -> d
 def public_health(core: RouterCore) -> dict[str, Any]:
     """For those without a key: whether and where anything is served. `serving` is True while a worker serves and gets
     on; `draining`: new requests are refused. `max_model_len` is the largest of all workers, 0 without any. `stuck` are
-    the names of workers that do not get on; they serve only if there is no other."""
+    the names of workers that make no progress; they serve only if there is no other."""
     workers = list(core.workers)
     return {
         "serving": any(not m.stuck for m in workers),

@@ -9,7 +9,7 @@ very tokens and namespace. Each path is leased, and what no lease holds any more
     tokens   [ a b c d e f ]    the state after c is in slot 3, the one after f on the device alone
     slots      0 0 3 0 0 0
 
-What was copied back stays here, too. When slots are short, one checkpoint goes after the other (see `snapshot_order`).
+What was copied back stays here, too. When slots are short, they go in the order of `checkpoint_order`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixrt.tree import Lease, RadixTree
-from radixrt.worker.cache.snapshot_order import CheckpointOrder
+from radixrt.worker.cache.checkpoint_order import CheckpointOrder
 from radixrt.worker.cache.tier import Event, Tokens
 
 Prefix = tuple[int, int]
@@ -216,8 +216,8 @@ class HostRecurrentStatePool:
         assert places == list(range(1, self.total + 1)), "every slot is in one place"
         assert set(self._order) == set(self._names) == set(self._prefixes)
         for slot, name in self._names.items():
-            found = np.frombuffer(name.values(name.length - self._page_size), np.int32)
-            assert found.tolist() == [slot], "a path ends with its slot"
+            ends = np.frombuffer(name.values(name.length - self._page_size), np.int32)
+            assert ends.tolist() == [slot], "a path ends with its slot"
         slots = np.frombuffer(self._tree.values(), np.int32)
         assert sorted(slots[slots > 0].tolist()) == sorted(self._names), "no other has one"
         assert not self._tree.evictable_tokens, "every path is that of a checkpoint"

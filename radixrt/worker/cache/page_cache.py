@@ -33,7 +33,7 @@ class PageCache:
     `num_states` slots, of which slot 0 is never allocated, hold recurrent states; 0: the model has none.
     `num_host_pages` slots of host memory, of which slot 0 is not used, hold evicted pages; 0: there are none.
     `num_host_states` likewise for checkpoints of recurrent states: there are both if the model has such states.
-    `eviction_policy` is one of `eviction.POLICIES`. State checkpoints have an order of their own (`snapshot_order`).
+    `eviction_policy` is one of `eviction.POLICIES`. State checkpoints have an order of their own (`checkpoint_order`).
     """
 
     def __init__(

@@ -136,9 +136,9 @@ class Pins:
         self._make_room(tenant)
 
     def _make_room(self, tenant: str) -> None:
-        own = [key for key in self._pins if tenant_of(key[0]) == tenant]
-        count = len(own)
-        for key in own[:-1]:
+        keys = [key for key in self._pins if tenant_of(key[0]) == tenant]
+        count = len(keys)
+        for key in keys[:-1]:
             few = count <= MAX_PINS and self._lengths[tenant] <= MAX_OVERLAP * self.tenant_tokens
             if few and self.tokens(tenant) <= self.tenant_tokens:
                 break

@@ -16,7 +16,7 @@ after the accepted ones becomes the live one, without a copy:
 A page of the tree is in exactly one prefix, so a page names the checkpoint of the prefix that ends with it. Whoever
 matches a path in the tree can go on from the deepest of its pages that has a checkpoint, and has to compute the tokens
 after that again, although their KV is in pages. When a page leaves the tree, so does its checkpoint. When slots are
-short, one checkpoint goes after the other (see `snapshot_order`). With host memory for checkpoints, those that go
+short, one checkpoint goes after the other (see `checkpoint_order`). With host memory for checkpoints, those that go
 although they are valid are copied there, and back into the live state of a request that needs them (see
 `host_recurrent_states`).
 
@@ -33,8 +33,8 @@ import numpy as np
 
 from radixrt.messages.digests import prefix_digest
 from radixrt.tree import Match
+from radixrt.worker.cache.checkpoint_order import CheckpointOrder
 from radixrt.worker.cache.host_recurrent_states import UNKNOWN, HostRecurrentStatePool, NoHostStates, Prefix
-from radixrt.worker.cache.snapshot_order import CheckpointOrder
 from radixrt.worker.cache.tier import Event
 from radixrt.worker.plan import StateWork
 

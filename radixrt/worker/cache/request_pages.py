@@ -108,8 +108,8 @@ class RequestPages:
         if gained:
             first = start // self.page_size
             pages = int32(lease.values(start))
-            own = self.table[request.row, first : min(int(self._held[request.row]), first + len(pages))]
-            self._prefixes.free(own)
+            displaced = self.table[request.row, first : min(int(self._held[request.row]), first + len(pages))]
+            self._prefixes.free(displaced)
             self._fill(request.row, first, pages)
         most = min(lease.length, request.reusable)
         covered = self._states.covered(self.table[request.row], most)
@@ -242,10 +242,10 @@ class RequestPages:
     def drain_writes(self) -> np.ndarray:
         """The table's entries that have changed since the last call, int32[3, N]: row, index in the row, page."""
         writes, self._writes = self._writes, []
-        found = np.empty((3, sum(len(index) for _, index in writes)), dtype=np.int32)
+        packed = np.empty((3, sum(len(index) for _, index in writes)), dtype=np.int32)
         begin = 0
         for row, index in writes:
-            rows, indices, pages = found[:, begin : begin + len(index)]
+            rows, indices, pages = packed[:, begin : begin + len(index)]
             rows[:] = row
             if isinstance(index, range):
                 indices[:] = self._indices[index.start : index.stop]
@@ -254,7 +254,7 @@ class RequestPages:
                 indices[:] = index
                 pages[:] = self.table[row, index]
             begin += len(index)
-        return found
+        return packed
 
     # ------------------------------------------------------------ requests leave
 

@@ -127,7 +127,7 @@ class RetainedContexts:
     def arrived(self, request: Request) -> None:
         """Record a new request, and extend the context that it continues, if any. Of several, that is the one with the
         longest prompt and, among answers to the same prompt, the one with the longest common prefix."""
-        ids, found, longest = b"", None, (0, 0)
+        ids, context, longest = b"", None, (0, 0)
         for ended in self._all():
             if ended.namespace != request.namespace:
                 continue
@@ -135,20 +135,20 @@ class RetainedContexts:
             if ended.prompt >= longest[0] and ended.begins(ids):
                 common = ended.prompt, common_length(ended.ids, ids)
                 if common > longest:
-                    found, longest = ended, common
-        if found is None:
+                    context, longest = ended, common
+        if context is None:
             return
         now = time.monotonic()
-        if not found.came:
-            found.came = True
-            self._learn(now - found.since)
-        found.next.add(request.number)
-        found.since = now
-        (self._ended if found in self._ended else self._past).remove(found)
-        self._ended.append(found)
-        if not found.counted:
+        if not context.came:
+            context.came = True
+            self._learn(now - context.since)
+        context.next.add(request.number)
+        context.since = now
+        (self._ended if context in self._ended else self._past).remove(context)
+        self._ended.append(context)
+        if not context.counted:
             self.continuation_rate += _WEIGHT * (1 - self.continuation_rate)
-            self._count(found)
+            self._count(context)
 
     def _learn(self, seconds: float) -> None:
         """A next turn came so many seconds after the one before had ended."""

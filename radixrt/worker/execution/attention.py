@@ -101,9 +101,9 @@ class TorchAttention:
         assert self.pool.latent is not None
         each = 1 if self.exact else sparse.at_once(q.device, slots.shape[1] * q.shape[-1])
         parts = []
-        for some, own in zip(q.split(each), slots.split(each), strict=True):
-            k, _ = self.pool.read(layer, own.flatten(), q.dtype)
-            k = k.squeeze(1).unflatten(0, own.shape)
+        for some, selected in zip(q.split(each), slots.split(each), strict=True):
+            k, _ = self.pool.read(layer, selected.flatten(), q.dtype)
+            k = k.squeeze(1).unflatten(0, selected.shape)
             parts.append(sparse.attend(some, k, self.pool.latent, self._scale))
         return torch.cat(parts)
 
@@ -247,10 +247,10 @@ class SparseStep(TorchStep):
         parts = zip(*(x.split(self._counts) for x in index.queries()), self._slots, self._dense, strict=True)
         for request, (q, weights, slots, dense) in enumerate(parts):
             if dense < len(q):
-                found = sparse.select(
+                chosen = sparse.select(
                     q[dense:], weights[dense:], pool.read(number, slots), attention.top_k, attention.exact
                 )
-                self._selected[request] = slots[found]
+                self._selected[request] = slots[chosen]
 
     def _one(
         self, layer: int, q: torch.Tensor, slots: torch.Tensor, dense: int, selected: torch.Tensor

@@ -197,7 +197,7 @@ class FakeRunner:
 
     def _propose(self, plan: Plan, tokens: list[int], stuck: dict[int, Stuck]) -> dict[int, list[int]]:
         """The formula's next tokens, some of them wrong. (Those of a grammar differ.)"""
-        found, drafts = {}, {draft.first: draft for draft in plan.drafts}
+        proposals, drafts = {}, {draft.first: draft for draft in plan.drafts}
         assert plan.proposes is not None
         for index in np.flatnonzero(plan.proposes).tolist():
             last = index + drafts[index].accepted(tokens) if index in drafts else index
@@ -206,8 +206,8 @@ class FakeRunner:
                 token = fake_token(token, at, self.vocab_size)
                 ids.append(token if (token + at) % self._truth else EOS + 1)
             if index not in stuck:
-                found[index] = ids
-        return found
+                proposals[index] = ids
+        return proposals
 
     def _follow_grammars(self, plan: Plan, inputs: SampleInputs, tokens: list[int]) -> dict[int, Stuck]:
         """Replace tokens by ones that the grammars allow, stop ids first. Returns, by index, why a request is stuck."""
@@ -278,11 +278,11 @@ class FakeRunner:
         guessed = {draft.first + i: draft.ids[:i] for draft in plan.drafts for i in range(1, len(draft.ids) + 1)}
         assert self.histories is not None
         known = self.histories(plan)
-        over = [ended for _, ended in known]
+        finished = [ended for _, ended in known]
         for b, ((tokens, _), start, count) in enumerate(zip(known, plan.starts, plan.counts, strict=True)):
             slots, end = plan.slots[end : end + count], end + count
             history = np.array([*tokens, *guessed.get(b, ()), int(last[b])])[: start + count]
-            if not over[b]:
+            if not finished[b]:
                 history[-1] = last[b]
                 computed = plan.tokens[end - count : end]
                 assert np.array_equal(computed[computed != FROM_DEVICE], history[start:][computed != FROM_DEVICE])
@@ -290,8 +290,8 @@ class FakeRunner:
             real = slots >= self.page_size
             self._hashes[slots[real]] = expected[b][start:][real]
         if plan.states is not None:
-            self._check_states(plan, plan.states, expected, over)
-        for request, ended, slots, hashes in zip(plan.requests, over, read, expected, strict=True):
+            self._check_states(plan, plan.states, expected, finished)
+        for request, ended, slots, hashes in zip(plan.requests, finished, read, expected, strict=True):
             if not ended:
                 assert np.array_equal(self._hashes[slots], hashes), f"request {request.id} would read another's KV"
 
@@ -310,22 +310,22 @@ class FakeRunner:
         self._host_states[slot] = self._states[source]
         self._states[to] = self._host_states[held]
 
-    def _check_states(self, plan: Plan, work: StateWork, hashes: list[np.ndarray], over: list[bool]) -> None:
+    def _check_states(self, plan: Plan, work: StateWork, hashes: list[np.ndarray], finished: list[bool]) -> None:
         """Compare the states that a step goes on from with the expected ones, and do its copies. `hashes`: of the
-        tokens of each request up to the end of the step; `over`: which have ended."""
+        tokens of each request up to the end of the step; `finished`: which have ended."""
         states = self._states
         states[0] = 0
         states[work.restores[1]] = states[work.restores[0]]
         assert len(set(work.slots.tolist())) == len(work.slots) and work.slots.all(), "each request has its own state"
         runs = work.runs if work.runs.size else np.ones_like(work.slots)
         previous = np.where(runs > 0, work.slots, np.roll(work.slots, 1))
-        for request, ended, slot, source, start, found in zip(
-            plan.requests, over, work.slots, previous, plan.starts, hashes, strict=True
+        for request, ended, slot, source, start, hashed in zip(
+            plan.requests, finished, work.slots, previous, plan.starts, hashes, strict=True
         ):
             if not ended:
-                before = found[start - 1] if start else np.uint64(0)
+                before = hashed[start - 1] if start else np.uint64(0)
                 assert states[source] == before, f"request {request.id} would go on from another state"
-            states[slot] = found[-1]
+            states[slot] = hashed[-1]
         for live, tokens, slot in work.within.T:
             index = work.slots.tolist().index(live)
             assert 0 < tokens < plan.counts[index]

@@ -28,12 +28,12 @@ class MixedKVPool(KVPool):
         self._sources = sources
         self._own = [
             (
-                zeros((slots, own.kv_heads, own.head_dim), stored, device),
-                zeros((slots, own.kv_heads, own.value_dim), stored, device),
+                zeros((slots, sizes.kv_heads, sizes.head_dim), stored, device),
+                zeros((slots, sizes.kv_heads, sizes.value_dim), stored, device),
             )
             if sources[number] == number
             else None
-            for number, own in enumerate(layers)
+            for number, sizes in enumerate(layers)
         ]
 
     @property

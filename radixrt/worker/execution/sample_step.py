@@ -71,7 +71,7 @@ class SampleStep:
         """For the requests with `score_from`: log-probabilities of the known tokens after the wanted positions, and the
         top values and ids where `sampling.logprobs` is set. Fills `_scored`."""
         self._scored: list[tuple[int, list[int], int]] = []
-        found = []
+        scores = []
         for b, following in self._plan.following.items():
             mine = logits[self._ends[b] - self._plan.wants[b] : self._ends[b]]
             at = to_device(np.array(following, dtype=np.int64), logits.device)[:, None]
@@ -81,9 +81,9 @@ class SampleStep:
             if count is not None:
                 values, ids = logprobs.topk(min(count, logits.shape[-1]))
                 parts += [_bits(values), ids.int()]
-            found += parts
+            scores += parts
             self._scored.append((b, following, len(parts)))
-        return found
+        return scores
 
     def _logprobs(self, raw: torch.Tensor) -> list[torch.Tensor]:
         """Log-probabilities of the sampled tokens, and the top values and ids, from the model's raw logits[S, vocab],
@@ -104,9 +104,9 @@ class SampleStep:
         cuts = np.cumsum([part.numel() for part in self._parts])[:-1]
         arrays = [array.reshape(size) for array, size in zip(np.split(packed, cuts), sizes, strict=True)]
         finite, *rest = arrays
-        found = {}
+        scores = {}
         for b, following, count in self._scored:
-            found[b] = _read_scores(following, *rest[:count])
+            scores[b] = _read_scores(following, *rest[:count])
             rest = rest[count:]
         failed, stuck = {}, dict(self._inputs.stuck)
         for row in np.flatnonzero(finite == 0):
@@ -117,7 +117,7 @@ class SampleStep:
                 failed[b] = NOT_FINITE
         tokens = np.zeros(len(self._plan.requests), dtype=np.int64)
         tokens[self._chosen] = rest[0]
-        return Result(tokens.tolist(), self._read_logprobs(*rest), found, failed, stuck)
+        return Result(tokens.tolist(), self._read_logprobs(*rest), scores, failed, stuck)
 
     def _allows_none(self, b: int) -> bool:
         """Whether what the request of an index asks for leaves no token, whatever its logits."""
@@ -134,12 +134,12 @@ class SampleStep:
         if not found:
             return []
         logprobs: list[TokenLogprob | None] = [None] * len(self._plan.requests)
-        own, values, ids = _floats(found[0]).flatten().tolist(), _floats(found[1]).tolist(), found[2].tolist()
+        of_sampled, values, ids = _floats(found[0]).flatten().tolist(), _floats(found[1]).tolist(), found[2].tolist()
         for n, row in enumerate(self._reported):
             b = int(self._chosen[row])
             count = self._plan.requests[b].sampling.logprobs
             top = list(zip(ids[n][:count], values[n][:count], strict=True))
-            logprobs[b] = TokenLogprob(int(tokens[row]), own[n], top)
+            logprobs[b] = TokenLogprob(int(tokens[row]), of_sampled[n], top)
         return logprobs
 
 

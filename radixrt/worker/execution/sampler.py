@@ -160,7 +160,7 @@ class Masks:
     """int64[N]: the requests' rows of the logits."""
 
 
-# ---------------------------------------------------------------- drawing
+# ---------------------------------------------------------------- sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,17 +184,17 @@ class SamplingMetadata:
         """The fields as host arrays, each [B], by name: `keys` int64, `top_k` int32, the others float32. Temperatures
         above HOTTEST are as that."""
         keys = [_signed(_mix(_mix((s.seed or 0) & _MASK) ^ p)) for s, p in zip(samplings, positions, strict=True)]
-        found: dict[str, np.ndarray] = {
+        arrays: dict[str, np.ndarray] = {
             "temperature": np.array([min(s.temperature, HOTTEST) for s in samplings], dtype=np.float32),
             "keys": np.array(keys, dtype=np.int64),
         }
         if any(s.min_p > 0 for s in samplings):
-            found["min_p"] = np.array([s.min_p for s in samplings], dtype=np.float32)
+            arrays["min_p"] = np.array([s.min_p for s in samplings], dtype=np.float32)
         if any(s.top_k > 0 for s in samplings):
-            found["top_k"] = np.array([s.top_k if s.top_k > 0 else _ALL for s in samplings], dtype=np.int32)
+            arrays["top_k"] = np.array([s.top_k if s.top_k > 0 else _ALL for s in samplings], dtype=np.int32)
         if any(s.top_p < 1 for s in samplings):
-            found["top_p"] = np.array([s.top_p for s in samplings], dtype=np.float32)
-        return found
+            arrays["top_p"] = np.array([s.top_p for s in samplings], dtype=np.float32)
+        return arrays
 
     @classmethod
     def of(cls, arrays: dict[str, torch.Tensor]) -> SamplingMetadata:

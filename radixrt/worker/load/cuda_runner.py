@@ -131,15 +131,15 @@ def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
     tokens = min(GATHERED_TOKENS, spec.max_model_len + config.max_num_batched_tokens)
     try:
         with _built("attention"):
-            found = FlashInfer(shape, loaded.dtype, loaded.device, tokens, "fa3" if hopper else "fa2")
-            found.try_out(set(spec.attention_windows))
+            flashinfer = FlashInfer(shape, loaded.dtype, loaded.device, tokens, "fa3" if hopper else "fa2")
+            flashinfer.try_out(set(spec.attention_windows))
     except Exception as error:  # no package, no compiler, a build that fails, a head size it does not know
         message = f"FlashInfer is not used: {type(error).__name__}: {str(error)[:500]}"
         if config.attention_backend == "flashinfer":
             raise ValueError(f"attention_backend: {message}") from error
         log.warning("%s. Long prompts are computed by Triton kernels, slower", message)
         return None
-    return found
+    return flashinfer
 
 
 def find_full_heads(config: WorkerConfig, loaded: Loaded) -> FullHeads | None:
@@ -200,7 +200,7 @@ def step_bytes(
     other = (2 * copies if flashinfer else 0) + (HELD_BYTES if config.deterministic else 0)
     other += 3 * MAX_SCORED_TOKENS * spec.vocab_size * 4
     if spec.writers < spec.num_layers:
-        inner = max(own.intermediate_size for own in spec.layers[spec.writers :])
+        inner = max(sizes.intermediate_size for sizes in spec.layers[spec.writers :])
         other += 3 * inner * config.max_num_batched_tokens * loaded.dtype.itemsize
     if spec.recurrent is not None and not config.deterministic:
         other += 2 * config.max_num_seqs * chunk_bytes(spec.recurrent, loaded.dtype.itemsize)

@@ -45,10 +45,10 @@ def choose_scales(source: str, weights: Weights, model: Model, dtype: torch.dtyp
     that clip. Raises ValueError that names a tensor of the checkpoint that is no valid scale."""
     numbers = model.spec.attention_layers
     layers = len(numbers)
-    own = [numbers[place] for place in model.spec.kv_sources]
+    sources = [numbers[place] for place in model.spec.kv_sources]
     if model.spec.predicts:  # its layer may have none even where all others do
-        own = own[:-1]
-    if source == "auto" and (stated := stated_scales(weights, own)) is not None:
+        sources = sources[:-1]
+    if source == "auto" and (stated := stated_scales(weights, sources)) is not None:
         stated = [(max(pair),) * 2 for pair in stated] if model.spec.latent else stated  # V is a part of K
         if model.spec.predicts:
             stated.append((stated_scales(weights, numbers[-1:]) or [stated[-1]])[0])
@@ -84,12 +84,12 @@ def power_of_two(largest: float, limit: float) -> float:
 def stated_scales(weights: Weights, layers: Sequence[int]) -> Scales | None:
     """The checkpoint's scales of the numbered layers; None unless it has them for all of these. Raises ValueError that
     names a tensor that is no valid scale."""
-    found = [_stated(weights, f"model.layers.{layer}.self_attn.") for layer in layers]
-    scales = [pair for pair in found if pair is not None]
+    stated = [_stated(weights, f"model.layers.{layer}.self_attn.") for layer in layers]
+    scales = [pair for pair in stated if pair is not None]
     if len(scales) == len(layers):
         return scales
     if scales:
-        lacking = ", ".join(str(layer) for layer, pair in zip(layers, found, strict=True) if pair is None)
+        lacking = ", ".join(str(layer) for layer, pair in zip(layers, stated, strict=True) if pair is None)
         log.warning("the checkpoint's scales of K and V are not used: it has none for layers %s", lacking)
     return None
 

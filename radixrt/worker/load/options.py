@@ -249,7 +249,7 @@ def keeps_packed(name: str, loaded: Loaded, kernels: bool) -> bool:
     form = stored_as(loaded.hf_config)
     if name == "none" or not kernels or loaded.device.type != "cuda":
         return False
-    from radixrt.worker.cuda.linear import int4 as products
+    from radixrt.worker.cuda.linear import int4 as int4_kernels
     from radixrt.worker.cuda.moe import packed_experts
 
     if form == "MXFP4" and loaded.dtype == torch.bfloat16:
@@ -257,5 +257,5 @@ def keeps_packed(name: str, loaded: Loaded, kernels: bool) -> bool:
     if has_int4(loaded.hf_config) and name != "fp8" and loaded.dtype in int4.DTYPES:
         if loaded.spec.experts is not None and not packed_experts.there(loaded.device, loaded.dtype):
             return False
-        return products.there(loaded.device, loaded.dtype)
+        return int4_kernels.there(loaded.device, loaded.dtype)
     return False

@@ -68,8 +68,8 @@ class Decoder(Model):
         self._embedding_factor = float(torch.tensor(spec.factors.embedding_factor, dtype=self.dtype))
         self.predictor = None
         if spec.predicts:
-            own = kind(reading_spec(spec), weights, batch_invariant, self._ops, group)  # adapters have nothing of it
-            self.predictor = read_predictor(own, spec, self._embed, self._positions.rotations, self._ops)
+            loader = kind(reading_spec(spec), weights, batch_invariant, self._ops, group)  # adapters have nothing of it
+            self.predictor = read_predictor(loader, spec, self._embed, self._positions.rotations, self._ops)
 
     @property
     def device(self) -> torch.device:

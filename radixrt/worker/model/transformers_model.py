@@ -228,12 +228,12 @@ def load(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device
         model = _auto().from_config(_read_config(folder), **options)
     else:
         try:
-            model, found = _auto().from_pretrained(
+            model, loading_info = _auto().from_pretrained(
                 folder, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
             )
         except OSError as error:
             raise ValueError(f"{folder}: {error}") from error
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(loading_info["missing_keys"]):
             raise ValueError(f"the checkpoint has no tensor {', '.join(missing[:5])}")
     made = TransformersModel(model.eval().to(device), spec)
     if not _is_alike_alone(made):

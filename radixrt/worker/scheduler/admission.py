@@ -156,7 +156,7 @@ class Admission:
 
     def _spared(self, request: Request, pages: int, running: int) -> frozenset[str]:
         """The tenants whose retained contexts are not released for a request; its own is one of them. A tenant holds
-        its kept tokens, and a part of the `running` tokens that is proportional to the total length of its running
+        its retained tokens, and a part of the `running` tokens that is proportional to the total length of its running
         requests (shared pages are not attributed to anybody in particular)."""
         retained = self._cache.retained.by_tenant
         totals = self._running.totals()

@@ -12,7 +12,7 @@ Counts advance when a step is planned; token ids arrive when its result is appli
 step n runs: the sampled tokens that it needs are on the device.
 
     overlapped:      plan n   plan n+1   apply n   plan n+2   apply n+1
-                              `pending` tokens are sampled but not known to the host; the plan has FROM_DEVICE for them
+                              tokens in flight are sampled but not known to the host; the plan has FROM_DEVICE for them
     not overlapped:  plan n   apply n   plan n+1   apply n+1
 
 A grammar may force tokens after a sampled one: the request is then behind by these, and computes them as a chunk. If it
@@ -421,8 +421,8 @@ class Scheduler:
         """Report requests with a grammar that have gained a token, and append the tokens that their grammars force
         next. The token that the step in flight samples for such a request is then discarded: the first forced token
         takes its place. Requests sit out if it takes long to tell what is forced."""
-        found = jump_all([request for request, _ in grown])
-        for (request, logprobs), forced in zip(grown, found, strict=True):
+        jumps = jump_all([request for request, _ in grown])
+        for (request, logprobs), forced in zip(grown, jumps, strict=True):
             if forced:
                 self._force(request, forced)
                 if request.row < 0:  # it was preempted meanwhile, and waits with more tokens than it had

@@ -80,17 +80,17 @@ class Speculation:
         rows = self._rows(requests, prompts) - len(running.decoding)
         room = rows // max(len(ready), 1) - 1  # drafted tokens of each, beside its last token
         room = min(room, states.draftable // max(len(ready), 1))  # there are slots for all
-        found = []
+        drafts = []
         for request in ready:
             ids = drafter.draft(request, room, requests)
             if ids and request.matcher is not None and not (ids := self._allowed(request, ids)):
                 drafter.refuse(request)
             more = 0 if not ids else self.room_for(request, request.computed + 1 + len(ids), proposes)
             if ids and self._has_pages(request, len(ids) + more):
-                found.append((request, ids, states.draft(request.state, len(ids)), more))
+                drafts.append((request, ids, states.draft(request.state, len(ids)), more))
             else:
                 running.decode(request)
-        return found
+        return drafts
 
     def _rows(self, requests: int, prompts: bool) -> int:
         """The most rows of decodes and drafts, of which `requests` are for last tokens."""

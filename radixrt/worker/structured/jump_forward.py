@@ -135,7 +135,7 @@ def is_bounded(grammar: str) -> bool:
     parts = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in begins]
     bodies = [rule[1] for rule in parsed["rules"]]
     users: dict[int, list[int]] = defaultdict(list)
-    missing, length, found, ready = [0] * len(parts), [0] * len(parts), set(), []
+    missing, length, bounded, ready = [0] * len(parts), [0] * len(parts), set(), []
     for i, (kind, values) in enumerate(parts):
         inner = values if kind in (SEQUENCE, CHOICES) else [bodies[values[0]]] if kind in (REF, REPEAT) else []
         missing[i] = len(inner)
@@ -146,9 +146,9 @@ def is_bounded(grammar: str) -> bool:
     heapq.heapify(ready)
     while ready:
         size, i = heapq.heappop(ready)
-        if i in found or size > MAX_FORCED_BYTES:
+        if i in bounded or size > MAX_FORCED_BYTES:
             continue
-        found.add(i)
+        bounded.add(i)
         for user in users[i]:
             kind, values = parts[user]
             length[user] += size * values[1] if kind == REPEAT else size
@@ -157,7 +157,7 @@ def is_bounded(grammar: str) -> bool:
                 heapq.heappush(ready, (size, user))
             elif not missing[user]:
                 heapq.heappush(ready, (length[user], user))
-    return len(found) == len(parts)
+    return len(bounded) == len(parts)
 
 
 def on_one_line(tag: str, write: Callable[[str], str]) -> str:

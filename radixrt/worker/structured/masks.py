@@ -51,7 +51,7 @@ def watched(works: Sequence[Work]) -> list[bool]:
 def jump_all(requests: Sequence[Request]) -> list[tuple[int, ...] | None]:
     """`Matcher.jump` of requests that have just gained a token. None: it is not known in time, or the request is slow,
     and the matcher may be busy with it."""
-    found: list[tuple[int, ...] | None] = [None] * len(requests)
+    forced: list[tuple[int, ...] | None] = [None] * len(requests)
     matchers, began = matchers_of(requests), time.thread_time()
     works: list[Work] = []
     indices: list[int] = []
@@ -60,7 +60,7 @@ def jump_all(requests: Sequence[Request]) -> list[tuple[int, ...] | None]:
             continue
         if matcher.compiled.ordinary:
             with matcher.excused():
-                found[i] = matcher.jump(request)
+                forced[i] = matcher.jump(request)
         else:
             works.append((matcher, functools.partial(matcher.compute, request, True)))
             indices.append(i)
@@ -68,8 +68,8 @@ def jump_all(requests: Sequence[Request]) -> list[tuple[int, ...] | None]:
     if works:
         for i, (matcher, _), done in zip(indices, works, watched(works), strict=True):
             if done:
-                found[i], matcher.forced = matcher.forced, ()
-    return found
+                forced[i], matcher.forced = matcher.forced, ()
+    return forced
 
 
 def _note_time(matchers: Sequence[Matcher], began: float) -> None:
@@ -82,11 +82,11 @@ def _note_time(matchers: Sequence[Matcher], began: float) -> None:
 
 def draft_all(drafts: Sequence[tuple[Request, Sequence[int]]]) -> list[list[int]]:
     """`Matcher.drafted` of requests with their drafted ids; empty where it is not known in time."""
-    found: list[list[int]] = [[] for _ in drafts]
+    drafted: list[list[int]] = [[] for _ in drafts]
     matchers = matchers_of([request for request, _ in drafts])
 
     def draft(i: int, matcher: Matcher, request: Request, ids: Sequence[int]) -> None:
-        found[i] = matcher.drafted(request, ids)
+        drafted[i] = matcher.drafted(request, ids)
 
     works: list[Work] = []
     for i, (matcher, (request, ids)) in enumerate(zip(matchers, drafts, strict=True)):
@@ -99,8 +99,8 @@ def draft_all(drafts: Sequence[tuple[Request, Sequence[int]]]) -> list[list[int]
         else:
             works.append((matcher, work))
     if works and not all(watched(works)):
-        return [[] if matcher.busy else ids for matcher, ids in zip(matchers, found, strict=True)]
-    return found
+        return [[] if matcher.busy else ids for matcher, ids in zip(matchers, drafted, strict=True)]
+    return drafted
 
 
 def fill_masks(

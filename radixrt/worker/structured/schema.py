@@ -152,17 +152,17 @@ class _AllOf(_Patterns):
         self._left -= 1
         if not isinstance(schema, dict) or self._left < 0:
             return None
-        own = {key: inner for key, inner in schema.items() if key not in ("allOf", "$ref")}
-        found = [own] if own.keys() - ANNOTATIONS - DEFINED else []
+        keywords = {key: inner for key, inner in schema.items() if key not in ("allOf", "$ref")}
+        objects = [keywords] if keywords.keys() - ANNOTATIONS - DEFINED else []
         inner = schema.get("allOf", [])
-        if (found and not _is_object(own)) or not isinstance(inner, list):
+        if (objects and not _is_object(keywords)) or not isinstance(inner, list):
             return None
         for part in [*inner, *([self._referred(schema["$ref"])] if "$ref" in schema else [])]:
             more = self._objects(part, within - 1) if within else None
             if more is None:
                 return None
-            found += more
-        return found
+            objects += more
+        return objects
 
     def _referred(self, ref: Any) -> Any:
         """The schema that a reference names; None if there is no such, or it is the whole schema."""
@@ -216,15 +216,15 @@ def _merge_objects(parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:
 def safe_pattern(pattern: str) -> str:
     """Rewrite a pattern so that it matches the text between the quotes of a JSON string: characters that have to be
     escaped there are excluded, or matched as their escapes."""
-    found: list[str] = []
+    pieces: list[str] = []
     at = 0
     while match := PIECE.search(pattern, at):
-        found += [pattern[at : match.start()], _safe(match)]
+        pieces += [pattern[at : match.start()], _safe(match)]
         at = match.end()
         if match.lastgroup == "negated" and (inside := SET_REST.match(pattern, at)):
-            found.append(inside[0])
+            pieces.append(inside[0])
             at = inside.end()
-    return "".join(found) + pattern[at:]
+    return "".join(pieces) + pattern[at:]
 
 
 def _safe(match: re.Match[str]) -> str:

@@ -118,7 +118,7 @@ class Sitting:
     def ready(self) -> list[tuple[Request, Stuck | None]]:
         """The requests whose mask is there, or that cannot go on, with the reason. The former run or wait again; the
         latter have to be ended. Tokens that were found to be forced are still to be appended: see `Matcher.forced`."""
-        found = []
+        ready = []
         for number, seat in list(self._seats.items()):
             request = seat.request
             problem = None if request.finished else self._problem(seat)
@@ -127,8 +127,8 @@ class Sitting:
                 if seat.job is not None and self._threads.cancel(seat.job):
                     request.grammar_matcher.busy = False
                 if not request.finished:
-                    found.append((request, problem))
-        return found
+                    ready.append((request, problem))
+        return ready
 
     def back(self, request: Request) -> None:
         """Let a request that is ready, and has its forced tokens, run or wait again."""

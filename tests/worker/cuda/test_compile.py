@@ -20,21 +20,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from radixrt.worker.cuda.attention import attend
-from radixrt.worker.cuda.sampling import sampling_kernels as drawing
+from radixrt.worker.cuda.sampling import sampling_kernels
 from radixrt.worker.cuda.moe import experts
 from radixrt.worker.cuda.latent import full_heads, latent
-from radixrt.worker.cuda.linear import invariant, gemm as products, quantize_activations as rounding
+from radixrt.worker.cuda.linear import invariant, gemm, quantize_activations
 from radixrt.worker.cuda.elementwise import kernels
 from radixrt.worker.cuda.recurrent import convolutions, cutting, delta, delta_chunks, delta_step, mamba, mamba_chunks
-from radixrt.worker.cuda.linear import dequant as dequantizing, int4, lora
+from radixrt.worker.cuda.linear import dequant, int4, lora
 from radixrt.worker.cuda.latent import index_scores
 from radixrt.worker.cuda.attention import mixed_append
 from radixrt.worker.cuda.moe import packed_experts, routing
 from radixrt.worker.cuda.elementwise import residuals
 from radixrt.worker.cuda.host import host_pool
-from radixrt.worker.cuda.sampling import mtp as predicting, sampler
+from radixrt.worker.cuda.sampling import mtp, sampler
 from radixrt.worker.cuda.moe import router
-from radixrt.worker.cuda.linear import fp8 as scaled
+from radixrt.worker.cuda.linear import fp8 as fp8_products
 from radixrt.worker.cuda.latent import selection
 from radixrt.worker.cuda.attention import sinks, variants
 from radixrt.worker.cuda.linear import trials
@@ -88,23 +88,25 @@ for group, out in ((0, "*bf16"), (4096, fp8), (128, fp8)):
         build(residuals._add_normed_kernel, pointers, row | eps, both, 8)
 for group in (4096, 128):
     constants = {"GROUP": group, "LIMIT": 448.0, "ALL": 4096}
-    build(rounding._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
-cpu, wide = torch.device("cpu"), replace(scaled.BLOCKS_WIDE, rows=64)
-rows = [products.streaming(16, 6144, 1, cpu), scaled.ALONE, scaled.SOME, scaled.MORE, *scaled.MANY]
-kinds = [(t, 1) for t in rows] + [(t, 2) for t in (scaled.BLOCKS_ALONE, scaled.BLOCKS, scaled.BLOCKS_WIDE, wide)]
-kinds = [*((products.streaming(rows, 6144, 2, cpu), 0) for rows in products.STREAMED), *kinds]
+    build(quantize_activations._quantize_kernel, ["*bf16", fp8, "*fp32"], row, constants, 8)
+cpu, wide = torch.device("cpu"), replace(fp8_products.BLOCKS_WIDE, rows=64)
+by_rows = fp8_products.ALONE, fp8_products.TILE_32, fp8_products.TILE_64, *fp8_products.LARGE_TILES
+rows = [gemm.streaming(16, 6144, 1, cpu), *by_rows]
+blocks = fp8_products.BLOCKS_ALONE, fp8_products.BLOCKS, fp8_products.BLOCKS_WIDE, wide
+kinds = [(t, 1) for t in rows] + [(t, 2) for t in blocks]
+kinds = [*((gemm.streaming(rows, 6144, 2, cpu), 0) for rows in gemm.STREAMED), *kinds]
 for t, scales in (kinds if every else kinds[1::6]):
     if scales and fp8 != "*fp8e4nv":
         continue
-    at_once = products.AT_ONCE if scales == 2 and t.columns < 128 else 1
+    at_once = gemm.AT_ONCE if scales == 2 and t.columns < 128 else 1
     which = {"SPLITS": 1 if scales else 4, "SCALES": scales, "AT_ONCE": at_once}
-    which |= {"BIAS": True, "ADD": True, "WHOLE": True, "AHEAD": products.AHEAD}
+    which |= {"BIAS": True, "ADD": True, "WHOLE": True, "AHEAD": gemm.AHEAD}
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "BLOCK": 128}
     numbers = dict.fromkeys(("rows", "columns", "depth", "x_stride", "stride"), i)
     kind, room = fp8 if scales else "*bf16", 232_448 if target.arch >= 90 else 166_912
     pointers = [kind, "*fp32", kind, "*fp32", "*bf16", "*bf16", "*fp32", "*i32"]
-    stages = products.stages(t, at_once * (1 if scales else 2), room)
-    build(products._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
+    stages = gemm.stages(t, at_once * (1 if scales else 2), room)
+    build(gemm._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 scales = {"eps": f, "k_scale": f, "v_scale": f}
 heads = {"HEADS": 32, "KV_HEADS": 8, "HALF": 64, "BLOCK": 64, "GROUP": 16, "NORM": True, "LIMIT": 448.0}
 whole = {"HEADS": 48, "KV_HEADS": 8, "DIM": 128, "BLOCK": 8192}
@@ -130,17 +132,17 @@ numbers = dict.fromkeys(("offset", "num_planes", "row_stride", "words"), i) | {"
 for out, word in ((True, "*i64"), (False, "*u8")):
     build(host_pool._copy_kernel, [word, word, "*i32"], numbers, {"OUT": out, "PLANES": 8, "WORDS": 128})
 build(kernels._resolve_kernel, ["*i32"] * 4, {"count": i}, {"BLOCK": 256})
-build(drawing._mask_kernel, ["*fp32", "*i64", "*i32"], {"words": i, "vocab": i, "stride": i}, {"BLOCK": 64})
+build(sampling_kernels._mask_kernel, ["*fp32", "*i64", "*i32"], {"words": i, "vocab": i, "stride": i}, {"BLOCK": 64})
 numbers = {"vocab": i, "stride": i, "blocks": i}
-build(drawing._largest_kernel, ["*fp32", "*fp32", "*i32"], {"first": i} | numbers, {"BLOCK": 4096}, 8)
-build(predicting._accept_kernel, ["*i32"] * 9, {}, {}, 1)
+build(sampling_kernels._largest_kernel, ["*fp32", "*fp32", "*i32"], {"first": i} | numbers, {"BLOCK": 4096}, 8)
+build(mtp._accept_kernel, ["*i32"] * 9, {}, {}, 1)
 places = {"PAGE": 16, "PARTS": 12, "WIDTH": 16, "KEYS": 32, "ITEM": 8}
-build(predicting._place_kernel, ["*i32"] * 6, {"stride": i}, places)
-build(drawing._largest_block_kernel, ["*fp32", "*i32", "*i32"], {"rows": i, "blocks": i}, {"BLOCKS": 32}, 1)
+build(mtp._place_kernel, ["*i32"] * 6, {"stride": i}, places)
+build(sampling_kernels._largest_block_kernel, ["*fp32", "*i32", "*i32"], {"rows": i, "blocks": i}, {"BLOCKS": 32}, 1)
 pointers = ["*fp32", "*i32", "*fp32", "*i64", "*fp32", "*fp32", "*i64"]
 numbers = {"vocab": i, "stride": i, "blocks": i}
 for kept in (True, False)[: 2 if every else 1]:
-    build(drawing._perturbed_kernel, pointers, numbers, {"KEPT": kept, "BLOCK": 4096}, 8)
+    build(sampling_kernels._perturbed_kernel, pointers, numbers, {"KEPT": kept, "BLOCK": 4096}, 8)
 counts = {"IN_PROMPT": sampler.IN_PROMPT, "BLOCK": 256}
 build(sampler._note_kernel, ["*i32"] * 2, {"entries": i, "vocab": i}, counts)
 numbers = {"requests": i, "vocab": i, "stride": i}
@@ -152,9 +154,9 @@ for t in invariant.TILES if every else invariant.TILES[:1]:
     build(invariant._product_kernel, ["*bf16"] * 3 + ["*fp32"], numbers, tile, t.warps, t.stages, room)
 listed = {"ROWS": 16, "ADAPTERS": 8, "BLOCK": 256, "FIELDS": lora.FIELDS}
 build(lora._list_kernel, ["*i32", "*i32"], dict.fromkeys(("rows", "adapters", "most"), i), listed)
-for down, up in (lora.FEW, lora.MANY) if every else (lora.FEW,):
+for down, up in (lora.SMALL_TILES, lora.LARGE_TILES) if every else (lora.SMALL_TILES,):
     numbers = dict.fromkeys(("rows", "depth", "columns", "x_stride", "blocks"), i)
-    fixed = {"FIELDS": lora.FIELDS, "WHOLE": down is lora.FEW[0]}
+    fixed = {"FIELDS": lora.FIELDS, "WHOLE": down is lora.SMALL_TILES[0]}
     tile = {"ROWS": down.rows, "COLUMNS": down.columns, "DEPTH": down.depth} | fixed
     pointers = ["*bf16", "*bf16", "*i32", "*i64", "*fp32"]
     build(lora._shrink_kernel, pointers, numbers, tile, down.warps, down.stages)
@@ -186,7 +188,8 @@ pointers = ["*bf16", "*bf16", "*i32", "*i32", "*bf16", "*bf16"]
 build(experts._combine_kernel, pointers, {"size": i}, {"CHOSEN": 8, "BIAS": True, "BLOCK": 1024})
 constants = {"ACTIVATION": 3, "BINS": 32, "BLOCK": 1024}
 build(experts._biased_gate_kernel, ["*bf16", "*bf16", "*i32", "*bf16"], {"size": i, "count": i}, constants)
-kinds = [(t, False) for t in ((experts.FEW, experts.SOME, experts.MANY) if every else ())] + [(experts.FEW, True)]
+tiles = (experts.TILE_16, experts.TILE_32, experts.TILE_64) if every else ()
+kinds = [(t, False) for t in tiles] + [(experts.TILE_16, True)]
 for t, flipped, gated in [(*kind, gated) for kind in kinds for gated in (False, True)]:
     tile = {"ROWS": t.rows, "COLUMNS": t.columns // (1 + gated), "DEPTH": t.depth, "FIELDS": 3}
     which = {"ACTIVATION": 3, "GATED": gated, "BIAS": gated, "WHOLE": True, "FLIPPED": flipped}
@@ -280,7 +283,7 @@ for first in (False, True):
 """
 
 PACKED = """
-pairs = [packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST]
+pairs = [packed_experts.TILES_16, packed_experts.TILES_32, packed_experts.TILES_64, packed_experts.TILES_128]
 some = [(t, gated) for pair in (pairs if every else pairs[:1]) for t, gated in zip(pair, (True, False))]
 groups = {0: (False, 1), 2: (True, 2), 4: (True, 3), 8: (False, 4)}
 for t, gated, kind in [(*one, kind) for one in some for kind in (8, 0)][: None if every else 3]:
@@ -294,8 +297,8 @@ for t, gated, kind in [(*one, kind) for one in some for kind in (8, 0)][: None i
     stages = int4.fitting_stages(t, words, groups[kind][1], 1 + gated, room, target.arch >= 90)
     build(packed_experts._product_kernel, pointers, numbers, tile | which, t.warps, stages, room)
 fixed = {"WORDS": 32, "MIDDLE": 8, "BITS": True, "AHEAD": int4.AHEAD, "GROUP": 8}
-few = [(int4.FEW, *kind) for kind in ((2, "*bf16"), (4, "*bf16"), (8, "*fp16"))]
-more = [(t, 2, "*bf16") for t in (int4.SOME, int4.MANY, int4.WIDE, int4.LARGE)]
+few = [(int4.TILE_16, *kind) for kind in ((2, "*bf16"), (4, "*bf16"), (8, "*fp16"))]
+more = [(t, 2, "*bf16") for t in (int4.TILE_32, int4.TILE_64, int4.WIDE, int4.LARGE)]
 for t, kind, half in [*few, *more] if every else few[-1:]:
     which = {"GROUPS": kind} | dict(zip(("ZEROS", "FACTS"), groups[kind]))
     tile = {"ROWS": t.rows, "COLUMNS": t.columns, "SPLITS": 2}
@@ -305,10 +308,10 @@ for t, kind, half in [*few, *more] if every else few[-1:]:
     for room in (164_000, 101_376) if t.rows * t.columns in (64 * 64, 128 * 128) else (164_000,):
         stages = int4.fitting_stages(t, 32, groups[kind][1], 1, room, target.arch >= 90)
         build(int4._product_kernel, pointers, numbers, fixed | tile | which, t.warps, stages, room)
-    if t is int4.FEW:
+    if t is int4.TILE_16:
         which |= {"COLUMNS": 64, "WORDS": 32, "MIDDLE": 8, "BITS": True}
         numbers = dict.fromkeys(("first_row", "count", "columns", "depth"), i)
-        build(dequantizing._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
+        build(dequant._dequantize_kernel, ["*i32", "*i32", half], numbers, which)
 """
 
 SPECIALISED = """
@@ -399,7 +402,7 @@ if every:
 constants = {"HEADS": 32, "DIM": 128, "PARTS": 8, "WIDTH": 128, "MERGE": 3, "MORE": attend.MORE, "SINKS": True}
 pointers = ["*i32", "*i32", "*fp32", "*fp32", "*bf16", "*fp32", "*fp32", "*bf16"]
 build(attend._merge_kernel, pointers, {}, constants, 1)
-constants = {"HEADS": 32, "DIM": 64, "SOME": 16, "WIDTH": 64}
+constants = {"HEADS": 32, "DIM": 64, "BLOCK": 16, "WIDTH": 64}
 build(sinks._sink_kernel, ["*bf16", "*fp32", "*fp32"], {}, constants)
 if int(sys.argv[1]) == 90:
     from radixrt.worker.cuda.attention import hopper
@@ -493,7 +496,7 @@ HOPPER_PACKED = """
 from radixrt.worker.cuda.moe import hopper_packed_experts
 
 kind = next(kind for kind in hopper_packed_experts.KINDS if str(kind.rows) == sys.argv[2])
-stack = packed_experts._some_mxfp4(torch.Generator().manual_seed(0), torch.device("cpu"))
+stack, _ = trials.draw_experts(torch.Generator().manual_seed(0), torch.device("cpu"))
 x, bias = torch.zeros((200, stack.columns), dtype=torch.bfloat16), torch.zeros((4, 200), dtype=torch.bfloat16)
 order = SimpleNamespace(tiles=torch.zeros((9, 3), dtype=torch.int32), tokens=torch.zeros(200, dtype=torch.int32))
 for activation in (None, "clamped_swiglu"):
@@ -508,29 +511,30 @@ from triton.compiler import ASTSource
 
 from radixrt.worker.cuda.attention import attend, hopper
 from radixrt.worker.cuda.elementwise import kernels
-from radixrt.worker.cuda.linear import gemm as products, fp8 as scaled
+from radixrt.worker.cuda.linear import gemm, fp8 as fp8_products
 
 for kernel in (attend._attend_kernel, hopper._attend_specialised, kernels._gather_kernel):
     stride = next(parameter for parameter in kernel.params if parameter.name == "stride")
     assert stride.do_not_specialize, "compiled anew for a page table of another width"
 
-kernel, depth = products._product_kernel, 4096
+kernel, depth = gemm._product_kernel, 4096
 pointers = dict(x_ptr="*fp8e4nv", weight_ptr="*fp8e4nv", x_scales_ptr="*fp32", scales_ptr="*fp32", bias_ptr="*bf16")
 pointers |= {"out_ptr": "*bf16", "sums_ptr": "*bf16", "counts_ptr": "*bf16"}
-deep = products.Tile(16, 64, 256, 4, 8)
-tiles = [(tile, 1) for tile in (deep, scaled.ALONE, scaled.SOME, scaled.MORE, *scaled.MANY)]
-tiles += [(tile, 2) for tile in (scaled.BLOCKS, scaled.BLOCKS_ALONE, scaled.BLOCKS_WIDE)]
+deep = gemm.Tile(16, 64, 256, 4, 8)
+by_rows = fp8_products.ALONE, fp8_products.TILE_32, fp8_products.TILE_64, *fp8_products.LARGE_TILES
+tiles = [(tile, 1) for tile in (deep, *by_rows)]
+tiles += [(tile, 2) for tile in (fp8_products.BLOCKS, fp8_products.BLOCKS_ALONE, fp8_products.BLOCKS_WIDE)]
 chips = (89, 101_376), (90, 232_448), (120, 101_376)
 for tile, scales, capability, room in [(*tile, *chip) for tile in tiles for chip in chips]:
-    at_once = products.blocks_at_once(tile, depth, room) if scales == 2 else 1
+    at_once = gemm.blocks_at_once(tile, depth, room) if scales == 2 else 1
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "BLOCK": 128, "SCALES": scales}
-    constants |= {"SPLITS": 1, "BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": at_once, "AHEAD": products.AHEAD}
+    constants |= {"SPLITS": 1, "BIAS": False, "ADD": False, "WHOLE": True, "AT_ONCE": at_once, "AHEAD": gemm.AHEAD}
     constants["EARLY"] = capability >= 90
     types = dict.fromkeys(constants, "constexpr") | pointers
     signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     fixed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "columns", "depth")}
-    options = {"num_warps": tile.warps, "num_stages": products.stages(tile, at_once, room)}
+    options = {"num_warps": tile.warps, "num_stages": gemm.stages(tile, at_once, room)}
     built = compile(ASTSource(kernel, signature, fixed, aligned), GPUTarget("cuda", capability, 32), options)
     assert built.metadata.shared <= room, (tile, capability, built.metadata.shared)
 """

@@ -207,7 +207,7 @@ def test_experts_with_biases(tokens, count, hidden, inner, changes, device):
 
 def test_the_kinds_of_tiles_are_all_tried():
     kinds = [fused.tile_for(t * chosen / count) for t, count, chosen in ((1, 4, 2), (7, 6, 2), (17, 4, 3), (40, 3, 2))]
-    assert {fused.FEW, fused.SOME, fused.MANY} == set(kinds)
+    assert {fused.TILE_16, fused.TILE_32, fused.TILE_64} == set(kinds)
     assert fused.tile_for(1000) is None
 
 
@@ -334,7 +334,9 @@ def test_what_begins_a_layer(tokens, fp8_scaling, device):
 
 
 @pytest.mark.parametrize("fp8_scaling", Fp8Scaling)
-@pytest.mark.parametrize("tile", [fp8_experts.FEWEST, fp8_experts.FEW, fp8_experts.SOME, fp8_experts.MANY])
+@pytest.mark.parametrize(
+    "tile", [fp8_experts.TILE_16_DEEP, fp8_experts.TILE_16, fp8_experts.TILE_32, fp8_experts.TILE_64]
+)
 @pytest.mark.parametrize(("columns", "depth", "of_tokens"), [(256, 512, True), (144, 272, False), (48, 80, True)])
 def test_product_in_fp8(columns, depth, of_tokens, tile, fp8_scaling, device):
     """Sizes that tiles divide and that they do not; experts with one tile, with several, and one with no tokens."""
@@ -355,7 +357,7 @@ def test_product_in_fp8(columns, depth, of_tokens, tile, fp8_scaling, device):
 
 def test_more_tiles_than_are_computed_side_by_side(device):
     """And no multiple of them: each is computed, and no other."""
-    weight, tile = stack_of(Fp8Scaling.ROWS, 8, 96, 64, device), fp8_experts.FEW
+    weight, tile = stack_of(Fp8Scaling.ROWS, 8, 96, 64, device), fp8_experts.TILE_16
     numbers = torch.rand(30, 8, device=device).argsort(1)[:, :2].int()
     order = routing.sort(numbers, 8, tile.rows)
     assert len(order.tiles) > GROUP and len(order.tiles) % GROUP
@@ -411,7 +413,7 @@ def test_the_kinds_of_tiles_in_fp8(fp8_scaling):
     weights = [stack_of(each, 1, 128, 128, torch.device("cpu")) for each in (Fp8Scaling.ROWS, fp8_scaling)]
     found = [fp8_experts.tile_for(rows, *weights) for rows in (0.1, 0.3, 6, 7, 24, 25, 64, 65, 5000)]
     if fp8_scaling is Fp8Scaling.ROWS:
-        assert found[0] == fp8_experts.FEWEST and found[1] == fp8_experts.FEW
+        assert found[0] == fp8_experts.TILE_16_DEEP and found[1] == fp8_experts.TILE_16
         assert [tile.rows for tile in found] == [16, 16, 16, 32, 32, 64, 64, 128, 128]
     else:
         assert [tile.rows for tile in found] == [16, 16, 16, 32, 32, 64, 64, 64, 64]

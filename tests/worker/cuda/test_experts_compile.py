@@ -12,7 +12,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda.moe import experts, routing, fp8_experts as scaled_experts
+from radixrt.worker.cuda.moe import experts, routing, fp8_experts
 
 capability, room = int(sys.argv[1]), int(sys.argv[2])
 INTEGERS = dict.fromkeys(("rows_ptr", "tiles_ptr", "experts_ptr", "places_ptr", "tokens_ptr"), "*i32")
@@ -43,12 +43,12 @@ kinds = (True, 128, 2048), (False, 4096, 4096), (True, 0, 2048), (False, 0, 2048
 for single, group, all_ in kinds:
     constants = routed | {"SINGLE": single, "GROUP": group, "ALL": all_}
     build(routing._begin_kernel, "*bf16", constants, ("count", "size"), max(1, all_ // 2048))
-both = scaled_experts.FEW, scaled_experts.SOME, scaled_experts.MANY
-for tiles, blocks in (((*both, scaled_experts.FEWEST, scaled_experts.MOST), False), (both, True)):
+both = fp8_experts.TILE_16, fp8_experts.TILE_32, fp8_experts.TILE_64
+for tiles, blocks in (((*both, fp8_experts.TILE_16_DEEP, fp8_experts.TILE_128), False), (both, True)):
     for t in tiles:
         constants = {"ROWS": t.rows, "COLUMNS": t.columns, "DEPTH": t.depth, "WHOLE": True, "OF_TOKENS": t.rows < 64}
         constants |= {"BLOCKS": blocks, "BLOCK": 128, "FIELDS": 3, "GROUP": 8}
-        ptx = build(scaled_experts._product_kernel, "*fp8e4nv", constants, ("columns", "depth"), t.warps, t.stages)
+        ptx = build(fp8_experts._product_kernel, "*fp8e4nv", constants, ("columns", "depth"), t.warps, t.stages)
         assert "cp.async.cg" in ptx, "what is multiplied next is not loaded ahead"
         matrices = "wgmma.mma_async" if capability == 90 else "mma.sync.aligned.m16n8k32"
         assert matrices in ptx and "mma.sync.aligned.m16n8k16" not in ptx, "products are not of FP8"

@@ -17,7 +17,7 @@ from radixrt.worker.model.layers.int4 import Int4, Int4Linear
 from radixrt.worker.model.layers.ops import TorchOps
 from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
 
-TILES = int4.FEW, int4.SOME, int4.MANY, int4.WIDE, int4.LARGE
+TILES = int4.TILE_16, int4.TILE_32, int4.TILE_64, int4.WIDE, int4.LARGE
 KINDS = [(32, False), (32, True), (64, False), (64, True), (128, False), (128, True)]
 """(columns that share a scale, whether zeros are stored)."""
 
@@ -70,7 +70,7 @@ def test_multiply(size, has_zeros, half, device):
     weight = make(130, 768, size, has_zeros, half, device)
     x = torch.randn(20, 768, device=device).to(half)
     expected = x.float() @ weight.dequantized().float().t()
-    for tile, splits in ((int4.FEW, 3), (int4.MANY, 1)):
+    for tile, splits in ((int4.TILE_16, 3), (int4.TILE_64, 1)):
         out = torch.full((20, 130), torch.nan, dtype=half, device=device)
         int4.multiply(x, weight, out, tile, splits)
         assert error(out, expected) < 4e-3
@@ -100,7 +100,7 @@ def test_columns_that_do_not_fill_a_block(depth, half, device):
     x = torch.randn(5, depth, device=device).to(half)
     out = torch.empty(5, 40, dtype=half, device=device)
     for splits in (1, 2):
-        int4.multiply(x, weight, out, int4.FEW, splits)
+        int4.multiply(x, weight, out, int4.TILE_16, splits)
         assert error(out, x.float() @ weight.dequantized().float().t()) < 4e-3
 
 
@@ -141,7 +141,7 @@ def test_some_rows_are_multiplied_by_the_kernel_for_hopper(half, device, monkeyp
     calls: list[int] = []
     kernel = SimpleNamespace(
         fits=lambda x, weight, out: weight.rows % 8 == 0,
-        plan=lambda *_: (int4.FEW, 1),
+        plan=lambda *_: (int4.TILE_16, 1),
         multiply=lambda x, *more, **options: (calls.append(len(x)), int4.multiply(x, *more, **options)),
     )
     monkeypatch.setattr(int4, "HOPPER", (3, 5))
@@ -180,7 +180,7 @@ def test_sums_are_always_added_in_the_same_order(half, device):
     weight, x = make(200, 1024, 64, True, half, device), torch.randn(9, 1024, device=device).to(half)
     out = [torch.empty(9, 200, dtype=half, device=device) for _ in range(5)]
     for one in out:
-        int4.multiply(x, weight, one, int4.FEW, 4)
+        int4.multiply(x, weight, one, int4.TILE_16, 4)
     assert all(torch.equal(one, out[0]) for one in out)
     assert int4._counts(x.device).count_nonzero() == 0
 
@@ -257,14 +257,14 @@ def test_plans():
         for columns in (64, 4096, 28672, 1 << 20):
             for depth in (128, 1024, 4096, 14336):
                 if (found := int4.plan_for(rows, columns, depth, cpu)) is None:
-                    assert rows > int4.MANY.rows and columns * depth < int4.FEWEST_WEIGHTS
+                    assert rows > int4.TILE_64.rows and columns * depth < int4.MIN_WEIGHTS
                     continue
                 tile, splits = found
                 assert tile.rows >= min(rows, 128) and splits in (1, 2, 4) and (splits == 1 or depth >= splits * 512)
                 tiles = -(-columns // tile.columns) * -(-rows // tile.rows)
                 assert splits == 1 or (tiles * splits <= int4.PROGRAMS[tile] * 132 and tiles <= int4.MAX_TILES)
-    assert int4.plan_for(1, 4096, 14336, cpu) == (int4.FEW, 4)
-    assert int4.plan_for(64, 4096, 4096, cpu) == (int4.MANY, 2)
+    assert int4.plan_for(1, 4096, 14336, cpu) == (int4.TILE_16, 4)
+    assert int4.plan_for(64, 4096, 4096, cpu) == (int4.TILE_64, 2)
     assert int4.plan_for(64, 28672, 4096, cpu) == (int4.WIDE, 1)
     assert int4.plan_for(128, 4096, 14336, cpu) == (int4.LARGE, 4)
     assert int4.plan_for(128, 4096, 4096, cpu) is None

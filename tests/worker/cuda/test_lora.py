@@ -102,7 +102,7 @@ def test_exact_results_do_not_depend_on_the_batch(device, steady_products):
 )
 def test_nothing_is_split_beyond_its_blocks(tiles, depth, splits):
     stack = Stack(torch.empty(1, 48, depth), torch.empty(1, 40, 16), (20, 10, 10))
-    assert lora.best_splits(tiles, stack, lora.FEW[0]) == splits
+    assert lora.best_splits(tiles, stack, lora.SMALL_TILES[0]) == splits
 
 
 @pytest.mark.parametrize(("count", "adapters"), [(1, 1), (3, 8), (40, 1), (70, 5), (300, 3), (64, 40)])

@@ -18,7 +18,7 @@ from radixrt.worker.model.layers.moe import Experts
 from radixrt.worker.model.layers.mxfp4 import BLOCK, PackedStack
 from radixrt.worker.model.layers.ops import TorchOps
 
-TILES = packed_experts.FEW, packed_experts.SOME, packed_experts.MANY, packed_experts.MOST
+TILES = packed_experts.TILES_16, packed_experts.TILES_32, packed_experts.TILES_64, packed_experts.TILES_128
 
 
 def stack_of(count: int, rows: int, columns: int, before: int, device: torch.device) -> PackedStack:
@@ -125,7 +125,7 @@ def test_how_many_splits(tokens, count, chosen, splits):
 def test_splits_of_products(splits, activation, device):
     """5 blocks of columns, which no number of splits divides; counts are 0 again for the next product."""
     experts = make(3, 600, 600, 0, device)
-    tile, stack, bias = packed_experts.FEW[0], experts.down, None
+    tile, stack, bias = packed_experts.TILES_16[0], experts.down, None
     if activation is not None:
         stack, bias = experts.gate_up, experts.gate_up_bias
     x = torch.randn(8, 600, device=device).to(experts.router.weight.dtype)
@@ -159,9 +159,9 @@ def test_products_in_int4_are_exact_sums(pair, activation, device):
 def test_stages_that_fit():
     """As compiled for Hopper (Triton 3.6), the tile with down takes 229,376 bytes for three stages, and 1,024 for each
     word of scales and zeros: of 6, there are groups of 32 columns with zeros."""
-    stages = partial(fitting_stages, packed_experts.MOST[1], 32, weights=1, memory=232_448, hopper=True)
+    stages = partial(fitting_stages, packed_experts.TILES_128[1], 32, weights=1, memory=232_448, hopper=True)
     assert [stages(facts) for facts in (1, 2, 3, 4, 6)] == [3, 3, 3, 2, 2]
-    assert fitting_stages(packed_experts.MOST[0], 32, 6, 2, 166_912, hopper=False) == 2
+    assert fitting_stages(packed_experts.TILES_128[0], 32, 6, 2, 166_912, hopper=False) == 2
 
 
 @pytest.mark.usefixtures("steady_products")
@@ -182,7 +182,7 @@ def test_exact_results_do_not_depend_on_the_batch(device, monkeypatch):
         alone = torch.zeros_like(x[some])
         fused.add(experts, x[some].contiguous(), alone)
         assert torch.equal(alone, together[some])
-    assert taken == set(packed_experts.MANY)
+    assert taken == set(packed_experts.TILES_64)
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_many_rows_on_hopper(rows, hidden, inner, before, changes, device, monke
     numbers = torch.randint(0, 39, (4000, 1), dtype=torch.int32, device=device).clamp(min=12)
     order = routing.sort(numbers, 40, rows)
     made = hopper.product(fused.spread(x, order), order, experts.gate_up, None, kind=kind)
-    order = routing.sort(numbers, 40, packed_experts.MOST[1].rows)
-    expected = packed_experts.product(fused.spread(x, order), order, experts.gate_up, packed_experts.MOST[1], None)
+    order = routing.sort(numbers, 40, packed_experts.TILES_128[1].rows)
+    expected = packed_experts.product(fused.spread(x, order), order, experts.gate_up, packed_experts.TILES_128[1], None)
     assert error(made, expected) < 1e-2
     found, residual = torch.zeros(2, 4000, hidden, device=device, dtype=torch.bfloat16)
     fused.add(experts, x, found)
@@ -220,7 +220,7 @@ def test_kinds_of_tiles_on_hopper():
     assert {hopper.kind_for(rows).rows for rows in (64, 128)} == {128}
     assert {hopper.kind_for(rows).rows for rows in (129, 5000)} == {256}
     assert hopper.fits(2880, 1440) and not hopper.fits(2880, 1444)
-    for count, kind in ((32, hopper.SOME), (64, hopper.MANY)):
+    for count, kind in ((32, hopper.TILE_128), (64, hopper.TILE_256)):
         layout = hopper._stored(count, kind.rows)
         bases = [*layout.reg_bases, *layout.lane_bases, *layout.warp_bases]
         assert layout.reg_bases[:3] == [[1, 0], [2, 0], [4, 0]], "16 bytes per thread"
@@ -231,7 +231,7 @@ def test_tiles_that_are_left_over_are_not_computed(device):
     stack, x = stack_of(3, 64, 32, 0, device), torch.randn(3, 32, device=device)
     order = routing.sort(torch.ones(3, 1, dtype=torch.int32, device=device), 3, 16)
     assert sorted(order.tiles[:, 2].tolist())[:2] == [0, 0]
-    found = packed_experts.product(x, order, stack, packed_experts.FEW[1], None)
+    found = packed_experts.product(x, order, stack, packed_experts.TILES_16[1], None)
     assert error(found, x @ stack.dequantized(1, torch.float32).T) < 1e-5
 
 

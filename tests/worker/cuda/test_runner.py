@@ -164,7 +164,7 @@ def runners(
 
 @pytest.mark.parametrize(("family", "window"), [("llama", None), ("mistral", 16), ("gpt_oss", 16)])
 def test_what_the_kernel_for_hopper_is_for(family, window, tmp_path, monkeypatch):
-    """SharedPrefixes of decodes, which no window hides, and chunks in layers that have none; nothing where results are
+    """Shared prefixes of decodes, which no window hides, and chunks in layers that have none; nothing where results are
     exact."""
     make_model(tmp_path, family, **SIZES, **({"sliding_window": window} if window else {}))
     special = Variant(128, 128, 4, 2, specialised=True)

@@ -137,8 +137,8 @@ class PlannedStep:
         if self._full:
             self._full.sent(integers)
         lists = {
-            window: DecodeLists.of(found, integers, self._shared_prefixes[window])
-            for window, found in self._lists.items()
+            window: DecodeLists.of(work, integers, self._shared_prefixes[window])
+            for window, work in self._lists.items()
         }
         scratch = Scratch.make(self._partials, self._kind.shape, integers.device) if lists else None
         return StepAttention(
@@ -155,11 +155,11 @@ class AttentionGroups:
     ) -> None:  # fmt: skip
         """See AttentionGroup."""
         others = dtypes, num_sms, flashinfer, full, tree_attention, exact
-        found: dict[Shape, list[int]] = {}
+        by_shape: dict[Shape, list[int]] = {}
         for place in range(len(spec.attention_layers)):
-            found.setdefault(Shape.of(spec, page_size, place), []).append(place)
-        self.all = [AttentionGroup(spec, shape, places, *others) for shape, places in found.items()]
-        self._of_place = [list(found).index(Shape.of(spec, page_size, n)) for n in range(len(spec.attention_layers))]
+            by_shape.setdefault(Shape.of(spec, page_size, place), []).append(place)
+        self.all = [AttentionGroup(spec, shape, places, *others) for shape, places in by_shape.items()]
+        self._of_place = [list(by_shape).index(Shape.of(spec, page_size, n)) for n in range(len(spec.attention_layers))]
 
     def plan_decodes(self, plan: Plan, count: int, size: int) -> list[Works]:
         """The work of the first `count` requests, by kind of layers, which fits the graph of a `size`, if not 0."""

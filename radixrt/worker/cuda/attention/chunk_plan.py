@@ -214,8 +214,8 @@ class ChunkPlanner:
         left = np.ones(len(chunks), dtype=bool)
         plain = self._windows == {None}
         if self._shares and plain and plan.paths:
-            found = plan.paths[len(plan.requests) - len(chunks) :]
-            paths = [path_before(path, p) for path, p in zip(found, chunks.starts.tolist(), strict=True)]
+            ends = plan.paths[len(plan.requests) - len(chunks) :]
+            paths = [path_before(path, p) for path, p in zip(ends, chunks.starts.tolist(), strict=True)]
             fewest = self._bounds.shared
             if shared := cut_shared(paths, chunks, self._shape, self._itemsize, self._chip, flashinfer.tokens, fewest):
                 steps.append(SegmentStep(chunks, shared, packer, flashinfer, parity, self._shape))

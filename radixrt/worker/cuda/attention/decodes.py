@@ -143,13 +143,13 @@ class DecodePlanner:
         """The work of requests whose tokens are at int32 `positions`, by window. `paths`: theirs in the tree; without
         them nothing is shared. Sharing is limited so that the lists fit `room` (None: that of as many decodes), except
         for work with shared prefixes."""
-        found: dict[int | None, DecodeWork] = {}
+        works: dict[int | None, DecodeWork] = {}
         for window in self._windows:
             if window is None:
-                found[None] = self._unwindowed(requests, paths, rows, positions, room)
+                works[None] = self._unwindowed(requests, paths, rows, positions, room)
             else:
-                found[window] = self._cut(rows, positions, window, None)
-        return found
+                works[window] = self._cut(rows, positions, window, None)
+        return works
 
     def _unwindowed(
         self, requests: tuple[RequestInfo, ...], paths: Sequence[Path], rows: np.ndarray, positions: np.ndarray,
@@ -192,21 +192,21 @@ class DecodePlanner:
 
     def _cut(self, rows: np.ndarray, positions: np.ndarray, window: int | None, sharing: Sharing | None) -> DecodeWork:
         places = np.arange(len(rows))
-        own = sequence_tiles(rows, positions, np.ones_like(rows), places, window, 1, self._cuts.few.chunked)
+        tiles = sequence_tiles(rows, positions, np.ones_like(rows), places, window, 1, self._cuts.few.chunked)
         if sharing is None:
-            few, ends = make_items(own, self._cuts.few)
+            few, ends = make_items(tiles, self._cuts.few)
             merges = make_merges([few.items])
             order = places.astype(np.int32)
             many = Items.none(self._cuts.many.programs)
             return DecodeWork(few, many, merges.queries, merges.entries, order, ends, False, _NONE)
         order = sharing.order
-        own = Tiles(places, own.size, own.row[order], sharing.own[order], own.end[order], own.position[order])
+        tiles = Tiles(places, tiles.size, tiles.row[order], sharing.own[order], tiles.end[order], tiles.position[order])
         begin, end, _, count = sharing.segments.T
         big = count > self._cuts.few.queries
         in_prefix, shared_prefixes = self._shared_prefixes(sharing, rows, end - begin, count)
         big &= ~in_prefix
         small = segment_tiles(sharing, rows, self._cuts.few.queries, np.flatnonzero(~big & ~in_prefix))
-        few, ends = make_items(_joined(own, small), self._cuts.few)
+        few, ends = make_items(_joined(tiles, small), self._cuts.few)
         large = segment_tiles(sharing, rows, self._cuts.many.queries, np.flatnonzero(big))
         many, _ = make_items(large, self._cuts.many, few.partials)
         lists = (

@@ -38,7 +38,7 @@ def _apart(special: Variant, shape: Shape, pages: torch.dtype, dtype: torch.dtyp
     first = np.cumsum(counts) - counts
     q = torch.randn((int(counts.sum()), shape.heads, shape.head_dim), generator=generator, device=device).to(dtype)
     sinks = torch.randn(shape.heads, generator=generator, device=device) if shape.sinks else None
-    found = []
+    results = []
     for variant in (special, variants.chunk_variant(shape, pages.itemsize)):
         cut = variants.tiling(variant, shape, shape.kv_heads)
         items, _ = make_items(sequence_tiles(0 * starts, starts, counts, first, None, cut.queries), cut)
@@ -46,8 +46,8 @@ def _apart(special: Variant, shape: Shape, pages: torch.dtype, dtype: torch.dtyp
         items.items[:, 7] = 1  # with one program no tile is divided: results are written directly
         work = torch.from_numpy(items.items).to(device), torch.from_numpy(items.starts).to(device)
         attend.attend(q, keys, values, table, work, out, scratch, shape, variant, sinks=sinks)
-        found.append(out.float())
-    return float((found[0] - found[1]).norm() / found[1].norm())
+        results.append(out.float())
+    return float((results[0] - results[1]).norm() / results[1].norm())
 
 
 def same_bits(
@@ -68,12 +68,12 @@ def same_bits(
     q = torch.randn((len(lengths), shape.heads, shape.head_dim), generator=generator, device=device).to(dtype)
     places, ones = np.arange(len(lengths)), np.ones(len(lengths), dtype=np.int64)
     tiles = sequence_tiles(np.zeros_like(places), lengths - 1, ones, places, None, 1)
-    found = []
+    scratches = []
     for variant in (few, chunk):
         cut = variants.tiling(variant, shape, 1)
         items, _ = make_items(tiles, dataclasses.replace(cut, fixed=1 << 20))
         scratch = Scratch.make(len(items), shape, device)
         there = torch.from_numpy(items.items).to(device), None
         attend.attend(q, keys, values, table, there, q, scratch, shape, variant)
-        found.append(scratch)
-    return all(torch.equal(a, b) for a, b in zip(*(scratch.partials for scratch in found), strict=True))
+        scratches.append(scratch)
+    return all(torch.equal(a, b) for a, b in zip(*(scratch.partials for scratch in scratches), strict=True))

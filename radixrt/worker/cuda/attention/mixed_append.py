@@ -115,21 +115,21 @@ def append(
     [slots, kv_heads, D] and values [slots, kv_heads, width of V], divided by `scales` and rounded to their dtype, FP8
     saturating; nothing is written if attention reads the pages of another layer. Returns the queries [T, heads, D], in
     `out` if given."""
-    own, norms, qkv = heads.sizes, heads.norms, heads.qkv
-    tokens, dim = len(qkv), own.head_dim
+    sizes, norms, qkv = heads.sizes, heads.norms, heads.qkv
+    tokens, dim = len(qkv), sizes.head_dim
     q = qkv.new_empty((tokens, heads.num_heads, dim)) if out is None else out
     limit = torch.finfo(keys.dtype).max if keys.dtype.itemsize == 1 else 0.0
     weights = (heads.cos if norm is None else norm.weight for norm in (norms.q, norms.k))
     there = tuple(norm is not None for norm in (norms.q, norms.k, norms.v))
     eps = (0.0 if norm is None else norm.eps for norm in (norms.q, norms.k, norms.v))
     parts = triton.cdiv(heads.num_heads, HEADS_AT_ONCE)
-    if own.source is None:
-        parts += 2 * triton.cdiv(own.kv_heads, HEADS_AT_ONCE)
+    if sizes.source is None:
+        parts += 2 * triton.cdiv(sizes.kv_heads, HEADS_AT_ONCE)
     launch(
         _append_mixed_kernel, (tokens, parts), None,
         qkv, heads.cos, heads.sin, *weights, slots, q, keys, values, *eps, *scales, heads.sizes.value_factor,
-        heads.num_heads, own.kv_heads, dim // 2, heads.cos.shape[-1], own.value_dim, qkv.shape[1],
-        triton.next_power_of_2(dim // 2), triton.next_power_of_2(own.value_dim), HEADS_AT_ONCE, *there,
-        own.tied_values, limit, num_warps=4,
+        heads.num_heads, sizes.kv_heads, dim // 2, heads.cos.shape[-1], sizes.value_dim, qkv.shape[1],
+        triton.next_power_of_2(dim // 2), triton.next_power_of_2(sizes.value_dim), HEADS_AT_ONCE, *there,
+        sizes.tied_values, limit, num_warps=4,
     )  # fmt: skip
     return q

@@ -47,7 +47,8 @@ PREFIXES, TAILS, SHARED_PREFIXES = 1 << 16, 1 << 17, 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """The chip that FA3 has to fill: each of `num_sms` computes a tile of one of `heads` at a time."""
+    """The chip that FA3 has to fill: each multiprocessor (there are `num_sms`) computes a tile of one of `heads` at a
+    time."""
 
     heads: int
     num_sms: int
@@ -99,17 +100,17 @@ def cut_shared(
     width = shape.kv_heads * shape.head_dim
     each = int(sequences.counts.sum()) // len(paths)
     cost = Cost(2 * width * (itemsize + 2), 7 * 2 * each * shape.heads * shape.head_dim, len(paths))
-    found = find_sharing(paths, cost)
-    if not len(found.segments):
+    all_sharing = find_sharing(paths, cost)
+    if not len(all_sharing.segments):
         return None
-    chosen, sharing = with_sharers(found)
+    chosen, sharing = with_sharers(all_sharing)
     part = sequences.take(chosen)
     counts = part.counts.astype(np.int64)
     begin, end, first, places = sharing.segments.T
     before = np.concatenate([[0], np.cumsum(counts[sharing.order])])
     queries, keys = before[first + places] - before[first], end - begin
-    own = part.starts.astype(np.int64) + counts - sharing.own
-    fits = keys.sum() + own.sum() <= room and queries.sum() <= MAX_COPIES * counts.sum()
+    tails = part.starts.astype(np.int64) + counts - sharing.own
+    fits = keys.sum() + tails.sum() <= room and queries.sum() <= MAX_COPIES * counts.sum()
     if not fits or int((queries * keys).sum()) < fewest:
         return None
     return Cut(chosen, sharing, chip.cut(queries, keys)[0])

@@ -14,10 +14,10 @@ HEADS = 16
 
 @triton.jit
 def _sink_kernel(
-    out_ptr, lse_ptr, sinks_ptr, HEADS: tl.constexpr, DIM: tl.constexpr, SOME: tl.constexpr, WIDTH: tl.constexpr
+    out_ptr, lse_ptr, sinks_ptr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):
     query = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * SOME + tl.arange(0, SOME)
+    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, WIDTH)
     real = head < HEADS
     sink = tl.load(sinks_ptr + head, mask=real, other=0.0) * LOG2_E

@@ -249,12 +249,12 @@ def _between(ends: np.ndarray, total: int, programs: int) -> np.ndarray | None:
     UNEVEN allows; None if there are none."""
     tiles = ends.tolist()
     for more in UNEVEN:
-        most, found = int((1 + more) * total / programs), [0]
-        while found[-1] < total and len(found) <= programs:
-            last = bisect_right(tiles, found[-1] + most) - 1
-            if last < 0 or tiles[last] == found[-1]:  # the next tile alone is too long
+        most, cuts = int((1 + more) * total / programs), [0]
+        while cuts[-1] < total and len(cuts) <= programs:
+            last = bisect_right(tiles, cuts[-1] + most) - 1
+            if last < 0 or tiles[last] == cuts[-1]:  # the next tile alone is too long
                 break
-            found.append(tiles[last])
-        if found[-1] == total:
-            return np.array(found)
+            cuts.append(tiles[last])
+        if cuts[-1] == total:
+            return np.array(cuts)
     return None

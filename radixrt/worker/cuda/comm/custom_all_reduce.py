@@ -323,13 +323,13 @@ class CustomAllReduce:
             return norm(residual, weight, eps, fp8_scaling)
         self._take(turn, rows, residual)
         group, block, warps = launch_sizes(self.hidden, fp8_scaling)
-        found, out, scales, stride = result(residual, rows, self.hidden, fp8_scaling)
+        normed, out, scales, stride = result(residual, rows, self.hidden, fp8_scaling)
         launch(
             _add_norm_kernel, (min(rows, PROGRAMS),), None,
             self._buffers[turn], self._flags, residual, weight, out, scales, eps, rows, self.hidden, stride, self.rank,
             self.ranks, group, LIMIT, block, self._ptx, num_warps=warps, num_stages=1,
         )  # fmt: skip
-        return found
+        return normed
 
     def _take(self, turn: int, rows: int, residual: torch.Tensor) -> None:
         if turn == self._last:

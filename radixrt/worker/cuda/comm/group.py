@@ -28,17 +28,17 @@ class CustomAllReduceGroup(TorchGroup):
         """Set up memory that all ranks can read, for sums of up to `rows` rows of `hidden` elements. A collective."""
         ranks = self.shard.size
         rows = min(rows, MAX_BYTES.get(ranks, 0) // (hidden * dtype.itemsize))
-        found, problem = None, f"{ranks} ranks"
+        all_reduce, problem = None, f"{ranks} ranks"
         if not self.smallest(int(not CustomAllReduceGroup._has_met)):
             rows, problem = 0, "this process had such a worker before"
         CustomAllReduceGroup._has_met = True
         try:
             if rows:
-                found = CustomAllReduce.meet(distributed.group.WORLD, hidden, rows, dtype, self._device)
+                all_reduce = CustomAllReduce.meet(distributed.group.WORLD, hidden, rows, dtype, self._device)
         except (RuntimeError, ValueError) as error:  # no peer access, or a torch without symmetric memory
             problem = str(error)[:500]
-        if self.smallest(int(found is not None)):
-            self._all_reduce = found
+        if self.smallest(int(all_reduce is not None)):
+            self._all_reduce = all_reduce
         elif self.shard.rank == 0:
             log.warning("GPUs do not read each other's memory (%s): sums by NCCL, slower", problem)
 

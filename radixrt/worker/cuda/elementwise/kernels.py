@@ -54,13 +54,13 @@ def norm(
     bias: torch.Tensor | None = None,
 ) -> Activations:
     """RMSNorm of x[T, H], after subtracting the mean if `centered`, times a weight in the dtype of x or float32, maybe
-    plus a bias; with a `fp8_scaling`, quantized to FP8."""
+    plus a bias; with an `fp8_scaling`, quantized to FP8."""
     rows, size = x.shape
     group, block, warps = launch_sizes(size, fp8_scaling)
-    found, values, scales, stride = result(x, rows, size, fp8_scaling)
+    normed, values, scales, stride = result(x, rows, size, fp8_scaling)
     launch(_norm_kernel, (rows,), None, x, weight, weight if bias is None else bias, values, scales, eps, size, stride,
            group, LIMIT, block, centered, bias is not None, num_warps=warps)  # fmt: skip
-    return found
+    return normed
 
 
 # ---------------------------------------------------------------- gate
@@ -116,21 +116,21 @@ def _gate_kernel(
 def gate(
     x: torch.Tensor, activation: str, fp8_scaling: Fp8Scaling | None = None, up: torch.Tensor | None = None
 ) -> Activations:  # fmt: skip
-    """act(first half) * second half of x[T, 2 I], or act(x) * up of x[T, I] and up[T, I]: [T, I]; with a `fp8_scaling`,
-    quantized to FP8."""
+    """act(first half) * second half of x[T, 2 I], or act(x) * up of x[T, I] and up[T, I]: [T, I]; with an
+    `fp8_scaling`, quantized to FP8."""
     x, up = x.chunk(2, dim=1) if up is None else (x, up)
     rows, size = x.shape
     if fp8_scaling is None:
         group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
     else:
         group, block, warps = launch_sizes(size, fp8_scaling)
-    found, values, scales, stride = result(x, rows, size, fp8_scaling)
+    gated, values, scales, stride = result(x, rows, size, fp8_scaling)
     launch(
         _gate_kernel, (rows, triton.cdiv(size, block)), None,
         x, up, values, scales, size, x.stride(0), up.stride(0), stride, ACTIVATIONS[activation], group, LIMIT, block,
         num_warps=warps,
     )  # fmt: skip
-    return found
+    return gated
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -152,20 +152,20 @@ def _squared_relu_kernel(
 
 
 def squared_relu(x: torch.Tensor, fp8_scaling: Fp8Scaling | None = None) -> Activations:
-    """relu(x[T, I])^2: in place; with a `fp8_scaling`, quantized to FP8."""
+    """relu(x[T, I])^2: in place; with an `fp8_scaling`, quantized to FP8."""
     rows, size = x.shape
-    found: Activations = x
+    squared: Activations = x
     if fp8_scaling is None:
         group, block, warps = 0, min(2048, triton.next_power_of_2(size)), 4
         values, scales, stride = x, x, 0
     else:
         group, block, warps = launch_sizes(size, fp8_scaling)
-        found, values, scales, stride = result(x, rows, size, fp8_scaling)
+        squared, values, scales, stride = result(x, rows, size, fp8_scaling)
     launch(
         _squared_relu_kernel, (rows, triton.cdiv(size, block)), None, x, values, scales, size, stride, group, LIMIT,
         block, num_warps=warps,
     )  # fmt: skip
-    return found
+    return squared
 
 
 # ---------------------------------------------------------------- norm of heads, rotation, pages

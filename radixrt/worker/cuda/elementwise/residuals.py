@@ -62,14 +62,14 @@ def add_normed(
     rows, size = residual.shape
     fp8_scaling = None if followed is None else followed.fp8_scaling
     group, block, warps = launch_sizes(size, fp8_scaling)
-    found: Activations = residual
+    sums: Activations = residual
     values, scales, stride, weight, eps = residual, residual, 0, after.weight, 0.0
     if followed is not None:
         weight, eps = followed.weight, followed.eps
-        found, values, scales, stride = result(residual, rows, size, fp8_scaling)
+        sums, values, scales, stride = result(residual, rows, size, fp8_scaling)
     launch(
         _add_normed_kernel, (rows,), None,
         x, after.weight, residual, after.weight if scalar is None else scalar, weight, values, scales, after.eps, eps,
         size, stride, scalar is not None, followed is not None, group, LIMIT, block, num_warps=warps,
     )  # fmt: skip
-    return found
+    return sums

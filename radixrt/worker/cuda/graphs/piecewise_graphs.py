@@ -188,10 +188,10 @@ class PiecewiseGraphs:
         spec = self._model.spec
         if not spec.layers:
             return self._q[:size], self._out[:size]
-        own, count = spec.layers[spec.attention_layers[layer]], size * spec.num_heads
+        sizes, count = spec.layers[spec.attention_layers[layer]], size * spec.num_heads
         q, out = (
             x.flatten()[: count * dim].view(size, -1, dim)
-            for x, dim in ((self._q, own.head_dim), (self._out, own.value_dim))
+            for x, dim in ((self._q, sizes.head_dim), (self._out, sizes.value_dim))
         )
         return q, out
 

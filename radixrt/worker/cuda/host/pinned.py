@@ -42,14 +42,14 @@ class PinnedMemory:
         memory = mmap.mmap(-1, self._size)
         with contextlib.suppress(OSError):  # a kernel without huge pages, which are locked faster
             memory.madvise(mmap.MADV_HUGEPAGE)
-        found = torch.frombuffer(memory, dtype=torch.uint8)
-        found.zero_()  # by several threads; locking pages that are there already takes less time
+        locked = torch.frombuffer(memory, dtype=torch.uint8)
+        locked.zero_()  # by several threads; locking pages that are there already takes less time
         cuda = torch.cuda.cudart()
         with torch.cuda.device(self._device):
-            if error := int(cuda.cudaHostRegister(found.data_ptr(), self._size, 0)):
+            if error := int(cuda.cudaHostRegister(locked.data_ptr(), self._size, 0)):
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device=self._device)  # takes notice of the error, so that nobody else has to
                 raise ValueError(f"CUDA error {error}")
         # Memory that is returned to the system while it is locked could never be locked again.
-        weakref.finalize(self, cuda.cudaHostUnregister, found.data_ptr()).atexit = False
-        return found
+        weakref.finalize(self, cuda.cudaHostUnregister, locked.data_ptr()).atexit = False
+        return locked

@@ -122,9 +122,9 @@ def find(
     variant = full_heads.chunk_variant(variants.room())
     variant = full_heads.find_specialised(spec.latent, spec.num_heads, dtype, device, variant) or variant
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    found = FullHeads(spec, page_size, dtype, device, tokens, variant, num_sms)
-    found.try_out(pages)
-    return found
+    heads = FullHeads(spec, page_size, dtype, device, tokens, variant, num_sms)
+    heads.try_out(pages)
+    return heads
 
 
 @dataclass(frozen=True, slots=True)

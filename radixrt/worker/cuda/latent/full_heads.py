@@ -67,7 +67,7 @@ def _apart(
     tokens, keys = int(counts.sum()), int(origins[-1]) + 896
     q, latents = draw(tokens, heads, nope + rope), draw(keys, latent.rank + rope)
     k, v = draw(keys, heads, nope), draw(keys, heads, width)
-    shape, found = Shape(heads, heads, width, 1), []
+    shape, results = Shape(heads, heads, width, 1), []
     for variant in variants:
         single = not variant.specialised
         cut = Tiling(variant.rows, variant.keys, 1 << 20, 3, single=single)  # no tile is cut
@@ -77,8 +77,8 @@ def _apart(
         scratch, out = Scratch.make(1, shape, device), torch.zeros((tokens, heads, width), dtype=dtype, device=device)
         placed = Keys.of(k, v, latents, variant)
         attend_full(q, placed, work, out, scratch, variant, 0, 0.1, (1.0, 1.0))
-        found.append(out.float())
-    return float((found[0] - found[1]).norm() / found[1].norm())
+        results.append(out.float())
+    return float((results[0] - results[1]).norm() / results[1].norm())
 
 
 # ---------------------------------------------------------------- latents, side by side

@@ -21,10 +21,10 @@ from radixrt.worker.model.layers.fp8 import BLOCK, Fp8Activations, Fp8Scaling, F
 MAX_ROWS, MIN_LARGE_ROWS = 64, 256
 """The most rows for which the kernel here is used: in general, and where each program has a multiprocessor of its own
 (on a GPU, block scales that torch does not support are always computed here)."""
-ALONE, SOME, MORE = Tile(64, 32, 256, 4, 6), Tile(32, 64, 128, 4, 6), Tile(64, 64, 128, 4, 6)
-"""Tiles for more than 16 rows with row scales: ALONE where each program has a multiprocessor of its own; otherwise SOME
-for up to 32 rows, and MORE (bench/products.py)."""
-MANY = Tile(64, 64, 256, 4, 6), Tile(128, 64, 128, 4, 8)
+ALONE, TILE_32, TILE_64 = Tile(64, 32, 256, 4, 6), Tile(32, 64, 128, 4, 6), Tile(64, 64, 128, 4, 6)
+"""Tiles for more than 16 rows with row scales: ALONE where each program has a multiprocessor of its own; otherwise
+TILE_32 for up to 32 rows, and TILE_64 (bench/products.py)."""
+LARGE_TILES = Tile(64, 64, 256, 4, 6), Tile(128, 64, 128, 4, 8)
 """Tiles for more than MAX_ROWS on Hopper: the first one that leaves each program a multiprocessor of its own."""
 BLOCKS_ALONE, BLOCKS, BLOCKS_WIDE = Tile(64, 32, 128, 4, 3), Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 4)
 """Tiles with block scales: for 17 to 32 rows where each program has a multiprocessor of its own; for weights of fewer
@@ -49,10 +49,10 @@ def tile_for(rows: int, weight: Fp8Weight) -> Tile | None:
     if weight.fp8_scaling is Fp8Scaling.ROWS:
         if beyond:
             fitting = rows <= MIN_LARGE_ROWS and of_hopper(device)
-            return next((tile for tile in MANY if fitting and _alone(rows, columns, tile, device)), None)
+            return next((tile for tile in LARGE_TILES if fitting and _alone(rows, columns, tile, device)), None)
         if few == STREAMED[0]:
             return streaming(few, columns, 1, device)
-        return ALONE if _alone(rows, columns, ALONE, device) else SOME if few == SOME.rows else MORE
+        return ALONE if _alone(rows, columns, ALONE, device) else TILE_32 if few == TILE_32.rows else TILE_64
     if beyond and columns % BLOCK == depth % BLOCK == 0 and blocks_by_torch(device):
         return None
     if few == STREAMED[1] and _alone(rows, columns, BLOCKS_ALONE, device):

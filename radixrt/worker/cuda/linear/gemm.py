@@ -209,7 +209,7 @@ def multiply(
     """Write x[T, K] times weight[N, K] transposed, plus bias[N], to out[T, N], or with `add` add it there. All are
     contiguous. Sums are float32, except those of FP8, which are as wide as the tensor cores' accumulators. With a
     `fp8_scaling`, `scales` are those of x and of the weight (see `layers.fp8`); with block scales, `tile.depth` must
-    be that of a block. If the tile's stages do not fit the shared memory, fewer are used. Without a `fp8_scaling`,
+    be that of a block. If the tile's stages do not fit the shared memory, fewer are used. Without an `fp8_scaling`,
     `splits` programs can have a part of K each."""
     (rows, depth), columns = x.shape, len(weight)
     of_x, of_weight = (x, weight) if scales is None else scales
@@ -274,18 +274,18 @@ def streaming(rows: int, columns: int, itemsize: int, device: torch.device) -> T
     return Tile(rows, COLUMNS, BYTES // itemsize, 4, 8 if alone else 4)
 
 
-MAX_SPLITS, FEWEST_SPLITS, MIN_SPLIT_BLOCKS = 8, 3, 2
+MAX_SPLITS, MIN_SPLITS, MIN_SPLIT_BLOCKS = 8, 3, 2
 """Limits of `splits_for`: splits of a product, and steps along K of a split (bench/splits.py)."""
 
 
 @functools.cache
 def splits_for(columns: int, depth: int, device: torch.device) -> int:
     """The number of programs that divide K of a weight [columns, depth] of 16 bits in the tiles of `streaming`: as many
-    as there are multiprocessors for, if that is at least FEWEST_SPLITS. (With half of the multiprocessors a weight is
+    as there are multiprocessors for, if that is at least MIN_SPLITS. (With half of the multiprocessors a weight is
     read as fast as with two splits.)"""
     blocks = triton.cdiv(depth, BYTES // 2)
     most = min(MAX_SPLITS, num_sms(device) // triton.cdiv(columns, COLUMNS), blocks // MIN_SPLIT_BLOCKS)
-    if most < FEWEST_SPLITS:
+    if most < MIN_SPLITS:
         return 1
     return triton.cdiv(blocks, triton.cdiv(blocks, most))  # none without steps
 

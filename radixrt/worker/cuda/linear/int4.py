@@ -34,19 +34,19 @@ from radixrt.worker.model.layers.int4 import MIDDLE, WIDTH, WORDS, Int4
 
 log = logging.getLogger("radixrt.cuda")
 
-FEW, SOME, MANY = Tile(16, 64, WIDTH, 2, 3), Tile(32, 64, WIDTH, 4, 3), Tile(64, 64, WIDTH, 4, 3)
+TILE_16, TILE_32, TILE_64 = Tile(16, 64, WIDTH, 2, 3), Tile(32, 64, WIDTH, 4, 3), Tile(64, 64, WIDTH, 4, 3)
 """Tiles for up to 16, 32 and 64 rows (bench/packed_linear.py --sweep). On Hopper, two warps multiply by mma.sync, which
 takes fewer instructions for few rows than wgmma, which four warps multiply by."""
 WIDE, LARGE = Tile(64, 128, WIDTH, 4, 2), Tile(128, 128, WIDTH, 8, 2)
-"""In place of MANY, where there is one for each multiprocessor, and for up to MAX_ROWS rows."""
+"""In place of TILE_64, where there is one for each multiprocessor, and for up to MAX_ROWS rows."""
 MAX_ROWS = 256
 """The most rows for which the kernel here is used."""
-FEWEST_WEIGHTS = 1 << 25
-"""The fewest weights for which it is used with more rows than MANY has: fewer are dequantized in less time than its few
-programs take."""
+MIN_WEIGHTS = 1 << 25
+"""The fewest weights for which it is used with more rows than TILE_64 has: fewer are dequantized in less time than its
+few programs take."""
 HOPPER = 17, 2048
 """The fewest and the most rows for which the kernel for Hopper is used (`hopper_int4`; bench/packed_linear.py)."""
-PROGRAMS = {FEW: 7, SOME: 1.5, MANY: 1.5, WIDE: 1, LARGE: 1}
+PROGRAMS = {TILE_16: 7, TILE_32: 1.5, TILE_64: 1.5, WIDE: 1, LARGE: 1}
 """K is divided as long as there are no more programs than this for each multiprocessor."""
 MIN_SPLIT_BLOCKS = 2
 """The fewest blocks of K of a program, if K is divided."""
@@ -210,10 +210,10 @@ def multiply(
 def plan_for(rows: int, columns: int, depth: int, device: torch.device) -> tuple[Tile, int] | None:
     """The tile and the number of programs that K is divided among; None where it is faster to dequantize the weight
     (bench/packed_linear.py)."""
-    if rows > MAX_ROWS or (rows > MANY.rows and columns * depth < FEWEST_WEIGHTS):
+    if rows > MAX_ROWS or (rows > TILE_64.rows and columns * depth < MIN_WEIGHTS):
         return None
-    tile = next((tile for tile in (FEW, SOME, MANY) if rows <= tile.rows), LARGE)
-    if tile is MANY and triton.cdiv(columns, WIDE.columns) >= num_sms(device):
+    tile = next((tile for tile in (TILE_16, TILE_32, TILE_64) if rows <= tile.rows), LARGE)
+    if tile is TILE_64 and triton.cdiv(columns, WIDE.columns) >= num_sms(device):
         tile = WIDE
     tiles = triton.cdiv(columns, tile.columns) * triton.cdiv(rows, tile.rows)
     splits = MAX_SPLITS if tiles <= MAX_TILES else 1
@@ -234,17 +234,17 @@ def int4_linear(
     if not len(x):
         return out
     x = x.contiguous()
-    found = (MANY, 1) if batch_invariant else plan_for(len(x), *weight.shape, x.device)
+    plan = (TILE_64, 1) if batch_invariant else plan_for(len(x), *weight.shape, x.device)
     if not out.is_contiguous():
         result = int4_linear(x, weight, bias, batch_invariant)
         return out.add_(result) if add else out.copy_(result)
     kernel = None if batch_invariant else hopper_kernel(len(x), x.device, x.dtype)
     if kernel is not None and kernel.fits(x, weight, out):
         kernel.multiply(x, weight, out, *kernel.plan(len(x), *weight.shape, num_sms(x.device)), bias=bias, add=add)
-    elif found is None:
+    elif plan is None:
         by_torch(x, weight, out, bias=bias, add=add)
     else:
-        multiply(x, weight, out, *found, bias=bias, add=add)
+        multiply(x, weight, out, *plan, bias=bias, add=add)
     return out
 
 
@@ -268,7 +268,7 @@ def _hopper_int4(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
 @functools.cache
 def there(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels compile for this device and are correct there; otherwise logs why not."""
-    kinds = (FEW, 4, 32, True), (MANY, 1, 128, False), (LARGE, 1, 128, True), (None, 1, 64, True)
+    kinds = (TILE_16, 4, 32, True), (TILE_64, 1, 128, False), (LARGE, 1, 128, True), (None, 1, 64, True)
     try:
         error = max(_apart(device, dtype, *kind) for kind in kinds)
     except Exception as problem:  # another version of the compiler

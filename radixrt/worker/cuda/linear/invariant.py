@@ -112,16 +112,16 @@ def agreeing(device: torch.device, dtype: torch.dtype) -> frozenset[Tile]:
     generator = torch.Generator(device).manual_seed(0)
     x, w = (torch.randn(n, 2048, generator=generator, device=device).to(dtype) for n in (300, 500))
     expected = _product(x, w, None, torch.float32, REFERENCE)
-    found, every = {REFERENCE}, {*(_streaming(rows, x) for rows in STREAMED), *TILES}
+    agree, every = {REFERENCE}, {*(_streaming(rows, x) for rows in STREAMED), *TILES}
     for tile in every:
         try:
             if torch.equal(_product(x, w, None, torch.float32, tile), expected):
-                found.add(tile)
+                agree.add(tile)
         except triton.runtime.errors.OutOfResources:  # a chip with less shared memory
             continue
-    if left_out := every - found:
+    if left_out := every - agree:
         log.info("products that do not depend on the batch: tiles left out, for they round otherwise: %s", left_out)
-    return frozenset(found)
+    return frozenset(agree)
 
 
 @triton.jit(do_not_specialize=["rows", "x_stride", "out_stride"])

@@ -21,11 +21,11 @@ from radixrt.worker.cuda.elementwise.launching import launch, wait
 from radixrt.worker.cuda.linear.gemm import Tile
 from radixrt.worker.model.lora.lora import Rows, Stack
 
-FEW = Tile(16, 32, 256, 4, 3), Tile(16, 128, 64, 4, 2)
+SMALL_TILES = Tile(16, 32, 256, 4, 3), Tile(16, 128, 64, 4, 2)
 """(shrink, expand) for few rows. The depth of shrink is along K, that of expand along the rank."""
-MANY = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 2)
+LARGE_TILES = Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 2)
 MAX_SMALL_ROWS = 512
-"""The most rows that are computed with FEW."""
+"""The most rows that are computed with SMALL_TILES."""
 PROGRAMS = 132
 """Shrink has about this many programs at least, if K can be split so: the multiprocessors of an H100."""
 MAX_SPLITS = 16
@@ -89,11 +89,11 @@ def work(rows: Rows, adapters: int, tile_rows: int) -> Work:
     if known is None:
         assert rows.adapters is not None
         count = len(rows.adapters)
-        found, order = rows.adapters.sort(stable=True)
+        adapter_of, order = rows.adapters.sort(stable=True)
         most = min(count, count // tile_rows + min(adapters, count))
-        tiles = torch.empty((most, FIELDS), dtype=torch.int32, device=found.device)
+        tiles = torch.empty((most, FIELDS), dtype=torch.int32, device=adapter_of.device)
         launch(
-            _list_kernel, (1, 1, 1), None, found, tiles, count, adapters, most, tile_rows,
+            _list_kernel, (1, 1, 1), None, adapter_of, tiles, count, adapters, most, tile_rows,
             triton.next_power_of_2(adapters), 256, FIELDS, num_warps=4,
         )  # fmt: skip
         known = rows.kept[tile_rows] = Work(order, tiles)
@@ -189,7 +189,7 @@ def lora(x: torch.Tensor, stack: Stack, rows: Rows, out: torch.Tensor, factor: f
     if not count:
         return
     assert x.stride(1) == out.stride(1) == 1
-    down, up = FEW if batch_invariant or count <= MAX_SMALL_ROWS else MANY
+    down, up = SMALL_TILES if batch_invariant or count <= MAX_SMALL_ROWS else LARGE_TILES
     found = work(rows, len(stack.a), down.rows)
     splits = EXACT_SPLITS if batch_invariant else best_splits(len(found.tiles), stack, down)
     expand(shrink(x, stack, found, down, splits), stack, found, out, factor, up)

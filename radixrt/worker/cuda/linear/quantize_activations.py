@@ -53,7 +53,7 @@ def room(rows: int, size: int, fp8_scaling: Fp8Scaling, device: torch.device) ->
 def result(
     like: torch.Tensor, rows: int, size: int, fp8_scaling: Fp8Scaling | None
 ) -> tuple[Activations, torch.Tensor, torch.Tensor, int]:
-    """(a new result [rows, size], its values, its scales, their stride): in FP8 with a `fp8_scaling`, otherwise of the
+    """(a new result [rows, size], its values, its scales, their stride): in FP8 with an `fp8_scaling`, otherwise of the
     dtype of `like`; scales then have no meaning."""
     if fp8_scaling is None:
         out = like.new_empty((rows, size))

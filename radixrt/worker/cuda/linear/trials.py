@@ -44,14 +44,14 @@ def _some_mxfp4(generator: torch.Generator, device: torch.device) -> PackedStack
 
 def _some_int4(generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Int4:
     shape = CHECKED_ROWS, CHECKED_BLOCKS
-    found: list[Int4] = []
+    weights: list[Int4] = []
     for _ in COUNTS:
         q = torch.randint(16, (CHECKED_ROWS, CHECKED_BLOCKS * 32), generator=generator, device=device)
         scales = (0.01 + torch.rand(shape, generator=generator, device=device)).to(dtype)
         weight = Int4.of(q, scales, torch.randint(16, shape, generator=generator, device=device), dtype)
         assert weight is not None
-        found.append(weight)
-    stack = found[0].stack(len(found))
-    for number, weight in enumerate(found):
+        weights.append(weight)
+    stack = weights[0].stack(len(weights))
+    for number, weight in enumerate(weights):
         stack.put(number, weight)
     return stack

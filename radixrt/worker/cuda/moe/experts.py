@@ -45,13 +45,13 @@ from radixrt.worker.model.spec.spec import SQUARED_RELU
 # ---------------------------------------------------------------- products
 
 
-FEW, SOME, MANY = Tile(16, 128, 128, 4, 4), Tile(32, 128, 128, 4, 3), Tile(64, 128, 64, 4, 3)
+TILE_16, TILE_32, TILE_64 = Tile(16, 128, 128, 4, 4), Tile(32, 128, 128, 4, 3), Tile(64, 128, 64, 4, 3)
 """Tiles for few to many rows of an expert; see `tile_for` (bench/experts.py --sweep)."""
 
 
 def tile_for(rows: float) -> Tile | None:
     """The tile for `rows` rows per expert on average; None where torch's grouped product is faster."""
-    return FEW if rows <= 6 else SOME if rows <= 24 else MANY if rows <= 128 else None
+    return TILE_16 if rows <= 6 else TILE_32 if rows <= 24 else TILE_64 if rows <= 128 else None
 
 
 SPREAD, TILES = 48, 160
@@ -60,7 +60,7 @@ it is faster than torch's grouped product for experts of any size."""
 DEEP = 4096
 """With more than TILES rows per expert, torch's grouped product is faster for rows of at least this many elements: its
 programs share what they read."""
-FEWEST = 0.5
+MAX_FLIPPED_ROWS = 0.5
 """The most rows per expert, on average, for which weights are the left operand of products (see `gemm`)."""
 
 
@@ -295,7 +295,7 @@ def _add(experts: Experts, logits: Logits, x: torch.Tensor, residual: torch.Tens
     if isinstance(down, PackedStack | Int4):
         return _add_packed(experts, down, logits, x, residual)
     assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
-    tile = MANY if experts.batch_invariant else tile_for(rows)
+    tile = TILE_64 if experts.batch_invariant else tile_for(rows)
     aligned = x.shape[1] % ALIGNED == 0 and down.shape[2] % ALIGNED == 0
     by_expert = aligned and x.is_cuda and x.dtype == torch.bfloat16 and not experts.batch_invariant
     shallow = rows <= TILES or max(x.shape[1], down.shape[2]) < DEEP
@@ -310,9 +310,9 @@ def _add(experts: Experts, logits: Logits, x: torch.Tensor, residual: torch.Tens
         order = routing.sort(chosen, len(down), 0)
         made = _by_torch(experts, gate_up, down, x, order)
     else:
-        tile = tile or MANY
+        tile = tile or TILE_64
         weights, order, _ = _begin(experts, logits, tile.rows, x, None)
-        flipped = rows <= FEWEST and tile is FEW
+        flipped = rows <= MAX_FLIPPED_ROWS and tile is TILE_16
         inner = _inner(experts, partial(_product, tile=tile, flipped=flipped), x, order)
         made = _product(inner, order, down, tile, None, flipped=flipped)
     _combine(experts, made, weights, order, residual)
@@ -415,7 +415,7 @@ def _add_packed(
         made = hopper.product(inner, order, down, None, kind=kind)
     else:
         mxfp4 = isinstance(down, PackedStack)
-        first, second = packed_experts.MANY if exact else packed_experts.tiles_for(rows, mxfp4)
+        first, second = packed_experts.TILES_64 if exact else packed_experts.tiles_for(rows, mxfp4)
         weights, order, _ = _begin(experts, logits, first.rows, x, None)
         inner = _inner(experts, partial(packed_experts.product, tile=first), x, order)
         made = packed_experts.product(inner, order, down, second, None)

@@ -17,9 +17,9 @@ from radixrt.worker.model.layers.moe import ScaledStack
 if TYPE_CHECKING:
     from radixrt.worker.cuda.moe.routing import Order
 
-FEW, SOME, MANY = Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)
+TILE_16, TILE_32, TILE_64 = Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 128, 4, 3)
 """Tiles for few to many rows of an expert, as deep as a scale block; see `tile_for` (bench/experts.py --sweep)."""
-FEWEST, MOST = Tile(16, 64, 256, 4, 4), Tile(128, 128, 128, 4, 3)
+TILE_16_DEEP, TILE_128 = Tile(16, 64, 256, 4, 4), Tile(128, 128, 128, 4, 3)
 """Further tiles for row scales. (With block scales, each block's sum is added to another one, which takes too many
 registers for 128 rows.)"""
 
@@ -28,8 +28,8 @@ def tile_for(rows: float, *weights: ScaledStack) -> Tile:
     """The tile for products of `weights`, for `rows` rows per expert on average."""
     by_rows = all(weight.fp8_scaling is Fp8Scaling.ROWS for weight in weights)
     if by_rows and (rows <= 0.25 or rows > 64):
-        return FEWEST if rows <= 0.25 else MOST
-    return FEW if rows <= 6 else SOME if rows <= 24 else MANY
+        return TILE_16_DEEP if rows <= 0.25 else TILE_128
+    return TILE_16 if rows <= 6 else TILE_32 if rows <= 24 else TILE_64
 
 
 @triton.jit(do_not_specialize=["tiles", "x_stride", "stride"])

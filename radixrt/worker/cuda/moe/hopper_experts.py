@@ -229,14 +229,14 @@ def _apart(device: torch.device) -> float:
     chosen = torch.cat([torch.full((count, 1), e, dtype=torch.int32) for e, count in enumerate(counts)]).to(device)
     order = routing.sort(chosen, len(counts), ROWS)
     x, gate_up, down = draw(len(chosen), 200), draw(len(counts), 2 * 136, 200), draw(len(counts), 264, 200)
-    bias, found, exact = draw(len(counts), 2 * 136), [], []
+    bias, results, exact = draw(len(counts), 2 * 136), [], []
     for weight, activation in ((gate_up, "silu"), (down, None)):
-        found.append(product(x, order, weight, activation, bias if activation else None).float().flatten())
+        results.append(product(x, order, weight, activation, bias if activation else None).float().flatten())
         each = [a.float() @ w.float().T for a, w in zip(x.split(counts), weight, strict=True)]
         if activation:
             made = torch.cat([a + b.float() for a, b in zip(each, bias, strict=True)]).to(x.dtype)
             exact.append(plain(kernels.gate(made, activation)).float().flatten())
         else:
             exact.append(torch.cat(each).flatten())
-    a, b = torch.cat(found), torch.cat(exact)
+    a, b = torch.cat(results), torch.cat(exact)
     return float((a - b).norm() / b.norm())

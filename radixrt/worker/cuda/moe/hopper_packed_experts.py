@@ -293,14 +293,14 @@ class Kind:
     stages: int
 
 
-SOME, MANY = KINDS = Kind(128, 5), Kind(256, 3)
-FEWEST = 64
+TILE_128, TILE_256 = KINDS = Kind(128, 5), Kind(256, 3)
+MIN_ROWS = 64
 """The fewest rows per expert, on average, for which this kernel is used (bench/packed_experts.py)."""
 
 
 def kind_for(rows: float) -> Kind:
     """The tile for this number of rows per expert, on average."""
-    return SOME if rows <= SOME.rows else MANY
+    return TILE_128 if rows <= TILE_128.rows else TILE_256
 
 
 def fits(*widths: int) -> bool:
@@ -367,5 +367,5 @@ def _apart(device: torch.device, kind: Kind) -> float:
     each = [a.float() @ stack.dequantized(n, torch.float32).T for n, a in enumerate(x.split(counts))]
     with_bias = torch.cat([a + bias[n].float() for n, a in enumerate(each)]).bfloat16()
     exact = torch.cat(each).flatten(), plain(kernels.gate(with_bias, "silu")).float().flatten()
-    found = product(x, order, stack, None, kind=kind), product(x, order, stack, "silu", bias, kind=kind)
-    return max(float((a.float().flatten() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    results = product(x, order, stack, None, kind=kind), product(x, order, stack, "silu", bias, kind=kind)
+    return max(float((a.float().flatten() - b).norm() / b.norm()) for a, b in zip(results, exact, strict=True))

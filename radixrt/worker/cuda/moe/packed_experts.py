@@ -44,11 +44,11 @@ log = logging.getLogger("radixrt.cuda")
 
 Pair = tuple[Tile, Tile]
 """The tiles of the product with gate and up and of that with down. `columns`: of gate and of up each."""
-FEWEST = Tile(16, 64, WIDTH, 4, 4), Tile(16, 64, WIDTH, 4, 6)  # of INT4
-FEW = Tile(16, 128, WIDTH, 4, 3), Tile(16, 128, WIDTH, 4, 4)
-SOME = Tile(32, 128, WIDTH, 4, 3), Tile(32, 128, WIDTH, 4, 4)
-MANY = Tile(64, 64, WIDTH, 4, 3), Tile(64, 128, WIDTH, 4, 3)
-MOST = Tile(128, 128, WIDTH, 8, 3), Tile(128, 128, WIDTH, 4, 3)
+TILES_16_NARROW = Tile(16, 64, WIDTH, 4, 4), Tile(16, 64, WIDTH, 4, 6)  # of INT4
+TILES_16 = Tile(16, 128, WIDTH, 4, 3), Tile(16, 128, WIDTH, 4, 4)
+TILES_32 = Tile(32, 128, WIDTH, 4, 3), Tile(32, 128, WIDTH, 4, 4)
+TILES_64 = Tile(64, 64, WIDTH, 4, 3), Tile(64, 128, WIDTH, 4, 3)
+TILES_128 = Tile(128, 128, WIDTH, 8, 3), Tile(128, 128, WIDTH, 4, 3)
 ALIKE = 2e-2
 """The largest relative error at which the kernel is used (see `there`)."""
 
@@ -60,9 +60,9 @@ MAX_SPLITS, MIN_SPLIT_BLOCKS, PROGRAMS = 6, 3, 6
 def tiles_for(rows: float, mxfp4: bool = True) -> Pair:
     """The tiles for this number of rows per expert, on average, in MXFP4 or INT4 (bench/packed_experts.py --sweep)."""
     if rows <= 0.25 and not mxfp4:
-        return FEWEST
-    kinds = (8, FEW), (24, SOME), (96, MANY)
-    return next((pair for most, pair in kinds if rows <= most), MOST)
+        return TILES_16_NARROW
+    kinds = (8, TILES_16), (24, TILES_32), (96, TILES_64)
+    return next((pair for most, pair in kinds if rows <= most), TILES_128)
 
 
 def splits_for(tiles: int, blocks: int, device: torch.device) -> int:
@@ -254,7 +254,7 @@ def product(
     out = torch.empty((len(order.tokens), columns), dtype=x.dtype, device=x.device)
     entries, count, across = len(order.tokens), len(weight), triton.cdiv(columns, tile.columns)
     if splits is None:
-        few = isinstance(weight, PackedStack) and tile.rows == FEW[0].rows
+        few = isinstance(weight, PackedStack) and tile.rows == TILES_16[0].rows
         splits = splits_for(min(entries, count) * across, blocks, x.device) if few else 1
     programs, sums, counts = len(order.tiles) * across, x, x
     if splits > 1:
@@ -281,7 +281,7 @@ def there(device: torch.device, int4: torch.dtype | None = None) -> bool:
     INT4 of that dtype; None: for experts in MXFP4."""
     name = "MXFP4" if int4 is None else "INT4"
     try:
-        tried = ((FEW, 4 if int4 is None else 1), (MOST, 1))
+        tried = ((TILES_16, 4 if int4 is None else 1), (TILES_128, 1))
         error = max(_apart(device, tiles[1], int4, splits) for tiles, splits in tried)
     except Exception as problem:  # another version of the compiler
         words = type(problem).__name__, str(problem)[:300]
@@ -301,7 +301,7 @@ def hopper_kernel(x: torch.Tensor, weight: PackedStack | Int4, inner: int, rows:
     if not isinstance(weight, PackedStack) or x.dtype != torch.bfloat16 or not x.is_cuda:
         return None
     kernel = _hopper(x.device)
-    return kernel if kernel and rows >= kernel.FEWEST and kernel.fits(x.shape[1], inner) else None
+    return kernel if kernel and rows >= kernel.MIN_ROWS and kernel.fits(x.shape[1], inner) else None
 
 
 @functools.cache
@@ -325,7 +325,7 @@ def _apart(
     stack, chosen = draw_experts(generator, device, int4)
     order = sort(chosen, len(COUNTS), tile.rows)
     x = torch.randn((len(chosen), stack.columns), generator=generator, device=device).to(int4 or dtype)
-    found = product(x, order, stack, tile, None, splits=splits).float()
+    result = product(x, order, stack, tile, None, splits=splits).float()
     each = zip(x.float().split(COUNTS), range(len(COUNTS)), strict=True)
     exact = torch.cat([a @ stack.dequantized(number, torch.float32).T for a, number in each])
-    return float((found - exact).norm() / exact.norm())
+    return float((result - exact).norm() / exact.norm())

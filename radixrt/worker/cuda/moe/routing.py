@@ -345,7 +345,7 @@ def begin(
     logits: torch.Tensor, chosen: int, normalized: bool, rows: int, x: torch.Tensor, fp8_scaling: Fp8Scaling | None,
     routing: Routing = PLAIN, bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Order, Fp8Activations | None]:  # fmt: skip
-    """Returns the weights of `route`, the order of `sort` with tiles of `rows` rows, and with a `fp8_scaling` x[T,
+    """Returns the weights of `route`, the order of `sort` with tiles of `rows` rows, and with an `fp8_scaling` x[T,
     hidden] in FP8. One launch for a single token, which needs no sorting; otherwise several."""
     (tokens, count), size = logits.shape, x.shape[1]
     weights = torch.empty((tokens, chosen), dtype=logits.dtype, device=logits.device)

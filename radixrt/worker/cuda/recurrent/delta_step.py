@@ -162,7 +162,7 @@ class PackedCopies:
 
 
 class DeltaStep:
-    """`model.mixers.Mix` for a step's tokens, decodes first, then parts of sequences. Tokens after them are padding,
+    """`mixers.Mix` for a step's tokens, decodes first, then parts of sequences. Tokens after them are padding,
     whose results have no meaning.
 
     decodes    the first tokens: decodes and drafts

@@ -86,13 +86,13 @@ class LastTokens:
         """Find the most likely token of each of the rows `at` int64[n] of logits (None: of all), and store it for
         `rows`. This rank has the float32 logits[S, len(ids)] of the token `ids`. Returns int32[S + n]: whether each row
         of logits is finite (see `sampling_kernels.largest`), then the tokens."""
-        found = sampling_kernels.largest(logits, ids, self._group)
-        finite, best = found[: len(logits)], found[len(logits) :]
+        largest = sampling_kernels.largest(logits, ids, self._group)
+        finite, best = largest[: len(logits)], largest[len(logits) :]
         if at is not None:
             best = best[at]
-            found = torch.cat([finite, best])
+            largest = torch.cat([finite, best])
         self.store(rows, best)
-        return found
+        return largest
 
     def resolve(self, tokens: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Replace FROM_DEVICE by the last tokens (see `kernels.resolve`). Every step begins with this."""

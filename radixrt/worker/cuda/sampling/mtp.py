@@ -118,16 +118,16 @@ class PackedRequests:
         """`padding`: the row of the page table for what pads."""
         ends, sampled = np.cumsum(plan.counts), np.cumsum(plan.samples) - 1
         asked = np.zeros(len(plan.counts), np.int32) if plan.proposes is None else plan.proposes
-        found = [
+        entries = [
             (index, max(int(sampled[index]), 0), int(ends[index]) - 1, kept - 1, int(plan.starts[index] + count))
             for (index, _, _, kept), count in ((one, int(plan.counts[one[0]])) for one in sequences(plan))
         ]
-        found.sort(key=lambda one: asked[one[0]] == 0)
-        indices = [one[0] for one in found if asked[one[0]]]
+        entries.sort(key=lambda one: asked[one[0]] == 0)
+        indices = [one[0] for one in entries if asked[one[0]]]
         wanted = len(indices)
         size = next((size for size in sizes if size >= wanted), wanted) if wanted else 0
-        room = max(size, len(found))
-        columns = np.array(found, dtype=np.int32).T
+        room = max(size, len(entries))
+        columns = np.array(entries, dtype=np.int32).T
         rows = plan.rows[columns[0]]
         at, index, drafted, position = (packer.add(np.ascontiguousarray(x), room) for x in columns[1:])
         return cls(
@@ -178,8 +178,9 @@ class Pass:
 
 
 class Predicting:
-    """The layer of one runner. `table` is its page table, whose last row is for padding; `num_sms` are those of the
-    device. A pass is captured for each number of requests in `sizes`, ascending; for others it runs without a graph."""
+    """The layer of one runner. `table` is its page table, whose last row is for padding; the device has `num_sms`
+    multiprocessors. A pass is captured for each number of requests in `sizes`, ascending; for others it runs without a
+    graph."""
 
     def __init__(
         self, model: Model, pages: Callable[[int], Pages], table: torch.Tensor, page_size: int, num_sms: int,
@@ -210,14 +211,14 @@ class Predicting:
     def before(self, plan: Plan, room: int) -> np.ndarray:
         """int32[room]: for each token of a step where the hidden state before it is found: a row of what is kept, or
         -1: at the token before it in the step."""
-        found = np.full(room, -1, dtype=np.int32)
+        before = np.full(room, -1, dtype=np.int32)
         for index, begin, stop, kept in sequences(plan):
             row, number, start = int(plan.rows[index]), plan.requests[index].number, int(plan.starts[index])
             request, first, last = self._known.get(row, (-1, 0, 0))
-            found[begin] = row if request == number and first <= start <= last else len(self._last) - 1
+            before[begin] = row if request == number and first <= start <= last else len(self._last) - 1
             end = start + stop - begin
             self._known[row] = number, end - kept + 1, end
-        return found
+        return before
 
     def store(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor,
@@ -260,14 +261,14 @@ class Predicting:
         for to, source in ((one.row, row), (one.position, where), (one.count, count), (one.token, last)):
             to.copy_(source[:size])
         one.hidden.copy_(states[:size])
-        found = [integers]
+        parts = [integers]
         for _ in range(packed.passes):
             if one.graph is not None:
                 one.graph.replay()
             else:
                 self._pass(one)
-            found.append(one.token.clone())
-        return torch.cat(found)
+            parts.append(one.token.clone())
+        return torch.cat(parts)
 
     def _pass(self, one: Pass) -> None:
         """Propose the next token of each request that still wants any."""

@@ -71,7 +71,7 @@ def largest(logits: torch.Tensor, ids: range | None = None, group: Group | None 
     beginning of each row."""
     rows, width = logits.shape
     ids = range(width) if ids is None else ids
-    found = torch.empty(2 * rows, dtype=torch.int32, device=logits.device)
+    largest_ids = torch.empty(2 * rows, dtype=torch.int32, device=logits.device)
     if rows:
         block = 4096
         blocks = 4 * triton.cdiv(width, 4 * block)  # rows of `both` are aligned to 16 bytes: only one compilation
@@ -83,8 +83,8 @@ def largest(logits: torch.Tensor, ids: range | None = None, group: Group | None 
         if group is not None:
             both = group.gather(both)
             best, at, blocks = both[:rows].view(torch.float32), both[rows:], both.shape[1]
-        _largest_block_kernel[(rows,)](best, at, found, rows, blocks, triton.next_power_of_2(blocks), num_warps=1)
-    return found
+        _largest_block_kernel[(rows,)](best, at, largest_ids, rows, blocks, triton.next_power_of_2(blocks), num_warps=1)
+    return largest_ids
 
 
 @triton.jit

@@ -21,10 +21,10 @@ def spec(config: dict[str, Any], **features: Any) -> ModelSpec:
         raise ValueError(f"sliding_window_pattern {every!r} is not served without layer_types; a number is")
     kinds = layer_kinds(config, every if has_windows else 1)
     rope = rope_parameters(config)
-    own: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "qk_norm": True,
         "norms": NORMS,
         "windows": layer_windows(config | {"layer_types": kinds}),
         "layer_ropes": tuple(None if has_windows and kind == "full_attention" else rope for kind in kinds),
     }
-    return common(config, **own | features)
+    return common(config, **fields | features)

@@ -95,22 +95,22 @@ def multipliers(config: dict[str, Any], plain: ModelSpec, mamba: MambaSpec) -> M
     hidden, inner = plain.hidden_size, plain.intermediate_size
     into, of_keys, out = factor("attention_in_multiplier"), factor("key_multiplier"), factor("attention_out_multiplier")
     gate, down = of_list(config, "mlp_multipliers", 2)
-    own, each = of_list(config, "ssm_multipliers", 5), mamba.groups * mamba.state
+    parts, each = of_list(config, "ssm_multipliers", 5), mamba.groups * mamba.state
     counts = mamba.values, mamba.values, each, each, mamba.heads
     before, after = factor("ssm_in_multiplier"), factor("ssm_out_multiplier")
-    found: list[tuple[str, tuple[tuple[int, float], ...]]] = [
+    factors: list[tuple[str, tuple[tuple[int, float], ...]]] = [
         ("self_attn.q_proj.weight", ((q, into),)),
         ("self_attn.k_proj.weight", ((kv, into * of_keys),)),
         ("self_attn.k_proj.bias", ((kv, of_keys),)),
         ("self_attn.v_proj.weight", ((kv, into),)),
-        ("mamba.in_proj.weight", tuple((n, before * x) for n, x in zip(counts, own, strict=True))),
-        ("mamba.in_proj.bias", tuple(zip(counts, own, strict=True))),
+        ("mamba.in_proj.weight", tuple((n, before * x) for n, x in zip(counts, parts, strict=True))),
+        ("mamba.in_proj.bias", tuple(zip(counts, parts, strict=True))),
     ]
     for name, rows in (("self_attn.o_proj", (hidden, out)), ("mamba.out_proj", (hidden, after))):
-        found += [(f"{name}.{kind}", (rows,)) for kind in ("weight", "bias")]
+        factors += [(f"{name}.{kind}", (rows,)) for kind in ("weight", "bias")]
     for name, rows in (("mlp.gate_proj", (inner, gate)), ("mlp.down_proj", (hidden, down))):
-        found += [(f"{name}.{kind}", (rows,)) for kind in ("weight", "bias")]
-    return tuple((end, rows) for end, rows in found if any(factor != 1 for _, factor in rows))
+        factors += [(f"{name}.{kind}", (rows,)) for kind in ("weight", "bias")]
+    return tuple((end, rows) for end, rows in factors if any(factor != 1 for _, factor in rows))
 
 
 def of_list(config: dict[str, Any], name: str, count: int) -> list[float]:

@@ -50,7 +50,7 @@ def spec(config: dict[str, Any]) -> ModelSpec:
         config | {"rope_parameters": ropes["full_attention"]},
         windows=layer_windows(config),
         layers=layers,
-        layer_ropes=tuple(ropes[kind] | {"rotated": own.head_dim} for kind, own in zip(kinds, layers, strict=True)),
+        layer_ropes=tuple(ropes[kind] | {"rotated": sizes.head_dim} for kind, sizes in zip(kinds, layers, strict=True)),
         qk_norm=True,
         attention_bias=True,
         norms=NORMS,
@@ -67,27 +67,27 @@ def layer_sizes(config: dict[str, Any]) -> tuple[LayerSpec, ...]:
     """The last `num_kv_shared_layers` layers read K and V of the last one before them of the same type. With
     `use_double_wide_mlp`, their MLPs are twice as wide. transformers writes what differs as `per_layer_config`."""
     kinds, heads = config["layer_types"], config["num_attention_heads"]
-    tied, own = bool(config.get("attention_k_eq_v")), len(kinds) - config["num_kv_shared_layers"]
+    tied, first_shared = bool(config.get("attention_k_eq_v")), len(kinds) - config["num_kv_shared_layers"]
     of_full = {"head_dim": config["global_head_dim"]}
     if tied and config.get("num_global_key_value_heads"):
         of_full["num_key_value_heads"] = config["num_global_key_value_heads"]
-    given, found = config.get("per_layer_config"), []
+    given, of_layers = config.get("per_layer_config"), []
     given = given and {int(number): other for number, other in given.items()}
     for number, kind in enumerate(kinds):
         full, source = kind == "full_attention", None
         other = (of_full if full else {}) if given is None else given.get(number, {})
-        if number >= own:
-            source = next((i for i in range(own - 1, -1, -1) if kinds[i] == kind), None)
+        if number >= first_shared:
+            source = next((i for i in range(first_shared - 1, -1, -1) if kinds[i] == kind), None)
             if source is None:
-                raise ValueError(f"num_kv_shared_layers {len(kinds) - own}: no layer before them has {kind}")
+                raise ValueError(f"num_kv_shared_layers {len(kinds) - first_shared}: no layer before them has {kind}")
         sizes = {name: other.get(name, config[name]) for name in ("num_key_value_heads", "head_dim")}
         kv_heads, dim = sizes.values()
         if heads % kv_heads:
             raise ValueError(f"num_key_value_heads {kv_heads} does not divide {heads} heads")
         wide = bool(config.get("use_double_wide_mlp")) and source is not None
         inner = config["intermediate_size"] * (2 if wide else 1)
-        found.append(LayerSpec(kv_heads, dim, dim, inner, source, tied_values=tied and full, value_norm=True))
-    return tuple(found)
+        of_layers.append(LayerSpec(kv_heads, dim, dim, inner, source, tied_values=tied and full, value_norm=True))
+    return tuple(of_layers)
 
 
 def experts(config: dict[str, Any]) -> ExpertsSpec:

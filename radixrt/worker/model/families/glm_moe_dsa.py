@@ -25,9 +25,9 @@ def _indexers(config: dict[str, Any]) -> list[int]:
     if kinds:
         if len(kinds) != len(layers):
             raise ValueError(f"the kinds of indexers are {len(kinds)}, num_hidden_layers is {len(layers)}")
-        found = [layer for layer in layers if kinds[layer] in ("full", "F")]
-        if any(kind not in ("full", "F", "shared", "S") for kind in kinds) or layers and found[:1] != [0]:
+        indexers = [layer for layer in layers if kinds[layer] in ("full", "F")]
+        if any(kind not in ("full", "F", "shared", "S") for kind in kinds) or layers and indexers[:1] != [0]:
             raise ValueError(f"indexers of the kinds {kinds} are not served; full, and then full or shared are")
-        return found
+        return indexers
     every, offset = max(config.get("index_topk_freq") or 1, 1), config.get("index_skip_topk_offset", 2)
     return [layer for layer in layers if max(layer - offset + 1, 0) % every == 0]

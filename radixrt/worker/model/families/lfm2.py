@@ -45,7 +45,7 @@ def with_convolutions(config: dict[str, Any]) -> ModelSpec:
         raise ValueError(f"layer_types: none is {FULL}")
     if len(kinds) != layers:
         raise ValueError(f"layer_types has {len(kinds)} layers, num_hidden_layers is {layers}")
-    found = ShortConvSpec(
+    convolutions = ShortConvSpec(
         layers=frozenset(i for i, kind in enumerate(kinds) if kind == CONV),
         channels=config["hidden_size"],
         kernel=config["conv_L_cache"],
@@ -56,6 +56,6 @@ def with_convolutions(config: dict[str, Any]) -> ModelSpec:
         config | {"tie_word_embeddings": tied, "rms_norm_eps": config["norm_eps"], "hidden_act": "silu"},
         qk_norm=True,
         norms=NORMS,
-        recurrent=found if found.layers else None,
+        recurrent=convolutions if convolutions.layers else None,
         other_names=OTHER_NAMES,
     )

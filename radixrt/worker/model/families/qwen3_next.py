@@ -54,7 +54,7 @@ def check_kinds(kinds: list[str], layers: int) -> None:
 def delta(config: dict[str, Any], kinds: list[str], **features: Any) -> DeltaSpec | None:
     """The linear attention of the layers of kind LINEAR; None if there are none. `features`: other fields of
     DeltaSpec."""
-    found = DeltaSpec(
+    delta_spec = DeltaSpec(
         layers=frozenset(i for i, kind in enumerate(kinds) if kind == LINEAR),
         key_heads=config["linear_num_key_heads"],
         value_heads=config["linear_num_value_heads"],
@@ -63,9 +63,11 @@ def delta(config: dict[str, Any], kinds: list[str], **features: Any) -> DeltaSpe
         kernel=config["linear_conv_kernel_dim"],
         **features,
     )
-    if found.value_heads % found.key_heads:
-        raise ValueError(f"linear_num_key_heads {found.key_heads} does not divide {found.value_heads} heads of v")
-    return found if found.layers else None
+    if delta_spec.value_heads % delta_spec.key_heads:
+        raise ValueError(
+            f"linear_num_key_heads {delta_spec.key_heads} does not divide {delta_spec.value_heads} heads of v"
+        )
+    return delta_spec if delta_spec.layers else None
 
 
 def with_shared_expert(plain: ModelSpec, config: dict[str, Any]) -> ModelSpec:

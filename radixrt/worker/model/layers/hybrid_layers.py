@@ -26,15 +26,15 @@ OTHERS = (("model.embed_tokens.", "model.embeddings."), ("model.norm.", "model.n
 def paired(mixes: Iterable[bool]) -> HybridLayers:
     """By layer of the decoder: the numbers of its mixer and of its MLP in the checkpoint, given which of the
     checkpoint's layers are mixers."""
-    found: list[tuple[int | None, int | None]] = []
+    pairs: list[tuple[int | None, int | None]] = []
     for number, is_mixer in enumerate(mixes):
         if is_mixer:
-            found.append((number, None))
-        elif found and found[-1][1] is None:
-            found[-1] = found[-1][0], number
+            pairs.append((number, None))
+        elif pairs and pairs[-1][1] is None:
+            pairs[-1] = pairs[-1][0], number
         else:
-            found.append((None, number))
-    return tuple(found)
+            pairs.append((None, number))
+    return tuple(pairs)
 
 
 def turn(blocks: HybridLayers, layer: int, place: int) -> int:

@@ -75,7 +75,7 @@ class ForwardContext:
     mix: Mix | None
     """None if there are no recurrent layers."""
     rotations: list[tuple[torch.Tensor, torch.Tensor]]
-    """By kind of RoPE: cos and sin, [T, 1, rope_dim / 2] (see `decoder.Positions`)."""
+    """By kind of RoPE: cos and sin, [T, 1, rope_dim / 2] (see `positions.Positions`)."""
     query_factors: torch.Tensor | None
     """Factors [T, 1, 1] of queries, in layers that scale them."""
     inputs: torch.Tensor | None

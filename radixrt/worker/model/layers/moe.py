@@ -204,13 +204,13 @@ def sparse_mixer(logits: torch.Tensor, top_k: int, jitter: float) -> tuple[torch
 
     The i-th expert is the likeliest of those that are left. Its weight is its softmax among these, but without those
     whose logit x is far from its own y: (y - x) / max(|x|, y) > 2 jitter."""
-    left, found = logits.clone(), []
+    left, routed = logits.clone(), []
     for _ in range(top_k):
         peak, chosen = left.max(-1, keepdim=True)
         far = (peak - logits) / torch.maximum(logits.abs(), peak) > 2 * jitter
-        found.append((left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, chosen), chosen))
+        routed.append((left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, chosen), chosen))
         left.scatter_(-1, chosen, -torch.inf)
-    weights, experts = (torch.cat(parts, dim=-1) for parts in zip(*found, strict=True))
+    weights, experts = (torch.cat(parts, dim=-1) for parts in zip(*routed, strict=True))
     return weights, experts
 
 
@@ -242,8 +242,8 @@ def read_experts(spec: ModelSpec, weights: Weights, layer: int, batch_invariant:
     else:
         router = _read_router(weights, f"{at}{moe.router}.weight", moe, hidden)
         matrices = list(_matrices(at, moe, space, shard))
-        found = _read_scaled(weights, matrices) or _read_int4(weights, matrices)
-        gate_up, down = found or _read_unquantized(weights, matrices)
+        quantized = _read_scaled(weights, matrices) or _read_int4(weights, matrices)
+        gate_up, down = quantized or _read_unquantized(weights, matrices)
     return Experts(
         Linear(router, None, batch_invariant), gate_up, down, moe.top_k, moe.normalized, spec.activation,
         batch_invariant, moe.routing, _read_bias(weights, at, moe),
@@ -324,8 +324,8 @@ def _matrices(at: str, moe: ExpertsSpec, hidden: int, shard: Shard) -> Iterator[
 def _read_unquantized(weights: Weights, matrices: list[list[Matrix]]) -> tuple[torch.Tensor, torch.Tensor]:
     """`gate_up` and `down`, filled expert by expert, so that only one is in memory twice."""
     gate_up = down = torch.empty(0)
-    for expert, own in enumerate(matrices):
-        *first, last = (weights.load(*matrix) for matrix in own)
+    for expert, three in enumerate(matrices):
+        *first, last = (weights.load(*matrix) for matrix in three)
         inner, hidden = first[0].shape
         if not expert:
             gate_up = last.new_empty((len(matrices), len(first) * inner, hidden))
@@ -339,11 +339,11 @@ def _read_scaled(weights: Weights, matrices: list[list[Matrix]]) -> tuple[Scaled
     """As `_read_unquantized`, in FP8. None if a matrix is not kept in FP8 or has another kind of scales than the first,
     or if a block that shares a scale has rows of both gate and up: then all experts are dequantized."""
     stacks = None
-    for expert, own in enumerate(matrices):
-        found = [weight for weight in (weights.scaled(*matrix) for matrix in own) if weight is not None]
-        if len(found) < len(own):
+    for expert, three in enumerate(matrices):
+        read = [weight for weight in (weights.scaled(*matrix) for matrix in three) if weight is not None]
+        if len(read) < len(three):
             return None
-        gate_up, down = concatenate_fp8(found[:-1]), concatenate_fp8(found[-1:])
+        gate_up, down = concatenate_fp8(read[:-1]), concatenate_fp8(read[-1:])
         if gate_up is None or down is None:
             return None
         stacks = stacks or (ScaledStack.like(gate_up, len(matrices)), ScaledStack.like(down, len(matrices)))
@@ -356,10 +356,10 @@ def _read_int4(weights: Weights, matrices: list[list[Matrix]]) -> tuple[Int4, In
     """As `_read_unquantized`, in INT4. None if a matrix is not kept so, or is of another kind than the first."""
     stacks = None
     for expert, three in enumerate(matrices):
-        found = [weight for weight in (weights.int4(*matrix) for matrix in three) if weight is not None]
-        if len(found) < len(three):
+        read = [weight for weight in (weights.int4(*matrix) for matrix in three) if weight is not None]
+        if len(read) < len(three):
             return None
-        gate_up, down = concatenate_int4(found[:2]), found[2]
+        gate_up, down = concatenate_int4(read[:2]), read[2]
         if gate_up is None:
             return None
         stacks = stacks or (gate_up.stack(len(matrices)), down.stack(len(matrices)))

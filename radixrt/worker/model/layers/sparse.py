@@ -23,15 +23,15 @@ def select(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, top_k: in
     count, heads, _ = q.shape
     each = QUERIES if exact else at_once(q.device, heads * len(keys))
     at = torch.arange(len(keys), device=q.device)
-    keys, found = keys.float(), []
+    keys, selected = keys.float(), []
     for begin in range(0, count, each):
-        own = slice(begin, begin + each)
-        scores = (_exact_scores if exact else _scores)(q[own].float(), weights[own], keys)
+        rows = slice(begin, begin + each)
+        scores = (_exact_scores if exact else _scores)(q[rows].float(), weights[rows], keys)
         # Tokens that are not finite are selected, so that what is computed from them is seen not to be finite, either.
         scores = scores.nan_to_num(nan=HIGHEST)
         last = len(keys) - count + begin + torch.arange(len(scores), device=q.device)
-        found.append(highest(scores.masked_fill(at > last[:, None], -torch.inf), top_k))
-    return torch.cat(found)
+        selected.append(highest(scores.masked_fill(at > last[:, None], -torch.inf), top_k))
+    return torch.cat(selected)
 
 
 def at_once(device: torch.device, elements: int) -> int:

@@ -131,7 +131,7 @@ def _check(config: Mapping[str, Any]) -> None:
 def _tensors(path: Path, max_rank: int) -> dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]:
     """(A, B) by module, as PEFT names it without its own prefix. ValueError for a tensor that is none of these, and,
     before any is read, for one with a higher rank or of another dtype than is served."""
-    found: dict[str, list[torch.Tensor | None]] = {}
+    matrices: dict[str, list[torch.Tensor | None]] = {}
     with safe_open(path, "pt", device="cpu") as file:
         stored = file.keys()
         if not stored:
@@ -146,8 +146,8 @@ def _tensors(path: Path, max_rank: int) -> dict[str, tuple[torch.Tensor | None, 
             matrix = file.get_tensor(name)
             if not matrix.isfinite().all():
                 raise ValueError(f"{short} has values that are not finite")
-            found.setdefault(_module(name, end), [None, None])[MATRICES[end]] = matrix
-    return {module: (a, b) for module, (a, b) in found.items()}
+            matrices.setdefault(_module(name, end), [None, None])[MATRICES[end]] = matrix
+    return {module: (a, b) for module, (a, b) in matrices.items()}
 
 
 def _end(name: str) -> str:
@@ -178,7 +178,7 @@ def _pairs(
     config: Config, tensors: Mapping[str, tuple[torch.Tensor | None, torch.Tensor | None]]
 ) -> dict[str, Pair]:  # fmt: skip
     """By projection."""
-    found: dict[str, Pair] = {}
+    pairs: dict[str, Pair] = {}
     for module, (a, b) in tensors.items():
         if a is None or b is None:
             raise ValueError(f"{module} has only one of lora_A and lora_B")
@@ -189,12 +189,12 @@ def _pairs(
             )
         projection = _projection(module)
         assert projection is not None, "see `_end`"
-        if projection in found:
+        if projection in pairs:
             raise ValueError(f"{projection} has two names")
         if not math.isfinite(scale := config.scale(module)):
             raise ValueError(f"{module} has the scale {scale}")
-        found[projection] = Pair(a, b, scale)
-    return found
+        pairs[projection] = Pair(a, b, scale)
+    return pairs
 
 
 def _by_pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:

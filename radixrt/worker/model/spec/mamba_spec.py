@@ -125,9 +125,9 @@ def linear_layers(kinds: list[str], config: Mapping[str, Any]) -> frozenset[int]
 def time_step_limit(config: Mapping[str, Any]) -> tuple[float, float]:
     """`time_step_limit`; by default there is none. transformers writes an infinity as {"__float__": "Infinity"}."""
     given = config.get("time_step_limit") or (0.0, math.inf)
-    found: list[Any] = [value.get("__float__") if isinstance(value, dict) else value for value in given]
+    limits: list[Any] = [value.get("__float__") if isinstance(value, dict) else value for value in given]
     try:
-        low, high = map(float, found)
+        low, high = map(float, limits)
     except (TypeError, ValueError):
         raise ValueError(f"time_step_limit {given!r} is not served; two numbers are") from None
     if not 0 <= low <= high:

@@ -208,8 +208,7 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...] = ()
     """By layer, if layers differ in these sizes; they then count instead of those above (see `mixed_heads`)."""
     layer_inputs: int = 0
-    """With `layer_scalars`: size of the inputs that each layer has beside the residual stream (see `layer_inputs`); 0:
-    there are none."""
+    """Size of the inputs that each layer has beside the residual stream (see `layer_inputs`); 0: there are none."""
     loader: type | None = None
     """What reads the layers of a family with more of its own than these fields can say: a subclass of `WeightLoader` in
     the family's file."""

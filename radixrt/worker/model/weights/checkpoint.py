@@ -231,12 +231,12 @@ class SafetensorsWeights:
         if layer is None:
             return None
         with _named(name):
-            found = integers.read_integers(lambda suffix: self.get(layer + suffix), self._quantization)
-        if found is None or found.bits != 4 or found.groups is not None:
+            stored = integers.read_integers(lambda suffix: self.get(layer + suffix), self._quantization)
+        if stored is None or stored.bits != 4 or stored.groups is not None:
             return None
-        _check_shape(name, found.values, shape)
+        _check_shape(name, stored.values, shape)
         with _named(name):
-            return Int4.of(found.values, found.scales, found.zeros, self.dtype, part)
+            return Int4.of(stored.values, stored.scales, stored.zeros, self.dtype, part)
 
     def _scale(self, name: str) -> torch.Tensor | None:
         return next((self.get(name + suffix) for suffix in SCALES if name + suffix in self), None)

@@ -13,25 +13,25 @@ class HeadsWeightLoader(TensorLoader):
     """Heads that differ by layer, norms of each head."""
 
     def _mixed(self, number: int, at: str) -> Mixed:
-        spec, own, hidden = self._spec, self._spec.layers[number], self._spec.hidden_size
-        heads = own.kv_heads
+        spec, sizes, hidden = self._spec, self._spec.layers[number], self._spec.hidden_size
+        heads = sizes.kv_heads
 
         def rows(name: str, dim: int) -> Piece:
             return Piece(at + name, (heads * dim, hidden), self._shard.kv_rows(heads, dim))
 
-        q = spec.num_heads * own.head_dim
-        pieces = [Piece(at + "q_proj", (q, hidden), self._shard.part(0, q)), rows("k_proj", own.head_dim)]
-        pieces += [] if own.tied_values else [rows("v_proj", own.value_dim)]
+        q = spec.num_heads * sizes.head_dim
+        pieces = [Piece(at + "q_proj", (q, hidden), self._shard.part(0, q)), rows("k_proj", sizes.head_dim)]
+        pieces += [] if sizes.tied_values else [rows("v_proj", sizes.value_dim)]
         norms: dict[str, HeadNorm] = {}
         for kind in "qk" if spec.attention.qk_norm else "":
-            if kind == "q" or own.source is None:
+            if kind == "q" or sizes.source is None:
                 norms[kind] = HeadNorm(
-                    self._norm_weight(f"{at}{kind}_norm", own.head_dim), spec.norm_eps, centered=False
+                    self._norm_weight(f"{at}{kind}_norm", sizes.head_dim), spec.norm_eps, centered=False
                 )
-        if own.value_norm:
+        if sizes.value_norm:
             norms["v"] = HeadNorm(self._ones[:1].float(), spec.norm_eps, centered=False)
         local = self._shard.spec(spec)
-        product = self._linear(pieces[:1] if own.source is not None else pieces, spec.attention.qkv_bias)
+        product = self._linear(pieces[:1] if sizes.source is not None else pieces, spec.attention.qkv_bias)
         return Mixed(product, local.num_heads, local.layers[number], MixedNorms(**norms))
 
     def _head_norms(self, at: str, norms: HeadNormsSpec) -> HeadNorms:
@@ -40,12 +40,14 @@ class HeadsWeightLoader(TensorLoader):
         if not norms.names:
             plain = HeadNorm(self._ones[:1], spec.norm_eps, norms.centered)
             return HeadNorms(plain, plain, norms.after_rope)
-        found: list[HeadNorm] = []
-        for name, heads, own in zip(norms.names, (spec.num_heads, spec.num_kv_heads), (own_heads, own_kv), strict=True):
+        head_norms: list[HeadNorm] = []
+        for name, heads, part in zip(
+            norms.names, (spec.num_heads, spec.num_kv_heads), (own_heads, own_kv), strict=True
+        ):
             if norms.per_head:
-                weight = self._weights.load(f"model.{at}{name}.weight", (heads, spec.head_dim), own)
+                weight = self._weights.load(f"model.{at}{name}.weight", (heads, spec.head_dim), part)
                 weight = weight.float() if spec.norms.float32_weight else weight
             else:
                 weight = self._norm_weight(at + name, spec.head_dim)
-            found.append(HeadNorm(self._deinterleaved_columns(weight), spec.norm_eps, norms.centered))
-        return HeadNorms(found[0], found[1], norms.after_rope)
+            head_norms.append(HeadNorm(self._deinterleaved_columns(weight), spec.norm_eps, norms.centered))
+        return HeadNorms(head_norms[0], head_norms[1], norms.after_rope)

@@ -38,12 +38,12 @@ def read_interleaved_experts(
     assert moe is not None
     at, hidden = f"model.layers.{layer}.{moe.prefix}.", spec.hidden_size
     count, inner = moe.count, moe.intermediate_size
-    own = shard.part(0, inner) or Part(0, 0, inner)
-    rows = Part(0, 2 * own.start, 2 * own.stop)
+    part = shard.part(0, inner) or Part(0, 0, inner)
+    rows = Part(0, 2 * part.start, 2 * part.stop)
     router = Linear(
         weights.load(f"{at}router.weight", (count, hidden)), weights.load(f"{at}router.bias", (count,)), batch_invariant
     )
-    gate_up, down = _read_matrices(weights, f"{at}experts.", moe, hidden, (rows, Part(1, own.start, own.stop)))
+    gate_up, down = _read_matrices(weights, f"{at}experts.", moe, hidden, (rows, Part(1, part.start, part.stop)))
     bias = weights.load(f"{at}experts.gate_up_proj_bias", (count, 2 * inner), Part(1, rows.start, rows.stop))
     down_bias = weights.load(f"{at}experts.down_proj_bias", (count, hidden))
     return Experts(
@@ -128,10 +128,10 @@ def _dequantizer(stored: Blocks, part: Part, dtype: torch.dtype) -> Matrices:
 
     def matrix(expert: int) -> torch.Tensor:
         if part.dim == 0:
-            own = slice(part.start, part.stop)
-            return dequantize(blocks[expert, own], scales[expert, own], dtype)
+            rows = slice(part.start, part.stop)
+            return dequantize(blocks[expert, rows], scales[expert, rows], dtype)
         first, last = _block_range(part)
-        found = dequantize(blocks[expert, :, first:last], scales[expert, :, first:last], dtype)
-        return found.narrow(1, part.start - first * BLOCK, part.count)
+        columns = dequantize(blocks[expert, :, first:last], scales[expert, :, first:last], dtype)
+        return columns.narrow(1, part.start - first * BLOCK, part.count)
 
     return matrix

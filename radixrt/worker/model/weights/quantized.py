@@ -155,8 +155,8 @@ def dequantize(
     if scale.numel() == 1 or weight.dim() < 3:
         return _dequantize_matrix(weight, scale, block, dtype)
     whole = torch.empty_like(weight, dtype=dtype)  # expert by expert: all of them in float32 are large
-    for out, matrix, own in zip(whole, weight, scale, strict=True):
-        out.copy_(_dequantize_matrix(matrix, own, block, dtype))
+    for out, matrix, matrix_scale in zip(whole, weight, scale, strict=True):
+        out.copy_(_dequantize_matrix(matrix, matrix_scale, block, dtype))
     return whole
 
 

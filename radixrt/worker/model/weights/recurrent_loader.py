@@ -27,8 +27,8 @@ class RecurrentWeightLoader(HeadsWeightLoader):
 
     def _mamba(self, at: str, mamba: MambaSpec) -> Mamba:
         """Its heads are divided, and B and C of their groups as K and V are."""
-        shard, hidden, own = self._shard, self._spec.hidden_size, self._shard.spec(self._spec).recurrent
-        assert isinstance(own, MambaSpec)
+        shard, hidden, share = self._shard, self._spec.hidden_size, self._shard.spec(self._spec).recurrent
+        assert isinstance(share, MambaSpec)
         values, group = shard.part(0, mamba.values), shard.kv_rows(mamba.groups, mamba.state)
         channels = list(zip(mamba.conv_sizes, (values, group, group), strict=True))
         rows = [(mamba.values, values), *channels, (mamba.heads, shard.part(0, mamba.heads))]
@@ -41,7 +41,7 @@ class RecurrentWeightLoader(HeadsWeightLoader):
             return torch.cat([_rows_of(x, part) for x, (_, part) in parts])
 
         return Mamba(
-            spec=own,
+            spec=share,
             projection=self._linear(pieces, mamba.bias),
             conv=convolution("weight", 1, mamba.kernel).squeeze(1),
             conv_bias=convolution("bias") if mamba.conv_bias else None,
@@ -55,13 +55,13 @@ class RecurrentWeightLoader(HeadsWeightLoader):
         )
 
     def _delta_net(self, at: str, delta: DeltaSpec) -> DeltaNet:
-        heads, own, ups = delta.value_heads, self._shard.spec(self._spec).recurrent, None
-        assert isinstance(own, DeltaSpec)
+        heads, share, ups = delta.value_heads, self._shard.spec(self._spec).recurrent, None
+        assert isinstance(share, DeltaSpec)
         qkv = [self._rows(at + name, size) for name, size in zip(delta.qkv, delta.qkv_sizes, strict=False)]
         ba = [self._rows(at + name, heads) for name in (delta.b, delta.a)]
         if delta.fused:  # grouped by heads of k, of which ranks have consecutive ones
-            qkv = [self._rows(at + "in_proj_qkvz", delta.channels + delta.values, order=qkvz_order(own))]
-            ba = [self._rows(at + "in_proj_ba", 2 * heads, order=ba_order(own))]
+            qkv = [self._rows(at + "in_proj_qkvz", delta.channels + delta.values, order=qkvz_order(share))]
+            ba = [self._rows(at + "in_proj_ba", 2 * heads, order=ba_order(share))]
         elif len(delta.qkv) == 1:
             qkv = self._fused(at + delta.qkv[0], [self._rows("", size) for size in delta.qkv_sizes])
         if delta.rank:
@@ -73,7 +73,7 @@ class RecurrentWeightLoader(HeadsWeightLoader):
         elif not delta.fused:
             qkv.append(self._rows(at + delta.z, delta.values))
         return DeltaNet(
-            spec=own,
+            spec=share,
             qkvz=self._linear(qkv, False),
             ba=self._linear(ba, False),
             conv=self._short_conv(at, delta),

@@ -126,12 +126,12 @@ class TensorLoader:
         shape = sum(p.shape[0] for p in pieces), pieces[0].shape[1]
         if self._shard.size == 1:
             return [Piece(name, shape)]
-        found, start = [], 0
+        parts, start = [], 0
         for p in pieces:
             assert p.rows is not None
-            found.append(Piece(name, shape, Part(0, start + p.rows.start, start + p.rows.stop)))
+            parts.append(Piece(name, shape, Part(0, start + p.rows.start, start + p.rows.stop)))
             start += p.shape[0]
-        return found
+        return parts
 
     def _biases(self, pieces: list[Piece]) -> torch.Tensor:
         """The biases of `pieces` as one; zeros for pieces without a bias."""
@@ -166,7 +166,7 @@ class TensorLoader:
 
     def _scaled(self, pieces: list[Piece]) -> Fp8Weight | None:
         """The matrices as one in FP8; None if any is not to be used in FP8."""
-        found = []
+        weights = []
         for p in pieces:
             if (weight := self._weights.scaled(f"model.{p.name}.weight", p.shape, p.part)) is None:
                 return None
@@ -177,8 +177,8 @@ class TensorLoader:
                     return None
                 values = self._deinterleaved(p, weight.values.view(torch.uint8)).view(FP8)  # torch cannot index FP8
                 weight = Fp8Weight.by_rows(values, self._deinterleaved(p, weight.scales))
-            found.append(weight)
-        return concatenate_fp8(found)
+            weights.append(weight)
+        return concatenate_fp8(weights)
 
     def _int4(self, pieces: list[Piece]) -> Int4 | None:
         """The matrices as one in INT4; None if any is not to be used in INT4, or if they are of different kinds."""
@@ -202,13 +202,13 @@ class TensorLoader:
         self, names: tuple[str, str], columns: tuple[int, int], biases: tuple[bool, bool], turn: int
     ) -> Output:
         """Two projections back to the residual stream as one, of their inputs one after the other."""
-        hidden, found = self._spec.hidden_size, zip(names, columns, strict=True)
-        pieces = [Piece(name, (hidden, size), self._shard.part(1, size)) for name, size in found]
+        hidden, sizes = self._spec.hidden_size, zip(names, columns, strict=True)
+        pieces = [Piece(name, (hidden, size), self._shard.part(1, size)) for name, size in sizes]
         weight = torch.cat([self._weight(piece) for piece in pieces], dim=1)
-        own = [self._bias(piece) for piece, bias in zip(pieces, biases, strict=True) if bias]
+        summands = [self._bias(piece) for piece, bias in zip(pieces, biases, strict=True) if bias]
         if self._shard.rank:  # one of the ranks adds the biases
-            own = []
-        both = functools.reduce(torch.add, own) if own else None
+            summands = []
+        both = functools.reduce(torch.add, summands) if summands else None
         product = Linear(weight, both, self._batch_invariant, self._ops)
         return Output(product, self._group, turn, None, self._spec.factors.residual_factor)
 

@@ -131,25 +131,25 @@ class WeightLoader(RecurrentWeightLoader):
         if stored.fused_qkv or f"model.{at}qkv_proj.weight" in self._weights:
             pieces = self._fused(at + "qkv_proj", pieces)
         qkv = self._linear(pieces, attention.qkv_bias)
-        own = self._shard.spec(spec).num_heads
+        heads = self._shard.spec(spec).num_heads
         kind, head_norms = attention.head_norms, None
         if kind is not None and not (kind.only_with_rope and spec.ropes[number] is None):
             head_norms = self._head_norms(at, kind)
         across = attention.qk_norm_all_heads
-        return Grouped(qkv, own, spec.head_dim, norms, spec.norm_eps, across, self._group, head_norms)
+        return Grouped(qkv, heads, spec.head_dim, norms, spec.norm_eps, across, self._group, head_norms)
 
     def _latent(self, number: int) -> Latent:
         """Heads are divided among ranks; the projections to latents and the indexer are replicated."""
         spec, latent, hidden, at = self._spec, self._spec.latent, self._spec.hidden_size, f"layers.{number}.self_attn."
         assert latent is not None
         heads, width = spec.num_heads, latent.nope_dim + latent.rope_dim
-        own = self._shard.part(0, heads * width)
+        part = self._shard.part(0, heads * width)
         keys, indexer = Piece(at + "kv_a_proj_with_mqa", (latent.rank + latent.rope_dim, hidden)), None
         if latent.q_rank is None:
-            first, q_up, q_norm = Piece(at + "q_proj", (heads * width, hidden), own, has_bias=False), None, None
+            first, q_up, q_norm = Piece(at + "q_proj", (heads * width, hidden), part, has_bias=False), None, None
         else:
             first = Piece(at + "q_a_proj", (latent.q_rank, hidden))
-            q_up = self._linear([Piece(at + "q_b_proj", (heads * width, latent.q_rank), own)], False)
+            q_up = self._linear([Piece(at + "q_b_proj", (heads * width, latent.q_rank), part)], False)
             fp8_scaling = q_up.fp8_scaling
             if latent.index is not None and number in latent.index.layers:
                 indexer = self._indexer(at + "indexer.", latent.index, latent.q_rank, number)
@@ -264,8 +264,8 @@ class WeightLoader(RecurrentWeightLoader):
 
     def _gated_mlp(self, at: str, inner: int, turn: int = AFTER_MLP, after: Norm | None = None) -> Mlp:
         spec, hidden = self._spec, self._spec.hidden_size
-        own = self._shard.part(0, inner)
-        gate_up = [Piece(at + name, (inner, hidden), own) for name in ("gate_proj", "up_proj")]
+        part = self._shard.part(0, inner)
+        gate_up = [Piece(at + name, (inner, hidden), part) for name in ("gate_proj", "up_proj")]
         if spec.stored.fused_gate_up:
             gate_up = self._fused(at + "gate_up_proj", gate_up)
         return Mlp(

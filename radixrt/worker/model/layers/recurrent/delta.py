@@ -112,8 +112,8 @@ def gated_delta(
     targets = slots if to is None else to
     for slot, target, *part in zip(slots.tolist(), targets.tolist(), *parts, strict=True):
         rule: Rule = _by_tokens if exact or len(part[0]) == 1 else in_order(_by_chunks, _by_tokens)
-        found, states[target] = rule(*part, states[slot])
-        out.append(found)
+        outputs, states[target] = rule(*part, states[slot])
+        out.append(outputs)
     return torch.cat(out).to(kind)
 
 
@@ -164,8 +164,8 @@ def _by_tokens(
     for token in range(len(q)):
         state = state * kept[token]
         key = k[token, :, :, None]
-        found = (state * key).sum(1)
-        state = state + key * ((v[token] - found) * beta[token, :, None])[:, None]
+        recalled = (state * key).sum(1)
+        state = state + key * ((v[token] - recalled) * beta[token, :, None])[:, None]
         out[token] = (state * q[token, :, :, None]).sum(1)
     return out, state
 
@@ -187,10 +187,10 @@ def _by_chunks(
         last, fade, beta = total[:, -1:], total.float().exp(), beta[..., None]
         system, seen = _products(torch.stack((k * beta, q)), k, total)
         wanted = beta * (v - (k * fade) @ state)
-        found = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
-        out.append((q * fade) @ state + seen @ found)
+        updates = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        out.append((q * fade) @ state + seen @ updates)
         kept, rest = last.float().exp(), (last - total).float().exp()
-        state = kept.transpose(1, 2) * state + (k * rest).transpose(1, 2) @ found
+        state = kept.transpose(1, 2) * state + (k * rest).transpose(1, 2) @ updates
     return torch.cat(out, 1).transpose(0, 1), state
 
 
@@ -203,10 +203,10 @@ def _products(x: torch.Tensor, k: torch.Tensor, total: torch.Tensor) -> torch.Te
     for first in range(0, x.shape[2], ROWS):  # each element of the key has a decay of its own
         rows = slice(first, first + ROWS)
         start = total[:, first : first + 1]
-        own = (total[:, rows] - start).float()
+        decays = (total[:, rows] - start).float()
         before = (start - total[:, :first]).float().exp() * k[:, :first]
-        out[..., rows, :first] = (x[:, :, rows] * own.exp()) @ before.transpose(1, 2)
-        out[..., rows, rows] = torch.einsum("xhid,hijd->xhij", x[:, :, rows], _ratios(own) * k[:, None, rows])
+        out[..., rows, :first] = (x[:, :, rows] * decays.exp()) @ before.transpose(1, 2)
+        out[..., rows, rows] = torch.einsum("xhid,hijd->xhij", x[:, :, rows], _ratios(decays) * k[:, None, rows])
     return out
 
 

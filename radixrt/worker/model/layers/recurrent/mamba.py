@@ -57,15 +57,15 @@ def state_space(
             if count > 1 or to is not None:
                 part = [value[start : start + count] for value in inputs]
                 rule: Rule = _by_tokens if exact or count == 1 else in_order(_by_chunks, _by_tokens)
-                found, states[target] = rule(*part, states[slot])
-                out[start : start + count] += found
+                outputs, states[target] = rule(*part, states[slot])
+                out[start : start + count] += outputs
             start += count
         alone = counts == (1 if to is None else 0)
         firsts, owners = firsts[alone], owners[alone]
     each = max(1, len(owners)) if x.is_cuda else TOGETHER
     for at, own in zip(firsts.split(each), owners.split(each), strict=True):
-        found, states[own] = _one_token(inputs[0][at], b[at], c[at], decay[at], states[own])
-        out[at] += found
+        outputs, states[own] = _one_token(inputs[0][at], b[at], c[at], decay[at], states[own])
+        out[at] += outputs
     return out.to(kind)
 
 
