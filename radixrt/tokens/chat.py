@@ -142,7 +142,7 @@ class ChatTemplates:
             if at:
                 yield None
             some = [_checked(i, one) for i, one in enumerate(prompt.messages[at : at + STEP_MESSAGES], at)]
-            messages += map(self.escaper.message, some) if self.escaper else some
+            messages += map(self.escaper.message, some) if self.escaper and self.escaper.is_needed(some) else some
             values += sum(map(_argument_values, messages[at:]))
             if values > MAX_ARGUMENTS:
                 raise FieldError("messages", f"messages: arguments of calls hold more than {MAX_ARGUMENTS} values")
@@ -156,7 +156,7 @@ class ChatTemplates:
         if prompt.partial:
             _mark_end(messages)
         tools, given = prompt.tools, prompt.template_args
-        if self.escaper:
+        if self.escaper and self.escaper.is_needed([tools, given]):
             tools, given = self.escaper.values(tools), self.escaper.values(given)
         variables = {**self._special_tokens, **given}
         text = yield from template.steps(messages, tools, answer_next and not prompt.partial, variables)
@@ -222,13 +222,18 @@ class _Template:
         if self._calls_style and message.get("tool_calls") and isinstance(message["content"], str):
             message = with_calls(message, self._calls_style)
         if self.takes_objects and message.get("tool_calls"):
-            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
-            if self._escaper:
-                message["tool_calls"] = self._escaper.parsed(message["tool_calls"])
+            message["tool_calls"] = [self._parsed(call) for call in message["tool_calls"]]
         reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
         if reasoning is not None:  # templates read it under one name or the other
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         return message
+
+    def _parsed(self, call: Any) -> Any:
+        """A call with its arguments parsed; what was written as `\\u003c` is escaped now."""
+        parsed = _with_parsed_arguments(call)
+        if parsed is call or self._escaper is None or "\\u" not in call["function"]["arguments"]:
+            return parsed
+        return self._escaper.parsed(parsed)
 
     def steps(
         self,
