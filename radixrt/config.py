@@ -79,6 +79,11 @@ SHUTDOWN = (
 KEEP_THINKING = "keep the thinking of earlier answers in the prompt even if the chat template drops it"
 
 
+SPLIT_SPECIAL = (
+    "encode the text of special tokens in messages as text, so that no tool's result ends its turn or begins another"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One worker: a model on one device, or with its weights split over several GPUs."""
@@ -236,6 +241,7 @@ class RouterConfig:
     )
     session_tokens: int = setting(4_000_000, SESSION_TOKENS, least=0)
     keep_thinking: bool = setting(False, KEEP_THINKING)
+    split_special_tokens: bool = setting(True, SPLIT_SPECIAL)
     state_bytes: int = setting(
         256 << 20,
         "memory of the router for states of programs (0: programs send their whole history each time)",
@@ -306,6 +312,7 @@ class FrontendConfig:
     )
     session_tokens: int = setting(4_000_000, SESSION_TOKENS, least=0)
     keep_thinking: bool = setting(False, KEEP_THINKING)
+    split_special_tokens: bool = setting(True, SPLIT_SPECIAL)
     response_bytes: int = setting(256 << 20, RESPONSE_BYTES, least=0)
     share_sessions: bool = setting(
         False, "share sessions and stored responses with the router's other front ends (set by serve if there are any)"

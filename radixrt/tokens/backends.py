@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import sentencepiece
 import tokenizers
@@ -16,6 +17,7 @@ from radixrt.checkpoint.vocabularies import BYTE_TOKEN, SPACE, byte_level_bytes
 from radixrt.tokens import bounds
 from radixrt.tokens.cuts import NO_CUTS, AddedToken, Cuts, before_spaces_by_pieces, before_spaces_by_words, proven_cuts
 from radixrt.tokens.pieces import BytePieces, Pieces, TextPieces
+from radixrt.tokens.special_text import EscapedJson, unescaped
 
 WHITE_SPACE = re.compile(r"\s*")
 
@@ -47,6 +49,12 @@ class Backend(Protocol):
     def pieces(self) -> Pieces | None:
         """The text that each id adds, special tokens included; None for a decoder that no table can describe."""
 
+    def added(self) -> list[AddedToken]:
+        """The tokens that are found in a text before anything else."""
+
+    def escaped_encoder(self, tokens: Collection[str]) -> Callable[[str], list[int]]:
+        """Encodes texts in which some of these tokens are escaped (`special_text.py`), no special tokens added."""
+
 
 # ---------------------------------------------------------------- tokenizer.json
 
@@ -73,7 +81,7 @@ class JsonBackend:
         tokenizer, model = self._tokenizer, self._tokenizer.model
         if getattr(model, "dropout", None):
             return NO_CUTS
-        added, normalizer, pre_tokenizer = self._added(), _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
+        added, normalizer, pre_tokenizer = self.added(), _state(tokenizer.normalizer), _state(tokenizer.pre_tokenizer)
         before = before_spaces_by_words(pre_tokenizer, normalizer)
         if not before and _merges_alone(model):
             before = before_spaces_by_pieces(tokenizer.get_vocab(with_added_tokens=False), pre_tokenizer, normalizer)
@@ -81,13 +89,16 @@ class JsonBackend:
 
     def least_tokens(self) -> bounds.LeastTokens:
         tokenizer = self._tokenizer
-        return bounds.of_json(tokenizer, _state(tokenizer.pre_tokenizer), _state(tokenizer.normalizer), self._added())
+        return bounds.of_json(tokenizer, _state(tokenizer.pre_tokenizer), _state(tokenizer.normalizer), self.added())
 
-    def _added(self) -> list[AddedToken]:
+    def added(self) -> list[AddedToken]:
         return [
             AddedToken(t.content, t.special, t.lstrip, t.rstrip, t.single_word, t.normalized)
             for t in self._tokenizer.get_added_tokens_decoder().values()
         ]
+
+    def escaped_encoder(self, tokens: Collection[str]) -> Callable[[str], list[int]]:
+        return EscapedJson(self._tokenizer, tokens).encode
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -153,6 +164,14 @@ def _byte_fallback(tokens: list[str], old: str, new: str, strip: int) -> TextPie
 # ---------------------------------------------------------------- tokenizer.model
 
 
+class _Processors(NamedTuple):
+    """`first` encodes the beginning of a text, `later` what comes after a special token; `plain` adds no space."""
+
+    plain: Any
+    first: Any
+    later: Any
+
+
 class SentencePieceBackend:
     """A bare `tokenizer.model`, used as LlamaTokenizer does.
 
@@ -170,13 +189,9 @@ class SentencePieceBackend:
         legacy: bool = False,
         add_prefix_space: bool = True,
     ) -> None:
-        self._proto = model
+        self._proto, self._legacy, self._add_prefix_space = model, legacy, add_prefix_space
         self._model = sp = sentencepiece.SentencePieceProcessor(model_proto=model)
-        # A message appended to a serialized one is merged into it: normalizer_spec (field 3) of
-        # add_dummy_prefix (3) and remove_extra_whitespaces (4), both false.
-        self._plain = sentencepiece.SentencePieceProcessor(model_proto=model + b"\x1a\x04\x18\x00\x20\x00")
-        self._first = self._model if add_prefix_space else self._plain
-        self._later = self._first if legacy else self._plain
+        self._plain, self._first, self._later = self._processors(model)
         own = [i for i in range(sp.vocab_size()) if sp.is_control(i) or sp.is_unknown(i)]
         self._added = {i: AddedToken(sp.id_to_piece(i)) for i in own} | dict(added)
         self._ids = {token.content: i for i, token in self._added.items()}
@@ -187,19 +202,49 @@ class SentencePieceBackend:
         # Bare alternatives, no groups: re then jumps from one possible first character to the next.
         self._pattern = re.compile("|".join(re.escape(t) for t in sorted(self._ids, key=len, reverse=True)) or "(?!)")
 
+    def _processors(self, model: bytes) -> _Processors:
+        # A message appended to a serialized one is merged into it: normalizer_spec (field 3) of
+        # add_dummy_prefix (3) and remove_extra_whitespaces (4), both false.
+        plain = sentencepiece.SentencePieceProcessor(model_proto=model + b"\x1a\x04\x18\x00\x20\x00")
+        first = sentencepiece.SentencePieceProcessor(model_proto=model) if self._add_prefix_space else plain
+        return _Processors(plain, first, first if self._legacy else plain)
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = list(self._bos) if add_special_tokens else []
+        ids = self._encode(text, self._first, self._later)
+        return [*self._bos, *ids, *self._eos] if add_special_tokens else ids
+
+    def _encode(self, text: str, first: Any, later: Any) -> list[int]:
+        """Ids of a text with added tokens. `first` encodes what it begins with, `later` what comes after them."""
+
+        def plain(part: str, start: int) -> list[int]:
+            return (later if start else first).encode(unescaped(part)) if part else []
+
+        ids: list[int] = []
         at = 0
         for match in self._pattern.finditer(text):
             token = self._ids[match[0]]
             before = text[at : match.start()]
-            ids += self._encode_plain(before.rstrip() if self._added[token].lstrip else before, at)
+            ids += plain(before.rstrip() if self._added[token].lstrip else before, at)
             ids.append(token)
             at = match.end()
             if self._added[token].rstrip:
                 at = space.end() if (space := WHITE_SPACE.match(text, at)) else at
-        ids += self._encode_plain(text[at:], at)
-        return ids + self._eos if add_special_tokens else ids
+        return ids + plain(text[at:], at)
+
+    def added(self) -> list[AddedToken]:
+        return list(self._added.values())
+
+    def escaped_encoder(self, tokens: Collection[str]) -> Callable[[str], list[int]]:
+        lock = threading.Lock()
+        made: list[_Processors] = []
+
+        def encode(text: str) -> list[int]:
+            with lock:
+                if not made:
+                    made.append(self._processors(_without_pieces(self._proto, tokens)))
+            return self._encode(text, made[0].first, made[0].later)
+
+        return encode
 
     def encode_many(self, texts: list[str]) -> list[list[int]]:
         return [self.encode(text, False) for text in texts]
@@ -208,20 +253,14 @@ class SentencePieceBackend:
         sp = self._model
         merges = _is_plain_bpe(self._proto)
         before = before_spaces_by_pieces(map(sp.id_to_piece, range(sp.vocab_size())), None, None) if merges else ""
-        return proven_cuts(list(self._added.values()), before, has_normalizer=True)
+        return proven_cuts(self.added(), before, has_normalizer=True)
 
     def least_tokens(self) -> bounds.LeastTokens:
         sp = self._model
         if not _is_plain_bpe(self._proto):
             return bounds.NO_BOUND
         pieces, num_bytes = map(sp.id_to_piece, range(sp.vocab_size())), sum(map(sp.is_byte, range(sp.vocab_size())))
-        return bounds.of_pieces(pieces, num_bytes, list(self._added.values()))
-
-    def _encode_plain(self, text: str, start: int) -> list[int]:
-        """Ids of text without special tokens, which begins at `start` in the whole text."""
-        if not text:
-            return []
-        return (self._later if start else self._first).encode(text)
+        return bounds.of_pieces(pieces, num_bytes, self.added())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         model, size = self._model, self._model.vocab_size()
@@ -256,6 +295,29 @@ class SentencePieceBackend:
         # A model trained with remove_extra_whitespaces drops all leading spaces; others drop only one.
         ends: Literal["space", "text"] = "space" if sp.decode([sp.piece_to_id(SPACE)] * 2) else "text"
         return TextPieces(texts, byte_of, strict=False, head=spaced if drops_space else {}, head_ends=ends)
+
+
+def _without_pieces(model: bytes, texts: Collection[str]) -> bytes:
+    """A serialized ModelProto some of whose pieces are not used; the ids of others stay."""
+    hidden = {text.replace(" ", SPACE).encode() for text in texts}
+    at, parts = 0, []
+    while at < len(model):
+        start = at
+        tag, at = _varint(model, at)
+        size, at = _varint(model, at) if tag & 7 in (0, 2) else (0, at + {1: 8, 5: 4}.get(tag & 7, 0))
+        if tag & 7 == 2:
+            body, at = model[at : at + size], at + size
+            # Control and unknown pieces (types 3 and 2) are never made of text.
+            if tag >> 3 == 1 and _merged(body, 1) in hidden and _merged(body, 3, last=True) not in (2, 3):
+                body += b"\x18\x05"  # its type (field 3): UNUSED
+                parts.append(b"\x0a" + _as_varint(len(body)) + body)
+                continue
+        parts.append(model[start:at])
+    return b"".join(parts)
+
+
+def _as_varint(value: int) -> bytes:
+    return bytes([value]) if value < 0x80 else bytes([value & 0x7F | 0x80]) + _as_varint(value >> 7)
 
 
 def _is_plain_bpe(model: bytes) -> bool:

@@ -27,6 +27,7 @@ from radixrt.tokens.rewriting import (
     with_calls,
     with_tools,
 )
+from radixrt.tokens.special_text import Escaper
 from radixrt.tokens.turns import Interrupted, Steps, finished, finished_within
 
 NO_TEMPLATE = "this model has no chat template; give one with --chat-template FILE, or send a plain prompt"
@@ -99,9 +100,13 @@ class Unbounded(FieldError):
 class ChatTemplates:
     """A model's templates, compiled once; `special_tokens` (bos_token, ...) are variables in them."""
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        environment = templates_environment()
-        self._templates = {name: _Template(environment, source) for name, source in sources.items()}
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], escaper: Escaper | None = None
+    ) -> None:
+        self.escaper = escaper
+        """Of the special tokens in messages; None if they are to be found there."""
+        environment = templates_environment(escaper)
+        self._templates = {name: _Template(environment, source, escaper) for name, source in sources.items()}
         self._special_tokens = dict(special_tokens)
 
     def check(self) -> None:
@@ -136,7 +141,8 @@ class ChatTemplates:
         for at in range(0, len(prompt.messages), STEP_MESSAGES):
             if at:
                 yield None
-            messages += [_checked(i, one) for i, one in enumerate(prompt.messages[at : at + STEP_MESSAGES], at)]
+            some = [_checked(i, one) for i, one in enumerate(prompt.messages[at : at + STEP_MESSAGES], at)]
+            messages += map(self.escaper.message, some) if self.escaper and self.escaper.is_needed(some) else some
             values += sum(map(_argument_values, messages[at:]))
             if values > MAX_ARGUMENTS:
                 raise FieldError("messages", f"messages: arguments of calls hold more than {MAX_ARGUMENTS} values")
@@ -149,8 +155,11 @@ class ChatTemplates:
             messages[at : at + STEP_MESSAGES] = [template.adapted(i, one) for i, one in enumerate(some, at)]
         if prompt.partial:
             _mark_end(messages)
-        variables = {**self._special_tokens, **prompt.template_args}
-        text = yield from template.steps(messages, prompt.tools, answer_next and not prompt.partial, variables)
+        tools, given = prompt.tools, prompt.template_args
+        if self.escaper and self.escaper.is_needed([tools, given]):
+            tools, given = self.escaper.values(tools), self.escaper.values(given)
+        variables = {**self._special_tokens, **given}
+        text = yield from template.steps(messages, tools, answer_next and not prompt.partial, variables)
         return _cut_at_mark(text) if prompt.partial else text
 
     def _choose(self, tools: bool) -> _Template:
@@ -177,7 +186,8 @@ class _Template:
     message. If a template mentions tool calls but does not write those of messages, they are inserted as text.
     """
 
-    def __init__(self, environment: jinja2.Environment, source: str) -> None:
+    def __init__(self, environment: jinja2.Environment, source: str, escaper: Escaper | None = None) -> None:
+        self._escaper = escaper
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
@@ -212,11 +222,18 @@ class _Template:
         if self._calls_style and message.get("tool_calls") and isinstance(message["content"], str):
             message = with_calls(message, self._calls_style)
         if self.takes_objects and message.get("tool_calls"):
-            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+            message["tool_calls"] = [self._parsed(call) for call in message["tool_calls"]]
         reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
         if reasoning is not None:  # templates read it under one name or the other
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         return message
+
+    def _parsed(self, call: Any) -> Any:
+        """A call with its arguments parsed; what was written as `\\u003c` is escaped now."""
+        parsed = _with_parsed_arguments(call)
+        if parsed is call or self._escaper is None or "\\u" not in call["function"]["arguments"]:
+            return parsed
+        return self._escaper.parsed(parsed)
 
     def steps(
         self,

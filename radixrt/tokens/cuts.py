@@ -93,7 +93,7 @@ class Cuts:
 
     def __init__(self, before: str, tokens: Sequence[str]) -> None:
         escaped = "".join(map(re.escape, before))
-        found = [_any_of(tokens)] if tokens else []
+        found = [any_of(tokens)] if tokens else []
         spaces = [f" (?<=[{escaped}] )(?=[{starts}])" for starts in (RARE_STARTS, WORD_STARTS) if before]
         self._rare = re.compile("|".join(spaces[:1] + found) or "(?!)")
         self._any = re.compile("|".join(spaces[1:] + found) or "(?!)")
@@ -118,13 +118,13 @@ class Cuts:
         return [*parts, head + span[at:]]
 
 
-def _any_of(words: Iterable[str]) -> str:
+def any_of(words: Iterable[str]) -> str:
     """A regular expression for any of these words, as a trie, so that it looks at each character only once."""
     tails: dict[str, list[str]] = {}
     for word in words:
         tails.setdefault(word[:1], []).append(word[1:])
     ends = tails.pop("", None) is not None
-    options = [re.escape(first) + _any_of(rest) for first, rest in tails.items()]
+    options = [re.escape(first) + any_of(rest) for first, rest in tails.items()]
     body = options[0] if len(options) == 1 and not ends else f"(?:{'|'.join(options)})"
     return f"{body}?" if ends and options else body if options else ""
 

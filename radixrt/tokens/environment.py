@@ -15,6 +15,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_format
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from radixrt.tokens.special_text import ESCAPE, Escaper
+
 MAX_REPEATED = 1 << 24
 """The most elements of a text or list that a template may repeat, and bits of a power."""
 
@@ -75,12 +77,14 @@ class _Generation(Extension):
         return caller()
 
 
-def templates_environment() -> jinja2.Environment:
+def templates_environment(escaper: Escaper | None = None) -> jinja2.Environment:
+    """With an `escaper`, what templates parse stays escaped."""
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     for name in ("center", "indent", "format"):
         environment.filters[name] = _bounded(environment.filters[name])
     environment.filters["tojson"] = _bounded(_to_json)
-    environment.filters["from_json"] = json.loads  # used by llama.cpp's and vLLM's templates
+    # used by llama.cpp's and vLLM's templates
+    environment.filters["from_json"] = (lambda text: escaper.parsed(json.loads(text))) if escaper else json.loads
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
@@ -112,7 +116,8 @@ def _bounded(work: Callable[..., Any]) -> Callable[..., Any]:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace("\\ufdd0", ESCAPE) if ensure_ascii else text
 
 
 def _raise(message: str) -> None:

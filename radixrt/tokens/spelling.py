@@ -18,6 +18,7 @@ import msgspec
 from radixrt.messages import NO_TENANT, TOKEN_BYTES, ChatPrompt, DropReason, Namespace
 from radixrt.tokens.chain import Message, bare
 from radixrt.tokens.errors import FieldError
+from radixrt.tokens.special_text import unescaped
 from radixrt.tokens.tokenizer import Tokenizer
 
 BEFORE_CHARS = 64
@@ -310,6 +311,7 @@ def _before_header(text: str, at: int, opening: str, answer: Answer) -> Iterator
 
 def _said(text: str, call_ids: Sequence[str]) -> str:
     """A text in the normal form in which texts are compared: of white space, JSON and headers."""
+    text = unescaped(text)
     return bare(_HEADER.sub(_one_header, text) if "<|channel|>" in text else text, call_ids)
 
 

@@ -23,6 +23,7 @@ from radixrt.tokens._ids import ids_below
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.incremental import PendingText
 from radixrt.tokens.sessions import Encoded, Sessions
+from radixrt.tokens.special_text import unescaped
 from radixrt.tokens.tokenizer import Tokenizer, load_tokenizer
 from radixrt.tokens.turns import Result, Steps, Turns, finished
 
@@ -80,7 +81,9 @@ class TextService:
         if there is none."""
         if config.tokenizer == "none":
             return cls.none()
-        return cls(load_tokenizer(config.tokenizer or config.model, config.chat_template), config.tokenizer_threads)
+        split = config.split_special_tokens
+        tokenizer = load_tokenizer(config.tokenizer or config.model, config.chat_template, split_special_tokens=split)
+        return cls(tokenizer, config.tokenizer_threads)
 
     @classmethod
     def none(cls) -> TextService:
@@ -170,8 +173,8 @@ class TextService:
     def _shown_steps(self, prompt: ChatPrompt, namespace: Namespace, render_only: bool) -> Steps[tuple[bytes, str]]:
         text = yield from self._with_tokenizer("messages").chat_steps(prompt)
         if render_only:
-            return b"", text
-        return (yield from self._text_steps(text, False, "messages", namespace, None)), text
+            return b"", unescaped(text)
+        return (yield from self._text_steps(text, False, "messages", namespace, None)), unescaped(text)
 
     def _choice_steps(
         self, choices: Sequence[TextPrompt | TokenPrompt], namespace: Namespace
@@ -273,6 +276,10 @@ class TextService:
     def render(self, prompt: ChatPrompt) -> str:
         """The text that the chat template renders for messages."""
         return self._with_tokenizer("messages").apply_chat(prompt)
+
+    def escaped_answer(self, text: str) -> str:
+        """What the assistant said as `render` writes it."""
+        return self._with_tokenizer("messages").escaped_answer(text)
 
     async def decode(self, ids: bytes, skip_special_tokens: bool = True, namespace: Namespace = NO_TENANT) -> str:
         """Text of all `ids` at once; of many, in threads, as `encode`."""

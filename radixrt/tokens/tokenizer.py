@@ -18,6 +18,7 @@ from radixrt.tokens.cuts import NO_CUTS, AddedToken
 from radixrt.tokens.errors import Room
 from radixrt.tokens.incremental import MEMORY_TOKENS, Incremental, PendingText
 from radixrt.tokens.pieces import Pieces, verified
+from radixrt.tokens.special_text import ESCAPE, Escaper, unescaped
 from radixrt.tokens.turns import Steps
 
 LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
@@ -46,6 +47,7 @@ class Tokenizer:
         generation: Mapping[str, Any] | None = None,
     ) -> None:
         self._backend = backend
+        self._encode_escaped = backend.escaped_encoder(templates.escaper.tokens) if templates.escaper else None
         self._templates = templates
         self.bos_id = bos_id
         self.eos_ids = frozenset(eos_ids)
@@ -87,12 +89,15 @@ class Tokenizer:
 
     def check_room(self, text: str, room: Room | None) -> None:
         """Raise FieldError if a text cannot have so few tokens that it fits: found without encoding it."""
-        if room is not None and (least := self.least.of(text)):
+        if room is not None and (least := self.least.of(unescaped(text))):
             room.check(least, whole=False)
 
     def _encode_many(self, texts: list[str]) -> list[list[int]]:
         try:
-            return self._backend.encode_many(texts)
+            encode, escaped = self._backend.encode_many, self._encode_escaped
+            if escaped is None or not any(ESCAPE in text for text in texts):
+                return encode(texts)
+            return [escaped(text) if ESCAPE in text else encode([text])[0] for text in texts]
         except (UnicodeEncodeError, TypeError) as error:
             raise ValueError(f"text cannot be encoded as UTF-8: {error}") from error
 
@@ -154,6 +159,10 @@ class Tokenizer:
         bad input. Without `answer_next` it ends with the last message, not where an answer begins."""
         return self._templates.render(prompt, answer_next)
 
+    def escaped_answer(self, text: str) -> str:
+        """What the assistant said, as `apply_chat` writes it: special tokens in it are escaped (`special_text.py`)."""
+        return self._templates.escaper.own_text(text) if self._templates.escaper else text
+
     def chat_steps(self, prompt: ChatPrompt) -> Steps[str]:
         """`apply_chat` in steps."""
         return self._templates.steps(prompt)
@@ -172,9 +181,10 @@ class Tokenizer:
 # ---------------------------------------------------------------- loading
 
 
-def load_tokenizer(folder: str | Path, chat_template_file: str = "") -> Tokenizer:
+def load_tokenizer(folder: str | Path, chat_template_file: str = "", *, split_special_tokens: bool = True) -> Tokenizer:
     """Load from a checkpoint folder or hub name: `tokenizer.json`, else a SentencePiece model, else whatever
-    transformers can load (imported only then). `chat_template_file` replaces the checkpoint's chat template. Raises
+    transformers can load (imported only then). `chat_template_file` replaces the checkpoint's chat template. With
+    `split_special_tokens` the text of special tokens in messages is encoded as text (`special_text.py`). Raises
     ValueError if there is no tokenizer or a file is invalid."""
     folder = _local(folder)
     config = read_file(folder / "tokenizer_config.json")
@@ -187,7 +197,9 @@ def load_tokenizer(folder: str | Path, chat_template_file: str = "") -> Tokenize
     text_model = model.get("text_config") or {}
     eos = [config.get("eos_token_id") for config in (generation, model, text_model)]
     eos.append(backend.token_id(named.get("eos_token", "")))
-    templates = ChatTemplates(read_templates(folder, config, chat_template_file), named)
+    sources = read_templates(folder, config, chat_template_file)
+    escaper = Escaper(backend.added(), sources.values()) if split_special_tokens and sources else None
+    templates = ChatTemplates(sources, named, escaper)
     templates.check()
     return Tokenizer(
         backend,

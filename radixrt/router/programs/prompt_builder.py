@@ -220,7 +220,7 @@ class PromptBuilder:
                 self._open = None
             case ChoiceSegment(text=text):
                 yield from self._end_prompt(rendered)
-                part = yield from self._encode(len(self._parts), Part(text))
+                part = yield from self._encode(len(self._parts), Part(self._as_rendered(text)))
                 self._parts.append(part)
                 self._encoded = len(self._parts)
                 self._continue(text)
@@ -255,10 +255,14 @@ class PromptBuilder:
         yield from self._end_prompt(rendered)
         ids, kept = ids_of_text(self._text, answer.ids, answer.text, answer.stop, answer.sampling)
         if ids:
-            self._append_ids(ids, answer.text[:kept])
+            self._append_ids(ids, self._as_rendered(answer.text[:kept]))
         self._append_text(answer.text[kept:])
         self._continue(answer.text)
         self._is_prompt = False
+
+    def _as_rendered(self, text: str) -> str:
+        """An answer's text as the template writes it, if it is in a turn of a chat."""
+        return text if self._open is None else self._text.escaped_answer(text)
 
     def _append_ids(self, ids: bytes, text: str) -> None:
         if self._parts and isinstance(last := self._parts[-1], Generated):
