@@ -106,7 +106,7 @@ class ChatTemplates:
         self.escaper = escaper
         """Of the special tokens in messages; None if they are to be found there."""
         environment = templates_environment(escaper)
-        self._templates = {name: _Template(environment, source, escaper) for name, source in sources.items()}
+        self._templates = {name: _Template(environment, source) for name, source in sources.items()}
         self._special_tokens = dict(special_tokens)
 
     def check(self) -> None:
@@ -186,8 +186,7 @@ class _Template:
     message. If a template mentions tool calls but does not write those of messages, they are inserted as text.
     """
 
-    def __init__(self, environment: jinja2.Environment, source: str, escaper: Escaper | None = None) -> None:
-        self._escaper = escaper
+    def __init__(self, environment: jinja2.Environment, source: str) -> None:
         try:
             tree = environment.parse(source)
             self._template = environment.from_string(source)
@@ -222,18 +221,11 @@ class _Template:
         if self._calls_style and message.get("tool_calls") and isinstance(message["content"], str):
             message = with_calls(message, self._calls_style)
         if self.takes_objects and message.get("tool_calls"):
-            message["tool_calls"] = [self._parsed(call) for call in message["tool_calls"]]
+            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
         reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
         if reasoning is not None:  # templates read it under one name or the other
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         return message
-
-    def _parsed(self, call: Any) -> Any:
-        """A call with its arguments parsed; what was written as `\\u003c` is escaped now."""
-        parsed = _with_parsed_arguments(call)
-        if parsed is call or self._escaper is None or "\\u" not in call["function"]["arguments"]:
-            return parsed
-        return self._escaper.parsed(parsed)
 
     def steps(
         self,

@@ -21,6 +21,7 @@ from typing import Any
 import tokenizers
 
 from radixrt.tokens.cuts import AddedToken, any_of
+from radixrt.tokens.rewriting import is_parsed
 
 ESCAPE = "\ufdd0"
 """A noncharacter: no text that is exchanged has it. Where a message has it nevertheless, it becomes U+FFFD."""
@@ -54,7 +55,8 @@ class Escaper:
         """Whether any text in these JSON values would be escaped: one search in all of them, 1 µs a message."""
         texts: list[str] = []
         _gather(values, texts)
-        return self._all.anywhere("\0".join([*texts, ""]))
+        joined = "\0".join([*texts, ""])
+        return "\\u" in joined or self._all.anywhere(joined)
 
     def message(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message with all of its texts escaped; the same object if nothing had to be."""
@@ -62,9 +64,29 @@ class Escaper:
         changed = {}
         for key, value in message.items():
             finder = own if key in ("content", "reasoning_content", "reasoning", "thinking") else self._all
-            if (escaped := finder.within(value)) is not value:
+            escaped = self._calls(value) if key == "tool_calls" and isinstance(value, list) else finder.within(value)
+            if escaped is not value:
                 changed[key] = escaped
         return message | changed if changed else message
+
+    def _calls(self, calls: list[Any]) -> list[Any]:
+        escaped = [self._call(call) for call in calls]
+        return calls if all(a is b for a, b in zip(escaped, calls, strict=True)) else escaped
+
+    def _call(self, call: Any) -> Any:
+        """A call whose arguments, once they are parsed, have no token either: JSON may write `<` as `\\u003c`."""
+        call = self._all.within(call)
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(arguments, str) or "\\u" not in arguments or not is_parsed(arguments):
+            return call
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+        if (escaped := self.parsed(parsed)) is parsed:
+            return call
+        return call | {"function": function | {"arguments": json.dumps(escaped, ensure_ascii=False)}}
 
     def values(self, values: Any) -> Any:
         """Tools, or the arguments of a template, escaped."""
