@@ -24,7 +24,11 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 _NAME = re.compile(r"[^<>{\s]")
-ARGUMENT = Tags(KEY, (KEY_END, VALUE), VALUE_END, re.compile(r"[^<>]"))
+ARGUMENT = Tags(
+    KEY, (VALUE,), VALUE_END, ("</arg_value", "<arg_value", "</arg_key"), ("</tool_call",), OPEN, (KEY, CLOSE),
+    re.compile(r"[^<>]"),
+    name_end="</arg_key",
+)  # fmt: skip
 
 
 class Glm:
@@ -58,7 +62,7 @@ class Glm:
             return False
         reader.at = start
         sink.call(name)
-        yield from read_arguments(reader, sink, functions.get(name, {}), ARGUMENT, CLOSE)
+        yield from read_arguments(reader, sink, functions.get(name, {}), ARGUMENT)
         return True
 
     # ------------------------------------------------------------ writing

@@ -172,6 +172,20 @@ class Reader:
                 return ""
             yield
 
+    def ahead(self, marks: Marks, at: int) -> Steps[tuple[str, int]]:
+        """The next mark from position `at` on, and its position; ("", the end) if there is none. Nothing is read."""
+        while True:
+            if match := marks.pattern.search(self._text, at):
+                return match[0], match.start()
+            if self.ended:
+                return "", len(self._text)
+            at = marks.beginning(self._text, at)
+            yield
+
+    def between(self, start: int, end: int) -> str:
+        """The text between two positions."""
+        return self._text[start:end]
+
 
 class Marks:
     """Strings to look for; `dropped` ones are skipped. No mark may contain another."""
