@@ -33,6 +33,9 @@ class Array:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (self._open,)
+
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         begins = marks((self._open,), hidden)
         while mark := (yield from reader.until(begins, sink.content)):

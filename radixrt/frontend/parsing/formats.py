@@ -32,6 +32,9 @@ class ToolFormat(Protocol):
     def new_id(self) -> str:
         """A new id for a call, in the form that the family's chat templates accept."""
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        """Strings with which calls of these functions begin within other text."""
+
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         """Read an answer to its end. Text that turns out to be no call is content, without the marks in `hidden`."""
 

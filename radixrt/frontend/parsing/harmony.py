@@ -60,6 +60,10 @@ class Harmony:
 
     # ------------------------------------------------------------ reading
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        """None: what is a thought is said by channels."""
+        return ()
+
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         """See `formats.ToolFormat`. Without `functions` there are no calls."""
         reader.feed(self._opened)

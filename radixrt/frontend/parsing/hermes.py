@@ -23,6 +23,9 @@ class Hermes:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (OPEN,)
+
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         begins, ends = marks((OPEN,), hidden), marks((OPEN, CLOSE), hidden)
         mark = yield from reader.until(begins, sink.content)

@@ -36,6 +36,9 @@ class Pythonic:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (START, *(f"[{name}(" for name in functions))
+
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:

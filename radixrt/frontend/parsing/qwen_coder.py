@@ -46,10 +46,13 @@ class QwenCoder:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (self._open, FUNCTION)
+
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        calls = marks((self._open, FUNCTION), hidden)
+        calls = marks(self.begins(functions), hidden)
         while mark := (yield from reader.until(calls, sink.content)):
             start = reader.at
             if mark == self._open:

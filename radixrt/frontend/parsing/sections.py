@@ -42,10 +42,13 @@ class _Sections(ABC):
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (self.section, self.call)
+
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        begins = marks((self.section, self.call), hidden)
+        begins = marks(self.begins(functions), hidden)
         while mark := (yield from reader.until(begins, sink.content)):
             start = reader.at
             if mark == self.section:
