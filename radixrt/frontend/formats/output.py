@@ -19,6 +19,7 @@ from radixrt.frontend.formats.tools import NO_TOOLS, ToolUse
 from radixrt.frontend.parsing import (
     PROBE,
     QUESTION,
+    Framed,
     Harmony,
     OutputParser,
     ReasoningFormat,
@@ -137,7 +138,7 @@ class Formats:
         if isinstance(self.tools, Harmony):  # answers have channels even if there are no tools
             return self.tools.after(self._tail(prompt), partial)
         if not use.tools:
-            return None
+            return self.tools if isinstance(self.tools, Framed) else None
         # A model without a format of its own is made to write the simplest one.
         return self.tools or (Llama() if use.forced else None)
 
@@ -171,7 +172,7 @@ class Formats:
             if thinking == "no" and tools is None:
                 return wanted.grammar, wanted.field
             form = wanted.as_format()
-            if isinstance(tools, Harmony):
+            if isinstance(tools, Framed):
                 form = tools.with_text(form)
             if tools is not None and use.tools:
                 calls = tools.forced([tool.function(loose=True) for tool in use.tools], use.parallel)

@@ -6,19 +6,22 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from radixrt.frontend.parsing.arrays import GRANITE, NEMOTRON, PHI, Array
+from radixrt.frontend.parsing.arrays import GRANITE, HUNYUAN, NEMOTRON, PHI, Apertus, Array, Cohere
 from radixrt.frontend.parsing.dsml import Dsml
 from radixrt.frontend.parsing.formats import ToolFormat
+from radixrt.frontend.parsing.gemma import Gemma
 from radixrt.frontend.parsing.glm import Glm
 from radixrt.frontend.parsing.harmony import Harmony
 from radixrt.frontend.parsing.hermes import Hermes
+from radixrt.frontend.parsing.hunyuan import Hunyuan
 from radixrt.frontend.parsing.llama import Llama
 from radixrt.frontend.parsing.minimax import MiniMax
 from radixrt.frontend.parsing.mistral import Mistral
 from radixrt.frontend.parsing.olmo import Olmo
-from radixrt.frontend.parsing.pythonic import Pythonic
+from radixrt.frontend.parsing.pythonic import LFM2, Pythonic
 from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
 from radixrt.frontend.parsing.sections import DeepSeek, Kimi
+from radixrt.frontend.parsing.solar import Solar
 from radixrt.frontend.parsing.thoughts import ReasoningFormat
 from radixrt.messages import ChatPrompt
 
@@ -52,6 +55,15 @@ TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {
     "olmo3": Olmo,
     "pythonic": Pythonic,
     "llama4_pythonic": Pythonic,
+    "lfm2": partial(Pythonic, LFM2),
+    "gemma4": Gemma,
+    "cohere_command": Cohere,
+    "cohere_command4": Cohere,
+    "apertus": Apertus,
+    "hy_v3": Hunyuan,
+    "hunyuan": Hunyuan,
+    "hunyuan_a13b": partial(Array, HUNYUAN),
+    "solar_open": Solar,
 }
 THINK = ReasoningFormat("<think>", "</think>")
 REASONING_FORMATS = {
@@ -64,6 +76,11 @@ REASONING_FORMATS = {
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "olmo3": THINK,
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>"),
+    "gemma4": ReasoningFormat("<|channel>", "<channel|>", title="thought"),
+    "cohere_command": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    "apertus": ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
+    "solar_open": ReasoningFormat("<|think|>", "<|end|>"),
+    "hy_v3": THINK,
 }
 """By the names that vLLM and SGLang have for them."""
 HARMONY = ("openai_gptoss", "gpt-oss")
@@ -95,9 +112,17 @@ _DSML = re.compile(r'<｜DSML｜function_calls>\s*<｜DSML｜invoke name="probe_
 _KIMI = re.compile(r"<\|tool_call_begin\|>[^<]*<\|tool_call_argument_begin\|>")
 _GLM = re.compile(r"<tool_call>probe_tool(\n?)\s*<arg_key>")
 _MINIMAX = re.compile(r'<minimax:tool_call>\s*<invoke name="probe_tool"')
+_HUNYUAN = re.compile(r"<tool_calls(:[^<>\s]+)?>\s*<tool_call\1>")
+_SUFFIXED = re.compile(r"<think(:[^<>\s]+)>")
 _OLMO = re.compile(r"<function_calls>probe_tool\(")
 _TOLD: dict[Callable[[], ToolFormat], re.Pattern[str]] = {
     Hermes: re.compile(r'<tool_call>\s*\{"name":\s*<'),
+    partial(Pythonic, LFM2): re.compile(r"<\|tool_call_start\|>|<\|tool_list_start\|>|List of tools: \["),
+    Gemma: re.compile(r"<\|tool_call>call:probe_tool\{"),
+    Cohere: re.compile(r"<\|START_ACTION\|>"),
+    Apertus: re.compile(r"<\|tools_prefix\|>|Tool Capabilities:"),
+    Solar: re.compile(r"<\|tool_call:begin\|>"),
+    partial(Array, HUNYUAN): re.compile(r"<tool_calls>\s*\["),
     Pythonic: re.compile(r"\[probe_tool\(probe=|\[func_name1\("),
     partial(Array, NEMOTRON): re.compile(r"<TOOLCALL>\["),
     partial(Array, PHI): re.compile(r"<\|/tool(_call)?\|>"),
@@ -133,6 +158,8 @@ def _seen(rendered: str) -> ToolFormat | None:
         return Hermes()
     if found := _QWEN_CODER.search(rendered):
         return QwenCoder(SEED, lines=False) if found[1] else QwenCoder()
+    if found := _HUNYUAN.search(rendered):
+        return Hunyuan(found[1] or "")
     if found := _DEEPSEEK.search(rendered):
         return DeepSeek(fenced=bool(found[1]))
     if _DSML.search(rendered):
@@ -159,8 +186,11 @@ def reasoning_format(name: str, rendered: str) -> ReasoningFormat | Harmony | No
     """As `tool_format`, for reasoning."""
     if name in HARMONY or (name == "auto" and _is_harmony(rendered)):
         return Harmony()
+    suffixed = _SUFFIXED.search(rendered)
+    if suffixed and name in ("auto", "hy_v3"):
+        return ReasoningFormat(f"<think{suffixed[1]}>", f"</think{suffixed[1]}>")
     if name == "auto":
-        return next((form for form in REASONING_FORMATS.values() if form.open in rendered), None)
+        return next((form for form in REASONING_FORMATS.values() if form.open + form.title in rendered), None)
     if name in ("none", ""):
         return None
     if name not in REASONING_FORMATS:

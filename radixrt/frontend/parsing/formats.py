@@ -4,6 +4,7 @@ structural tags."""
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -43,6 +44,14 @@ class ToolFormat(Protocol):
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         """A structural tag's format for any text in which calls, if there are any, are of these functions."""
+
+
+class Framed(ABC):
+    """A tool format in which all of an answer stands between marks, also where there are no tools."""
+
+    @abstractmethod
+    def with_text(self, text: dict[str, Any]) -> dict[str, Any]:
+        """A structural tag's format for an answer whose content is `text`, itself a format."""
 
 
 def read_section(

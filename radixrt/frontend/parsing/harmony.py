@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from radixrt.frontend.parsing.formats import Function, Functions, either, in_text, json_schema, sequence, tag
+from radixrt.frontend.parsing.formats import Framed, Function, Functions, either, in_text, json_schema, sequence, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -38,7 +38,7 @@ class Header(NamedTuple):
     recipient: str
 
 
-class Harmony:
+class Harmony(Framed):
     """See `formats.ToolFormat`. With `thoughts` it parses reasoning as well, which is content otherwise. `opened`: the
     part of the first message's header that is in the prompt."""
 

@@ -90,11 +90,12 @@ def read_closes(reader: Reader, closes: tuple[str, ...], found: bool = False) ->
     while True:
         start = reader.at
         yield from reader.space()
-        if not (yield from _take_any(reader, closes)):
+        if not (close := (yield from _take_any(reader, closes))):
             if not found or not reader.ends_within(closes):
                 reader.at = start
             return found
-        yield from _tag_end(reader)
+        if not close.endswith(">"):
+            yield from _tag_end(reader)
         found = True
 
 
@@ -104,14 +105,14 @@ def _is_next(reader: Reader, literals: tuple[str, ...]) -> Steps[bool]:
     yield from reader.space()
     found = yield from _take_any(reader, literals)
     reader.at = start
-    return found
+    return bool(found)
 
 
 def begins(reader: Reader, tags: Tags) -> Steps[bool]:
     """Whether an argument or the end of the call comes next, or the text ends; only white space is read."""
     yield from reader.space()
     start, literals = reader.at, (tags.begin, *tags.closes)
-    found = (yield from _take_any(reader, literals)) or reader.ends_within(literals)
+    found = bool((yield from _take_any(reader, literals))) or reader.ends_within(literals)
     reader.at = start
     return found
 
@@ -274,14 +275,15 @@ def _decisive(reader: Reader, tags: Tags, at: int, more: tuple[str, ...]) -> Ste
 
 def _opened(reader: Reader, tags: Tags) -> Steps[bool]:
     yield from reader.space()
-    return (yield from _take_any(reader, tags.opened))
+    return bool((yield from _take_any(reader, tags.opened)))
 
 
-def _take_any(reader: Reader, literals: tuple[str, ...]) -> Steps[bool]:
+def _take_any(reader: Reader, literals: tuple[str, ...]) -> Steps[str]:
+    """Read one of these if it comes next; returns which, "" if none does."""
     for literal in literals:
         if (yield from reader.take(literal)):
-            return True
-    return False
+            return literal
+    return ""
 
 
 def _tag_end(reader: Reader) -> Steps[None]:

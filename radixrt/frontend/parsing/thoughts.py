@@ -17,11 +17,13 @@ Thinking = Literal["no", "may", "open"]
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around thoughts. A prompt that opens them may have `inside` after the first mark."""
+    """The marks around thoughts, and what is always behind the first one (`title`). A prompt that opens thoughts may
+    have `inside` after that."""
 
     open: str
     close: str
     inside: str = ""
+    title: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -32,7 +34,7 @@ class ReasoningFormat:
         prompt = prompt.rstrip()
         if self.inside:
             prompt = prompt.removesuffix(self.inside).rstrip()
-        return "open" if prompt.endswith(self.open) else "no" if prompt.endswith(self.close) else "may"
+        return "open" if prompt.endswith(self.open + self.title) else "no" if prompt.endswith(self.close) else "may"
 
     def read(
         self,
@@ -48,7 +50,7 @@ class ReasoningFormat:
         if thinking == "may":
             start = reader.at
             yield from reader.space()
-            if not (yield from reader.take(self.open)):
+            if not (yield from reader.take(self.open + self.title)):
                 reader.at = start
                 return
         yield from _line_feeds(reader)
@@ -77,7 +79,7 @@ class ReasoningFormat:
         """A structural tag's format for `answer`, preceded by thoughts that are allowed or required."""
         if thinking == "no":
             return answer
-        begin = "" if thinking == "open" else self.open
+        begin = "" if thinking == "open" else self.open + self.title
         line_feeds = {"type": "regex", "pattern": "\\n*"}
         thoughts = tag(begin, {"type": "any_text"}, self.close)
         if thinking == "open":
