@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,9 @@ import numpy as np
 from radixrt.frontend.formats.structured import Constraint
 from radixrt.frontend.formats.tools import NO_TOOLS, ToolUse
 from radixrt.frontend.parsing import (
+    OFFER,
     PROBE,
+    PROBE_NAME,
     QUESTION,
     Framed,
     Harmony,
@@ -35,6 +38,10 @@ from radixrt.requests.grammar import check_aside
 from radixrt.tokens import Tokenizer
 from radixrt.tokens.errors import FieldError
 
+log = logging.getLogger(__name__)
+
+UNSHOWN = "the chat template does not show tools to the model"
+UNREAD = "the format of the model's tool calls is not known (--tool-call-parser), so calls are content"
 TAIL_TOKENS = 16
 """The last tokens of a prompt in which marks that open or close thoughts are looked for."""
 
@@ -50,6 +57,8 @@ class Output:
     grammar: Grammar | None = None
     field: str = ""
     """The field of the request that the grammar comes from."""
+    warnings: tuple[str, ...] = ()
+    """What the client should know about its tools."""
     hidden_ids: frozenset[int] = frozenset()
     """Special tokens that never become text. All others do, since a parser needs them."""
     hidden_marks: frozenset[str] = frozenset()
@@ -110,6 +119,9 @@ class Formats:
         if self._no_calls or isinstance(self.tools, Harmony):
             self.tools = Harmony(thoughts)
         self._tokenizer = tokenizer
+        self._unshown = bool(rendered) and not shows_tools(tokenizer)
+        for warning in self._warnings(forced=False) if rendered else ():
+            log.warning("requests with tools: %s", warning)
         self._special_ids = tokenizer.special_ids if tokenizer else frozenset()
 
     def output(
@@ -121,7 +133,8 @@ class Formats:
         use = NO_TOOLS if self._no_calls and not use.forced else use
         tools = self._tools(use, prompt, partial)
         grammar, field = self._grammar(tools, use, wanted, thinking)
-        output = Output(tools, use, self.reasoning, thinking, grammar, field)
+        warnings = self._warnings(bool(use.forced)) if use.tools else ()
+        output = Output(tools, use, self.reasoning, thinking, grammar, field, warnings)
         if not output.parses or not skips_special:
             return output
         marks = [
@@ -133,6 +146,10 @@ class Formats:
             return output
         hidden_ids, hidden_marks = self._special_ids - special.keys(), frozenset(special.values())
         return replace(output, hidden_ids=hidden_ids, hidden_marks=hidden_marks)
+
+    def _warnings(self, forced: bool) -> tuple[str, ...]:
+        unread = self.tools is None and not forced
+        return (UNSHOWN,) * self._unshown + (UNREAD,) * unread
 
     def _tools(self, use: ToolUse, prompt: bytes, partial: bool) -> ToolFormat | None:
         if isinstance(self.tools, Harmony):  # answers have channels even if there are no tools
@@ -189,6 +206,15 @@ class Formats:
             form = self.reasoning.before(thinking, form)
         tag = {"type": "structural_tag", "format": form}
         return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False, separators=(",", ":")))
+
+
+def shows_tools(tokenizer: Tokenizer | None) -> bool:
+    """Whether the chat template writes tools into the prompt."""
+    if tokenizer is None:
+        return False
+    with contextlib.suppress(FieldError):
+        return PROBE_NAME in tokenizer.apply_chat(OFFER)
+    return False
 
 
 def probe_text(tokenizer: Tokenizer | None) -> str:

@@ -19,7 +19,7 @@ text ──> OutputParser ──> Content, Reasoning, CallStart, CallArguments
 detect     chooses formats by a model's chat template
 """
 
-from radixrt.frontend.parsing.detect import PROBE, QUESTION, reasoning_format, tool_format
+from radixrt.frontend.parsing.detect import OFFER, PROBE, PROBE_NAME, QUESTION, reasoning_format, tool_format
 from radixrt.frontend.parsing.formats import Framed, Function, Functions, ToolFormat, either, json_schema
 from radixrt.frontend.parsing.harmony import Harmony
 from radixrt.frontend.parsing.parser import OutputParser
@@ -27,7 +27,9 @@ from radixrt.frontend.parsing.pieces import CallArguments, CallStart, Content, P
 from radixrt.frontend.parsing.thoughts import ReasoningFormat, Thinking
 
 __all__ = [
+    "OFFER",
     "PROBE",
+    "PROBE_NAME",
     "QUESTION",
     "CallArguments",
     "CallStart",

@@ -83,22 +83,31 @@ REASONING_FORMATS = {
     "hy_v3": THINK,
 }
 """By the names that vLLM and SGLang have for them."""
+_UNSHOWN: dict[type, ReasoningFormat] = {
+    Solar: REASONING_FORMATS["solar_open"],
+    Apertus: REASONING_FORMATS["apertus"],
+    Gemma: REASONING_FORMATS["gemma4"],
+    Cohere: REASONING_FORMATS["cohere_command"],
+}
+"""Those of families whose templates need not show thoughts, by their tool format."""
 HARMONY = ("openai_gptoss", "gpt-oss")
 """Names of the reasoning format that is parsed by the tool format Harmony."""
 
-_NAME, _ID = "probe_tool", "abcdefghi"
-_FUNCTION = {"name": _NAME, "description": "-", "parameters": {"type": "object", "properties": {}}}
-_CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": '{"probe": 1}'}}
+PROBE_NAME, _ID = "probe_tool", "abcdefghi"
+_FUNCTION = {"name": PROBE_NAME, "description": "-", "parameters": {"type": "object", "properties": {}}}
+_CALL = {"id": _ID, "type": "function", "function": {"name": PROBE_NAME, "arguments": '{"probe": 1}'}}
 PROBE = ChatPrompt(
     [
         {"role": "user", "content": "-"},
         {"role": "assistant", "content": "", "reasoning_content": "-", "tool_calls": [_CALL]},
-        {"role": "tool", "content": "-", "tool_call_id": _ID, "name": _NAME},
+        {"role": "tool", "content": "-", "tool_call_id": _ID, "name": PROBE_NAME},
     ],
     [{"type": "function", "function": _FUNCTION}],
 )
 """A chat with everything that a template may have a form for. Ids have nine letters and digits, as Mistral's templates
 require."""
+OFFER = ChatPrompt([{"role": "user", "content": "-"}], [{"type": "function", "function": _FUNCTION}])
+"""A chat in which the tool is only offered."""
 QUESTION = ChatPrompt([{"role": "user", "content": "-"}])
 """A second chat, since some templates begin a thought only after a user message, and some refuse tools."""
 
@@ -190,7 +199,8 @@ def reasoning_format(name: str, rendered: str) -> ReasoningFormat | Harmony | No
     if suffixed and name in ("auto", "hy_v3"):
         return ReasoningFormat(f"<think{suffixed[1]}>", f"</think{suffixed[1]}>")
     if name == "auto":
-        return next((form for form in REASONING_FORMATS.values() if form.open + form.title in rendered), None)
+        shown = (form for form in REASONING_FORMATS.values() if form.open + form.title in rendered)
+        return next(shown, None) or _UNSHOWN.get(type(_seen(rendered)))
     if name in ("none", ""):
         return None
     if name not in REASONING_FORMATS:
