@@ -218,11 +218,12 @@ def shows_tools(tokenizer: Tokenizer | None) -> bool:
 
 
 def probe_text(tokenizer: Tokenizer | None) -> str:
-    """The chat template's text for a chat with a call and a thought, and for a question; "" for what it refuses."""
+    """The chat template's text for a chat with a call and a thought, for one with a tool, and for a question; "" for
+    what it refuses."""
     if tokenizer is None:
         return ""
     texts = []
-    for probe in (PROBE, QUESTION):
+    for probe in (PROBE, OFFER, QUESTION):
         with contextlib.suppress(FieldError):
             texts.append(tokenizer.apply_chat(probe))
     return "\n".join(texts)

@@ -131,6 +131,7 @@ _TOLD: dict[Callable[[], ToolFormat], re.Pattern[str]] = {
     Cohere: re.compile(r"<\|START_ACTION\|>"),
     Apertus: re.compile(r"<\|tools_prefix\|>|Tool Capabilities:"),
     Solar: re.compile(r"<\|tool_call:begin\|>"),
+    Kimi: re.compile(r"<\|im_system\|>tool_declare<\|im_middle\|>"),
     partial(Array, HUNYUAN): re.compile(r"<tool_calls>\s*\["),
     Pythonic: re.compile(r"\[probe_tool\(probe=|\[func_name1\("),
     partial(Array, NEMOTRON): re.compile(r"<TOOLCALL>\["),

@@ -25,7 +25,7 @@ KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 _NAME = re.compile(r"[^<>{\s]")
 ARGUMENT = Tags(
-    KEY, (VALUE,), VALUE_END, ("</arg_value", "<arg_value", "</arg_key"), ("</tool_call",), OPEN, (KEY, CLOSE),
+    KEY, (VALUE,), VALUE_END, ("</arg", "<arg_val"), ("</tool_call",), OPEN, (KEY, CLOSE),
     re.compile(r"[^<>]"),
     name_end="</arg_key",
 )  # fmt: skip

@@ -48,7 +48,7 @@ class Hunyuan:
         self._separator = f"<tool_sep{suffix}>"
         key, value = f"arg_key{suffix}", f"arg_value{suffix}"
         self._argument = Tags(
-            f"<{key}>", (f"<{value}>",), f"</{value}>", ("</arg_value", "<arg_value", "</arg_key"),
+            f"<{key}>", (f"<{value}>",), f"</{value}>", ("</arg", "<arg_val"),
             ("</tool_call" + suffix + ">", "</tool_calls"), self._call, (self._separator,), re.compile(r"[^<>]"),
             name_end="</arg_key",
         )  # fmt: skip

@@ -55,8 +55,9 @@ class Solar(Framed):
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         begins = marks((CALLS, CALL), hidden - {BEGIN} | _FRAME)
-        while mark := (yield from reader.until(begins, sink.content)):
-            start = reader.at
+        first = yield from reader.take(NEXT + CALLS)
+        while mark := CALLS if first else (yield from reader.until(begins, sink.content)):
+            start, first = reader.at, False
             if mark == CALL:
                 found = yield from self._call(reader, sink)
             else:
