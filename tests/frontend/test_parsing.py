@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.frontend.formats.output import Formats, probe_text
+from radixrt.frontend.formats.output import UNSHOWN, Formats, probe_text
 from radixrt.frontend.formats.tools import Tool, ToolUse
 from radixrt.frontend.generate.choice import Choice
 from radixrt.frontend.parsing import (
@@ -110,6 +110,7 @@ FOUND = [
     ("granite", f"Well.\n<|tool_call|> [\n{F}\n]\n", [Content("Well."), *F_CALL]),
     ("granite", f"<|tool_call|>[{F}] so", [*F_CALL, Content(" so")]),
     ("granite", f"<|tool_call|>[{F}, oh", [*F_CALL, Content(", oh")]),
+    ("granite", f'<|tool_call|>[{F}, {{"name": "g", "argu', F_CALL),
     ("phi", f"<|tool_call|>[{F}, {G}]<|/tool_call|>", F_CALL + G_CALL),
     ("phi", f"<|tool_call|>{F}<|/tool_call|><|tool_call|>{G}\n<|/tool_call|>", F_CALL + G_CALL),
     ("phi", f"<|tool_call|>[{F}]<|/tool_", F_CALL),
@@ -893,6 +894,48 @@ def test_thoughts_that_only_a_question_shows(tmp_path, template):
     file.write_text(template)
     rendered = probe_text(load_tokenizer(make_family(tmp_path, "plain"), str(file)))
     assert reasoning_format("auto", rendered) is THINK and tool_format("auto", rendered) is None
+
+
+def test_a_template_without_tools_is_told_of(tmp_path):
+    file = tmp_path / "template.jinja"
+    use = ToolUse((Tool("f", "", {}),), shown=[])
+    for source, unshown in (("{% for m in messages %}{{ m.content }}{% endfor %}", True), ("{{ tools }}", False)):
+        file.write_text(source)
+        formats = Formats(load_tokenizer(make_family(tmp_path, "plain"), str(file)), "hermes")
+        assert formats.output(b"", False, True, use, None).warnings == (UNSHOWN,) * unshown
+        assert formats.output(b"", False, True, ToolUse(()), None).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "thoughts"),
+    [
+        ("google-gemma-4-31B-it", Gemma, "<|channel>"),
+        ("upstage-Solar-Open-100B", Solar, "<|think|>"),
+        ("CohereForAI-c4ai-command-r7b-12-2024-tool_use", Cohere, "<|START_THINKING|>"),
+        ("LFM2-8B-A1B", Pythonic, None),
+        ("LFM2.5-Instruct", Pythonic, None),
+        ("Kimi-K2-Thinking", Kimi, None),
+    ],
+)
+def test_published_templates_show_their_format(tmp_path, shared_data, template, kind, thoughts):
+    file = shared_data / "chat_templates" / f"{template}.jinja"
+    formats = Formats(load_tokenizer(make_family(tmp_path, "plain"), str(file)))
+    assert type(formats.tools) is kind and (formats.reasoning and formats.reasoning.open) == thoughts
+
+
+@pytest.mark.parametrize(
+    ("rendered", "kind", "begin", "thoughts"),
+    [
+        ("<think>-</think><tool_calls>\n<tool_call>f<tool_sep>", Hunyuan, "<tool_calls>\n", "<think>"),
+        ("<think:x>-</think:x><tool_calls:x>\n<tool_call:x>f<tool_sep:x>", Hunyuan, "<tool_calls:x>\n", "<think:x>"),
+        ('<tool_calls>[{"name": "f"}]', Array, "<tool_calls>[", None),
+        ("Tool Capabilities:", Apertus, "<|tools_prefix|>[", "<|inner_prefix|>"),
+    ],
+)
+def test_texts_that_show_the_format_of_hunyuan_and_apertus(rendered, kind, begin, thoughts):
+    found, form = tool_format("auto", rendered), reasoning_format("auto", rendered)
+    assert type(found) is kind and found.forced([Function("f", True)], True)["begin"] == begin
+    assert (form and form.open) == thoughts
 
 
 @pytest.mark.parametrize("version", ["240323.model.v3", "241114.model.v7"])

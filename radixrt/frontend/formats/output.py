@@ -37,6 +37,7 @@ from radixrt.messages import TOKEN_BYTES, Grammar, Sampling
 from radixrt.requests.grammar import check_aside
 from radixrt.tokens import Tokenizer
 from radixrt.tokens.errors import FieldError
+from radixrt.tokens.stops import Quiet
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,14 @@ class Output:
     @property
     def parses(self) -> bool:
         return self.tools is not None or self.thinking != "no"
+
+    @property
+    def quiet(self) -> Quiet | None:
+        """The thoughts, in which no stop string ends an answer: they often hold what the answer will."""
+        if self.reasoning is not None and self.thinking != "no":
+            return Quiet(self.reasoning.open + self.reasoning.title, self.reasoning.close, self.thinking == "open")
+        thoughts = self.tools.thoughts if isinstance(self.tools, Harmony) else None
+        return Quiet(*thoughts, anywhere=True) if thoughts else None
 
     @property
     def ends_early(self) -> bool:

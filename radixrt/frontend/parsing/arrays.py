@@ -149,7 +149,8 @@ def read_array(reader: Reader, sink: Sink, read: Read = read_call) -> Steps[bool
     while True:
         yield from reader.space()
         if not (yield from read(reader, sink)):
-            reader.at = start
+            cut = found and not (yield from reader.peek())  # within the next call
+            reader.at = reader.at if cut else start
             return found
         found, start = True, reader.at
         yield from reader.space()

@@ -121,7 +121,7 @@ _DSML = re.compile(r'<｜DSML｜function_calls>\s*<｜DSML｜invoke name="probe_
 _KIMI = re.compile(r"<\|tool_call_begin\|>[^<]*<\|tool_call_argument_begin\|>")
 _GLM = re.compile(r"<tool_call>probe_tool(\n?)\s*<arg_key>")
 _MINIMAX = re.compile(r'<minimax:tool_call>\s*<invoke name="probe_tool"')
-_HUNYUAN = re.compile(r"<tool_calls(:[^<>\s]+)?>\s*<tool_call\1>")
+_HUNYUAN = re.compile(r"<tool_calls((?::[^<>\s]+)?)>\s*<tool_call\1>")
 _SUFFIXED = re.compile(r"<think(:[^<>\s]+)>")
 _OLMO = re.compile(r"<function_calls>probe_tool\(")
 _TOLD: dict[Callable[[], ToolFormat], re.Pattern[str]] = {
@@ -169,7 +169,7 @@ def _seen(rendered: str) -> ToolFormat | None:
     if found := _QWEN_CODER.search(rendered):
         return QwenCoder(SEED, lines=False) if found[1] else QwenCoder()
     if found := _HUNYUAN.search(rendered):
-        return Hunyuan(found[1] or "")
+        return Hunyuan(found[1])
     if found := _DEEPSEEK.search(rendered):
         return DeepSeek(fenced=bool(found[1]))
     if _DSML.search(rendered):

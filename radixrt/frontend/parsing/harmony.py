@@ -58,6 +58,12 @@ class Harmony(Framed):
             header = header[: header.index(MESSAGE) + len(MESSAGE)]
         return Harmony(self._thoughts, header if started or partial else "")
 
+    @property
+    def thoughts(self) -> tuple[str, str, bool] | None:
+        """How thoughts begin and end in an answer, and whether the prompt has begun them; None without `thoughts`."""
+        begin = CHANNEL + ANALYSIS
+        return (begin, END, self._opened.startswith(begin)) if self._thoughts else None
+
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
