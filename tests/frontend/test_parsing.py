@@ -912,8 +912,8 @@ def test_a_template_without_tools_is_told_of(tmp_path):
         ("google-gemma-4-31B-it", Gemma, "<|channel>"),
         ("upstage-Solar-Open-100B", Solar, "<|think|>"),
         ("CohereForAI-c4ai-command-r7b-12-2024-tool_use", Cohere, "<|START_THINKING|>"),
-        ("LFM2-8B-A1B", Pythonic, None),
-        ("LFM2.5-Instruct", Pythonic, None),
+        ("LFM2-8B-A1B", Pythonic, "<think>"),
+        ("LFM2.5-Instruct", Pythonic, "<think>"),
         ("Kimi-K2-Thinking", Kimi, None),
     ],
 )

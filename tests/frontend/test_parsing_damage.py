@@ -215,6 +215,26 @@ def test_values_that_contain_end_tags_are_whole(kind, text):
 
 
 @pytest.mark.parametrize("kind", TAGGED)
+def test_values_that_contain_an_example_of_a_call_are_whole(kind):
+    value = f"As in\n{written(kind, path='/b')}\nor so"
+    found = in_parts(kind, written(kind, s=value, path="/a"))
+    assert found["calls"] == [["f", json.dumps({"s": value, "path": "/a"}, ensure_ascii=False)]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{CALLS['hermes']}\n</tool_call> Done.",
+        f"{CALLS['minimax_m2']}</minimax:tool_call> Done.",
+        f"{CALLS['olmo3']}</function_calls> Done.",
+    ],
+)
+def test_marks_behind_calls_may_be_there_twice(text):
+    kind = "hermes" if "{" in text else "olmo3" if "(" in text else "minimax_m2"
+    assert in_parts(kind, text) == {"content": " Done.", "reasoning": "", "calls": [["f", OBJECT]]}
+
+
+@pytest.mark.parametrize("kind", TAGGED)
 def test_a_value_that_is_not_closed_ends_with_its_call(kind):
     begin, around = TAGGED[kind][0], TAGGED[kind][3]
     before, _, after = around.partition("%s")
@@ -265,6 +285,8 @@ def test_the_type_of_a_value_may_stand_behind_references(schema, written_as, exp
             "<|channel|>commentary to=functions.f <|constrain|>json<|channel|>commentary<|message|>{}<|call|>",
             ("", "", [["f", "{}"]]),
         ),
+        ('<|channel|>commentary to=functions.f <|constrain|>json {"s": "x"}<|call|>', ("", "", [["f", OBJECT]])),
+        ("<|channel|>commentary functions.f <|constrain|>json<|message|>{}<|call|>", ("", "", [["f", "{}"]])),
     ],
 )
 def test_headers_of_harmony(text, expected):

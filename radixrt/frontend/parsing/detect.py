@@ -124,9 +124,10 @@ _MINIMAX = re.compile(r'<minimax:tool_call>\s*<invoke name="probe_tool"')
 _HUNYUAN = re.compile(r"<tool_calls((?::[^<>\s]+)?)>\s*<tool_call\1>")
 _SUFFIXED = re.compile(r"<think(:[^<>\s]+)>")
 _OLMO = re.compile(r"<function_calls>probe_tool\(")
+_LFM2 = re.compile(r"<\|tool_call_start\|>|<\|tool_list_start\|>|List of tools: \[")
 _TOLD: dict[Callable[[], ToolFormat], re.Pattern[str]] = {
     Hermes: re.compile(r'<tool_call>\s*\{"name":\s*<'),
-    partial(Pythonic, LFM2): re.compile(r"<\|tool_call_start\|>|<\|tool_list_start\|>|List of tools: \["),
+    partial(Pythonic, LFM2): _LFM2,
     Gemma: re.compile(r"<\|tool_call>call:probe_tool\{"),
     Cohere: re.compile(r"<\|START_ACTION\|>"),
     Apertus: re.compile(r"<\|tools_prefix\|>|Tool Capabilities:"),
@@ -201,7 +202,7 @@ def reasoning_format(name: str, rendered: str) -> ReasoningFormat | Harmony | No
         return ReasoningFormat(f"<think{suffixed[1]}>", f"</think{suffixed[1]}>")
     if name == "auto":
         shown = (form for form in REASONING_FORMATS.values() if form.open + form.title in rendered)
-        return next(shown, None) or _UNSHOWN.get(type(_seen(rendered)))
+        return next(shown, None) or (THINK if _LFM2.search(rendered) else _UNSHOWN.get(type(_seen(rendered))))
     if name in ("none", ""):
         return None
     if name not in REASONING_FORMATS:

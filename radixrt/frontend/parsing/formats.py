@@ -66,11 +66,24 @@ def read_section(
         if (yield from read()):
             while (yield from read()):
                 pass
-            if not (yield from reader.take(closing)):
+            if (yield from reader.take(closing)):
+                yield from read_again(reader, closing)
+            else:
                 reader.ends_within((*begins, closing))
         else:
             reader.at = start
             sink.content("" if mark in hidden else mark)
+
+
+def read_again(reader: Reader, mark: str) -> Steps[None]:
+    """Read a mark that is there more than once, after white space."""
+    start = reader.at
+    while True:
+        yield from reader.space()
+        if not (yield from reader.take(mark)):
+            reader.at = start
+            return
+        start = reader.at
 
 
 def read_json(text: str) -> Any:

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from radixrt.frontend.parsing.calls import begins_object
 from radixrt.frontend.parsing.formats import Framed, Function, Functions, either, in_text, json_schema, sequence, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
@@ -149,11 +150,15 @@ def _header(reader: Reader) -> Steps[Header | None]:
             channel = (yield from reader.word(_WORD)) or channel
         elif not recipient and (yield from reader.take(TO)):
             recipient = yield from reader.word(_WORD)
+        elif recipient and (yield from begins_object(reader)):  # some headers lack their end
+            return Header(channel, recipient)
         elif (channel or recipient) and words < MAX_HEADER_WORDS:
             words += 1
             yield from reader.take(CONSTRAIN)
-            if not (yield from reader.word(_WORD)):
+            if not (word := (yield from reader.word(_WORD))):
                 break
+            if word.startswith(FUNCTIONS):
+                recipient = recipient or word
         else:
             break
     reader.at = start

@@ -234,7 +234,16 @@ def _literal(
         if decisive is None:
             reader.at = start
         return decisive
-    return end
+    return (yield from _after_example(reader, tags)) or end
+
+
+def _after_example(reader: Reader, tags: Tags) -> Steps[int | None]:
+    """Up to where a value goes on behind the `opener` of a whole call, which is an example in it; None if the value
+    does not, so that the call may be the next one."""
+    if not ((yield from reader.word(tags.name)) and (yield from _opened(reader, tags))):
+        return None
+    closed, place = yield from reader.ahead(marks(tags.closes[:1]), reader.at)
+    return (yield from _decisive(reader, tags, place + len(closed), ())) if closed else None
 
 
 def _after_end(reader: Reader, tags: Tags, mark: str) -> Steps[int | None]:
