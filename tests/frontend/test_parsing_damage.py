@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,15 @@ def test_a_value_that_is_not_closed_ends_with_its_call(kind):
     text = before + begin % ("s", "x") + after + "\n" + written(kind, s="y")
     calls = in_parts(kind, text)["calls"]
     assert [json.loads(arguments)["s"].strip() for _, arguments in calls] == ["x", "y"]
+
+
+@pytest.mark.parametrize("part", ["<function=f>", "</parameter> ", "</function> ", "<parameter=x> ", "<tool_call>"])
+def test_values_full_of_tags_cost_what_they_are(part):
+    began = time.process_time()
+    value = part * 5000 + "end"
+    ((_, arguments),) = read("qwen3_coder", written("qwen3_coder", s=value), 50)["calls"]
+    assert json.loads(arguments) == {"s": value}
+    assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize("kind", TAGGED)

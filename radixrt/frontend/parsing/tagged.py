@@ -21,6 +21,10 @@ _TAIL = re.compile(r"[^<>\n]")
 QUOTED = '">'
 """What comes after a name in quotes."""
 MAX_REFERENCES = 16
+MAX_EXAMPLE_CHARS = 1 << 13
+"""The most characters of a call that is an example in a value: so much is held back until that is known."""
+MAX_REPEATS = 4
+"""How often the tag after a value may be there."""
 MAX_SPACE_CHARS = 2
 """The most consecutive white-space characters that a grammar allows."""
 
@@ -242,7 +246,7 @@ def _after_example(reader: Reader, tags: Tags) -> Steps[int | None]:
     does not, so that the call may be the next one."""
     if not ((yield from reader.word(tags.name)) and (yield from _opened(reader, tags))):
         return None
-    closed, place = yield from reader.ahead(marks(tags.closes[:1]), reader.at)
+    closed, place = yield from reader.ahead(marks(tags.closes[:1]), reader.at, MAX_EXAMPLE_CHARS)
     return (yield from _decisive(reader, tags, place + len(closed), ())) if closed else None
 
 
@@ -252,7 +256,7 @@ def _after_end(reader: Reader, tags: Tags, mark: str) -> Steps[int | None]:
     if not exact:
         yield from _tag_end(reader)
     end = reader.at
-    while True:
+    for _ in range(MAX_REPEATS):
         yield from reader.space()
         at, follow = reader.at, (tags.begin, *tags.closes, tags.opener)
         if (yield from _take_any(reader, follow)) or reader.ends_within(follow):
