@@ -24,6 +24,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 ENDS = (END, CALL, RETURN, START, CHANNEL)
 """What ends a message: also a next one's header, before which some answers lack the end."""
+MAX_HEADER_PARTS = 8
 MAX_HEADER_WORDS = 2
 """The most words of a header beside channel and recipient: the kind of the content."""
 TO, FUNCTIONS = "to=", "functions."
@@ -142,7 +143,7 @@ class Harmony(Framed):
 def _header(reader: Reader) -> Steps[Header | None]:
     """Read the header of the next message; None, and nothing read, if there is none."""
     start, channel, recipient, words = reader.at, "", "", 0
-    while True:
+    for _ in range(MAX_HEADER_PARTS):
         yield from reader.space()
         if (yield from reader.take(MESSAGE)):
             return Header(channel, recipient)
