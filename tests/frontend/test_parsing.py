@@ -1009,3 +1009,44 @@ def test_white_space_without_end_costs_what_it_is():
         assert not parser.push("\n")
     assert parser.finish() == [Content("\n" * 200_000)]
     assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments"),
+    [
+        (f"n:1.5,s:{Q}a {{b}}, c{Q}", {"n": 1.5, "s": "a {b}, c"}),
+        (f"e:{Q}x{Q},l:[{{k:true}},{{}}],s:{Q}{Q}", {"e": "x", "l": [{"k": True}, {}], "s": ""}),
+        (f"any:{{k:[1,null,{Q}z{Q}]}},s:{Q}y{Q}", {"any": {"k": [1, None, "z"]}, "s": "y"}),
+    ],
+)
+def test_gemma_s_arguments_follow_their_schema(values, arguments):
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    parts = {"s": {"type": "string"}, "n": {"type": ["number", "null"]}, "e": {"$ref": "#/$defs/e"}, "any": {}}
+    parts["l"] = {"type": "array", "items": {"type": "object", "properties": {"k": {"type": "boolean"}}}}
+    schema = {"type": "object", "properties": parts, "required": ["s"], "$defs": {"e": {"enum": ["x", 2]}}}
+    form = Gemma().forced([Function("f", schema)], True)
+    grammar = xgrammar.Grammar.from_structural_tag({"type": "structural_tag", "format": form})
+    *others, last = values.split(",s:") if ",s:" in values else (values, "")
+    required_first = f"s:{last},{others[0]}"
+    text = f"<|tool_call>call:f{{{required_first}}}<tool_call|>"
+    assert accepts(grammar, text) and not accepts(grammar, text.replace("s:", "t:", 1))
+    ((_, found),) = [(p.name, q.text) for p, q in zip(*[iter(parse("gemma", text))] * 2, strict=True)]
+    assert json.loads(found) == arguments
+
+
+def test_answers_between_marks_may_follow_a_grammar():
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    text = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    for form, answer in (
+        (Solar(), "<|content|>7"),
+        (Solar(), "<|begin|>assistant<|content|>7"),
+        (Cohere(), "<|START_RESPONSE|>7<|END_RESPONSE|>"),
+        (Cohere(), "7"),
+    ):
+        tag = {"type": "structural_tag", "format": form.with_text(text)}
+        grammar = xgrammar.Grammar.from_structural_tag(tag)
+        assert accepts(grammar, answer) and not accepts(grammar, answer.replace("7", "x"))
