@@ -300,12 +300,13 @@ class FrontendConfig:
         "auto",
         "format of the model's tool calls: auto, none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, "
         "deepseek_v31, deepseek_v32, kimi_k2, glm45, glm47, minimax_m2, seed_oss, granite, phi4_mini_json, "
-        "nemotron_json, openai (gpt-oss' channels)",
+        "nemotron_json, olmo3, pythonic, lfm2, gemma4, cohere_command, apertus, hy_v3, hunyuan_a13b, solar_open, "
+        "openai (gpt-oss' channels)",
     )
     reasoning_parser: str = setting(
         "auto",
         "format of the model's thinking: auto, none, deepseek_r1, qwen3, glm45, minimax_m2, mistral, seed_oss, "
-        "openai_gptoss",
+        "olmo3, gemma4, cohere_command, apertus, hy_v3, solar_open, openai_gptoss",
     )
     generation_config: str = setting(
         "auto", "sampling defaults: auto (the model's generation_config.json), none (OpenAI's defaults)"

@@ -15,7 +15,7 @@ import msgspec
 from radixrt.messages import TOKEN_BYTES, Delta, Sampling, TokenLogprob
 from radixrt.tokens.detok import Detokenizer
 from radixrt.tokens.errors import FieldError
-from radixrt.tokens.stops import StopFinder
+from radixrt.tokens.stops import LoudStopFinder, Quiet, StopFinder
 from radixrt.tokens.text import NO_TOKENIZER
 from radixrt.tokens.tokenizer import Tokenizer
 
@@ -27,7 +27,8 @@ class OutputProcessor:
     log-probabilities. Without a tokenizer there is no text, and stop strings raise FieldError.
 
     With `include_stop` the text ends with the stop string, otherwise before it. Without stop strings text is passed on
-    as soon as its characters are complete. `hidden_ids` are ids that never become text.
+    as soon as its characters are complete. `hidden_ids` are ids that never become text. Stop strings are not looked for
+    in the `quiet` parts of the text.
     """
 
     __slots__ = (
@@ -42,11 +43,13 @@ class OutputProcessor:
         hidden_ids: frozenset[int] = frozenset(),
         *,
         gathers: bool = False,
+        quiet: Quiet | None = None,
     ) -> None:
         if tokenizer is None and sampling.stop:
             raise FieldError("stop", f"stop strings need text, but {NO_TOKENIZER}")
         self._detokenizer = Detokenizer(tokenizer, sampling.skip_special_tokens) if tokenizer else None
-        self._finder = StopFinder(sampling.stop, sampling.include_stop) if sampling.stop else None
+        finder = StopFinder(sampling.stop, sampling.include_stop) if sampling.stop else None
+        self._finder = LoudStopFinder(finder, quiet) if finder and quiet else finder
         self._include_stop = sampling.include_stop
         self._hidden_ids = hidden_ids
         self._ids: list[bytes] = []  # lists: appending to bytes would copy all of them each time

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 Message = dict[str, Any]
-Style = tuple[str, str, str]
-"""(text before tool calls written as JSON, between two of them, after the last)."""
+
+
+class Style(NamedTuple):
+    """How tool calls are written: the text before them, between two, and after the last."""
+
+    before: str
+    between: str
+    behind: str
+    python: bool = False
+    """Whether a call is written in Python syntax, not as JSON."""
+
 
 STYLES: dict[str, Style] = {
-    "<tool_call>": ("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
-    "<|/tool|>": ("<|tool_call|>[", ", ", "]<|/tool_call|>"),
-    "<|tool_call|>": ("<|tool_call|>[", ", ", "]"),
+    "<tool_call>": Style("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    "<|/tool|>": Style("<|tool_call|>[", ", ", "]<|/tool_call|>"),
+    "<|tool_call|>": Style("<|tool_call|>[", ", ", "]"),
+    "List of tools: ": Style("<|tool_call_start|>[", ", ", "]<|tool_call_end|>", python=True),
 }
-"""The styles of templates that mention tool calls but do not write them (SmolLM3's, Phi-4-mini's, Granite 3's), by a
-string that the template contains."""
+"""The styles of templates that do not write tool calls (SmolLM3's, Phi-4-mini's, Granite 3's, LFM2's), by a string that
+the template contains."""
 
 MAX_PARSED = 1 << 16
 """The most values of a call's arguments that are parsed: to Python objects, with the GIL held all the while."""
@@ -113,12 +124,27 @@ def style_of(source: str) -> Style | None:
 
 def with_calls(message: Message, style: Style) -> Message:
     """An answer with its calls as text, as the model writes them: otherwise it would not see its own calls."""
-    before, between, behind = style
-    calls = between.join(_written(call.get("function", {})) for call in message["tool_calls"] if isinstance(call, dict))
-    return {**message, "content": f"{message.get('content') or ''}{before}{calls}{behind}"}
+    write = _in_python if style.python else _written
+    functions = [call.get("function", {}) for call in message["tool_calls"] if isinstance(call, dict)]
+    calls = style.between.join(map(write, functions))
+    return {**message, "content": f"{message.get('content') or ''}{style.before}{calls}{style.behind}"}
 
 
 def _written(function: Message) -> str:
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return f'{{"name": {json.dumps(function.get("name"), ensure_ascii=False)}, "arguments": {text}}}'
+
+
+def _in_python(function: Message) -> str:
+    """f(a="text", b=[1, None]). Arguments that are no object stay what they are."""
+    arguments: Any = function.get("arguments") or {}
+    if isinstance(arguments, str) and is_parsed(arguments):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if isinstance(arguments, dict):
+        arguments = ", ".join(
+            f"{name}={json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)}"
+            for name, value in arguments.items()
+        )
+    return f"{function.get('name')}({arguments})"

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Quiet(NamedTuple):
+    """Parts of a text in which no stop string is looked for: from `open` to `close`."""
+
+    open: str
+    close: str
+    inside: bool = False
+    """Whether the text begins in such a part."""
+    anywhere: bool = False
+    """Whether such parts may begin anywhere, not only at the beginning of the text."""
 
 
 class StopFinder:
@@ -56,3 +68,58 @@ class StopFinder:
                 if any(stop.startswith(end) for stop in self._stops):
                     return end
         return ""
+
+
+class LoudStopFinder:
+    """A StopFinder for a text whose `quiet` parts are not searched. The beginning of a mark is held back."""
+
+    __slots__ = ("_finder", "_held", "_inside", "_next", "_quiet")
+
+    def __init__(self, finder: StopFinder, quiet: Quiet) -> None:
+        self._finder = finder
+        self._quiet = quiet
+        self._inside = quiet.inside
+        self._next: str | None = None
+        """The mark at which the current part ends, "" if none does; None until the text has begun."""
+        if quiet.inside or quiet.anywhere:
+            self._next = quiet.close if quiet.inside else quiet.open
+        self._held = ""
+
+    @property
+    def found(self) -> str | None:
+        return self._finder.found
+
+    def push(self, text: str) -> str:
+        """See `StopFinder.push`."""
+        text, self._held = self._held + text, ""
+        said = ""
+        while text and self.found is None:
+            if self._next is None:
+                begin = text.lstrip()
+                if len(begin) < len(self._quiet.open) and self._quiet.open.startswith(begin):
+                    self._held = text
+                    break
+                self._inside = begin.startswith(self._quiet.open)
+                self._next = self._quiet.close if self._inside else ""
+            part, mark, text = text.partition(self._next) if self._next else (text, "", "")
+            if not mark:
+                part, self._held = _split(part, self._next)
+            said += part + mark if self._inside else self._finder.push(part + mark)
+            if mark:
+                said += "" if self._inside else self._finder.flush()
+                self._inside = not self._inside
+                self._next = self._quiet.close if self._inside else self._quiet.open * self._quiet.anywhere
+        return said
+
+    def flush(self) -> str:
+        """See `StopFinder.flush`."""
+        held, self._held = self._held, ""
+        return held if self._inside else self._finder.push(held) + self._finder.flush()
+
+
+def _split(text: str, mark: str) -> tuple[str, str]:
+    """`text`, and its end if that is the beginning of `mark`."""
+    for size in range(min(len(mark) - 1, len(text)), 0, -1):
+        if mark.startswith(text[-size:]):
+            return text[:-size], text[-size:]
+    return text, ""

@@ -157,6 +157,47 @@ PHI = (
     "{{ '<|im_start|>system\n' + m['content'] + '<|tool|>' + m['tools'] + '<|/tool|>' + '<|im_end|>\n' }}{% else %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}" + _NEXT
 )
+GEMMA = (
+    _TOOLS + "{% for m in messages %}" + _TURN + "{% for call in m.tool_calls or [] %}<|tool_call>call:"
+    "{{ call.function.name }}{{ '{' }}{% for name, value in call.function.arguments | items %}{{ name }}:"
+    "{% if value is string %}<|\"|>{{ value }}<|\"|>{% else %}{{ value | tojson }}{% endif %}{{ ',' if not loop.last }}"
+    "{% endfor %}{{ '}' }}<tool_call|>{% endfor %}" + _END + "{% endfor %}" + _NEXT
+)
+GEMMA_MARKS = ("<|tool_call>", "<tool_call|>", '<|"|>')
+SOLAR = (
+    _TOOLS
+    + "{% for m in messages %}<|begin|>{{ m.role }}{% if m.tool_calls %}<|tool_calls|>{% for call in m.tool_calls %}"
+    f"<|tool_call:begin|>{{{{ call.id }}}}<|tool_call:name|>{_F}<|tool_call:args|>{_ARGUMENTS}<|tool_call:end|>"
+    "{% endfor %}<|calls|>{% else %}<|content|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant{% endif %}"
+)
+COHERE = (
+    _TOOLS + "{% for m in messages %}" + _TURN + "{% if m.tool_calls %}<|START_ACTION|>[{% for call in m.tool_calls %}"
+    f'{{{{ "{{" }}}}"tool_call_id": "{{{{ loop.index0 }}}}", "tool_name": "{_F}", '
+    f'"parameters": {_ARGUMENTS}{{{{ "}}" }}}}'
+    "{{ ', ' if not loop.last }}{% endfor %}]<|END_ACTION|>{% endif %}" + _END + "{% endfor %}" + _NEXT
+)
+COHERE_MARKS = ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")
+APERTUS = (
+    _TOOLS + "{% for m in messages %}" + _TURN + "{% if m.tool_calls %}<|tools_prefix|>[{% for call in m.tool_calls %}"
+    f'{{{{ "{{" }}}}"{_F}": {_ARGUMENTS}{{{{ "}}" }}}}'
+    "{{ ', ' if not loop.last }}{% endfor %}]<|tools_suffix|>{% endif %}" + _END + "{% endfor %}" + _NEXT
+)
+LFM2 = (
+    "{% if tools %}List of tools: ["
+    + _TOOLS
+    + "]{% endif %}{% for m in messages %}"
+    + _TURN
+    + _END
+    + "{% endfor %}"
+    + _NEXT
+)
+HUNYUAN = GLM.replace("\n<tool_call>", "<tool_call>").replace(
+    "{{ call.function.name }}\n", "{{ call.function.name }}<tool_sep>\n"
+)
+HUNYUAN = HUNYUAN.replace("{% for call", "{% if m.tool_calls %}<tool_calls>\n{% endif %}{% for call").replace(
+    "</tool_call>{% endfor %}", "</tool_call>\n{% endfor %}{% if m.tool_calls %}</tool_calls>{% endif %}"
+)
 GLM_MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 MINIMAX_MARKS = ("<minimax:tool_call>", "</minimax:tool_call>")
 KIMI_MARKS = (
@@ -204,6 +245,12 @@ FAMILIES = {
     "olmo": (OLMO, ()),
     "granite": (GRANITE, ("<|tool_call|>",)),
     "phi": (PHI, ("<|tool|>", "<|/tool|>", "<|tool_call|>", "<|/tool_call|>")),
+    "gemma": (GEMMA, GEMMA_MARKS),
+    "solar": (SOLAR, ("<|begin|>", "<|content|>", "<|end|>", "<|tool_calls|>", "<|calls|>", "<|tool_call:begin|>")),
+    "cohere": (COHERE, COHERE_MARKS),
+    "apertus": (APERTUS, ("<|tools_prefix|>", "<|tools_suffix|>")),
+    "lfm2": (LFM2, ("<|tool_call_start|>", "<|tool_call_end|>")),
+    "hunyuan": (HUNYUAN, ()),
     "seed": (SEED, ("<seed:tool_call>", "</seed:tool_call>")),
 }
 """Chat template, and special tokens in addition to those of the test tokenizer."""

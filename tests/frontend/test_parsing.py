@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import time
 from array import array
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.frontend.formats.output import Formats, probe_text
+from radixrt.frontend.formats.output import UNSHOWN, Formats, probe_text
 from radixrt.frontend.formats.tools import Tool, ToolUse
 from radixrt.frontend.generate.choice import Choice
 from radixrt.frontend.parsing import (
@@ -26,18 +27,21 @@ from radixrt.frontend.parsing import (
     reasoning_format,
     tool_format,
 )
-from radixrt.frontend.parsing.arrays import GRANITE, NEMOTRON, PHI, Array
+from radixrt.frontend.parsing.arrays import GRANITE, HUNYUAN, NEMOTRON, PHI, Apertus, Array, Cohere
 from radixrt.frontend.parsing.detect import REASONING_FORMATS, THINK
 from radixrt.frontend.parsing.dsml import Dsml
+from radixrt.frontend.parsing.gemma import Gemma
 from radixrt.frontend.parsing.glm import Glm
 from radixrt.frontend.parsing.hermes import Hermes
+from radixrt.frontend.parsing.hunyuan import Hunyuan
 from radixrt.frontend.parsing.llama import Llama
 from radixrt.frontend.parsing.minimax import MiniMax
 from radixrt.frontend.parsing.mistral import Mistral
 from radixrt.frontend.parsing.olmo import Olmo
-from radixrt.frontend.parsing.pythonic import END, START, Pythonic
+from radixrt.frontend.parsing.pythonic import END, LFM2, START, Pythonic
 from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
 from radixrt.frontend.parsing.sections import DeepSeek, Kimi
+from radixrt.frontend.parsing.solar import Solar
 from radixrt.messages import Delta, Sampling, TokenLogprob, Usage
 from radixrt.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
@@ -49,6 +53,8 @@ FORMATS |= {"glm": Glm(), "glm47": Glm(lines=False), "minimax": MiniMax(), "olmo
 FORMATS |= {"pythonic": Pythonic()}
 FORMATS |= {"seed": QwenCoder(SEED, lines=False), "mistral_v11": Mistral(opening=None, names_calls=True)}
 FORMATS |= {"granite": Array(GRANITE), "phi": Array(PHI), "nemotron": Array(NEMOTRON)}
+FORMATS |= {"gemma": Gemma(), "solar": Solar(), "apertus": Apertus(), "cohere": Cohere(), "lfm2": Pythonic(LFM2)}
+FORMATS |= {"hunyuan": Hunyuan(), "hy3": Hunyuan(":x"), "a13b": Array(HUNYUAN)}
 KNOWN = {
     "text": {"type": "string"},
     "maybe": {"type": ["string", "null"]},
@@ -104,6 +110,7 @@ FOUND = [
     ("granite", f"Well.\n<|tool_call|> [\n{F}\n]\n", [Content("Well."), *F_CALL]),
     ("granite", f"<|tool_call|>[{F}] so", [*F_CALL, Content(" so")]),
     ("granite", f"<|tool_call|>[{F}, oh", [*F_CALL, Content(", oh")]),
+    ("granite", f'<|tool_call|>[{F}, {{"name": "g", "argu', F_CALL),
     ("phi", f"<|tool_call|>[{F}, {G}]<|/tool_call|>", F_CALL + G_CALL),
     ("phi", f"<|tool_call|>{F}<|/tool_call|><|tool_call|>{G}\n<|/tool_call|>", F_CALL + G_CALL),
     ("phi", f"<|tool_call|>[{F}]<|/tool_", F_CALL),
@@ -324,7 +331,67 @@ FOUND += [
     ("pythonic", "[f(a=1", call(0, "f", "")[:1]),
     ("pythonic", "[f(a=1), 2]", [*F_CALL, Content("2]")]),
 ]
+Q = '<|"|>'
+G_F, L, L_END = f"<|tool_call>call:f{{a:1,text:{Q}x, {{y}}{Q}}}<tool_call|>", *LFM2
+S_CALL, S_F = "<|tool_call:begin|>", '<|tool_call:name|>f<|tool_call:args|>{"a": 1}<|tool_call:end|>'
+F_SOLAR = [CallStart(0, "a1b2c3d4e5", "f"), F_CALL[1]]
+
+
+def hunyuan(*calls: str, suffix: str = "") -> str:
+    text = "<tool_calls>\n" + "\n".join(calls) + "\n</tool_calls>"
+    return re.sub(r"<(/?\w+)>", rf"<\1{suffix}>", text)
+
+
+H_F = "<tool_call>f<tool_sep>\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+H_G = "<tool_call>g<tool_sep>\n</tool_call>"
+FOUND += [
+    ("gemma", f"Well.{G_F}", [Content("Well."), *call(0, "f", '{"a": 1, "text": "x, {y}"}')]),
+    ("gemma", "<|tool_call>call:f{a:1}<tool_call|><|tool_call>call:g{}<tool_call|> so",
+     [*F_CALL, *call(1, "g", "{}"), Content(" so")]),
+    ("gemma", f"<|tool_call>call:x.y-z{{l:[1,{Q}a{Q},{{k:null}},[]],{Q}b c{Q}:true,e:{{}}}}<tool_call|>",
+     call(0, "x.y-z", '{"l": [1, "a", {"k": null}, []], "b c": true, "e": {}}')),
+    ("gemma", f"<|tool_call>call:f{{text:{Q}x}}<tool_call|>", call(0, "f", '{"text": "x"}')),
+    ("gemma", f"<|tool_call>call:f{{text:{Q}x}}}}{Q}}}<tool_call|>", call(0, "f", '{"text": "x}}"}')),
+    ("gemma", "<|tool_call>call:f{a:1<tool_call|>", F_CALL),
+    ("gemma", '<|tool_call>call:f{"a": 1, b: some text}', call(0, "f", '{"a": 1, "b": "some text"}')),
+    ("gemma", f"<|tool_call>call:f{{text:{Q}lo", call(0, "f", '{"text": "lo')),
+    ("gemma", "<|tool_call>call:f{a:1", call(0, "f", '{"a": ')),
+    ("solar", f"<|tool_calls|>{S_CALL}a1b2c3d4e5{S_F}<|calls|>", F_SOLAR),
+    ("solar", f"<|content|>Well.<|end|><|begin|>assistant<|tool_calls|>{S_CALL}a1b2c3d4e5{S_F}{S_CALL}{S_F}<|calls|>",
+     [Content("Well."), *F_SOLAR, *call(1, "f", '{"a": 1}')]),
+    ("solar", "<|content|>Just text.<|end|>", [Content("Just text.")]),
+    ("apertus", 'Well.<|tools_prefix|>[{"f": {"a": 1}}, {"g": {}}]<|tools_suffix|> so',
+     [Content("Well."), *F_CALL, *call(1, "g", "{}"), Content(" so")]),
+    ("apertus", '<|tools_prefix|>[{"f": {"a": [', call(0, "f", '{"a": [')),
+    ("cohere", '<|START_ACTION|>[\n {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
+     F_CALL),
+    ("cohere", "<|START_RESPONSE|>Just text.<|END_RESPONSE|>", [Content("Just text.")]),
+    ("cohere", '<|START_TEXT|>Well.<|END_TEXT|><|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]',
+     [Content("Well."), *F_CALL]),
+    ("lfm2", f"Well.{L}[f(a=1), g()]{L_END} so", [Content("Well."), *F_CALL, *call(1, "g", "{}"), Content(" so")]),
+    ("lfm2", f"{L}[{F}]{L_END}", F_CALL),
+    ("lfm2", "[f(a=1)]", F_CALL),
+    ("hunyuan", "Well.\n" + hunyuan(H_F, H_G) + " so",
+     [Content("Well."), *F_CALL, *call(1, "g", "{}"), Content(" so")]),
+    ("hunyuan", hunyuan(H_F)[:-14], F_CALL),
+    ("hunyuan", H_F, F_CALL),
+    ("hunyuan", hunyuan('<tool_call>function<tool_sep>f\n```json\n{"a": 1}\n```</tool_call>'), F_CALL),
+    ("hunyuan", f"<tool_calls>[{F}, {G}]</tool_calls>", F_CALL + G_CALL),
+    ("hy3", hunyuan(H_F, suffix=":x"), F_CALL),
+    ("a13b", f"<tool_calls>[{F}]</tool_calls>", F_CALL),
+]  # fmt: skip
 MALFORMED = [
+    ("gemma", "<|tool_call>call:f"),
+    ("gemma", "<|tool_call>{}"),
+    ("solar", f"<|tool_calls|>{S_CALL}x"),
+    ("apertus", "<|tools_prefix|>[1]<|tools_suffix|>"),
+    ("cohere", "<|START_ACTION|>[]<|END_ACTION|>"),
+    ("lfm2", f"{L}f(a=1){L_END}"),
+    ("hunyuan", "<tool_calls>none</tool_calls>"),
+    ("hunyuan", "<tool_call>f"),
+    ("qwen_coder", "Write `<function=f>` and then."),
+    ("qwen_coder", "<function=name>\n</function>"),
+    ("minimax", f'{SECTION}<invoke name="f"> and'),
     ("pythonic", "[1, 2]"),
     ("pythonic", "[unknown(a=1)]"),
     ("pythonic", "See [f(a=1)]"),
@@ -485,6 +552,9 @@ PARTS = [
     "｜DSML｜", '<｜DSML｜parameter name="text"', ' string="true">', ' string="false">', "</｜DSML｜parameter>",
     "<function=f>", "<parameter=text>\n", "<parameter=a>", "</parameter>", "</function>", "1",
     CALLS, CALLS_END, CALL, SEP, CALL_END, "f", "```json", "```", K_CALLS, K_CALL, K_ARGS, K_CALL_END, "functions.g:1",
+    "<|tool_call>", "call:f{", "text:", '<|"|>', "<tool_call|>", "<|tool_calls|>", "<|tool_call:begin|>", "<|content|>",
+    "<|tool_call:name|>f<|tool_call:args|>", "<|begin|>assistant", "<|end|>", "<|tools_prefix|>", '{"f": {"k": 1}}',
+    "<|START_ACTION|>", "<|START_RESPONSE|>", "<|tool_call_start|>", "<tool_calls>", "<tool_call>f<tool_sep>",
     "text", "<think>", "</think>", "é", '{"arguments": {"k": "v"}, "name": "f"}',
 ]  # fmt: skip
 
@@ -506,7 +576,8 @@ def test_cuts_do_not_matter(parts, kind, thinking, hidden, most_calls, rng):
     for _ in range(3):
         assert parse(kind, *cut(text, rng), **more) == whole
     if not any(isinstance(piece, CallStart) for piece in whole) and not hidden and thinking == "no":
-        assert "".join(piece.text for piece in whole) == text, "text was lost"
+        framed = kind in ("solar", "cohere")  # their marks around text are dropped
+        assert framed or "".join(piece.text for piece in whole) == text, "text was lost"
 
 
 @settings(max_examples=100, deadline=None)
@@ -601,6 +672,13 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "dsml": '<｜DSML｜invoke name="%s">\n%s</｜DSML｜invoke>',
         "olmo": "%s(%s)",
         "pythonic": "%s(%s)",
+        "lfm2": "%s(%s)",
+        "gemma": "<|tool_call>call:%s{%s}<tool_call|>",
+        "solar": f"{S_CALL}a1b2c3d4e5<|tool_call:name|>%s<|tool_call:args|>%s<|tool_call:end|>",
+        "apertus": '{"%s": %s}',
+        "cohere": '{"tool_call_id": "0", "tool_name": "%s", "parameters": %s}',
+        "hunyuan": "<tool_call>%s<tool_sep>\n%s</tool_call>",
+        "hy3": "<tool_call:x>%s<tool_sep:x>\n%s</tool_call:x>",
     }.get(kind, f'{{"name": "%s", "{key}": %s}}')
     arguments = '{"a": 1}', "{}"
     arguments = {
@@ -612,6 +690,10 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "dsml": ('<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n', ""),
         "olmo": ("a=1", ""),
         "pythonic": ("a=1", ""),
+        "lfm2": ("a=1", ""),
+        "gemma": ("a:1", ""),
+        "hunyuan": ("<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n", ""),
+        "hy3": ("<arg_key:x>a</arg_key:x>\n<arg_value:x>1</arg_value:x>\n", ""),
     }.get(kind, arguments)
     one, other = (pattern % both for both in zip("fg", arguments, strict=True))
     wrap = {
@@ -625,6 +707,14 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
         "dsml": lambda *calls: "\n\n" + D_SECTION + "\n".join(calls) + D_SECTION_END,
         "olmo": lambda *calls: OLMO + "\n".join(calls) + OLMO_END,
         "pythonic": lambda *calls: f"[{', '.join(calls)}]",
+        "lfm2": lambda *calls: f"{L}[{', '.join(calls)}]{L_END}",
+        "gemma": lambda *calls: "".join(calls),
+        "solar": lambda *calls: f"<|tool_calls|>{''.join(calls)}<|calls|>",
+        "apertus": lambda *calls: f"<|tools_prefix|>[{', '.join(calls)}]<|tools_suffix|>",
+        "cohere": lambda *calls: f"<|START_ACTION|>[{', '.join(calls)}]<|END_ACTION|>",
+        "hunyuan": lambda *calls: "<tool_calls>\n" + "\n".join(calls) + "\n</tool_calls>",
+        "hy3": lambda *calls: "<tool_calls:x>\n" + "\n".join(calls) + "\n</tool_calls:x>",
+        "a13b": lambda *calls: f"<tool_calls>[{', '.join(calls)}]</tool_calls>",
         "kimi": lambda *calls: K_CALLS + "".join(calls) + K_CALLS_END,
         "hermes": lambda *calls: "\n".join(f"<tool_call>\n{c}\n</tool_call>" for c in calls),
         "llama": lambda *calls: "; ".join(calls),
@@ -640,7 +730,13 @@ def test_what_is_forced_is_what_is_parsed(kind, parallel):
     )
     for grammar in (forced, free):
         assert accepts(grammar, wrap(one)) and accepts(grammar, wrap(other))
-        other_type = one.replace("1}", '"x"}').replace("\n1", '\n"x"').replace(">1<", ">x<").replace("=1)", '="x")')
+        other_type = (
+            one.replace("1}", '"x"}')
+            .replace("\n1", '\n"x"')
+            .replace(">1<", ">x<")
+            .replace("=1)", '="x")')
+            .replace(":1}", ":x}")
+        )
         assert other_type != one and not accepts(grammar, wrap(other_type))
         if kind != "llama" or grammar is forced:  # bare JSON: what follows a call may be text as well
             assert accepts(grammar, wrap(one, other)) == parallel
@@ -800,6 +896,48 @@ def test_thoughts_that_only_a_question_shows(tmp_path, template):
     assert reasoning_format("auto", rendered) is THINK and tool_format("auto", rendered) is None
 
 
+def test_a_template_without_tools_is_told_of(tmp_path):
+    file = tmp_path / "template.jinja"
+    use = ToolUse((Tool("f", "", {}),), shown=[])
+    for source, unshown in (("{% for m in messages %}{{ m.content }}{% endfor %}", True), ("{{ tools }}", False)):
+        file.write_text(source)
+        formats = Formats(load_tokenizer(make_family(tmp_path, "plain"), str(file)), "hermes")
+        assert formats.output(b"", False, True, use, None).warnings == (UNSHOWN,) * unshown
+        assert formats.output(b"", False, True, ToolUse(()), None).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "kind", "thoughts"),
+    [
+        ("google-gemma-4-31B-it", Gemma, "<|channel>"),
+        ("upstage-Solar-Open-100B", Solar, "<|think|>"),
+        ("CohereForAI-c4ai-command-r7b-12-2024-tool_use", Cohere, "<|START_THINKING|>"),
+        ("LFM2-8B-A1B", Pythonic, "<think>"),
+        ("LFM2.5-Instruct", Pythonic, "<think>"),
+        ("Kimi-K2-Thinking", Kimi, None),
+    ],
+)
+def test_published_templates_show_their_format(tmp_path, shared_data, template, kind, thoughts):
+    file = shared_data / "chat_templates" / f"{template}.jinja"
+    formats = Formats(load_tokenizer(make_family(tmp_path, "plain"), str(file)))
+    assert type(formats.tools) is kind and (formats.reasoning and formats.reasoning.open) == thoughts
+
+
+@pytest.mark.parametrize(
+    ("rendered", "kind", "begin", "thoughts"),
+    [
+        ("<think>-</think><tool_calls>\n<tool_call>f<tool_sep>", Hunyuan, "<tool_calls>\n", "<think>"),
+        ("<think:x>-</think:x><tool_calls:x>\n<tool_call:x>f<tool_sep:x>", Hunyuan, "<tool_calls:x>\n", "<think:x>"),
+        ('<tool_calls>[{"name": "f"}]', Array, "<tool_calls>[", None),
+        ("Tool Capabilities:", Apertus, "<|tools_prefix|>[", "<|inner_prefix|>"),
+    ],
+)
+def test_texts_that_show_the_format_of_hunyuan_and_apertus(rendered, kind, begin, thoughts):
+    found, form = tool_format("auto", rendered), reasoning_format("auto", rendered)
+    assert type(found) is kind and found.forced([Function("f", True)], True)["begin"] == begin
+    assert (form and form.open) == thoughts
+
+
 @pytest.mark.parametrize("version", ["240323.model.v3", "241114.model.v7"])
 @pytest.mark.parametrize("cuts", [1, 10_000])
 def test_calls_by_mistral_s_own_tokenizer(tmp_path, shared_data, version, cuts):
@@ -871,3 +1009,44 @@ def test_white_space_without_end_costs_what_it_is():
         assert not parser.push("\n")
     assert parser.finish() == [Content("\n" * 200_000)]
     assert time.process_time() - began < 3
+
+
+@pytest.mark.parametrize(
+    ("values", "arguments"),
+    [
+        (f"n:1.5,s:{Q}a {{b}}, c{Q}", {"n": 1.5, "s": "a {b}, c"}),
+        (f"e:{Q}x{Q},l:[{{k:true}},{{}}],s:{Q}{Q}", {"e": "x", "l": [{"k": True}, {}], "s": ""}),
+        (f"any:{{k:[1,null,{Q}z{Q}]}},s:{Q}y{Q}", {"any": {"k": [1, None, "z"]}, "s": "y"}),
+    ],
+)
+def test_gemma_s_arguments_follow_their_schema(values, arguments):
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    parts = {"s": {"type": "string"}, "n": {"type": ["number", "null"]}, "e": {"$ref": "#/$defs/e"}, "any": {}}
+    parts["l"] = {"type": "array", "items": {"type": "object", "properties": {"k": {"type": "boolean"}}}}
+    schema = {"type": "object", "properties": parts, "required": ["s"], "$defs": {"e": {"enum": ["x", 2]}}}
+    form = Gemma().forced([Function("f", schema)], True)
+    grammar = xgrammar.Grammar.from_structural_tag({"type": "structural_tag", "format": form})
+    *others, last = values.split(",s:") if ",s:" in values else (values, "")
+    required_first = f"s:{last},{others[0]}"
+    text = f"<|tool_call>call:f{{{required_first}}}<tool_call|>"
+    assert accepts(grammar, text) and not accepts(grammar, text.replace("s:", "t:", 1))
+    ((_, found),) = [(p.name, q.text) for p, q in zip(*[iter(parse("gemma", text))] * 2, strict=True)]
+    assert json.loads(found) == arguments
+
+
+def test_answers_between_marks_may_follow_a_grammar():
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string as accepts
+
+    text = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    for form, answer in (
+        (Solar(), "<|content|>7"),
+        (Solar(), "<|begin|>assistant<|content|>7"),
+        (Cohere(), "<|START_RESPONSE|>7<|END_RESPONSE|>"),
+        (Cohere(), "7"),
+    ):
+        tag = {"type": "structural_tag", "format": form.with_text(text)}
+        grammar = xgrammar.Grammar.from_structural_tag(tag)
+        assert accepts(grammar, answer) and not accepts(grammar, answer.replace("7", "x"))

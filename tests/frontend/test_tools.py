@@ -315,6 +315,40 @@ def test_a_call_that_a_stop_string_cuts_is_none_to_be_made(hermes, stop, finish,
     assert ends == {0: finish}
 
 
+def test_a_stop_string_in_thoughts_does_not_end_an_answer(thinking):
+    """Thoughts often hold what the answer will: "Observation:", or the beginning of the next question."""
+    text = "<think>\nThen STOP comes.</think>\n\nYes. STOP it"
+    message = thinking.chat(text, stop="STOP").choices[0].message
+    assert (message.reasoning_content, message.content) == ("Then STOP comes.", "Yes. ")
+    messages, ends = gathered(thinking.chat(text, stop="STOP", stream=True))
+    assert (messages[0]["reasoning_content"], messages[0]["content"]) == ("Then STOP comes.", "Yes. ")
+    assert ends == {0: "stop"}
+
+
+def test_a_call_in_thoughts_that_are_not_closed_is_called(thinking):
+    text = f"<think>\nI need it.\n{ONE_CALL['hermes']}"
+    choice = thinking.chat(text, tools=TOOLS).choices[0]
+    assert (choice.message.reasoning_content, choice.finish_reason) == ("I need it.", "tool_calls")
+    assert calls_of(choice.message) == [("weather", PARIS)]
+    messages, ends = gathered(thinking.chat(text, tools=TOOLS, stream=True))
+    assert [tuple(call[1:]) for call in messages[0]["tool_calls"]] == [("weather", PARIS)]
+    assert (messages[0]["reasoning_content"], ends) == ("I need it.", {0: "tool_calls"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_sends_tools_to_a_model_whose_calls_are_not_parsed_is_told(hermes, stream, tmp_path):
+    def warning(model, **fields):
+        model.says("Yes.")
+        create = model.client.with_raw_response.chat.completions.create
+        messages = [{"role": "user", "content": "hello"}]
+        return create(model="m", messages=messages, stream=stream, **fields).headers.get("x-radixrt-warning")
+
+    assert warning(hermes, tools=TOOLS) is None
+    with scripted("plain", tmp_path) as plain:
+        assert warning(plain) is None
+        assert "format of the model's tool calls is not known" in warning(plain, tools=TOOLS)
+
+
 def test_a_call_that_the_model_wrote_badly_is_one(hermes):
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"\n</tool_call>'
     choice = hermes.chat(text, tools=TOOLS).choices[0]

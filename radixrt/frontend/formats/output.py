@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,8 +18,11 @@ import numpy as np
 from radixrt.frontend.formats.structured import Constraint
 from radixrt.frontend.formats.tools import NO_TOOLS, ToolUse
 from radixrt.frontend.parsing import (
+    OFFER,
     PROBE,
+    PROBE_NAME,
     QUESTION,
+    Framed,
     Harmony,
     OutputParser,
     ReasoningFormat,
@@ -33,7 +37,12 @@ from radixrt.messages import TOKEN_BYTES, Grammar, Sampling
 from radixrt.requests.grammar import check_aside
 from radixrt.tokens import Tokenizer
 from radixrt.tokens.errors import FieldError
+from radixrt.tokens.stops import Quiet
 
+log = logging.getLogger(__name__)
+
+UNSHOWN = "the chat template does not show tools to the model"
+UNREAD = "the format of the model's tool calls is not known (--tool-call-parser), so calls are content"
 TAIL_TOKENS = 16
 """The last tokens of a prompt in which marks that open or close thoughts are looked for."""
 
@@ -49,6 +58,8 @@ class Output:
     grammar: Grammar | None = None
     field: str = ""
     """The field of the request that the grammar comes from."""
+    warnings: tuple[str, ...] = ()
+    """What the client should know about its tools."""
     hidden_ids: frozenset[int] = frozenset()
     """Special tokens that never become text. All others do, since a parser needs them."""
     hidden_marks: frozenset[str] = frozenset()
@@ -57,6 +68,14 @@ class Output:
     @property
     def parses(self) -> bool:
         return self.tools is not None or self.thinking != "no"
+
+    @property
+    def quiet(self) -> Quiet | None:
+        """The thoughts, in which no stop string ends an answer: they often hold what the answer will."""
+        if self.reasoning is not None and self.thinking != "no":
+            return Quiet(self.reasoning.open + self.reasoning.title, self.reasoning.close, self.thinking == "open")
+        thoughts = self.tools.thoughts if isinstance(self.tools, Harmony) else None
+        return Quiet(*thoughts, anywhere=True) if thoughts else None
 
     @property
     def ends_early(self) -> bool:
@@ -109,6 +128,9 @@ class Formats:
         if self._no_calls or isinstance(self.tools, Harmony):
             self.tools = Harmony(thoughts)
         self._tokenizer = tokenizer
+        self._unshown = bool(rendered) and not shows_tools(tokenizer)
+        for warning in self._warnings(forced=False) if rendered else ():
+            log.warning("requests with tools: %s", warning)
         self._special_ids = tokenizer.special_ids if tokenizer else frozenset()
 
     def output(
@@ -120,7 +142,8 @@ class Formats:
         use = NO_TOOLS if self._no_calls and not use.forced else use
         tools = self._tools(use, prompt, partial)
         grammar, field = self._grammar(tools, use, wanted, thinking)
-        output = Output(tools, use, self.reasoning, thinking, grammar, field)
+        warnings = self._warnings(bool(use.forced)) if use.tools else ()
+        output = Output(tools, use, self.reasoning, thinking, grammar, field, warnings)
         if not output.parses or not skips_special:
             return output
         marks = [
@@ -133,11 +156,15 @@ class Formats:
         hidden_ids, hidden_marks = self._special_ids - special.keys(), frozenset(special.values())
         return replace(output, hidden_ids=hidden_ids, hidden_marks=hidden_marks)
 
+    def _warnings(self, forced: bool) -> tuple[str, ...]:
+        unread = self.tools is None and not forced
+        return (UNSHOWN,) * self._unshown + (UNREAD,) * unread
+
     def _tools(self, use: ToolUse, prompt: bytes, partial: bool) -> ToolFormat | None:
         if isinstance(self.tools, Harmony):  # answers have channels even if there are no tools
             return self.tools.after(self._tail(prompt), partial)
         if not use.tools:
-            return None
+            return self.tools if isinstance(self.tools, Framed) else None
         # A model without a format of its own is made to write the simplest one.
         return self.tools or (Llama() if use.forced else None)
 
@@ -171,7 +198,7 @@ class Formats:
             if thinking == "no" and tools is None:
                 return wanted.grammar, wanted.field
             form = wanted.as_format()
-            if isinstance(tools, Harmony):
+            if isinstance(tools, Framed):
                 form = tools.with_text(form)
             if tools is not None and use.tools:
                 calls = tools.forced([tool.function(loose=True) for tool in use.tools], use.parallel)
@@ -190,12 +217,22 @@ class Formats:
         return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False, separators=(",", ":")))
 
 
+def shows_tools(tokenizer: Tokenizer | None) -> bool:
+    """Whether the chat template writes tools into the prompt."""
+    if tokenizer is None:
+        return False
+    with contextlib.suppress(FieldError):
+        return PROBE_NAME in tokenizer.apply_chat(OFFER)
+    return False
+
+
 def probe_text(tokenizer: Tokenizer | None) -> str:
-    """The chat template's text for a chat with a call and a thought, and for a question; "" for what it refuses."""
+    """The chat template's text for a chat with a call and a thought, for one with a tool, and for a question; "" for
+    what it refuses."""
     if tokenizer is None:
         return ""
     texts = []
-    for probe in (PROBE, QUESTION):
+    for probe in (PROBE, OFFER, QUESTION):
         with contextlib.suppress(FieldError):
             texts.append(tokenizer.apply_chat(probe))
     return "\n".join(texts)

@@ -49,7 +49,7 @@ class Choice:
         self.stopping = False
         """Whether it was ended here; the last Delta, with the usage, is still to come."""
         self.usage = Usage()
-        self._output = OutputProcessor(service.tokenizer, output.shown(sampling), output.hidden_ids)
+        self._output = OutputProcessor(service.tokenizer, output.shown(sampling), output.hidden_ids, quiet=output.quiet)
         self._parser = output.parser()
         self._stop_ids = sampling.stop_token_ids
 

@@ -8,6 +8,9 @@ from radixrt.frontend.generate.request import Reported
 from radixrt.frontend.http.auth import REQUEST_ID
 from radixrt.tokens import Encoded, Tokenizer
 
+WARNING = "x-radixrt-warning"
+"""The header that names what of a request is not followed, where that is no reason to refuse it."""
+
 
 class BaseReply:
     """Formats the answer to one HTTP request, which has an `id`."""
@@ -22,12 +25,14 @@ class BaseReply:
         self.session: dict[str, Any] = {}
         """See `session_json`."""
         self.reported = Reported()
+        self.warnings: tuple[str, ...] = ()
+        """See `Output.warnings`."""
         self._tokenizer = tokenizer
 
     @property
     def headers(self) -> dict[str, str]:
         """Those of the answer."""
-        return {REQUEST_ID: self.id}
+        return {REQUEST_ID: self.id} | ({WARNING: "; ".join(self.warnings)} if self.warnings else {})
 
     def begin(self) -> None:
         """Begin a stream."""

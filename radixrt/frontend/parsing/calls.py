@@ -9,8 +9,9 @@ from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps
 
 ARGUMENTS = ("arguments", "parameters")
-MEMBERS = ("name", *ARGUMENTS, "type", "id")
-"""The keys that a call may have; the last two are ignored."""
+NAMES = ("name", "tool_name")
+MEMBERS = (*NAMES, *ARGUMENTS, "type", "id", "tool_call_id")
+"""The keys that a call may have; the last three are ignored."""
 
 
 def read_call(reader: Reader, sink: Sink, known: Collection[str] | None = None) -> Steps[bool]:
@@ -64,7 +65,7 @@ class _Call:
         if key in ARGUMENTS and not self._begun:
             return (yield from self._arguments())
         value = yield from reader.string()
-        if key == "name" and not self._name:
+        if key in NAMES and not self._name:
             return self._named(value)
         return value is not None
 

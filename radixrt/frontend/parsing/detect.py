@@ -6,19 +6,22 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from radixrt.frontend.parsing.arrays import GRANITE, NEMOTRON, PHI, Array
+from radixrt.frontend.parsing.arrays import GRANITE, HUNYUAN, NEMOTRON, PHI, Apertus, Array, Cohere
 from radixrt.frontend.parsing.dsml import Dsml
 from radixrt.frontend.parsing.formats import ToolFormat
+from radixrt.frontend.parsing.gemma import Gemma
 from radixrt.frontend.parsing.glm import Glm
 from radixrt.frontend.parsing.harmony import Harmony
 from radixrt.frontend.parsing.hermes import Hermes
+from radixrt.frontend.parsing.hunyuan import Hunyuan
 from radixrt.frontend.parsing.llama import Llama
 from radixrt.frontend.parsing.minimax import MiniMax
 from radixrt.frontend.parsing.mistral import Mistral
 from radixrt.frontend.parsing.olmo import Olmo
-from radixrt.frontend.parsing.pythonic import Pythonic
+from radixrt.frontend.parsing.pythonic import LFM2, Pythonic
 from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
 from radixrt.frontend.parsing.sections import DeepSeek, Kimi
+from radixrt.frontend.parsing.solar import Solar
 from radixrt.frontend.parsing.thoughts import ReasoningFormat
 from radixrt.messages import ChatPrompt
 
@@ -52,6 +55,15 @@ TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {
     "olmo3": Olmo,
     "pythonic": Pythonic,
     "llama4_pythonic": Pythonic,
+    "lfm2": partial(Pythonic, LFM2),
+    "gemma4": Gemma,
+    "cohere_command": Cohere,
+    "cohere_command4": Cohere,
+    "apertus": Apertus,
+    "hy_v3": Hunyuan,
+    "hunyuan": Hunyuan,
+    "hunyuan_a13b": partial(Array, HUNYUAN),
+    "solar_open": Solar,
 }
 THINK = ReasoningFormat("<think>", "</think>")
 REASONING_FORMATS = {
@@ -64,24 +76,38 @@ REASONING_FORMATS = {
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "olmo3": THINK,
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>"),
+    "gemma4": ReasoningFormat("<|channel>", "<channel|>", title="thought"),
+    "cohere_command": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
+    "apertus": ReasoningFormat("<|inner_prefix|>", "<|inner_suffix|>"),
+    "solar_open": ReasoningFormat("<|think|>", "<|end|>"),
+    "hy_v3": THINK,
 }
 """By the names that vLLM and SGLang have for them."""
+_UNSHOWN: dict[type, ReasoningFormat] = {
+    Solar: REASONING_FORMATS["solar_open"],
+    Apertus: REASONING_FORMATS["apertus"],
+    Gemma: REASONING_FORMATS["gemma4"],
+    Cohere: REASONING_FORMATS["cohere_command"],
+}
+"""Those of families whose templates need not show thoughts, by their tool format."""
 HARMONY = ("openai_gptoss", "gpt-oss")
 """Names of the reasoning format that is parsed by the tool format Harmony."""
 
-_NAME, _ID = "probe_tool", "abcdefghi"
-_FUNCTION = {"name": _NAME, "description": "-", "parameters": {"type": "object", "properties": {}}}
-_CALL = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": '{"probe": 1}'}}
+PROBE_NAME, _ID = "probe_tool", "abcdefghi"
+_FUNCTION = {"name": PROBE_NAME, "description": "-", "parameters": {"type": "object", "properties": {}}}
+_CALL = {"id": _ID, "type": "function", "function": {"name": PROBE_NAME, "arguments": '{"probe": 1}'}}
 PROBE = ChatPrompt(
     [
         {"role": "user", "content": "-"},
         {"role": "assistant", "content": "", "reasoning_content": "-", "tool_calls": [_CALL]},
-        {"role": "tool", "content": "-", "tool_call_id": _ID, "name": _NAME},
+        {"role": "tool", "content": "-", "tool_call_id": _ID, "name": PROBE_NAME},
     ],
     [{"type": "function", "function": _FUNCTION}],
 )
 """A chat with everything that a template may have a form for. Ids have nine letters and digits, as Mistral's templates
 require."""
+OFFER = ChatPrompt([{"role": "user", "content": "-"}], [{"type": "function", "function": _FUNCTION}])
+"""A chat in which the tool is only offered."""
 QUESTION = ChatPrompt([{"role": "user", "content": "-"}])
 """A second chat, since some templates begin a thought only after a user message, and some refuse tools."""
 
@@ -95,9 +121,19 @@ _DSML = re.compile(r'<｜DSML｜function_calls>\s*<｜DSML｜invoke name="probe_
 _KIMI = re.compile(r"<\|tool_call_begin\|>[^<]*<\|tool_call_argument_begin\|>")
 _GLM = re.compile(r"<tool_call>probe_tool(\n?)\s*<arg_key>")
 _MINIMAX = re.compile(r'<minimax:tool_call>\s*<invoke name="probe_tool"')
+_HUNYUAN = re.compile(r"<tool_calls((?::[^<>\s]+)?)>\s*<tool_call\1>")
+_SUFFIXED = re.compile(r"<think(:[^<>\s]+)>")
 _OLMO = re.compile(r"<function_calls>probe_tool\(")
+_LFM2 = re.compile(r"<\|tool_call_start\|>|<\|tool_list_start\|>|List of tools: \[")
 _TOLD: dict[Callable[[], ToolFormat], re.Pattern[str]] = {
     Hermes: re.compile(r'<tool_call>\s*\{"name":\s*<'),
+    partial(Pythonic, LFM2): _LFM2,
+    Gemma: re.compile(r"<\|tool_call>call:probe_tool\{"),
+    Cohere: re.compile(r"<\|START_ACTION\|>"),
+    Apertus: re.compile(r"<\|tools_prefix\|>|Tool Capabilities:"),
+    Solar: re.compile(r"<\|tool_call:begin\|>"),
+    Kimi: re.compile(r"<\|im_system\|>tool_declare<\|im_middle\|>"),
+    partial(Array, HUNYUAN): re.compile(r"<tool_calls>\s*\["),
     Pythonic: re.compile(r"\[probe_tool\(probe=|\[func_name1\("),
     partial(Array, NEMOTRON): re.compile(r"<TOOLCALL>\["),
     partial(Array, PHI): re.compile(r"<\|/tool(_call)?\|>"),
@@ -133,6 +169,8 @@ def _seen(rendered: str) -> ToolFormat | None:
         return Hermes()
     if found := _QWEN_CODER.search(rendered):
         return QwenCoder(SEED, lines=False) if found[1] else QwenCoder()
+    if found := _HUNYUAN.search(rendered):
+        return Hunyuan(found[1])
     if found := _DEEPSEEK.search(rendered):
         return DeepSeek(fenced=bool(found[1]))
     if _DSML.search(rendered):
@@ -159,8 +197,12 @@ def reasoning_format(name: str, rendered: str) -> ReasoningFormat | Harmony | No
     """As `tool_format`, for reasoning."""
     if name in HARMONY or (name == "auto" and _is_harmony(rendered)):
         return Harmony()
+    suffixed = _SUFFIXED.search(rendered)
+    if suffixed and name in ("auto", "hy_v3"):
+        return ReasoningFormat(f"<think{suffixed[1]}>", f"</think{suffixed[1]}>")
     if name == "auto":
-        return next((form for form in REASONING_FORMATS.values() if form.open in rendered), None)
+        shown = (form for form in REASONING_FORMATS.values() if form.open + form.title in rendered)
+        return next(shown, None) or (THINK if _LFM2.search(rendered) else _UNSHOWN.get(type(_seen(rendered))))
     if name in ("none", ""):
         return None
     if name not in REASONING_FORMATS:

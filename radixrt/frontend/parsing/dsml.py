@@ -29,7 +29,8 @@ OPEN, CLOSE = f"<{DSML}function_calls>", f"</{DSML}function_calls>"
 INVOKE, INVOKE_END = f'<{DSML}invoke name="', f"</{DSML}invoke>"
 _NAME = re.compile(r'[^"<>\n]')
 ARGUMENT = Tags(
-    f'<{DSML}parameter name="', ('"',), f"</{DSML}parameter>", _NAME,
+    f'<{DSML}parameter name="', ('"',), f"</{DSML}parameter>", (f"</{DSML}param", f"<{DSML}param"),
+    (f"</{DSML}invoke", CLOSE[:-1]), INVOKE, (QUOTED,), _NAME,
     kinds=((' string="true">', True), (' string="false">', False)),
 )  # fmt: skip
 
@@ -42,10 +43,13 @@ class Dsml:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (OPEN,)
+
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        call = partial(read_call, reader, sink, functions, INVOKE, INVOKE_END, ARGUMENT)
+        call = partial(read_call, reader, sink, functions, ARGUMENT)
         # The token is a part of other marks: where it is in no call, it stays.
         yield from read_section(reader, sink, (OPEN, CLOSE), hidden - {DSML}, call, (INVOKE,))
 

@@ -4,6 +4,7 @@ structural tags."""
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -32,6 +33,9 @@ class ToolFormat(Protocol):
     def new_id(self) -> str:
         """A new id for a call, in the form that the family's chat templates accept."""
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        """Strings with which calls of these functions begin within other text."""
+
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         """Read an answer to its end. Text that turns out to be no call is content, without the marks in `hidden`."""
 
@@ -40,6 +44,14 @@ class ToolFormat(Protocol):
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         """A structural tag's format for any text in which calls, if there are any, are of these functions."""
+
+
+class Framed(ABC):
+    """A tool format in which all of an answer stands between marks, also where there are no tools."""
+
+    @abstractmethod
+    def with_text(self, text: dict[str, Any]) -> dict[str, Any]:
+        """A structural tag's format for an answer whose content is `text`, itself a format."""
 
 
 def read_section(
@@ -54,11 +66,24 @@ def read_section(
         if (yield from read()):
             while (yield from read()):
                 pass
-            if not (yield from reader.take(closing)):
+            if (yield from reader.take(closing)):
+                yield from read_again(reader, closing)
+            else:
                 reader.ends_within((*begins, closing))
         else:
             reader.at = start
             sink.content("" if mark in hidden else mark)
+
+
+def read_again(reader: Reader, mark: str) -> Steps[None]:
+    """Read a mark that is there more than once, after white space."""
+    start = reader.at
+    while True:
+        yield from reader.space()
+        if not (yield from reader.take(mark)):
+            reader.at = start
+            return
+        start = reader.at
 
 
 def read_json(text: str) -> Any:

@@ -24,7 +24,11 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 _NAME = re.compile(r"[^<>{\s]")
-ARGUMENT = Tags(KEY, (KEY_END, VALUE), VALUE_END, re.compile(r"[^<>]"))
+ARGUMENT = Tags(
+    KEY, (VALUE,), VALUE_END, ("</arg", "<arg_val"), ("</tool_call",), OPEN, (KEY, CLOSE),
+    re.compile(r"[^<>]"),
+    name_end="</arg_key",
+)  # fmt: skip
 
 
 class Glm:
@@ -37,6 +41,9 @@ class Glm:
 
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
+
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (OPEN,)
 
     # ------------------------------------------------------------ reading
 
@@ -58,7 +65,7 @@ class Glm:
             return False
         reader.at = start
         sink.call(name)
-        yield from read_arguments(reader, sink, functions.get(name, {}), ARGUMENT, CLOSE)
+        yield from read_arguments(reader, sink, functions.get(name, {}), ARGUMENT)
         return True
 
     # ------------------------------------------------------------ writing

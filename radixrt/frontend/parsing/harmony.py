@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from radixrt.frontend.parsing.formats import Function, Functions, either, in_text, json_schema, sequence, tag
+from radixrt.frontend.parsing.calls import begins_object
+from radixrt.frontend.parsing.formats import Framed, Function, Functions, either, in_text, json_schema, sequence, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-ENDS = (END, CALL, RETURN, START)
+ENDS = (END, CALL, RETURN, START, CHANNEL)
+"""What ends a message: also a next one's header, before which some answers lack the end."""
+MAX_HEADER_PARTS = 8
+MAX_HEADER_WORDS = 2
+"""The most words of a header beside channel and recipient: the kind of the content."""
 TO, FUNCTIONS = "to=", "functions."
 ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 FINAL_OPENED = f"{CHANNEL}{FINAL}{MESSAGE}"
@@ -35,7 +40,7 @@ class Header(NamedTuple):
     recipient: str
 
 
-class Harmony:
+class Harmony(Framed):
     """See `formats.ToolFormat`. With `thoughts` it parses reasoning as well, which is content otherwise. `opened`: the
     part of the first message's header that is in the prompt."""
 
@@ -55,15 +60,25 @@ class Harmony:
             header = header[: header.index(MESSAGE) + len(MESSAGE)]
         return Harmony(self._thoughts, header if started or partial else "")
 
+    @property
+    def thoughts(self) -> tuple[str, str, bool] | None:
+        """How thoughts begin and end in an answer, and whether the prompt has begun them; None without `thoughts`."""
+        begin = CHANNEL + ANALYSIS
+        return (begin, END, self._opened.startswith(begin)) if self._thoughts else None
+
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
     # ------------------------------------------------------------ reading
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        """None: what is a thought is said by channels."""
+        return ()
+
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         """See `formats.ToolFormat`. Without `functions` there are no calls."""
         reader.feed(self._opened)
-        ends, spoken = marks(ENDS, hidden), False
+        spoken = False
         while True:
             header = (yield from _header(reader)) or Header(FINAL, "")
             name = _function(header.recipient, functions)
@@ -75,15 +90,17 @@ class Harmony:
                     yield from reader.until(marks(()), lambda _: None)
                     return
             elif header.channel == ANALYSIS and self._thoughts:
-                mark = yield from reader.until(ends, sink.reasoning)
+                mark = yield from _message(reader, sink.reasoning, hidden)
             else:
                 if spoken:
                     sink.content("\n\n")
                 spoken = True
-                mark = yield from reader.until(ends, sink.content)
+                mark = yield from _message(reader, sink.content, hidden)
             if not mark:
                 return
             sink.bound()
+            if mark == CHANNEL:
+                continue
             if mark != START:
                 yield from reader.space()
                 mark = START if (yield from reader.take(START)) else ""
@@ -125,24 +142,49 @@ class Harmony:
 
 def _header(reader: Reader) -> Steps[Header | None]:
     """Read the header of the next message; None, and nothing read, if there is none."""
-    start, channel, recipient, kind = reader.at, "", "", ""
-    while True:
+    start, channel, recipient, words = reader.at, "", "", 0
+    for _ in range(MAX_HEADER_PARTS):
         yield from reader.space()
         if (yield from reader.take(MESSAGE)):
             return Header(channel, recipient)
-        if not channel and (yield from reader.take(CHANNEL)):
-            channel = yield from reader.word(_WORD)
+        if (yield from reader.take(CHANNEL)):  # some headers name it twice
+            channel = (yield from reader.word(_WORD)) or channel
         elif not recipient and (yield from reader.take(TO)):
             recipient = yield from reader.word(_WORD)
-        elif (channel or recipient) and not kind:
+        elif recipient and (yield from begins_object(reader)):  # some headers lack their end
+            return Header(channel, recipient)
+        elif (channel or recipient) and words < MAX_HEADER_WORDS:
+            words += 1
             yield from reader.take(CONSTRAIN)
-            kind = yield from reader.word(_WORD)
-            if not kind:
+            if not (word := (yield from reader.word(_WORD))):
                 break
+            if word.startswith(FUNCTIONS):
+                recipient = recipient or word
         else:
             break
     reader.at = start
     return None
+
+
+def _message(reader: Reader, pass_on: Callable[[str], None], hidden: frozenset[str]) -> Steps[str]:
+    """Read a message up to and including the mark that ends it, which is returned. A channel's mark is not read, and
+    ends it only as a part of a header."""
+    while (mark := (yield from reader.until(marks(ENDS, hidden), pass_on))) == CHANNEL:
+        after = reader.at
+        reader.at -= len(CHANNEL)
+        if (yield from _is_header(reader)):
+            return CHANNEL
+        reader.at = after
+        pass_on("" if CHANNEL in hidden else CHANNEL)
+    return mark
+
+
+def _is_header(reader: Reader) -> Steps[bool]:
+    """Whether the header of a message comes next; nothing is read."""
+    start = reader.at
+    found = yield from _header(reader)
+    reader.at = start
+    return found is not None
 
 
 def _function(recipient: str, functions: Functions) -> str:
@@ -165,7 +207,7 @@ def _arguments(reader: Reader, sink: Sink, hidden: frozenset[str]) -> Steps[str]
             found.extend([text] if text else [])
         sink.arguments(text)
 
-    mark = yield from reader.until(marks(ENDS, hidden), pass_on)
+    mark = yield from _message(reader, pass_on, hidden)
     if not found:
         sink.arguments("{}")
     return mark

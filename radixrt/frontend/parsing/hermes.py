@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixrt.frontend.parsing.calls import read_call
-from radixrt.frontend.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, tag
+from radixrt.frontend.parsing.formats import (
+    Function,
+    Functions,
+    in_text,
+    json_schema,
+    one_after_another,
+    read_again,
+    tag,
+)
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
 
@@ -23,6 +31,9 @@ class Hermes:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (OPEN,)
+
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         begins, ends = marks((OPEN,), hidden), marks((OPEN, CLOSE), hidden)
         mark = yield from reader.until(begins, sink.content)
@@ -32,6 +43,8 @@ class Hermes:
             if (yield from read_call(reader, sink)):
                 mark = yield from reader.until(ends, sink.content)
                 sink.bound()
+                if mark == CLOSE:
+                    yield from read_again(reader, CLOSE)
                 if mark == OPEN:
                     continue
             else:

@@ -24,6 +24,9 @@ class Llama:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (PYTHON, '{"name"')
+
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         begins = marks((PYTHON,), hidden)
         # Bare JSON may be content: it is a call only if it names a known function.

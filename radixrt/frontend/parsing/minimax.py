@@ -25,7 +25,10 @@ from radixrt.frontend.parsing.tagged import QUOTED, Tags, content_of, read_call
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE, INVOKE_END = '<invoke name="', "</invoke>"
 _NAME = re.compile(r'[^"<>\n]')
-ARGUMENT = Tags('<parameter name="', (QUOTED,), "</parameter>", _NAME)
+ARGUMENT = Tags(
+    '<parameter name="', (QUOTED,), "</parameter>", ("</param", "<param"), ("</invoke", "</minimax:tool_call"), INVOKE,
+    (QUOTED,), _NAME,
+)  # fmt: skip
 
 
 class MiniMax:
@@ -36,10 +39,13 @@ class MiniMax:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (OPEN,)
+
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        call = partial(read_call, reader, sink, functions, INVOKE, INVOKE_END, ARGUMENT)
+        call = partial(read_call, reader, sink, functions, ARGUMENT)
         yield from read_section(reader, sink, self.marks, hidden, call, (INVOKE,))
 
     # ------------------------------------------------------------ writing

@@ -39,6 +39,9 @@ class Mistral:
     def new_id(self) -> str:
         return "".join(secrets.choice(_ALPHABET) for _ in range(9))
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (CALLS,)
+
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         begins = marks((CALLS,), hidden)
         while mark := (yield from reader.until(begins, sink.content)):

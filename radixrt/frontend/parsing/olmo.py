@@ -29,6 +29,9 @@ class Olmo:
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (OPEN,)
+
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         yield from read_section(reader, sink, self.marks, hidden, partial(read_call, reader, sink, functions))
 

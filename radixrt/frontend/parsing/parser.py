@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from radixrt.frontend.parsing.formats import Functions, ToolFormat
 from radixrt.frontend.parsing.pieces import Content, Piece, Sink
-from radixrt.frontend.parsing.reader import Reader, Steps
+from radixrt.frontend.parsing.reader import Reader, Steps, marks
 from radixrt.frontend.parsing.thoughts import ReasoningFormat, Thinking
 
 
@@ -44,9 +44,11 @@ class OutputParser:
         hidden: frozenset[str],
     ) -> Steps[None]:
         if reasoning is not None and thinking != "no":
-            yield from reasoning.read(self._reader, self._sink, thinking, hidden)
+            yield from reasoning.read(self._reader, self._sink, thinking, hidden, tools, functions)
         if tools is not None:
             yield from tools.read(self._reader, self._sink, functions, hidden)
+        elif hidden:
+            yield from self._reader.until(marks((), hidden), self._sink.content)
 
     @property
     def full(self) -> bool:

@@ -137,13 +137,20 @@ def written(schema: Schema) -> dict[str, Any]:
     if not values:
         closed = isinstance(schema, dict) and schema.get("additionalProperties") is False
         return constant("") if closed else _anything()
-    required = [name for name in values if isinstance(schema, dict) and name in schema.get("required", ())]
-    others = [{"type": "optional", "content": sequence(constant(", "), values[x])} for x in values if x not in required]
-    first = [part for name in required for part in (constant(", "), values[name])][1:]
+    return in_order(values, schema.get("required", ()) if isinstance(schema, dict) else (), ", ")
+
+
+def in_order(values: dict[str, dict[str, Any]], names: Collection[str], separator: str) -> dict[str, Any]:
+    """A structural tag's format for arguments, given those of each: the required ones, `names`, come first."""
+    required = [name for name in values if name in names]
+    others = [
+        {"type": "optional", "content": sequence(constant(separator), values[x])} for x in values if x not in required
+    ]
+    first = [part for name in required for part in (constant(separator), values[name])][1:]
     if required:
         return sequence(*first, *others)
     if len(values) > MAX_ORDERED_ARGUMENTS:
-        return _some({"type": "or", "elements": list(values.values())})
+        return some({"type": "or", "elements": list(values.values())}, separator)
     # Any of the optional arguments may be the first.
     begins = [sequence(value, *others[n + 1 :]) for n, value in enumerate(values.values())]
     return {"type": "optional", "content": {"type": "or", "elements": begins}}
@@ -158,12 +165,12 @@ def _named_values(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _anything() -> dict[str, Any]:
-    return _some(sequence({"type": "regex", "pattern": f"{_ANY_NAME}="}, json_schema(True)))
+    return some(sequence({"type": "regex", "pattern": f"{_ANY_NAME}="}, json_schema(True)))
 
 
-def _some(one: dict[str, Any]) -> dict[str, Any]:
+def some(one: dict[str, Any], separator: str = ", ") -> dict[str, Any]:
     """Any number of `one`, also none."""
-    more = {"type": "star", "content": sequence(constant(", "), one)}
+    more = {"type": "star", "content": sequence(constant(separator), one)}
     return {"type": "optional", "content": sequence(one, more)}
 
 

@@ -22,13 +22,16 @@ from typing import Any
 from radixrt.frontend.parsing.formats import Function, Functions, in_text, one_after_another, tag
 from radixrt.frontend.parsing.pieces import Sink
 from radixrt.frontend.parsing.reader import Reader, Steps, marks
-from radixrt.frontend.parsing.tagged import Tags, content_of, read_arguments
+from radixrt.frontend.parsing.tagged import Tags, begins, content_of, read_arguments, read_closes
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 _NAME = re.compile(r"[^<>\s]")
 SEED = "<seed:tool_call>", "</seed:tool_call>"
-ARGUMENT = Tags("<parameter=", (">",), "</parameter>", _NAME, lines=True)
+ARGUMENT = Tags(
+    "<parameter=", (">",), "</parameter>", ("</param", "<param"), ("</function", "</tool_call"), FUNCTION, (">",),
+    _NAME, lines=True,
+)  # fmt: skip
 
 
 class QwenCoder:
@@ -37,36 +40,41 @@ class QwenCoder:
     def __init__(self, marks: tuple[str, str] = (OPEN, CLOSE), lines: bool = True) -> None:
         self.marks: tuple[str, ...] = marks
         self._open, self._close = marks
-        self._argument = replace(ARGUMENT, lines=lines)
+        closes = ARGUMENT.closes[0], self._close.removesuffix(">")
+        self._argument = replace(ARGUMENT, closes=closes, lines=lines)
 
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (self._open, FUNCTION)
+
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        begins = marks((self._open, FUNCTION), hidden)  # the model sometimes omits the first tag
-        mark = yield from reader.until(begins, sink.content)
-        while mark:
+        calls = marks(self.begins(functions), hidden)
+        while mark := (yield from reader.until(calls, sink.content)):
             start = reader.at
             if mark == self._open:
                 yield from reader.space()
-            opened = mark == FUNCTION or (yield from reader.take(FUNCTION))
-            if not opened or not (yield from self._call(reader, sink, functions)):
+            bare = mark == FUNCTION  # the model sometimes omits the first tag
+            if not (bare or (yield from reader.take(FUNCTION))) or not (
+                yield from self._call(reader, sink, functions, bare)
+            ):
                 reader.at = start
                 sink.content("" if mark in hidden else mark)
-            mark = yield from reader.until(begins, sink.content)
 
-    def _call(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
-        """Read a call after FUNCTION to its end. Returns whether it is a call."""
+    def _call(self, reader: Reader, sink: Sink, functions: Functions, bare: bool) -> Steps[bool]:
+        """Read a call after FUNCTION to its end. Returns whether it is a call: a `bare` one may be in a text about
+        calls, and is one only of a known function."""
         name = yield from reader.word(_NAME)
-        if not name or not (yield from reader.take(">")):
+        if not name or (bare and name not in functions) or not (yield from reader.take(">")):
+            return False
+        if not (yield from begins(reader, self._argument)) or (bare and not (yield from reader.peek())):
             return False
         sink.call(name)
-        yield from read_arguments(reader, sink, functions.get(name, {}), self._argument, FUNCTION_END)
-        yield from reader.space()
-        if not (yield from reader.take(self._close)):
-            reader.ends_within((self._close,))
+        yield from read_arguments(reader, sink, functions.get(name, {}), self._argument)
+        yield from read_closes(reader, self._argument.closes, found=True)
         sink.bound()
         return True
 

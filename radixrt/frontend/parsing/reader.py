@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Generator, Iterable
 from functools import lru_cache
 from typing import TypeVar
@@ -171,6 +172,22 @@ class Reader:
             if self.ended:
                 return ""
             yield
+
+    def ahead(self, marks: Marks, at: int, most: int | None = None) -> Steps[tuple[str, int]]:
+        """The next mark from position `at` on, and its position; ("", the end) if there is none, within `most`
+        characters if that is given. Nothing is read."""
+        end = sys.maxsize if most is None else at + most
+        while True:
+            if match := marks.pattern.search(self._text, at, end):
+                return match[0], match.start()
+            if self.ended or len(self._text) >= end:
+                return "", min(len(self._text), end)
+            at = marks.beginning(self._text, at)
+            yield
+
+    def between(self, start: int, end: int) -> str:
+        """The text between two positions."""
+        return self._text[start:end]
 
 
 class Marks:

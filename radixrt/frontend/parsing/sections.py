@@ -42,14 +42,17 @@ class _Sections(ABC):
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
 
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (self.section, self.call)
+
     # ------------------------------------------------------------ reading
 
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
-        begins = marks((self.section, self.call), hidden)
+        begins = marks(self.begins(functions), hidden)
         while mark := (yield from reader.until(begins, sink.content)):
             start = reader.at
             if mark == self.section:
-                yield from reader.space()
+                yield from self._to_call(reader)
             if (mark == self.call or (yield from reader.take(self.call))) and (yield from self._call(reader, sink)):
                 yield from self._after(reader, sink, hidden)
             else:
@@ -65,12 +68,21 @@ class _Sections(ABC):
             mark = yield from reader.until(ends, sink.content)
             sink.bound()
             start = reader.at
-            yield from reader.space()
-            if not mark or mark == self.section_end or (yield from reader.take(self.section_end)):
+            if not mark or mark == self.section_end:
+                return
+            yield from self._to_call(reader)
+            if (yield from reader.take(self.section_end)):
                 return
             if not ((yield from reader.take(self.call)) and (yield from self._call(reader, sink))):
                 reader.at = start
                 return
+
+    def _to_call(self, reader: Reader) -> Steps[None]:
+        """Skip white space, and text before a mark of the section, which some models write within."""
+        yield from reader.space()
+        mark, place = yield from reader.ahead(marks((self.call, self.section, self.section_end)), reader.at)
+        if mark in (self.call, self.section_end):
+            reader.at = place
 
     @abstractmethod
     def _call(self, reader: Reader, sink: Sink) -> Steps[bool]:

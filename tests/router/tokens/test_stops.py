@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.tokens.stops import StopFinder
+from radixrt.tokens.stops import LoudStopFinder, Quiet, StopFinder
 
 
 def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -69,3 +70,28 @@ def test_what_began_no_stop_is_text() -> None:
     assert finder.push("e\n") == "\nObserve"
     assert finder.flush() == "\n"
     assert finder.found is None
+
+
+THOUGHTS = Quiet("<t>", "</t>")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("quiet", "text", "expected"),
+    [
+        (THOUGHTS, "\n<t>a END</t>b END c", "\n<t>a END</t>b "),
+        (THOUGHTS, "a <t>b END</t>", "a <t>b "),
+        (THOUGHTS, " <t", " <t"),
+        (THOUGHTS, "<t>a END b</", "<t>a END b</"),
+        (THOUGHTS, "<t>a</t><t>END", "<t>a</t><t>"),
+        (THOUGHTS, "EN<t>D END c", "EN<t>D "),
+        (THOUGHTS._replace(inside=True), "a END</t>EN <t>END", "a END</t>EN <t>"),
+        (THOUGHTS._replace(anywhere=True), "a<t>END</t>EN<t>D</t>b END", "a<t>END</t>EN<t>D</t>b "),
+        (THOUGHTS._replace(inside=True, anywhere=True), "END</t>a<t>END</t>END", "END</t>a<t>END</t>"),
+    ],
+)
+def test_quiet_parts_are_not_searched(quiet: Quiet, text: str, expected: str, size: int) -> None:
+    finder = LoudStopFinder(StopFinder(["END"]), quiet)
+    said = [finder.push(text[at : at + size]) for at in range(0, len(text), size)]
+    assert "".join(said) + finder.flush() == expected
+    assert finder.found == ("END" if expected != text else None)

@@ -1,0 +1,154 @@
+"""Calls as Hunyuan's models write them, all of a turn in one section:
+
+    <tool_calls>
+    <tool_call>f<tool_sep>
+    <arg_key>a</arg_key>
+    <arg_value>the value; a string is written without quotes, other types as JSON</arg_value>
+    </tool_call>
+    </tool_calls>
+
+Hy3's tokenizers may add a suffix to all tags: <tool_calls:opensource>. Its dense predecessors write the arguments as
+JSON in a Markdown code block, and A13B all calls as an array of JSON in the section.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from radixrt.frontend.parsing.arrays import read_array
+from radixrt.frontend.parsing.calls import begins_object
+from radixrt.frontend.parsing.formats import (
+    Function,
+    Functions,
+    constant,
+    in_text,
+    json_schema,
+    one_after_another,
+    sequence,
+    tag,
+)
+from radixrt.frontend.parsing.pieces import Sink
+from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.frontend.parsing.tagged import Tags, begins, content_of, read_arguments
+
+_WORD = re.compile(r"[^<>{\s]")
+FENCE, FENCE_END = "```json", "```"
+
+
+class Hunyuan:
+    """See `formats.ToolFormat`. All three forms are parsed, and Hy3's is written. `suffix`: that of the tags."""
+
+    def __init__(self, suffix: str = "") -> None:
+        self._suffix = suffix
+        self._open, self._close = f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"
+        self._call, self._call_end = f"<tool_call{suffix}>", f"</tool_call{suffix}>"
+        self._separator = f"<tool_sep{suffix}>"
+        key, value = f"arg_key{suffix}", f"arg_value{suffix}"
+        self._argument = Tags(
+            f"<{key}>", (f"<{value}>",), f"</{value}>", ("</arg", "<arg_val"),
+            ("</tool_call" + suffix + ">", "</tool_calls"), self._call, (self._separator,), re.compile(r"[^<>]"),
+            name_end="</arg_key",
+        )  # fmt: skip
+        self.marks: tuple[str, ...] = (
+            self._open, self._close, self._call, self._call_end, self._separator,
+            f"<{key}>", f"</{key}>", f"<{value}>", f"</{value}>",
+        )  # fmt: skip
+
+    def new_id(self) -> str:
+        return "call_" + uuid.uuid4().hex[:24]
+
+    def begins(self, functions: Functions) -> tuple[str, ...]:
+        return (self._open, self._call)
+
+    # ------------------------------------------------------------ reading
+
+    def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
+        found = marks(self.begins(functions), hidden)
+        while mark := (yield from reader.until(found, sink.content)):
+            start = reader.at
+            if (yield from self._calls(reader, sink, functions, mark)):
+                at = reader.at
+                yield from reader.space()
+                if not (yield from reader.take(self._close)) and not reader.ends_within((self._close,)):
+                    reader.at = at
+                sink.bound()
+            else:
+                reader.at = start
+                sink.content("" if mark in hidden else mark)
+
+    def _calls(self, reader: Reader, sink: Sink, functions: Functions, mark: str) -> Steps[bool]:
+        """Read the calls of a section after `mark`. Returns whether there are any."""
+        if mark == self._call:
+            return (yield from self._one(reader, sink, functions))
+        yield from reader.space()
+        if (yield from reader.take("[")):
+            return (yield from read_array(reader, sink))
+        found = False
+        while True:
+            start = reader.at
+            yield from reader.space()
+            if not ((yield from reader.take(self._call)) and (yield from self._one(reader, sink, functions))):
+                reader.at = start
+                return found
+            found = True
+
+    def _one(self, reader: Reader, sink: Sink, functions: Functions) -> Steps[bool]:
+        """Read a call after its mark. Returns whether it is a call."""
+        yield from reader.space()
+        name = yield from reader.word(_WORD)
+        yield from reader.space()
+        if not name or not (yield from reader.take(self._separator)):
+            return False
+        yield from reader.space()
+        start = reader.at
+        if name == "function" and (other := (yield from reader.word(_WORD))):  # the dense models write the type first
+            name = other
+            yield from reader.space()
+            yield from reader.take(FENCE)
+            yield from reader.space()
+        if (yield from begins_object(reader)):
+            sink.call(name)
+            yield from reader.nested(sink.arguments)
+            yield from reader.space()
+            yield from reader.take(FENCE_END)
+            yield from reader.space()
+            if not (yield from reader.take(self._call_end)):
+                reader.ends_within((self._call_end,))
+            return True
+        reader.at = start
+        if not (yield from begins(reader, self._argument)):
+            return False
+        sink.call(name)
+        yield from read_arguments(reader, sink, functions.get(name, {}), self._argument)
+        return True
+
+    # ------------------------------------------------------------ writing
+
+    def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        calls = one_after_another([self._tag(function) for function in functions], "\n", parallel)
+        return tag(f"{self._open}\n", calls, f"\n{self._close}")
+
+    def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
+        return in_text([self._open], [self.forced(functions, parallel)], several=False)
+
+    def _tag(self, function: Function) -> dict[str, Any]:
+        begin = f"{self._call}{function.name}{self._separator}\n"
+        if self._suffix:  # xgrammar's style has no suffixes
+            return tag(begin, self._written(function), self._call_end)
+        return tag(begin, content_of(function, "glm_xml"), self._call_end)
+
+    def _written(self, function: Function) -> dict[str, Any]:
+        """Arguments between tags with a suffix, in the order of the schema."""
+        schema = function.schema if isinstance(function.schema, dict) else {}
+        shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+        parts = []
+        for name, part in (schema.get("properties") or {}).items():
+            key, end = f"{self._argument.begin}{name}</arg_key{self._suffix}>\n", f"{self._argument.end}\n"
+            text = isinstance(part, dict) and part.get("type") == "string" and "enum" not in part
+            value = {"type": "any_text"} if text else json_schema(part | shared if isinstance(part, dict) else part)
+            one = tag(f"{key}{self._argument.between[0]}", value, end)
+            parts.append(one if name in schema.get("required", ()) else {"type": "optional", "content": one})
+        return sequence(*parts) if parts else constant("")
