@@ -49,6 +49,8 @@ class Output:
     grammar: Grammar | None = None
     field: str = ""
     """The field of the request that the grammar comes from."""
+    unenforced: tuple[str, ...] = ()
+    """Keywords of tools' schemas that the grammar leaves out."""
     hidden_ids: frozenset[int] = frozenset()
     """Special tokens that never become text. All others do, since a parser needs them."""
     hidden_marks: frozenset[str] = frozenset()
@@ -86,7 +88,9 @@ class Output:
             await check_aside(self.grammar, self.field, key)
         except FieldError:
             for tool in self.use.tools:
-                part = Grammar("json_schema", json.dumps(tool.schema, ensure_ascii=False))
+                if not tool.strict:
+                    continue
+                part = Grammar("json_schema", json.dumps(tool.function().schema, ensure_ascii=False))
                 await check_aside(part, f"{tool.field}.parameters", key)
             raise
         return self.grammar
@@ -120,7 +124,9 @@ class Formats:
         use = NO_TOOLS if self._no_calls and not use.forced else use
         tools = self._tools(use, prompt, partial)
         grammar, field = self._grammar(tools, use, wanted, thinking)
-        output = Output(tools, use, self.reasoning, thinking, grammar, field)
+        forced = use.forced if tools is not None else ()
+        unenforced = tuple(at for tool in forced for at in tool.unenforced)
+        output = Output(tools, use, self.reasoning, thinking, grammar, field, unenforced)
         if not output.parses or not skips_special:
             return output
         marks = [

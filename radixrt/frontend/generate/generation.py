@@ -68,6 +68,7 @@ class Generation:
         transport = self._link.reachable()
         reply = reply_of(body.model or self._model, self._text.tokenizer)
         reply.session, reply.reported = session_json(ready[0].encoded), reported
+        reply.unenforced = ready[0].output.unenforced
         exchange = exchange_of(transport, self._text, reply, bool(body.stream))
         exchange.names = body.names() | {"grammar": ready[0].output.field}
         exchange.settled = self._shared_store.settled if self._shared_store else None

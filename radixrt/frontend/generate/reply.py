@@ -8,6 +8,11 @@ from radixrt.frontend.generate.request import Reported
 from radixrt.frontend.http.auth import REQUEST_ID
 from radixrt.tokens import Encoded, Tokenizer
 
+WARNING = "x-radixrt-warning"
+"""The header that names what of a request is not followed, where that is no reason to refuse it."""
+MAX_WARNING = 1024
+"""The most characters of it."""
+
 
 class BaseReply:
     """Formats the answer to one HTTP request, which has an `id`."""
@@ -22,12 +27,18 @@ class BaseReply:
         self.session: dict[str, Any] = {}
         """See `session_json`."""
         self.reported = Reported()
+        self.unenforced: tuple[str, ...] = ()
+        """Keywords of tools' schemas that are not enforced."""
         self._tokenizer = tokenizer
 
     @property
     def headers(self) -> dict[str, str]:
         """Those of the answer."""
-        return {REQUEST_ID: self.id}
+        found = {REQUEST_ID: self.id}
+        if self.unenforced:  # names within may have any characters
+            text = f"not enforced: {', '.join(self.unenforced)}"
+            found[WARNING] = text.encode("unicode_escape").decode()[:MAX_WARNING]
+        return found
 
     def begin(self) -> None:
         """Begin a stream."""
