@@ -116,6 +116,17 @@ def characters(least: int, most: int | None) -> Node:
     return Repeat(Chars(ALL), least, most)
 
 
+def other_than(words: Iterable[str]) -> Node:
+    """All texts but some."""
+    rests: dict[str, list[str]] = {}
+    for word in words:
+        rests.setdefault(word[:1], []).append(word[1:])
+    firsts = _of("".join(rests))
+    parts: list[Node] = [] if "" in rests else [EMPTY]
+    parts += [Sequence((Chars(_of(char)), other_than(rest))) for char, rest in rests.items() if char]
+    return Either((*parts, Sequence((Chars(_but(firsts)), ANYTHING))))
+
+
 # ---------------------------------------------------------------- parsing
 
 

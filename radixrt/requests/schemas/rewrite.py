@@ -25,7 +25,7 @@ from urllib.parse import unquote
 from radixrt.requests.schemas import shape
 from radixrt.requests.schemas.formats import ENFORCED
 from radixrt.requests.schemas.inexact import Inexact, Part
-from radixrt.requests.schemas.patterns import ANYTHING, NEVER, Node, characters, matches, within
+from radixrt.requests.schemas.patterns import ANYTHING, NEVER, Node, characters, matches, other_than, within
 from radixrt.requests.schemas.rules import (
     LARGEST,
     Array,
@@ -468,6 +468,7 @@ class _Rewriter:
                 properties[name] = found
             elif name in rule.required:
                 return NONE
+        forbidden = [name for name in rule.properties if name not in properties]
         others = NONE if rule.others is None else self.schema(rule.others)
         patterns = [(node, parts, self.schema(parts)) for node, parts in rule.patterns]
         if patterns and others is not NONE:
@@ -477,6 +478,12 @@ class _Rewriter:
         if rule.names and (others is not NONE or patterns):
             patterns += self._of_names(rule, properties, others, bool(patterns))
             others = NONE
+        if forbidden and others is not NONE:
+            patterns.append((other_than([*rule.properties]), rule.others or (), others))
+            others = NONE
+        for node, parts, _ in patterns:
+            if any(matches(node, name) for name in forbidden):
+                raise Inexact(parts[0].path, "is not enforced: it matches a property that is forbidden")
         written = {self._pattern(node): found for node, _, found in patterns if found is not NONE}
         for node, parts, found in patterns:
             for name, own in properties.items():
