@@ -21,6 +21,8 @@ import msgspec
 from radixrt.messages import Grammar, GrammarKind
 from radixrt.requests.grammar_errors import explained
 from radixrt.requests.schema_keywords import DATA, NAMED
+from radixrt.requests.schemas.ebnf import compilable
+from radixrt.requests.schemas.inexact import Inexact
 from radixrt.tokens.errors import FieldError
 
 MAX_BYTES = 64 << 10
@@ -176,13 +178,15 @@ def _parse(grammar: Grammar) -> str:
 
     parse: dict[GrammarKind, Callable[[str], Any]] = {
         "json": lambda _: None,
-        "json_schema": xgrammar.Grammar.from_json_schema,
+        "json_schema": lambda _: None,  # `compilable` has parsed it
         "regex": xgrammar.Grammar.from_regex,
         "ebnf": xgrammar.Grammar.from_ebnf,
         "structural_tag": xgrammar.Grammar.from_structural_tag,
     }
     try:
-        parse[grammar.kind](grammar.text)
+        parse[grammar.kind](compilable(grammar, any_space=True))
+    except Inexact as problem:
+        return f"{NAMES[grammar.kind]} cannot be enforced: {problem}"
     except Exception as error:  # xgrammar does not document its exceptions
         text = str(error)
         if NEEDS_TOKENIZER not in text:

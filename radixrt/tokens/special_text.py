@@ -78,7 +78,7 @@ class Escaper:
         call = self._all.within(call)
         function = call.get("function") if isinstance(call, dict) else None
         arguments = function.get("arguments") if isinstance(function, dict) else None
-        if not isinstance(arguments, str) or "\\u" not in arguments or not is_parsed(arguments):
+        if function is None or not isinstance(arguments, str) or "\\u" not in arguments or not is_parsed(arguments):
             return call
         try:
             parsed = json.loads(arguments)

@@ -42,7 +42,8 @@ from radixrt.frontend.parsing.pythonic import END, LFM2, START, Pythonic
 from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
 from radixrt.frontend.parsing.sections import DeepSeek, Kimi
 from radixrt.frontend.parsing.solar import Solar
-from radixrt.messages import Delta, Sampling, TokenLogprob, Usage
+from radixrt.messages import Delta, Grammar, Sampling, TokenLogprob, Usage
+from radixrt.requests.schemas.ebnf import compilable
 from radixrt.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.frontend.scripted import joined, make_family
@@ -826,7 +827,8 @@ def test_arrays_of_anything_are_forced_as_json(kind, family):
 
     schema = {"type": "object", "properties": {"x": kind}, "required": ["x"]}
     form = FORMATS[family].forced([Function("f", schema)], True)
-    grammar = xgrammar.Grammar.from_structural_tag({"type": "structural_tag", "format": form})
+    tag = Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+    grammar = xgrammar.Grammar.from_structural_tag(compilable(tag, any_space=True))
     value = '["a", 1, {"b": [2]}]'
     written = {"qwen_coder": tagged, "glm": glm, "minimax": lambda *a, **b: SECTION + minimax(*a, **b) + SECTION_END}
     assert accepts(grammar, written[family]("f", x=value))

@@ -646,6 +646,24 @@ def test_a_schema_that_cannot_be_compiled(hermes):
         assert caught.value.param == PARAMETERS
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_enforced_of_a_tool_is_told(hermes, stream):
+    """Unless the tool is strict: then it is refused."""
+    pytest.importorskip("xgrammar")
+    schema = {"type": "object", "properties": {"é\n": {"type": "integer", "not": {"const": 1}}}, "required": ["é\n"]}
+    hermes.says("x")
+    create = hermes.client.chat.completions.with_raw_response.create
+    fields = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": stream, "max_tokens": 1}
+    told = create(tools=function(parameters=schema), tool_choice="required", **fields).headers
+    assert told["x-radixrt-warning"] == r"not enforced: tools[0].function.parameters#/properties/\xe9\n/not"
+    assert '"not"' not in json.dumps(hermes.grammar)
+    hermes.says("x")
+    assert "x-radixrt-warning" not in create(tools=function(parameters=schema), **fields).headers
+    with pytest.raises(openai.BadRequestError) as caught:
+        hermes.chat("never", tools=function(parameters=schema, strict=True), stream=stream)
+    assert caught.value.param == PARAMETERS and "/not cannot be enforced" in caught.value.message
+
+
 def test_what_is_accepted_without_effect(hermes):
     plain = hermes.chat("Yes.")
     extra = {"metadata": {"a": "b"}, "store": False, "service_tier": "auto", "user": "u", "prompt_cache_key": "k"}

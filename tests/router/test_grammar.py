@@ -55,11 +55,11 @@ def test_what_can_be_compiled_passes(kind, text):
     "kind, text, said",
     [
         ("json_schema", "{", "the JSON schema is not JSON"),
-        ("json_schema", "3", "the JSON schema cannot be compiled"),
-        ("json_schema", '{"type": "integr"}', 'Unsupported type "integr"'),
-        ("json_schema", '{"type": "string", "pattern": "(a"}', "The parenthesis is not closed"),
+        ("json_schema", "3", "# must be a schema"),
+        ("json_schema", '{"type": "integr"}', "#/type must be of object"),
+        ("json_schema", '{"type": "string", "pattern": "(a"}', "#/pattern '(a' cannot be enforced"),
         ("json_schema", '{"$ref": "#/$defs/none"}', "$defs"),
-        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "minimum greater than maximum"),
+        ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "# is satisfied by no value"),
         ("json_schema", nested(MAX_DEPTH), f"{MAX_DEPTH + 1} objects and arrays within each other"),
         ("json_schema", nested(5_000), "the JSON schema "),  # some versions of Python cannot read it
         ("json_schema", '{"type": "string", "pattern": "a{0,20000}"}', "repeat 20000 times in all"),

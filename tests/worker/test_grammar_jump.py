@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from radixrt.config import WorkerConfig, resolve
 from radixrt.messages import Grammar, Sampling
+from radixrt.requests.schemas.ebnf import compilable
 from radixrt.worker.execution.fake_runner import EOS, FakeRunner
 from radixrt.worker.execution.sample_step import SampleStep
 from radixrt.worker.execution.sampler import TorchSampler
@@ -24,7 +25,7 @@ from radixrt.worker.load.runner import load_runner
 from radixrt.worker.plan import FROM_DEVICE, SampleInputs
 from radixrt.worker.status import KNOWN_STEPS, Rates
 from radixrt.worker.structured.compile import Grammars
-from radixrt.worker.structured.jump_forward import Spelling, on_one_line
+from radixrt.worker.structured.jump_forward import Spelling
 from radixrt.worker.structured.masks import fill_masks
 from radixrt.worker.structured.matcher import Matcher
 from radixrt.worker.structured.vocabulary import Vocabulary
@@ -405,8 +406,9 @@ def test_schemas_of_a_structural_tag_are_on_one_line(by_bytes):
     style = {**content, "style": "qwen_xml"}
     data = {"type": "json_schema", "json_schema": {"const": content}}
     tag = {"type": "structural_tag", "format": {"type": "or", "elements": [content, style, data]}}
-    first, second, third = json.loads(on_one_line(json.dumps(tag), json.dumps))["format"]["elements"]
-    assert first["type"] == third["type"] == "grammar" and second == style
+    found = json.loads(compilable(Grammar("structural_tag", json.dumps(tag)), any_space=False))
+    first, second, third = found["format"]["elements"]
+    assert first["type"] == third["type"] == "grammar" and second["style"] == "qwen_xml"
     tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<call>", "content": content, "end": "</call>"}}
     engine = Follower(by_bytes, fake())
     said = engine.say([9], Sampling(max_tokens=90, grammar=Grammar("structural_tag", json.dumps(tag))))

@@ -135,7 +135,7 @@ def test_it_is_not_waited_for_without_end(folder, monkeypatch):
     "grammar, said",
     [
         (Grammar("regex", "(a"), "grammar: Regex parsing error"),
-        (Grammar("json_schema", '{"type": "integr"}'), "grammar: Unsupported type"),
+        (Grammar("json_schema", '{"type": "integr"}'), "grammar: the schema cannot be enforced: #/type"),
         (Grammar("structural_tag", '{"format": {"type": "token", "token": "<none>"}}'), "grammar: "),
         (Grammar("ebnf", "root ::= root"), "grammar: no token of the vocabulary can come next"),
     ],

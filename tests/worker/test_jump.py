@@ -7,6 +7,8 @@ import json
 
 import pytest
 
+from radixrt.messages import Grammar
+from radixrt.requests.schemas.ebnf import compilable
 from radixrt.worker.structured.compile import _parsed
 from radixrt.worker.structured.jump_forward import LONGEST, MAX_FORCED_BYTES, Spelling, forced_text, is_bounded
 from radixrt.worker.structured.vocabulary import Vocabulary, read_vocabulary
@@ -134,7 +136,8 @@ DOUBLED = "".join(f"r{i} ::= r{i - 1} r{i - 1}\n" for i in range(1, 40))
     ],
 )
 def test_what_forces_text_without_end_is_known_beforehand(grammar, bounded):
-    assert is_bounded(_parsed(*grammar).serialize_json()) is bounded
+    text = compilable(Grammar(*grammar), any_space=False)
+    assert is_bounded(_parsed(grammar[0], text).serialize_json()) is bounded
 
 
 def test_the_shortest_text_counts():

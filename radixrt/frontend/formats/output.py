@@ -105,7 +105,9 @@ class Output:
             await check_aside(self.grammar, self.field, key)
         except FieldError:
             for tool in self.use.tools:
-                part = Grammar("json_schema", json.dumps(tool.schema, ensure_ascii=False))
+                if not tool.strict:
+                    continue
+                part = Grammar("json_schema", json.dumps(tool.function().schema, ensure_ascii=False))
                 await check_aside(part, f"{tool.field}.parameters", key)
             raise
         return self.grammar
@@ -142,7 +144,10 @@ class Formats:
         use = NO_TOOLS if self._no_calls and not use.forced else use
         tools = self._tools(use, prompt, partial)
         grammar, field = self._grammar(tools, use, wanted, thinking)
+        forced = use.forced if tools is not None else ()
         warnings = self._warnings(bool(use.forced)) if use.tools else ()
+        if unenforced := [at for tool in forced for at in tool.unenforced]:
+            warnings = (*warnings, f"not enforced: {', '.join(unenforced)}")
         output = Output(tools, use, self.reasoning, thinking, grammar, field, warnings)
         if not output.parses or not skips_special:
             return output

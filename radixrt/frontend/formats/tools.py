@@ -8,6 +8,7 @@ from typing import Any
 
 from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.parsing import Function, Functions
+from radixrt.requests.schemas.widen import widened
 
 MAX_TOOLS = 1024
 MAX_NAME = 256
@@ -31,8 +32,16 @@ class Tool:
     """Whether arguments must follow the schema even if the model is free to call the function or not."""
 
     def function(self, *, loose: bool = False) -> Function:
-        """The Function for a grammar; with `loose`, one that is not strict takes any object."""
-        return Function(self.name, ANY_OBJECT if loose and not self.strict else self.schema)
+        """The Function for a grammar. If it is not strict, its schema is the nearest wider one that can be enforced;
+        with `loose`, that of any object."""
+        if not self.strict:
+            return Function(self.name, ANY_OBJECT if loose else widened(ANY_OBJECT | self.schema)[0])
+        return Function(self.name, ANY_OBJECT | self.schema)
+
+    @property
+    def unenforced(self) -> list[str]:
+        """JSON pointers to the keywords of the schema that `function` leaves out."""
+        return [] if self.strict else [f"{self.field}.parameters{at}" for at in widened(ANY_OBJECT | self.schema)[1]]
 
 
 @dataclass(frozen=True, slots=True)

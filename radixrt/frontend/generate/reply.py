@@ -10,6 +10,8 @@ from radixrt.tokens import Encoded, Tokenizer
 
 WARNING = "x-radixrt-warning"
 """The header that names what of a request is not followed, where that is no reason to refuse it."""
+MAX_WARNING = 1024
+"""The most characters of it."""
 
 
 class BaseReply:
@@ -32,7 +34,10 @@ class BaseReply:
     @property
     def headers(self) -> dict[str, str]:
         """Those of the answer."""
-        return {REQUEST_ID: self.id} | ({WARNING: "; ".join(self.warnings)} if self.warnings else {})
+        found = {REQUEST_ID: self.id}
+        if self.warnings:  # names within may have any characters
+            found[WARNING] = "; ".join(self.warnings).encode("unicode_escape").decode()[:MAX_WARNING]
+        return found
 
     def begin(self) -> None:
         """Begin a stream."""

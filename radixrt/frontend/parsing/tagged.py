@@ -310,25 +310,12 @@ def _tag_end(reader: Reader) -> Steps[None]:
 
 def content_of(function: Function, style: str) -> dict[str, Any]:
     """A structural tag's format for arguments in a `style` of xgrammar, optionally followed by a line feed."""
-    schema = _with_items(function.schema)
-    return {"type": "json_schema", "json_schema": schema, "style": style, "max_whitespace_cnt": MAX_SPACE_CHARS}
-
-
-def _with_items(schema: Schema) -> Schema:
-    """Add `items` to arrays in the schema that have none: otherwise xgrammar makes the model write array items between
-    an argument's tags as well."""
-    if not isinstance(schema, dict):
-        return schema
-    found = dict(schema)
-    for word in ("properties", *DEFINITIONS):
-        if isinstance(parts := schema.get(word), dict):
-            found[word] = {name: _with_items(part) for name, part in parts.items()}
-    for word in ("anyOf", "oneOf", "allOf"):
-        if isinstance(parts := schema.get(word), list):
-            found[word] = [_with_items(part) for part in parts]
-    if "array" in kinds({"type": schema.get("type", "any")}) and not schema.keys() & {"items", "prefixItems"}:
-        found["items"] = {}
-    return found
+    return {
+        "type": "json_schema",
+        "json_schema": function.schema,
+        "style": style,
+        "max_whitespace_cnt": MAX_SPACE_CHARS,
+    }
 
 
 # ---------------------------------------------------------------- what a text stands for

@@ -22,11 +22,12 @@ from typing import Any
 from radixrt.checkpoint.hub import find
 from radixrt.messages import Grammar, GrammarKind
 from radixrt.requests.grammar_errors import explained, plain
+from radixrt.requests.schemas.ebnf import compilable
+from radixrt.requests.schemas.inexact import Inexact
 from radixrt.worker.structured.fair import FairThreads, Job
 from radixrt.worker.structured.grammar_cache import GrammarCache, Key
-from radixrt.worker.structured.jump_forward import Spelling, is_bounded, on_one_line
+from radixrt.worker.structured.jump_forward import Spelling, is_bounded
 from radixrt.worker.structured.ordinary import is_ordinary
-from radixrt.worker.structured.schema import adapt_schema
 from radixrt.worker.structured.vocabulary import Vocabulary, read_vocabulary
 
 CACHE_BYTES = 256 << 20
@@ -164,13 +165,14 @@ class Grammars:
         except Exception as error:
             raise ValueError(f"grammar: {error}") from error
         try:
-            text = adapt_schema(grammar.kind, grammar.text) if grammar.holds_schemas else grammar.text
-            text = _of_four_digits(text) if grammar.kind == "regex" else text
+            text = compilable(grammar, any_space=not self._jumps)
             compiled = self._compile_text(grammar.kind, text, compiler, spelled)
             if spelling and not _forced_text_is_bounded(grammar.kind, text):
                 spelling = None
             words, ordinary = -(-self._vocab_size // 32), is_ordinary(grammar)
             return Compiled(compiled, words, spelled.ends, self._eos_ids, spelled.silent, spelling, ordinary)
+        except Inexact as problem:
+            raise BadGrammar(f"grammar: the schema cannot be enforced: {problem}") from None
         except Exception as error:  # of many types, none of them promised
             raise BadGrammar(f"grammar: {explained(error)}") from error
 
@@ -178,11 +180,11 @@ class Grammars:
         """Compile a grammar's text, without the compiler's cache if it fails and does not say why: with it, xgrammar
         0.2 fails for some repetitions of more than 128 times."""
         try:
-            return _compile_by(compiler, self._jumps)[kind](text)
+            return _compile_by(compiler)[kind](text)
         except Exception as error:
             if plain(str(error)):
                 raise
-            return _compile_by(_new_compiler(spelled.info, 0), self._jumps)[kind](text)
+            return _compile_by(_new_compiler(spelled.info, 0))[kind](text)
 
     def _spell(self, name: str) -> Spelled:
         """The tokens by a spelling (see SPELLINGS), for all tenants."""
@@ -243,16 +245,14 @@ def _folder(model: str) -> Path:
     return find(model)
 
 
-def _compile_by(compiler: Any, one_line: bool) -> dict[GrammarKind, Callable[[str], Any]]:
-    def tag(text: str) -> Any:
-        return compiler.compile_structural_tag(on_one_line(text, _ebnf_on_one_line) if one_line else text)
-
+def _compile_by(compiler: Any) -> dict[GrammarKind, Callable[[str], Any]]:
+    """How the text of `compilable` is compiled."""
     return {
         "json": lambda _: compiler.compile_json_schema("{}"),
-        "json_schema": lambda text: compiler.compile_json_schema(text, any_whitespace=not one_line),
+        "json_schema": compiler.compile_grammar,
         "regex": compiler.compile_regex,
         "ebnf": compiler.compile_grammar,
-        "structural_tag": tag,
+        "structural_tag": compiler.compile_structural_tag,
     }
 
 
@@ -265,26 +265,14 @@ def _forced_text_is_bounded(kind: GrammarKind, text: str) -> bool:
 
 
 def _parsed(kind: GrammarKind, text: str) -> Any:
-    """The grammar as an xgrammar Grammar, not compiled, with JSON on one line."""
+    """The text of `compilable` as an xgrammar Grammar, not compiled, with JSON on one line."""
     import xgrammar
 
     make = xgrammar.Grammar
     return {
         "json": lambda _: make.builtin_json_grammar(),
-        "json_schema": lambda text: make.from_json_schema(text, any_whitespace=False),
+        "json_schema": make.from_ebnf,
         "regex": make.from_regex,
         "ebnf": make.from_ebnf,
-        "structural_tag": lambda text: make.from_structural_tag(on_one_line(text, _ebnf_on_one_line)),
+        "structural_tag": make.from_structural_tag,
     }[kind](text)
-
-
-def _ebnf_on_one_line(schema: str) -> str:
-    import xgrammar
-
-    return _of_four_digits(str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)))
-
-
-def _of_four_digits(text: str) -> str:
-    """Replace \\xNN by \\u00NN in a regular expression, or in EBNF that xgrammar wrote: xgrammar reads \\x with any
-    number of hexadecimal digits."""
-    return re.sub(r"\\(?:x([0-9a-fA-F]{2})|.)", lambda found: f"\\u00{found[1]}" if found[1] else found[0], text)

@@ -158,18 +158,3 @@ def is_bounded(grammar: str) -> bool:
             elif not missing[user]:
                 heapq.heappush(ready, (length[user], user))
     return len(bounded) == len(parts)
-
-
-def on_one_line(tag: str, write: Callable[[str], str]) -> str:
-    """Replace the JSON schemas in a structural tag by the EBNF that `write` returns, which has the JSON on one line."""
-    return json.dumps(_on_one_line(json.loads(tag), write), ensure_ascii=False)
-
-
-def _on_one_line(value: Any, write: Callable[[str], str]) -> Any:
-    if isinstance(value, list):
-        return [_on_one_line(inner, write) for inner in value]
-    if not isinstance(value, dict):
-        return value
-    if value.get("type") == "json_schema" and set(value) == {"type", "json_schema"}:
-        return {"type": "grammar", "grammar": write(json.dumps(value["json_schema"], ensure_ascii=False))}
-    return {key: inner if key == "json_schema" else _on_one_line(inner, write) for key, inner in value.items()}
