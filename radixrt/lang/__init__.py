@@ -32,6 +32,7 @@ from radixrt.lang.nodes import assistant, gen, role, select, system, user
 from radixrt.lang.plain import SyncBranch
 from radixrt.lang.program import Program, program, use_client
 from radixrt.lang.race import race
+from radixrt.lang.tools import Tool
 from radixrt.lang.trace import Trace, trace
 from radixrt.lang.values import Value
 
@@ -43,6 +44,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "SyncBranch",
+    "Tool",
     "Trace",
     "Value",
     "assistant",

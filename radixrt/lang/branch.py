@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar, overload
 
 import msgspec
 
@@ -20,9 +20,11 @@ from radixrt.lang.nodes import Gen, Node, Role, Select, role
 from radixrt.lang.session import PAUSE_AFTER, Session
 from radixrt.lang.speaker import Speaker, Work
 from radixrt.lang.steps import Run
-from radixrt.lang.tools import Call, Calls
+from radixrt.lang.tools import Call, Calls, Tool
 from radixrt.lang.values import Promise, Text, Value, kind_of
 from radixrt.messages import Origin
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,30 +218,46 @@ class Branch:
 
     # ------------------------------------------------------------ tools
 
+    @overload
     def tool(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Coroutine[Any, Any, R]],
+        /,
         *args: Any,
         timeout: float | None = None,
         append: str | None = None,
         **kwargs: Any,
-    ) -> Awaitable[Any]:
+    ) -> Awaitable[R]: ...
+
+    @overload
+    def tool(
+        self,
+        function: Callable[..., R],
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        append: str | None = None,
+        **kwargs: Any,
+    ) -> Awaitable[R]: ...
+
+    def tool(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
         """Call a tool: `await s.tool(search, query)` returns the result of `function(*args, **kwargs)`. A plain
         function runs in a thread.
 
         With `append="tool"` the result is appended to the branch as a message of that role, as it is if it is text, and
-        otherwise as JSON. `timeout` is in seconds; the branch's budget applies as well. Raises ProgramError for an
-        exception of the function, a timeout, or a branch that was cancelled meanwhile; the branch can be used after
-        it."""
-        call = Call(function, args, kwargs, timeout, self._budget)
-        return self._call(call, append, Site.of(sys._getframe(1)))
+        otherwise as JSON. `timeout` is in seconds; the branch's budget applies as well. A function that takes a
+        `timeout` or `append` itself gets it; its options are then given by `s.tool(Tool(function, timeout=5), ...)`.
+        Raises ProgramError for an exception of the function, a timeout, or a branch that was cancelled meanwhile; the
+        branch can be used after it."""
+        call = Call(Tool.of(function, kwargs), args, kwargs, self._budget)
+        return self._call(call, Site.of(sys._getframe(1)))
 
-    async def _call(self, call: Call, append: str | None, site: Site) -> Any:
+    async def _call(self, call: Call, site: Site) -> Any:
         self._check_open()
-        step = self._run and self._run.begin(self.path, "tool", call.name, site)
+        step = self._run and self._run.begin(self.path, "tool", call.tool.name, site)
         result: Any = None
         problem: BaseException | None = asyncio.CancelledError()
-        pause = asyncio.get_running_loop().call_later(PAUSE_AFTER, self._pause, call.timeout)
+        pause = asyncio.get_running_loop().call_later(PAUSE_AFTER, self._pause, call.tool.timeout)
         try:
             if self._failure is None:
                 result, problem = await self._calls.outcome(call)
@@ -252,7 +270,7 @@ class Branch:
             if not isinstance(problem, Exception | asyncio.CancelledError):  # it wants to exit
                 raise problem
             raise error_at(site, self.path, problem)
-        if append is not None:
+        if (append := call.tool.append) is not None:
             said = result if isinstance(result, str) else msgspec.json.encode(result).decode()
             self._append(role(append, said), site)
         return result

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack, cast
 
 import msgspec
 
+from radixrt.lang.misuse import unknown_fields
 from radixrt.lang.schema import grammar_of
 from radixrt.lang.values import kind_of
-from radixrt.messages import Sampling
+from radixrt.messages import Grammar, Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,35 @@ class Role:
 Node = str | Gen | Select | Role
 
 
+OWN = ("regex", "schema", "stream")
+"""What a gen has beside the fields of Sampling."""
+
+
+class Fields(TypedDict, total=False):
+    """The fields of Sampling, as `gen` takes them."""
+
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    logit_bias: dict[int, float]
+    allowed_token_ids: tuple[int, ...]
+    bad_token_ids: tuple[tuple[int, ...], ...]
+    stop: str | Iterable[str]
+    stop_token_ids: int | Iterable[int]
+    include_stop: bool
+    ignore_eos: bool
+    logprobs: int | None
+    skip_special_tokens: bool
+    grammar: Grammar | None
+
+
 def gen(
     name: str,
     sampling: Sampling = Sampling(),
@@ -52,7 +82,7 @@ def gen(
     stream: bool = False,
     regex: str | None = None,
     schema: Any = None,
-    **overrides: Any,
+    **overrides: Unpack[Fields],
 ) -> Gen:
     """Generate text by `sampling`, changed by `overrides` (fields of Sampling; `stop` may be one string).
 
@@ -60,19 +90,27 @@ def gen(
     any JSON), a msgspec Struct, a pydantic model or TypeAdapter, or another type that msgspec or pydantic knows;
     `Branch.parse(name)` converts it to an object. Other grammars are given as `grammar=Grammar("ebnf", ...)`.
 
-    Raises TypeError for a field that Sampling does not have, and ValueError for regex and schema together."""
+    Raises TypeError for a field that there is not, which says what to write instead, and ValueError for regex and
+    schema together."""
     if not isinstance(sampling, Sampling):
         meant = f": write max_tokens={sampling}" if isinstance(sampling, int) else ""
         raise TypeError(f"gen {name!r}: expected a Sampling, not {type(sampling).__name__}{meant}")
-    for field in ("stop", "stop_token_ids"):
-        if field in overrides:
-            value = overrides[field]
-            overrides[field] = (value,) if isinstance(value, str | int) else tuple(value)
     if (grammar := grammar_of(name, regex, schema)) is not None:
         if "grammar" in overrides:
             raise ValueError(f"gen {name!r}: grammar cannot be followed beside regex or schema")
         overrides["grammar"] = grammar
-    return Gen(name, msgspec.structs.replace(sampling, **overrides) if overrides else sampling, stream, schema)
+    return Gen(name, _changed(name, sampling, overrides), stream, schema)
+
+
+def _changed(name: str, sampling: Sampling, overrides: Mapping[str, object]) -> Sampling:
+    """`sampling` of the gen `name`, with these fields."""
+    if (problem := unknown_fields(name, overrides, (*OWN, *Sampling.__struct_fields__))) is not None:
+        raise problem
+    fields = dict(overrides)
+    for field in {"stop", "stop_token_ids"} & fields.keys():
+        value = fields[field]
+        fields[field] = (value,) if isinstance(value, str | int) else tuple(cast("Iterable[Any]", value))
+    return msgspec.structs.replace(sampling, **fields) if fields else sampling
 
 
 def select(name: str, choices: Iterable[str], *, per_token: bool = True) -> Select:

@@ -8,7 +8,7 @@ import functools
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from radixrt.lang.branch import Branch, listed, wait_all
 from radixrt.lang.budget import Budget
@@ -16,7 +16,7 @@ from radixrt.lang.errors import Site
 from radixrt.lang.nodes import Node
 from radixrt.lang.race import run_race
 from radixrt.lang.threads import in_thread, outcome_of
-from radixrt.lang.tools import Call
+from radixrt.lang.tools import Call, Tool
 from radixrt.lang.values import Value
 
 T = TypeVar("T")
@@ -107,17 +107,32 @@ class SyncBranch:
         branch, result = self._wait(found)
         return branches[plain.index(branch)], result
 
+    @overload
     def tool(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Coroutine[Any, Any, T]],
+        /,
         *args: Any,
         timeout: float | None = None,
         append: str | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> T: ...
+
+    @overload
+    def tool(
+        self,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        append: str | None = None,
+        **kwargs: Any,
+    ) -> T: ...
+
+    def tool(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """See Branch.tool."""
-        call = Call(function, args, kwargs, timeout, self._branch._budget)
-        return self._wait(self._branch._call(call, append, Site.of(sys._getframe(1))))
+        call = Call(Tool.of(function, kwargs), args, kwargs, self._branch._budget)
+        return self._wait(self._branch._call(call, Site.of(sys._getframe(1))))
 
     def budget(
         self, *, tokens: int | None = None, seconds: float | None = None

@@ -16,7 +16,7 @@ BEHIND = "radixrt.client.local,radixrt.wire.*,httpx.*,numpy.*,zmq.*,pydantic.*,r
 USER = textwrap.dedent("""
     from typing import reveal_type
 
-    from radixrt import AsyncClient, Branch, Client, SyncBranch, gen, program, user
+    from radixrt import AsyncClient, Branch, Client, SyncBranch, Tool, gen, program, user
 
     @program
     def ask(s: SyncBranch, question: str, tries: int = 1) -> str:
@@ -29,10 +29,20 @@ USER = textwrap.dedent("""
     async def count(s: Branch, text: str) -> int:
         reveal_type(await s["n"])  # str
         reveal_type(ask(s, text))  # Coroutine[Any, Any, str]
+        reveal_type(await s.tool(len, text))  # int
+        reveal_type(await s.tool(fetch, text, timeout=5, append="tool"))  # float
+        s.tool(len, text, timeout="5")  # error: call-overload
         return int(await ask(s, text, tries=2))
+
+    async def fetch(url: str) -> float:
+        return 0.5
+
+    gen("x", max_new_tokens=16)  # error: call-arg
+    gen("x", temperature="hot")  # error: arg-type
 
     @program
     def twice(s: SyncBranch) -> tuple[str, int]:
+        reveal_type(s.tool(Tool(fetch, timeout=2), "x"))  # float
         return ask(s, "x"), count(s, "x")
 
     client = Client("local:nano")
