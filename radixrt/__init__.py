@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncClient", "Branch", "Budget", "BudgetExceeded", "ChatPrompt", "Client", "Completion", "Grammar", "NoWinner",
     "Origin", "PartsPrompt", "Program", "ProgramError", "Sampling", "ServerError", "SyncBranch", "TextPrompt",
-    "TokenPrompt", "Tool", "Trace", "Usage", "Value", "assistant", "gen", "join", "program", "race", "role", "select", "system",
-    "trace", "use_client", "user",
+    "TokenPrompt", "Tool", "Trace", "Usage", "Value", "assistant", "gen", "join", "program", "race", "role", "select",
+    "system", "trace", "use_client", "user",
 ]  # fmt: skip
 _HOME = (
     dict.fromkeys(__all__, "radixrt.lang")

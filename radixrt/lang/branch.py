@@ -8,21 +8,20 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar, overload
-
-import msgspec
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from radixrt.client import AsyncClient
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import ProgramError, Site, error_at
 from radixrt.lang.history import History
-from radixrt.lang.nodes import Gen, Node, Role, Select, role
+from radixrt.lang.nodes import Fields, Gen, Node, Result, Role, Select, role
 from radixrt.lang.session import PAUSE_AFTER, Session
 from radixrt.lang.speaker import Speaker, Work
 from radixrt.lang.steps import Run
-from radixrt.lang.tools import Call, Calls, Tool
+from radixrt.lang.tool_loop import MAX_ROUNDS, ToolLoop
+from radixrt.lang.tools import Call, Calls, Tool, as_text
 from radixrt.lang.values import Promise, Text, Value, kind_of
-from radixrt.messages import Origin
+from radixrt.messages import Origin, Sampling
 
 R = TypeVar("R")
 
@@ -115,7 +114,7 @@ class Branch:
         for part in node.parts if isinstance(node, Role) else (node,):
             if isinstance(part, Gen | Select):
                 promises.append(self._promise(part))
-            elif not isinstance(part, str | _Fork):
+            elif not isinstance(part, str | Result | _Fork):
                 raise TypeError(f"expected text, gen, select or a role, not {kind_of(part)}")
         self._queue.append(Work(node, site, promises, self._budget))
         self._start()
@@ -252,6 +251,26 @@ class Branch:
         call = Call(Tool.of(function, kwargs), args, kwargs, self._budget)
         return self._call(call, Site.of(sys._getframe(1)))
 
+    def run_tools(
+        self,
+        name: str,
+        tools: Sequence[Callable[..., Any]],
+        sampling: Sampling = Sampling(),
+        *,
+        max_rounds: int = MAX_ROUNDS,
+        **overrides: Unpack[Fields],
+    ) -> Awaitable[Value]:
+        """Let the model call tools: generate an answer `name` with these tools, make its calls, all of one answer at
+        once, append their results, and so on until an answer has no call, or is cut off. Returns the Value of that.
+
+            answer = await s.run_tools("answer", [search, Tool(fetch, timeout=5)], max_tokens=512)
+
+        Arguments are converted to the types of the parameters; results that are no text become JSON. What is wrong with
+        a call, and an exception of its function, is told to the model as the call's result. Raises ProgramError if the
+        model calls tools in more than `max_rounds` answers, and as `value` does; TypeError and ValueError as `gen`."""
+        loop = ToolLoop(self, tools, Site.of(sys._getframe(1)))
+        return loop.run(name, sampling, max_rounds, **overrides)
+
     async def _call(self, call: Call, site: Site) -> Any:
         self._check_open()
         step = self._run and self._run.begin(self.path, "tool", call.tool.name, site)
@@ -271,8 +290,7 @@ class Branch:
                 raise problem
             raise error_at(site, self.path, problem)
         if (append := call.tool.append) is not None:
-            said = result if isinstance(result, str) else msgspec.json.encode(result).decode()
-            self._append(role(append, said), site)
+            self._append(role(append, as_text(result)), site)
         return result
 
     def _pause(self, seconds: float | None) -> None:

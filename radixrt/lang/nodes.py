@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack, cast
 
 import msgspec
 
+from radixrt.lang.functions import ToolLike, described_tools
 from radixrt.lang.misuse import unknown_fields
 from radixrt.lang.schema import grammar_of
 from radixrt.lang.values import kind_of
@@ -17,12 +18,23 @@ from radixrt.messages import Grammar, Sampling
 @dataclass(frozen=True, slots=True)
 class Gen:
     """Generated text, known as `name`. With `stream`, `Branch.stream(name)` yields it as it arrives. `schema` is the
-    one that it has to follow, as the program gave it."""
+    one that it has to follow, as the program gave it. `tools` are those of the chat from here on, in OpenAI's format;
+    None: those that it has."""
 
     name: str
     sampling: Sampling
     stream: bool = False
     schema: Any = None
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A message with the result of a call."""
+
+    content: str
+    call_id: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +55,10 @@ class Role:
     parts: tuple[str | Gen | Select, ...]
 
 
-Node = str | Gen | Select | Role
+Node = str | Gen | Select | Role | Result
 
 
-OWN = ("regex", "schema", "stream")
+OWN = ("regex", "schema", "stream", "tools")
 """What a gen has beside the fields of Sampling."""
 
 
@@ -82,6 +94,7 @@ def gen(
     stream: bool = False,
     regex: str | None = None,
     schema: Any = None,
+    tools: Sequence[ToolLike] | None = None,
     **overrides: Unpack[Fields],
 ) -> Gen:
     """Generate text by `sampling`, changed by `overrides` (fields of Sampling; `stop` may be one string).
@@ -89,6 +102,11 @@ def gen(
     The text can be constrained to a match of `regex`, or to JSON of `schema`: a JSON schema as a dict or as text ({}:
     any JSON), a msgspec Struct, a pydantic model or TypeAdapter, or another type that msgspec or pydantic knows;
     `Branch.parse(name)` converts it to an object. Other grammars are given as `grammar=Grammar("ebnf", ...)`.
+
+    `tools` are functions, or dicts in OpenAI's format, that the model may call: `await s.value(name)` has the
+    `tool_calls`, `content` and `reasoning` (`Branch.run_tools` makes the calls as well). The chat has them from here
+    on, and `tools=[]` takes them away; as they are at the beginning of the prompt, it is computed again where they
+    change. Of a function the model sees the name, the docstring and the annotated parameters.
 
     Raises TypeError for a field that there is not, which says what to write instead, and ValueError for regex and
     schema together."""
@@ -99,7 +117,8 @@ def gen(
         if "grammar" in overrides:
             raise ValueError(f"gen {name!r}: grammar cannot be followed beside regex or schema")
         overrides["grammar"] = grammar
-    return Gen(name, _changed(name, sampling, overrides), stream, schema)
+    described = None if tools is None else described_tools(f"gen {name!r}", tools)
+    return Gen(name, _changed(name, sampling, overrides), stream, schema, described)
 
 
 def _changed(name: str, sampling: Sampling, overrides: Mapping[str, object]) -> Sampling:

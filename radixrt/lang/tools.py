@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.threads import off_the_loop, outcome_of
 
@@ -52,6 +54,11 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     if name in parameters:
         return parameters[name].kind is not inspect.Parameter.POSITIONAL_ONLY
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def as_text(result: Any) -> str:
+    """The result of a call as a model gets it: text as it is, anything else as JSON."""
+    return result if isinstance(result, str) else msgspec.json.encode(result).decode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,14 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from radixrt.messages import (
     NO_TENANT,
     TOKEN_BYTES,
     AssistantTurnEnd,
     AssistantTurnStart,
+    ChatMessage,
     ChoiceSegment,
     GeneratedSegment,
     MessageSegment,
@@ -27,8 +30,9 @@ from radixrt.messages import (
     Segment,
     TextPrompt,
     TextSegment,
+    ToolsSegment,
 )
-from radixrt.router.programs.batch_render import as_chat, bulk_render
+from radixrt.router.programs.batch_render import as_chat, bulk_render, fields_of
 from radixrt.tokens import TextService
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.turns import Steps, finished
@@ -81,19 +85,32 @@ class Part(Piece):
 
 
 class Message(Piece):
-    """A complete message of a chat."""
+    """A complete message of a chat. `parsed` is another form of it, with calls and thoughts apart, until it is decided
+    which of them the template gets."""
 
-    __slots__ = ("fields",)
+    __slots__ = ("fields", "parsed")
 
-    def __init__(self, fields: dict[str, Any]) -> None:
-        super().__init__(0, sum(map(sys.getsizeof, fields.values())))
+    def __init__(self, fields: dict[str, Any], parsed: dict[str, Any] | None = None) -> None:
+        size = sum(map(sys.getsizeof, fields.values()))
+        super().__init__(0, 2 * size if parsed or "tool_calls" in fields else size)
         self.fields = fields
+        self.parsed = parsed
+
+
+class Tools(Piece):
+    """The tools of a chat."""
+
+    __slots__ = ("tools",)
+
+    def __init__(self, tools: list[dict[str, Any]]) -> None:
+        super().__init__(0, len(msgspec.msgpack.encode(tools)))
+        self.tools = tools
 
 
 class State:
     """All that was said up to some point. Immutable; states share their parts and messages."""
 
-    __slots__ = ("answer", "is_prompt", "encoded", "messages", "namespace", "open", "parts", "size")
+    __slots__ = ("answer", "is_prompt", "encoded", "messages", "namespace", "open", "parts", "size", "tools")
 
     def __init__(
         self,
@@ -104,11 +121,14 @@ class State:
         is_prompt: bool,
         namespace: Namespace | None,
         answer: GeneratedSegment | None = None,
+        tools: Sequence[Tools] = (),
     ) -> None:
         Piece.link(parts)
         Piece.link(messages)
         self.parts = parts
         self.messages = messages
+        self.tools = tools
+        """The last ones that were given, if any."""
         self.encoded = encoded
         """The number of parts that have been in a prompt."""
         self.open = open
@@ -121,13 +141,14 @@ class State:
         """An answer that was generated since, and is not among the parts yet: the next builder adds it."""
         # Computed once, because Python's strings grow when they are first encoded.
         answered = OVERHEAD + len(answer.ids) + sys.getsizeof(answer.text) if answer is not None else 0
+        answered += sys.getsizeof(answer.text) if answer is not None and answer.message is not None else 0
         self.size = OVERHEAD + 8 * (len(parts) + len(messages)) + sys.getsizeof(open) + answered
         """Bytes of the state itself, without its pieces."""
 
     @property
     def ends(self) -> Iterable[Piece]:
-        """The last part and the last message, from which all others can be reached by `before`."""
-        return (*self.parts[-1:], *self.messages[-1:])
+        """The last part and the last message, from which all others can be reached by `before`, and the tools."""
+        return (*self.parts[-1:], *self.messages[-1:], *self.tools)
 
     @property
     def chars(self) -> int:
@@ -153,6 +174,10 @@ class PromptBuilder:
         rendered  <user>hi</user><assistant>   Hello!        </assistant><user>more</user><assistant>
         parts     text                         token ids     text
 
+    An answer with calls or thoughts has two forms: as it was generated, and parsed, as other APIs give it to templates.
+    It stays as it is, with its ids, if the template writes the same after both of them; if it does not, or refuses the
+    first, it gets the parsed one.
+
     Where a template rewrites what was said before (drops thinking, trims), the parts from there on are replaced by one
     text: correct, but what was generated there is encoded again.
 
@@ -169,6 +194,9 @@ class PromptBuilder:
         self._open = None if state.open is None else [state.open]
         """See State.open; as a list of strings."""
         self._namespace = state.namespace
+        self._tools = state.tools
+        self._parsed: dict[str, Any] | None = None
+        """The open message, parsed, if it ends with an answer that has calls or thoughts."""
         self._matched = ("", 0, 0)
         """(a rendered chat, characters at its beginning that equal the text of the first parts, number of these
         parts)."""
@@ -179,7 +207,21 @@ class PromptBuilder:
         """The state of all that was said. The builder must not be used afterwards."""
         namespace = namespace or self._namespace
         open = None if self._open is None else "".join(self._open)
-        return State(self._parts, self._messages, self._encoded, open, self._is_prompt, namespace, answer)
+        return State(self._parts, self._messages, self._encoded, open, self._is_prompt, namespace, answer, self._tools)
+
+    @property
+    def is_chat(self) -> bool:
+        return self._open is not None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether an answer continues a message that has begun."""
+        return any(self._open or ())
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the chat template gets."""
+        return (self._tools[0].tools or None) if self._tools else None
 
     # ------------------------------------------------------------ adding
 
@@ -191,7 +233,8 @@ class PromptBuilder:
     def add_steps(self, transcript: Sequence[Segment]) -> Steps[None]:
         """`add` in steps."""
         open = None if self._open is None else "".join(self._open)
-        found = bulk_render(self._text, [message.fields for message in self._messages], open, transcript)
+        fields = [message.fields for message in self._messages]
+        found = bulk_render(self._text, fields, open, transcript, self.tools)
         prompts = iter([(found.text, end) for end in found.ends] if found else ())
         for count, (i, one) in enumerate(_joined(transcript), 1):
             if count % STEP_SEGMENTS == 0:
@@ -207,17 +250,21 @@ class PromptBuilder:
         match transcript:
             case TextSegment(text=text):
                 self._say(text)
-            case MessageSegment(role=role, content=content):
+            case ToolsSegment(tools=tools):
                 self._check_chat()
-                self._messages.append(Message({"role": role, "content": content}))
+                self._tools = [Tools(tools)]
+            case MessageSegment():
+                self._check_chat()
+                self._messages.append(Message(fields_of(transcript)))
             case AssistantTurnStart():
                 self._check_chat()
                 self._open = []
             case AssistantTurnEnd():
                 if self._open is None:
                     raise _OutOfPlace("no turn has begun")
-                self._messages.append(Message({"role": "assistant", "content": "".join(self._open)}))
-                self._open = None
+                said = {"role": "assistant", "content": "".join(self._open)}
+                self._messages.append(Message(said, self._parsed))
+                self._open = self._parsed = None
             case ChoiceSegment(text=text):
                 yield from self._end_prompt(rendered)
                 part = yield from self._encode(len(self._parts), Part(text))
@@ -230,7 +277,7 @@ class PromptBuilder:
 
     def _say(self, text: str) -> None:
         if self._open is not None:
-            self._open.append(text)
+            self._continue(text)
         elif self._messages:
             raise _OutOfPlace("text outside of a role, after messages")
         else:
@@ -243,6 +290,7 @@ class PromptBuilder:
             raise _OutOfPlace("a role, after text outside of roles")
 
     def _continue(self, text: str) -> None:
+        self._parsed = None
         if self._open is not None:
             self._open.append(text)
 
@@ -257,7 +305,10 @@ class PromptBuilder:
         if ids:
             self._append_ids(ids, answer.text[:kept])
         self._append_text(answer.text[kept:])
+        before = "".join(self._open or ())
         self._continue(answer.text)
+        if self._open is not None and answer.message is not None:
+            self._parsed = _parsed(before, answer.message)
         self._is_prompt = False
 
     def _append_ids(self, ids: bytes, text: str) -> None:
@@ -295,7 +346,7 @@ class PromptBuilder:
             return
         if self._open is not None:
             if rendered is None:
-                text = self._text.render(as_chat([message.fields for message in self._messages], "".join(self._open)))
+                text = self._rendered("".join(self._open))
                 rendered = text, len(text)
             self._match_rendered(*rendered)
         before = sum(len(part.ids or b"") for part in self._parts[: self._encoded]) if room else 0
@@ -303,6 +354,29 @@ class PromptBuilder:
             self._parts[i] = yield from self._encode(i, self._parts[i], room, before // TOKEN_BYTES)
             before += len(self._parts[i].ids or b"")
         self._encoded, self._is_prompt = len(self._parts), True
+
+    def _rendered(self, open: str) -> str:
+        """The chat as the template writes it. Decides on the form of messages that have two."""
+        plain = [message.fields for message in self._messages]
+        first = next((i for i, message in enumerate(self._messages) if message.parsed is not None), None)
+        if first is None:
+            return self._text.render(as_chat(plain, open, self.tools))
+        parsed = [message.parsed or message.fields for message in self._messages]
+        try:
+            text, problem = self._text.render(as_chat(plain, open, self.tools)), None
+        except FieldError as refused:
+            text, problem = "", refused
+        try:
+            other = self._text.render(as_chat(parsed, open, self.tools))
+        except FieldError:
+            if problem is not None:
+                raise problem from None
+            other = None
+        known = "".join(part.text for part in self._parts)
+        keeps = problem is None and (other is None or (text.startswith(known) and other.endswith(text[len(known) :])))
+        chosen = plain if keeps or other is None else parsed
+        self._messages[first:] = [Message(fields) for fields in chosen[first:]]
+        return other if chosen is parsed and other is not None else text
 
     def _match_rendered(self, rendered: str, end: int) -> None:
         """Keep the parts whose texts rendered[:end] begins with; the rest of it becomes one new part."""
@@ -343,6 +417,14 @@ def _joined(transcript: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
             yield texts[0][0], TextSegment("".join(text for _, text in texts))
         else:
             yield from group
+
+
+def _parsed(before: str, answer: ChatMessage) -> dict[str, Any] | None:
+    """The message of an answer that has calls or thoughts, and text `before` it; None for others."""
+    if not answer.tool_calls and not answer.reasoning:
+        return None
+    message = answer.to_openai()
+    return message | {"content": before + answer.content} if before else message
 
 
 class _OutOfPlace(ValueError):
