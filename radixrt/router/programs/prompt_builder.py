@@ -21,6 +21,7 @@ from radixrt.messages import (
     AssistantTurnEnd,
     AssistantTurnStart,
     ChatMessage,
+    ChatPrompt,
     ChoiceSegment,
     GeneratedSegment,
     MessageSegment,
@@ -85,16 +86,29 @@ class Part(Piece):
 
 
 class Message(Piece):
-    """A complete message of a chat. `parsed` is another form of it, with calls and thoughts apart, until it is decided
-    which of them the template gets."""
+    """A complete message of a chat, as the template gets it."""
 
-    __slots__ = ("fields", "parsed")
+    __slots__ = ("fields",)
 
-    def __init__(self, fields: dict[str, Any], parsed: dict[str, Any] | None = None) -> None:
-        size = sum(map(sys.getsizeof, fields.values()))
-        super().__init__(0, 2 * size if parsed or "tool_calls" in fields else size)
+    def __init__(self, fields: dict[str, Any]) -> None:
+        super().__init__(0, sum(map(sys.getsizeof, fields.values())))
         self.fields = fields
+
+
+class Answer(Message):
+    """A message that ends with a generated answer in which there are calls or thoughts. The template has not written it
+    yet, and may write it as it was generated (`fields`) or `parsed`."""
+
+    __slots__ = ("end", "parsed", "part")
+
+    def __init__(self, text: str, parsed: dict[str, Any], part: int, end: str) -> None:
+        super().__init__({"role": "assistant", "content": text})
+        self.size += sys.getsizeof(text)
         self.parsed = parsed
+        self.part = part
+        """The index of the part with its ids."""
+        self.end = end
+        """The text of the token that ended it; "" if none did."""
 
 
 class Tools(Piece):
@@ -174,9 +188,8 @@ class PromptBuilder:
         rendered  <user>hi</user><assistant>   Hello!        </assistant><user>more</user><assistant>
         parts     text                         token ids     text
 
-    An answer with calls or thoughts has two forms: as it was generated, and parsed, as other APIs give it to templates.
-    It stays as it is, with its ids, if the template writes the same after both of them; if it does not, or refuses the
-    first, it gets the parsed one.
+    The template gets an answer with calls or thoughts parsed, as it does from other APIs. What it writes for that is
+    then the text of the part, which keeps its ids.
 
     Where a template rewrites what was said before (drops thinking, trims), the parts from there on are replaced by one
     text: correct, but what was generated there is encoded again.
@@ -195,8 +208,8 @@ class PromptBuilder:
         """See State.open; as a list of strings."""
         self._namespace = state.namespace
         self._tools = state.tools
-        self._parsed: dict[str, Any] | None = None
-        """The open message, parsed, if it ends with an answer that has calls or thoughts."""
+        self._answer: tuple[dict[str, Any], int, str] | None = None
+        """If the open message ends with an answer that has calls or thoughts: its `parsed`, `part` and `end`."""
         self._matched = ("", 0, 0)
         """(a rendered chat, characters at its beginning that equal the text of the first parts, number of these
         parts)."""
@@ -262,9 +275,11 @@ class PromptBuilder:
             case AssistantTurnEnd():
                 if self._open is None:
                     raise _OutOfPlace("no turn has begun")
-                said = {"role": "assistant", "content": "".join(self._open)}
-                self._messages.append(Message(said, self._parsed))
-                self._open = self._parsed = None
+                said = "".join(self._open)
+                self._messages.append(
+                    Answer(said, *self._answer) if self._answer else Message({"role": "assistant", "content": said})
+                )
+                self._open = self._answer = None
             case ChoiceSegment(text=text):
                 yield from self._end_prompt(rendered)
                 part = yield from self._encode(len(self._parts), Part(text))
@@ -290,7 +305,7 @@ class PromptBuilder:
             raise _OutOfPlace("a role, after text outside of roles")
 
     def _continue(self, text: str) -> None:
-        self._parsed = None
+        self._answer = None
         if self._open is not None:
             self._open.append(text)
 
@@ -308,7 +323,8 @@ class PromptBuilder:
         before = "".join(self._open or ())
         self._continue(answer.text)
         if self._open is not None and answer.message is not None:
-            self._parsed = _parsed(before, answer.message)
+            if (parsed := _parsed(before, answer.message)) is not None:
+                self._answer = parsed, len(self._parts) - 1, self._text.token_text(answer.stop)
         self._is_prompt = False
 
     def _append_ids(self, ids: bytes, text: str) -> None:
@@ -356,27 +372,61 @@ class PromptBuilder:
         self._encoded, self._is_prompt = len(self._parts), True
 
     def _rendered(self, open: str) -> str:
-        """The chat as the template writes it. Decides on the form of messages that have two."""
+        """The chat as the template writes it. It gets answers parsed, as it expects them, unless it refuses that; their
+        parts then have the text that it writes for them, so that they keep their ids."""
         plain = [message.fields for message in self._messages]
-        first = next((i for i, message in enumerate(self._messages) if message.parsed is not None), None)
+        first = next((i for i, message in enumerate(self._messages) if isinstance(message, Answer)), None)
         if first is None:
             return self._text.render(as_chat(plain, open, self.tools))
-        parsed = [message.parsed or message.fields for message in self._messages]
+        parsed = [message.parsed if isinstance(message, Answer) else message.fields for message in self._messages]
         try:
-            text, problem = self._text.render(as_chat(plain, open, self.tools)), None
-        except FieldError as refused:
-            text, problem = "", refused
-        try:
-            other = self._text.render(as_chat(parsed, open, self.tools))
+            chat = self._text.render(as_chat(parsed, open, self.tools))
         except FieldError:
-            if problem is not None:
-                raise problem from None
-            other = None
-        known = "".join(part.text for part in self._parts)
-        keeps = problem is None and (other is None or (text.startswith(known) and other.endswith(text[len(known) :])))
-        chosen = plain if keeps or other is None else parsed
-        self._messages[first:] = [Message(fields) for fields in chosen[first:]]
-        return other if chosen is parsed and other is not None else text
+            parsed, chat = plain, self._text.render(as_chat(plain, open, self.tools))
+        else:
+            self._respell(chat, plain, parsed, open)
+        self._messages[first:] = map(Message, parsed[first:])  # new ones: states share the others
+        return chat
+
+    def _respell(self, chat: str, plain: list[dict[str, Any]], parsed: list[dict[str, Any]], open: str) -> None:
+        """Give the part of the last Answer the text that the template writes for it in `chat`, if that is found.
+
+        parts   before | generated |
+        plain   before   generated   after       the chat, with the answer as it was generated
+        chat    before   written     after
+        """
+        index, answer = next((i, one) for i, one in enumerate(self._messages[::-1]) if isinstance(one, Answer))
+        part = self._parts[-1]
+        before = "".join(one.text for one in self._parts[:-1])
+        if answer.part != len(self._parts) - 1 or not isinstance(part, Generated) or not chat.startswith(before):
+            return
+        end = self._after_plain(chat, as_chat(plain, open, self.tools), before + part.text)
+        if end is None:
+            until = as_chat(parsed[: len(parsed) - index], "", self.tools)
+            end = self._after_parsed(chat, until, answer, len(before))
+        if end is not None and end >= len(before):
+            self._parts[-1] = Generated(chat[len(before) : end], part.ids)
+
+    def _after_plain(self, chat: str, plain: ChatPrompt, known: str) -> int | None:
+        """Where what comes after an answer begins in `chat`: it is the same in a `plain` one."""
+        try:
+            text = self._text.render(plain)
+        except FieldError:
+            return None
+        return (
+            len(chat) - len(text) + len(known) if text.startswith(known) and chat.endswith(text[len(known) :]) else None
+        )
+
+    def _after_parsed(self, chat: str, until: ChatPrompt, answer: Answer, begin: int) -> int | None:
+        """The same by the token that ended the answer, with which the chat `until` there ends. None if the template has
+        dropped its thoughts."""
+        try:
+            text = self._text.render(until, answer_next=False)
+        except FieldError:
+            return None
+        end = text.rfind(answer.end, begin) if answer.end else -1
+        keeps = end >= 0 and answer.parsed.get("reasoning_content", "").strip() in text[begin:end]
+        return end if keeps and chat.startswith(text) else None
 
     def _match_rendered(self, rendered: str, end: int) -> None:
         """Keep the parts whose texts rendered[:end] begins with; the rest of it becomes one new part."""
