@@ -16,8 +16,9 @@
     debate.run(client, question="...")        # or: await debate(async_client, question="...")
 
 Also: `race` takes the first branch with an acceptable result and stops the others, `s.tool(f, ...)` calls a function
-while the branch waits, `await other(s, ...)` runs another program on the branch, `with s.budget(tokens=...,
-seconds=...)` limits what a part of the program may spend, and `with trace() as t` records what was done and when.
+while the branch waits, `s.run_tools("answer", [f, g])` lets the model call functions until it answers, `await other(s,
+...)` runs another program on the branch, `with s.budget(tokens=..., seconds=...)` limits what a part of the program may
+spend, and `with trace() as t` records what was done and when.
 
 The nodes of a branch are executed in order by one task; `+=` never waits. What was said so far is a state at the
 server, in token ids: each request sends only what is new, a fork is one message, and generated text keeps its token ids

@@ -23,8 +23,11 @@ from radixrt import (
     trace,
     user,
 )
+from radixrt.client.local import LocalStack
+from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.messages import ChatPrompt, ToolCall, ToolsSegment
-from tests.frontend.scripted import Model, scripted
+from radixrt.worker import setup
+from tests.frontend.scripted import Model, Script, make_family, scripted
 
 QUESTION = [{"role": "user", "content": "How warm is it in Oslo?"}]
 
@@ -291,6 +294,25 @@ def test_tools_stay_in_the_chat_and_are_sent_once(hermes, client):
         for branch in (one, other)
     ]
     assert declared == [1, 2]
+
+
+def test_a_server_that_keeps_no_states_gets_tools_and_calls_again(hermes, client, tmp_path, monkeypatch):
+    make_family(tmp_path, "hermes")
+    script = Script(vocab_size=512, num_pages=1 << 14)
+    monkeypatch.setattr(setup, "make_runner", lambda config: script)
+    names = {"model": str(tmp_path), "served_model_name": "m"}
+    config = StackConfig(
+        resolve(RouterConfig(**names, state_bytes=0)),
+        WorkerConfig(**names, fake="0,0", jump_forward=False),
+        FrontendConfig(),
+    )
+    texts = [CALLS["hermes"], "It is 7 degrees.", "Bye."]
+    hermes.says(*texts)
+    script.texts = hermes.script.texts.copy()
+    with LocalStack(config) as stack, Client(stack.address) as other, trace() as traced:
+        assert agent.run(other, [weather]) == agent.run(client, [weather])
+    forgetful, usual = ([s.usage.prompt_tokens for s in run.steps if s.kind == "gen"] for run in traced.runs)
+    assert forgetful == usual
 
 
 def test_tools_of_a_gen_are_checked():

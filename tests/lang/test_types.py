@@ -16,7 +16,7 @@ BEHIND = "radixrt.client.local,radixrt.wire.*,httpx.*,numpy.*,zmq.*,pydantic.*,r
 USER = textwrap.dedent("""
     from typing import reveal_type
 
-    from radixrt import AsyncClient, Branch, Client, SyncBranch, Tool, gen, program, user
+    from radixrt import AsyncClient, Branch, ChatPrompt, Client, SyncBranch, Tool, assistant, gen, program, user
 
     @program
     def ask(s: SyncBranch, question: str, tries: int = 1) -> str:
@@ -30,6 +30,9 @@ USER = textwrap.dedent("""
         reveal_type(await s["n"])  # str
         reveal_type(ask(s, text))  # Coroutine[Any, Any, str]
         reveal_type(await s.tool(len, text))  # int
+        reveal_type((await s.run_tools("n", [fetch], temperature=0)).tool_calls)  # list[ToolCall]
+        s += assistant(gen("n", tools=[fetch, {"type": "function"}, Tool(fetch, timeout=1)]))
+        s += gen("n", tools=["fetch"])  # error: list-item
         reveal_type(await s.tool(fetch, text, timeout=5, append="tool"))  # float
         s.tool(len, text, timeout="5")  # error: call-overload
         return int(await ask(s, text, tries=2))
@@ -55,6 +58,7 @@ USER = textwrap.dedent("""
     reveal_type(ask.run_batch([{"question": "x"}], client))  # list[str]
     reveal_type(ask.run_batch([], return_exceptions=True))  # list[str | BaseException]
     reveal_type(client.generate("x").text)  # str
+    reveal_type(client.generate(ChatPrompt([], [{"type": "function"}])).tool_calls[0].arguments)  # str
 
     async def main(aio: AsyncClient) -> None:
         reveal_type(await ask(aio, "x"))  # str

@@ -21,6 +21,7 @@ from radixrt.messages import (
     ToolsSegment,
 )
 from radixrt.router.programs.prompt_builder import NOTHING, PromptBuilder
+from radixrt.router.programs.state_store import Key, ProgramStateStore
 from radixrt.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
 
@@ -71,7 +72,12 @@ def test_an_answer_with_calls_keeps_its_ids_in_what_the_template_writes_for_it(s
     builder.add([GeneratedSegment(ids, text, end, Sampling(), message), AssistantTurnEnd()])
     builder.add([MessageSegment("tool", "7 degrees", "abcdefghi", "warm"), AssistantTurnStart()])
     state = builder.state()  # as a fork does
-    first, second = (PromptBuilder(state, service).prompt() for _ in range(2))
+    builders = [PromptBuilder(state, service) for _ in range(2)]
+    first, second = (builder.prompt() for builder in builders)
+    store = ProgramStateStore(1 << 20)
+    for number, one in enumerate([state, *(builder.state() for builder in builders)], 1):
+        store.put(Key("t", "scope", number), one)
+        store.check()
     assert first == second and first.startswith(before + ids[:-4]), "all that was generated is found again"
     result = {"role": "tool", "content": "7 degrees", "tool_call_id": "abcdefghi", "name": "warm"}
     written = service.render(ChatPrompt([QUESTION, message.to_openai(), result], TOOLS))
@@ -79,8 +85,8 @@ def test_an_answer_with_calls_keeps_its_ids_in_what_the_template_writes_for_it(s
     assert "7 degrees" in after and written.endswith(after), "what comes after it is as the template writes it"
 
 
-def test_a_later_turn_is_what_the_template_writes(said):
-    """Also where it refuses results after an answer without calls, and drops thoughts of earlier turns."""
+def test_what_was_said_stays_in_order_in_later_turns(said):
+    """Also where the template refuses results after an answer without calls."""
     service, text, ids, end = said
     message = ChatMessage("", "", [ToolCall("abcdefghi", "warm", '{"city": "Oslo"}')])
     builder = PromptBuilder(NOTHING, service)
