@@ -186,8 +186,10 @@ class Branch:
         does, and ValueError in a program that uses roles."""
         return (await self.wait())._speaker.history.text()
 
-    async def messages(self) -> list[dict[str, str]]:
-        """As `text`, for a program that uses roles: `role` and `content` of each message."""
+    async def messages(self) -> list[dict[str, Any]]:
+        """As `text`, for a program that uses roles: `role` and `content` of each message, in OpenAI's format, and the
+        `tool_calls` and `tool_call_id` of calls and results. An answer without calls is as it was generated, with its
+        thoughts."""
         return (await self.wait())._speaker.history.messages()
 
     async def wait(self) -> Self:

@@ -9,6 +9,7 @@ from radixrt.lang.nodes import Result
 from radixrt.messages import (
     AssistantTurnEnd,
     AssistantTurnStart,
+    ChatMessage,
     ChoiceSegment,
     GeneratedSegment,
     MessageSegment,
@@ -64,19 +65,23 @@ class History:
     def has_roles(self) -> bool:
         return bool(self._roles)
 
-    def messages(self) -> list[dict[str, str]]:
-        """`role` and `content` of each message, the open one included. Raises ValueError in a program without roles."""
+    def messages(self) -> list[dict[str, Any]]:
+        """All messages, the open one included, in OpenAI's format. Raises ValueError in a program without roles."""
         if self._roles is False:
             raise ValueError("messages, in a program without roles: it has text")
-        found: list[dict[str, str]] = []
+        found: list[dict[str, Any]] = []
         for one in self._transcript:
             match one:
                 case MessageSegment(role=role, content=content):
-                    found.append({"role": role, "content": content})
+                    result = {"tool_call_id": one.tool_call_id} if one.tool_call_id else {}
+                    found.append({"role": role, "content": content, **result})
                 case AssistantTurnStart():
                     found.append({"role": "assistant", "content": ""})
+                case GeneratedSegment(message=ChatMessage(tool_calls=[_, *_]) as said):
+                    before = found[-1]["content"] or ""
+                    found[-1] |= said.to_openai() | {"content": before + said.content or None}
                 case TextSegment(text=text) | ChoiceSegment(text=text) | GeneratedSegment(text=text):
-                    found[-1]["content"] += text
+                    found[-1]["content"] = (found[-1]["content"] or "") + text
         return found
 
     def text(self) -> str:

@@ -75,7 +75,7 @@ class SyncBranch:
         """See Branch.text."""
         return self._wait(self._branch.text())
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """See Branch.messages."""
         return self._wait(self._branch.messages())
 

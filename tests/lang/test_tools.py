@@ -151,6 +151,7 @@ async def agent(s: Branch, tools: list) -> tuple[str, str]:
     await s.wait()
     messages = await s.messages()
     assert [one["role"] for one in messages] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert messages[1]["tool_calls"][0]["id"] == messages[2]["tool_call_id"] and messages[1]["content"] is None
     return value.content, messages[2]["content"]
 
 
