@@ -13,9 +13,18 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from radixrt.client.prompts import Completion, PromptLike, TextLike, WholePromptLike, as_prompt, token_bytes, token_list
+from radixrt.client.prompts import (
+    Completion,
+    Options,
+    PromptLike,
+    TextLike,
+    WholePromptLike,
+    as_prompt,
+    token_bytes,
+    token_list,
+)
 from radixrt.client.transports import CONNECT_SECONDS, Answer, HttpTransport, ServerError, Transport, ZmqTransport
 from radixrt.messages import (
     Ask,
@@ -157,7 +166,9 @@ class AsyncClient:
 
     # ------------------------------------------------------------ generation
 
-    async def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Completion:
+    async def generate(
+        self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Unpack[Options]
+    ) -> Completion:
         """One continuation of a prompt (text, token ids or chat messages). Options as for `generate_n`.
 
         An answer to a chat is parsed by the model's own format: `content`, `reasoning`, and the `tool_calls` of the

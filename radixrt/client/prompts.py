@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, TypeGuard, cast, overload
+from typing import Any, TypedDict, TypeGuard, cast, overload
 
 import msgspec
 
@@ -13,6 +13,7 @@ from radixrt.messages import (
     ChatPrompt,
     Delta,
     FinishReason,
+    Origin,
     PartsPrompt,
     Prompt,
     StatePrompt,
@@ -26,6 +27,15 @@ from radixrt.messages import (
 TextLike = str | Sequence[int] | TextPrompt | TokenPrompt
 WholePromptLike = TextLike | Sequence[dict[str, Any]] | Prompt
 PromptLike = WholePromptLike | StatePrompt
+
+
+class Options(TypedDict, total=False):
+    """What every request of a client may have; see `AsyncClient.generate_n`."""
+
+    model: str
+    origin: Origin
+    cache_salt: str
+    priority: int
 
 
 class Parsed:

@@ -64,6 +64,7 @@ USER = textwrap.dedent("""
         reveal_type(await ask(aio, "x"))  # str
         reveal_type(await count.batch(aio, [{"text": "x"}]))  # list[int]
 
+    client.generate("x", max_tokens=16)  # error: call-arg
     ask.run(1, 2, nonsense=3)  # error: call-overload
     ask.run()  # error: call-overload
     count.run(client, 1)  # error: call-overload

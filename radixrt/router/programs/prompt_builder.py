@@ -276,9 +276,8 @@ class PromptBuilder:
                 if self._open is None:
                     raise _OutOfPlace("no turn has begun")
                 said = "".join(self._open)
-                self._messages.append(
-                    Answer(said, *self._answer) if self._answer else Message({"role": "assistant", "content": said})
-                )
+                plain = {"role": "assistant", "content": said}
+                self._messages.append(Answer(said, *self._answer) if self._answer else Message(plain))
                 self._open = self._answer = None
             case ChoiceSegment(text=text):
                 yield from self._end_prompt(rendered)
@@ -385,7 +384,7 @@ class PromptBuilder:
             parsed, chat = plain, self._text.render(as_chat(plain, open, self.tools))
         else:
             self._respell(chat, plain, parsed, open)
-        self._messages[first:] = map(Message, parsed[first:])  # new ones: states share the others
+        self._messages[first:] = map(Message, parsed[first:])  # new ones, since states share those
         return chat
 
     def _respell(self, chat: str, plain: list[dict[str, Any]], parsed: list[dict[str, Any]], open: str) -> None:
@@ -413,9 +412,8 @@ class PromptBuilder:
             text = self._text.render(plain)
         except FieldError:
             return None
-        return (
-            len(chat) - len(text) + len(known) if text.startswith(known) and chat.endswith(text[len(known) :]) else None
-        )
+        after = text.removeprefix(known)
+        return len(chat) - len(after) if text.startswith(known) and chat.endswith(after) else None
 
     def _after_parsed(self, chat: str, until: ChatPrompt, answer: Answer, begin: int) -> int | None:
         """The same by the token that ended the answer, with which the chat `until` there ends. None if the template has

@@ -65,9 +65,8 @@ class ParsedChoice:
     def __init__(self, output: Output, tokenizer: Tokenizer | None, sampling: Sampling) -> None:
         self._parser = output.parser()
         self._message = AssistantMessage()
-        self._output = (
-            OutputProcessor(tokenizer, output.shown(sampling), output.hidden_ids) if output.hidden_ids else None
-        )
+        shown = output.shown(sampling)
+        self._output = OutputProcessor(tokenizer, shown, output.hidden_ids) if output.hidden_marks else None
         """Decodes for the parser, if it needs marks that are no text for the client."""
 
     def take(self, delta: Delta) -> None:
