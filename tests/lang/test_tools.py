@@ -136,6 +136,23 @@ def test_an_invalid_tool_is_named(thinking):
         client.generate(ChatPrompt(QUESTION, [{"type": "function", "function": {}}]), Sampling(max_tokens=5))
 
 
+def test_a_strict_tool_has_a_grammar(thinking):
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    with Client(thinking.router) as client:
+        thinking.says(CALLS["hermes"])
+        done = client.generate(ChatPrompt(QUESTION, [strict]), Sampling(max_tokens=200))
+        kind, form = thinking.grammar
+    assert kind == "structural_tag" and '"weather' in str(form)
+    assert [call.name for call in done.tool_calls] == ["weather"]
+
+
+def test_each_choice_is_parsed(thinking):
+    with Client(thinking.router) as client:
+        thinking.says(CALLS["hermes"], CALLS["hermes"])
+        both = client.generate_n(ChatPrompt(QUESTION, [WEATHER]), 2, Sampling(max_tokens=200))
+    assert [[call.name for call in done.tool_calls] for done in both] == [["weather"], ["weather"]]
+
+
 # ---------------------------------------------------------------- programs
 
 
@@ -165,6 +182,22 @@ def test_a_loop_calls_tools_until_there_is_no_call(family, transport):
     if name != "harmony":  # its template is known here without the token that ends a call
         assert reused >= 0, "the call has the ids that were generated"
         assert end.cached_tokens >= answer.prompt_tokens + answer.completion_tokens - 2
+
+
+def test_a_program_gets_thoughts_apart(thinking):
+    @program
+    async def thinks(s: Branch) -> list:
+        s += user("Is it cold?")
+        s += assistant(gen("first", max_tokens=200))
+        s += user("Is it?")
+        s += assistant(gen("second", max_tokens=200, stream=True))
+        return [await s.value("first"), await s.value("second")]
+
+    thinking.says("<think>\nOslo is cold.\n</think>\n\nIt is cold.", "It is.")
+    with Client(thinking.router) as client:
+        first, second = thinks.run(client)
+    assert (first.content, first.reasoning.strip(), second.content) == ("It is cold.", "Oslo is cold.", "It is.")
+    assert second.usage.cached_tokens >= first.usage.prompt_tokens + first.usage.completion_tokens - 2
 
 
 @pytest.fixture(scope="module")
