@@ -93,10 +93,10 @@ def test_what_was_said_stays_in_order_in_later_turns(said):
     builder.add([ToolsSegment(TOOLS), MessageSegment("user", QUESTION["content"]), AssistantTurnStart()])
     builder.add([GeneratedSegment(ids, text, end, Sampling(), message), AssistantTurnEnd()])
     builder.add([MessageSegment("tool", "7 degrees", "abcdefghi", "warm"), AssistantTurnStart()])
-    answer = service.encode_part(TextPrompt("It is warm."))
-    builder.add(
-        [GeneratedSegment(answer, "It is warm.", None, Sampling(), ChatMessage("It is warm.")), AssistantTurnEnd()]
-    )
+    last = "finalIt is warm." if "commentary" in text else "It is warm."
+    answer = service.encode_part(TextPrompt(last))
+    builder.add([GeneratedSegment(answer, last, None, Sampling(), ChatMessage("It is warm.")), AssistantTurnEnd()])
     builder.add([MessageSegment("user", "Thanks."), AssistantTurnStart()])
     prompt = service.decode_now(builder.prompt(), skip_special_tokens=False)
     assert prompt.index("How warm is it?") < prompt.index("7 degrees") < prompt.index("It is warm.")
+    assert "finalIt" not in prompt, "channels are the template's to write"

@@ -96,8 +96,8 @@ class Message(Piece):
 
 
 class Answer(Message):
-    """A message that ends with a generated answer in which there are calls or thoughts. The template has not written it
-    yet, and may write it as it was generated (`fields`) or `parsed`."""
+    """A message that ends with a generated answer that is more than its content: calls, thoughts, channels. The
+    template has not written it yet, and may write it as it was generated (`fields`) or `parsed`."""
 
     __slots__ = ("end", "parsed", "part")
 
@@ -188,8 +188,8 @@ class PromptBuilder:
         rendered  <user>hi</user><assistant>   Hello!        </assistant><user>more</user><assistant>
         parts     text                         token ids     text
 
-    The template gets an answer with calls or thoughts parsed, as it does from other APIs. What it writes for that is
-    then the text of the part, which keeps its ids.
+    The template gets an answer with calls, thoughts or channels parsed, as it does from other APIs. What it writes for
+    that is then the text of the part, which keeps its ids.
 
     Where a template rewrites what was said before (drops thinking, trims), the parts from there on are replaced by one
     text: correct, but what was generated there is encoded again.
@@ -209,7 +209,7 @@ class PromptBuilder:
         self._namespace = state.namespace
         self._tools = state.tools
         self._answer: tuple[dict[str, Any], int, str] | None = None
-        """If the open message ends with an answer that has calls or thoughts: its `parsed`, `part` and `end`."""
+        """If the open message ends with an answer that is more than its content: its `parsed`, `part` and `end`."""
         self._matched = ("", 0, 0)
         """(a rendered chat, characters at its beginning that equal the text of the first parts, number of these
         parts)."""
@@ -322,7 +322,7 @@ class PromptBuilder:
         before = "".join(self._open or ())
         self._continue(answer.text)
         if self._open is not None and answer.message is not None:
-            if (parsed := _parsed(before, answer.message)) is not None:
+            if (parsed := _parsed(before, answer.message, answer.text)) is not None:
                 self._answer = parsed, len(self._parts) - 1, self._text.token_text(answer.stop)
         self._is_prompt = False
 
@@ -467,9 +467,9 @@ def _joined(transcript: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
             yield from group
 
 
-def _parsed(before: str, answer: ChatMessage) -> dict[str, Any] | None:
-    """The message of an answer that has calls or thoughts, and text `before` it; None for others."""
-    if not answer.tool_calls and not answer.reasoning:
+def _parsed(before: str, answer: ChatMessage, text: str) -> dict[str, Any] | None:
+    """The message of an answer with text `before` it; None for one that is its `text` alone."""
+    if not answer.tool_calls and answer.content.strip() == text.strip():
         return None
     message = answer.to_openai()
     return message | {"content": before + answer.content} if before else message

@@ -14,6 +14,7 @@ import msgspec
 
 from radixrt.messages import (
     NO_TENANT,
+    TOKEN_BYTES,
     ChatPrompt,
     Delta,
     Deltas,
@@ -178,7 +179,7 @@ class TextStreams:
         delta.text = choice.output.take(delta)
         if choice.parsed is not None:
             choice.parsed.take(delta)
-        stop = choice.output.stop
+        stop: str | int | None = choice.output.stop
         ends_here = stop is not None or (delta.finish is None and choice.parsed is not None and choice.parsed.full)
         if not ends_here:
             return []
@@ -187,6 +188,8 @@ class TextStreams:
             delta.usage, effects = self._core.stop_choice(client, delta.id, delta.index, choice.output.past)
             if delta.usage is None:  # the request failed in the same step: its Error follows
                 return []
+        if stop is None and delta.ids:  # the token after which nothing comes in this format
+            stop = int.from_bytes(delta.ids[-TOKEN_BYTES:], "little")
         delta.finish, delta.stop = "stop", stop
         return effects
 
