@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from radixrt.lang.plain import SyncBranch
     from radixrt.lang.program import Program, program, use_client
     from radixrt.lang.race import race
+    from radixrt.lang.tools import Tool
     from radixrt.lang.trace import Trace, trace
     from radixrt.lang.values import Value
     from radixrt.messages import ChatPrompt, Grammar, Origin, PartsPrompt, Sampling, TextPrompt, TokenPrompt, Usage
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncClient", "Branch", "Budget", "BudgetExceeded", "ChatPrompt", "Client", "Completion", "Grammar", "NoWinner",
     "Origin", "PartsPrompt", "Program", "ProgramError", "Sampling", "ServerError", "SyncBranch", "TextPrompt",
-    "TokenPrompt", "Trace", "Usage", "Value", "assistant", "gen", "join", "program", "race", "role", "select", "system",
-    "trace", "use_client", "user",
+    "TokenPrompt", "Tool", "Trace", "Usage", "Value", "assistant", "gen", "join", "program", "race", "role", "select",
+    "system", "trace", "use_client", "user",
 ]  # fmt: skip
 _HOME = (
     dict.fromkeys(__all__, "radixrt.lang")

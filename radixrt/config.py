@@ -76,9 +76,17 @@ SHUTDOWN = (
     "a process that is told to stop finishes the requests in flight, and refuses new ones (503), for at most so many "
     "seconds (0: it ends at once); so long has a drained worker, before its requests continue elsewhere"
 )
+TOOL_CALL_PARSER = (
+    "format of the model's tool calls: auto, none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, "
+    "deepseek_v31, deepseek_v32, kimi_k2, glm45, glm47, minimax_m2, seed_oss, granite, phi4_mini_json, "
+    "nemotron_json, olmo3, pythonic, lfm2, gemma4, cohere_command, apertus, hy_v3, hunyuan_a13b, solar_open, "
+    "openai (gpt-oss' channels)"
+)
+REASONING_PARSER = (
+    "format of the model's thinking: auto, none, deepseek_r1, qwen3, glm45, minimax_m2, mistral, seed_oss, "
+    "olmo3, gemma4, cohere_command, apertus, hy_v3, solar_open, openai_gptoss"
+)
 KEEP_THINKING = "keep the thinking of earlier answers in the prompt even if the chat template drops it"
-
-
 SPLIT_SPECIAL = (
     "encode the text of special tokens in messages as text, so that no tool's result ends its turn or begins another"
 )
@@ -242,6 +250,8 @@ class RouterConfig:
     session_tokens: int = setting(4_000_000, SESSION_TOKENS, least=0)
     keep_thinking: bool = setting(False, KEEP_THINKING)
     split_special_tokens: bool = setting(True, SPLIT_SPECIAL)
+    tool_call_parser: str = setting("auto", TOOL_CALL_PARSER)
+    reasoning_parser: str = setting("auto", REASONING_PARSER)
     state_bytes: int = setting(
         256 << 20,
         "memory of the router for states of programs (0: programs send their whole history each time)",
@@ -296,18 +306,8 @@ class FrontendConfig:
         0, "most tokens of prompt and output together (0: the router's limit)", least=0, most=MAX_TOKENS
     )
     tokenizer_threads: int = setting(2, "threads for tokenization", least=1, most=1 << 10)
-    tool_call_parser: str = setting(
-        "auto",
-        "format of the model's tool calls: auto, none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, "
-        "deepseek_v31, deepseek_v32, kimi_k2, glm45, glm47, minimax_m2, seed_oss, granite, phi4_mini_json, "
-        "nemotron_json, olmo3, pythonic, lfm2, gemma4, cohere_command, apertus, hy_v3, hunyuan_a13b, solar_open, "
-        "openai (gpt-oss' channels)",
-    )
-    reasoning_parser: str = setting(
-        "auto",
-        "format of the model's thinking: auto, none, deepseek_r1, qwen3, glm45, minimax_m2, mistral, seed_oss, "
-        "olmo3, gemma4, cohere_command, apertus, hy_v3, solar_open, openai_gptoss",
-    )
+    tool_call_parser: str = setting("auto", TOOL_CALL_PARSER)
+    reasoning_parser: str = setting("auto", REASONING_PARSER)
     generation_config: str = setting(
         "auto", "sampling defaults: auto (the model's generation_config.json), none (OpenAI's defaults)"
     )

@@ -61,6 +61,11 @@ def test_the_program(addresses):
     assert "Mia Bren" in said
 
 
+def test_the_tools(addresses):
+    said = run(block("run_tools"), "-m", "radixrt", "run", "--url", addresses[0], addresses=addresses)
+    assert "147" in said
+
+
 def test_curl(addresses):
     import httpx
 

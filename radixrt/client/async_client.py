@@ -13,9 +13,18 @@ import asyncio
 import concurrent.futures
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from radixrt.client.prompts import Completion, PromptLike, TextLike, WholePromptLike, as_prompt, token_bytes, token_list
+from radixrt.client.prompts import (
+    Completion,
+    Options,
+    PromptLike,
+    TextLike,
+    WholePromptLike,
+    as_prompt,
+    token_bytes,
+    token_list,
+)
 from radixrt.client.transports import CONNECT_SECONDS, Answer, HttpTransport, ServerError, Transport, ZmqTransport
 from radixrt.messages import (
     Ask,
@@ -157,8 +166,14 @@ class AsyncClient:
 
     # ------------------------------------------------------------ generation
 
-    async def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Completion:
-        """One continuation of a prompt (text, token ids or chat messages). Options as for `generate_n`."""
+    async def generate(
+        self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Unpack[Options]
+    ) -> Completion:
+        """One continuation of a prompt (text, token ids or chat messages). Options as for `generate_n`.
+
+        An answer to a chat is parsed by the model's own format: `content`, `reasoning`, and the `tool_calls` of the
+        tools in a `ChatPrompt(messages, tools)`, both in OpenAI's format; `to_openai()` is the message for the next
+        prompt."""
         return (await self.generate_n(prompt, 1, sampling, **options))[0]
 
     async def generate_n(
@@ -195,8 +210,8 @@ class AsyncClient:
         cache_salt: str = "",
         priority: int = 0,
     ) -> AsyncGenerator[Delta, None]:
-        """Deltas as they arrive; the last one of a choice has `finish` and `usage`. Closing the iterator cancels the
-        request."""
+        """Deltas as they arrive; the last one of a choice has `finish` and `usage`, and of a chat the parsed `message`.
+        Closing the iterator cancels the request."""
         open_choices = max(n, 1)  # see generate_n
         request = self._generate(
             prompt, n, sampling, True, model=model, origin=origin, cache_salt=cache_salt, priority=priority

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from radixrt.client.async_client import AsyncClient
 from radixrt.client.event_loop_thread import EventLoopThread
-from radixrt.client.prompts import Completion, PromptLike, TextLike, WholePromptLike, as_prompt, token_bytes, token_list
+from radixrt.client.prompts import (
+    Completion,
+    Options,
+    PromptLike,
+    TextLike,
+    WholePromptLike,
+    as_prompt,
+    token_bytes,
+    token_list,
+)
 from radixrt.client.transports import CONNECT_SECONDS, ServerError
 from radixrt.messages import ChatPrompt, Delta, Sampling, Scored
 
@@ -33,21 +42,23 @@ class Client:
             self._loop_thread.close()
             raise
 
-    def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Completion:
+    def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Unpack[Options]) -> Completion:
         """See AsyncClient.generate."""
         return self._loop_thread.call(self.aio.generate, prompt, sampling, **options)
 
     def generate_n(
-        self, prompt: PromptLike, n: int, sampling: Sampling = Sampling(), **options: Any
+        self, prompt: PromptLike, n: int, sampling: Sampling = Sampling(), **options: Unpack[Options]
     ) -> list[Completion]:
         """See AsyncClient.generate_n."""
         return self._loop_thread.call(self.aio.generate_n, prompt, n, sampling, **options)
 
-    def stream(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Any) -> Iterator[Delta]:
+    def stream(
+        self, prompt: PromptLike, sampling: Sampling = Sampling(), *, n: int = 1, **options: Unpack[Options]
+    ) -> Iterator[Delta]:
         """See AsyncClient.stream. Leaving the loop early cancels the request."""
-        return self._loop_thread.iterate(self.aio.stream(prompt, sampling, **options))
+        return self._loop_thread.iterate(self.aio.stream(prompt, sampling, n=n, **options))
 
-    def score(self, prompt: PromptLike, choices: Sequence[TextLike], **options: Any) -> Scored:
+    def score(self, prompt: PromptLike, choices: Sequence[TextLike], **options: Unpack[Options]) -> Scored:
         """See AsyncClient.score."""
         return self._loop_thread.call(self.aio.score, prompt, choices, **options)
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, TypeGuard, cast, overload
+from typing import Any, TypedDict, TypeGuard, cast, overload
 
 import msgspec
 
 from radixrt.messages import (
+    ChatMessage,
     ChatPrompt,
     Delta,
     FinishReason,
+    Origin,
     PartsPrompt,
     Prompt,
     StatePrompt,
     TextPrompt,
     TokenLogprob,
     TokenPrompt,
+    ToolCall,
     Usage,
 )
 
@@ -26,8 +29,46 @@ WholePromptLike = TextLike | Sequence[dict[str, Any]] | Prompt
 PromptLike = WholePromptLike | StatePrompt
 
 
-class Completion(msgspec.Struct):
-    """One finished choice. `ids`: the generated token ids, as little-endian int32; `logprobs`: one for each of them."""
+class Options(TypedDict, total=False):
+    """What every request of a client may have; see `AsyncClient.generate_n`."""
+
+    model: str
+    origin: Origin
+    cache_salt: str
+    priority: int
+
+
+class Parsed:
+    """What an answer says by its model's own format. `message` is None where that has none, and for prompts that are no
+    chat: then all text is content."""
+
+    __slots__ = ()
+    text: str
+    message: ChatMessage | None
+
+    @property
+    def content(self) -> str:
+        """The text, without thoughts and calls."""
+        return self.text if self.message is None else self.message.content
+
+    @property
+    def reasoning(self) -> str:
+        """The thoughts."""
+        return "" if self.message is None else self.message.reasoning
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls that the model makes. With `finish` "length" the last one may be cut."""
+        return [] if self.message is None else self.message.tool_calls
+
+    def to_openai(self) -> dict[str, Any]:
+        """The answer as a message for the history of the next chat, in OpenAI's format."""
+        return (self.message or ChatMessage(self.text)).to_openai()
+
+
+class Completion(msgspec.Struct, Parsed):
+    """One finished choice. `ids`: the generated token ids, as little-endian int32; `logprobs`: one for each of them.
+    `text` is all that was generated, as the model wrote it, without special tokens."""
 
     text: str = ""
     ids: bytes = b""
@@ -35,6 +76,7 @@ class Completion(msgspec.Struct):
     stop: str | int | None = None
     usage: Usage = Usage()
     logprobs: list[TokenLogprob] | None = None
+    message: ChatMessage | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -48,6 +90,7 @@ class Completion(msgspec.Struct):
             self.logprobs = (self.logprobs or []) + delta.logprobs
         if delta.finish is not None:
             self.finish, self.stop, self.usage = delta.finish, delta.stop, delta.usage or Usage()
+            self.message = delta.message
 
 
 def token_bytes(ids: Sequence[int]) -> bytes:

@@ -14,7 +14,7 @@ import httpx
 from radixrt.client import Client
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo import world
-from radixrt.demo.program import MAX_CALLS, act, calculator, carry_out, fill_in, judge, recall
+from radixrt.demo.program import MAX_CALLS, act, calculator, carry_out, fill_in, judge, recall, shown
 from radixrt.launch.launcher import Stack
 from radixrt.process.ports import free_tcp_address
 from radixrt.process.starting import StartError
@@ -109,7 +109,7 @@ def run_chat(url: str, marks: Marks) -> None:
             for call in calls:
                 function = call["function"]
                 result = carry_out({"weather": world.weather}, function["name"], function["arguments"])
-                say(f"    {function['name']} {function['arguments']} -> {result}")
+                say(f"    {shown(**function, result=result)}")
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
             if not calls:
                 break

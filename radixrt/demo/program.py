@@ -8,22 +8,19 @@ is computed once.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.lang import Branch, assistant, gen, program, select, system, user
+from radixrt.lang import Branch, ProgramError, assistant, gen, program, select, system, user
 from radixrt.messages import Sampling
 
 GREEDY = Sampling(max_tokens=96, temperature=0)
 HASTY = Sampling(max_tokens=48, temperature=2.5)
 """A temperature so high that most guesses are wrong."""
 MAX_CALLS = 6
-CALL = re.compile(r'<tool_call>\s*\{"name": "(\w+)", "arguments": (\{.*\})\}\s*</tool_call>')
-TYPES = {"str": "string", "int": "integer"}
 
 Tool = Callable[..., Any]
 
@@ -55,7 +52,7 @@ async def recall(s: Branch, notes: str, questions: Sequence[str]) -> list[str]:
 @program
 async def act(s: Branch, tools: Sequence[Tool], tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Solve tasks with tools, each in its own branch. Returns (answer, calls) for each."""
-    s += system("\n".join(["You are an agent with tools.", "Tools:", *map(describe, tools)]))
+    s += system("You are an agent with tools.")
     branches = s.fork(len(tasks))
     for branch, task in zip(branches, tasks, strict=True):
         branch += user(task)
@@ -64,15 +61,14 @@ async def act(s: Branch, tools: Sequence[Tool], tasks: Sequence[str]) -> list[tu
 
 async def call_tools(branch: Branch, tools: Sequence[Tool]) -> tuple[str, list[str]]:
     """Let the model call tools until it answers without a call. Returns (answer, calls)."""
-    functions = {tool.__name__: tool for tool in tools}
-    calls: list[str] = []
-    while True:
-        branch += assistant(gen("turn", GREEDY))
-        said = await branch["turn"]
-        if not (call := CALL.search(said)) or len(calls) == MAX_CALLS:
-            return said, calls
-        result = await branch.tool(carry_out, functions, *call.groups(), append="tool")
-        calls.append(f"{call[1]} {call[2]} -> {result}")
+    try:
+        answer = (await branch.run_tools("turn", tools, GREEDY, max_rounds=MAX_CALLS)).content
+    except ProgramError as problem:  # it does not stop calling
+        answer = str(problem)
+    messages = await branch.messages()
+    results = {message["tool_call_id"]: message["content"] for message in messages if message["role"] == "tool"}
+    calls = [call for message in messages for call in message.get("tool_calls", ()) if call["id"] in results]
+    return answer, [shown(**call["function"], result=results[call["id"]]) for call in calls]
 
 
 @program
@@ -103,11 +99,9 @@ async def fill_in(s: Branch, mails: Sequence[str]) -> list[Order | None]:
 # ---------------------------------------------------------------- tools
 
 
-def describe(tool: Tool) -> str:
-    """The description of a tool for the prompt: `calculator(expression: string): Calculates ...`"""
-    parameters = inspect.signature(tool).parameters.values()
-    arguments = ", ".join(f"{p.name}: {TYPES[p.annotation]}" for p in parameters)
-    return f"{tool.__name__}({arguments}): {inspect.getdoc(tool)}"
+def shown(name: str, arguments: str, result: str) -> str:
+    """A call and its result on one line."""
+    return f"{name} {arguments} -> {result}"
 
 
 def carry_out(functions: dict[str, Tool], name: str, arguments: str) -> str:

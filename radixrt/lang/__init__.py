@@ -16,8 +16,9 @@
     debate.run(client, question="...")        # or: await debate(async_client, question="...")
 
 Also: `race` takes the first branch with an acceptable result and stops the others, `s.tool(f, ...)` calls a function
-while the branch waits, `await other(s, ...)` runs another program on the branch, `with s.budget(tokens=...,
-seconds=...)` limits what a part of the program may spend, and `with trace() as t` records what was done and when.
+while the branch waits, `s.run_tools("answer", [f, g])` lets the model call functions until it answers, `await other(s,
+...)` runs another program on the branch, `with s.budget(tokens=..., seconds=...)` limits what a part of the program may
+spend, and `with trace() as t` records what was done and when.
 
 The nodes of a branch are executed in order by one task; `+=` never waits. What was said so far is a state at the
 server, in token ids: each request sends only what is new, a fork is one message, and generated text keeps its token ids
@@ -32,6 +33,7 @@ from radixrt.lang.nodes import assistant, gen, role, select, system, user
 from radixrt.lang.plain import SyncBranch
 from radixrt.lang.program import Program, program, use_client
 from radixrt.lang.race import race
+from radixrt.lang.tools import Tool
 from radixrt.lang.trace import Trace, trace
 from radixrt.lang.values import Value
 
@@ -43,6 +45,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "SyncBranch",
+    "Tool",
     "Trace",
     "Value",
     "assistant",

@@ -6,23 +6,24 @@ import asyncio
 import contextlib
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
-
-import msgspec
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from radixrt.client import AsyncClient
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import ProgramError, Site, error_at
 from radixrt.lang.history import History
-from radixrt.lang.nodes import Gen, Node, Role, Select, role
+from radixrt.lang.nodes import Fields, Gen, Node, Result, Role, Select, role
 from radixrt.lang.session import PAUSE_AFTER, Session
 from radixrt.lang.speaker import Speaker, Work
 from radixrt.lang.steps import Run
-from radixrt.lang.tools import Call, Calls
+from radixrt.lang.tool_loop import MAX_ROUNDS, ToolLoop
+from radixrt.lang.tools import Call, Calls, Tool, as_text
 from radixrt.lang.values import Promise, Text, Value, kind_of
-from radixrt.messages import Origin
+from radixrt.messages import Origin, Sampling
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Branch:
         for part in node.parts if isinstance(node, Role) else (node,):
             if isinstance(part, Gen | Select):
                 promises.append(self._promise(part))
-            elif not isinstance(part, str | _Fork):
+            elif not isinstance(part, str | Result | _Fork):
                 raise TypeError(f"expected text, gen, select or a role, not {kind_of(part)}")
         self._queue.append(Work(node, site, promises, self._budget))
         self._start()
@@ -185,8 +186,10 @@ class Branch:
         does, and ValueError in a program that uses roles."""
         return (await self.wait())._speaker.history.text()
 
-    async def messages(self) -> list[dict[str, str]]:
-        """As `text`, for a program that uses roles: `role` and `content` of each message."""
+    async def messages(self) -> list[dict[str, Any]]:
+        """As `text`, for a program that uses roles: `role` and `content` of each message, in OpenAI's format, and the
+        `tool_calls` and `tool_call_id` of calls and results. An answer without calls is as it was generated, with its
+        thoughts."""
         return (await self.wait())._speaker.history.messages()
 
     async def wait(self) -> Self:
@@ -216,30 +219,66 @@ class Branch:
 
     # ------------------------------------------------------------ tools
 
+    @overload
     def tool(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Coroutine[Any, Any, R]],
+        /,
         *args: Any,
         timeout: float | None = None,
         append: str | None = None,
         **kwargs: Any,
-    ) -> Awaitable[Any]:
+    ) -> Awaitable[R]: ...
+
+    @overload
+    def tool(
+        self,
+        function: Callable[..., R],
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        append: str | None = None,
+        **kwargs: Any,
+    ) -> Awaitable[R]: ...
+
+    def tool(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
         """Call a tool: `await s.tool(search, query)` returns the result of `function(*args, **kwargs)`. A plain
         function runs in a thread.
 
         With `append="tool"` the result is appended to the branch as a message of that role, as it is if it is text, and
-        otherwise as JSON. `timeout` is in seconds; the branch's budget applies as well. Raises ProgramError for an
-        exception of the function, a timeout, or a branch that was cancelled meanwhile; the branch can be used after
-        it."""
-        call = Call(function, args, kwargs, timeout, self._budget)
-        return self._call(call, append, Site.of(sys._getframe(1)))
+        otherwise as JSON. `timeout` is in seconds; the branch's budget applies as well. A function that takes a
+        `timeout` or `append` itself gets it; its options are then given by `s.tool(Tool(function, timeout=5), ...)`.
+        Raises ProgramError for an exception of the function, a timeout, or a branch that was cancelled meanwhile; the
+        branch can be used after it."""
+        call = Call(Tool.of(function, kwargs), args, kwargs, self._budget)
+        return self._call(call, Site.of(sys._getframe(1)))
 
-    async def _call(self, call: Call, append: str | None, site: Site) -> Any:
+    def run_tools(
+        self,
+        name: str,
+        tools: Sequence[Callable[..., Any]],
+        sampling: Sampling = Sampling(),
+        *,
+        max_rounds: int = MAX_ROUNDS,
+        **overrides: Unpack[Fields],
+    ) -> Awaitable[Value]:
+        """Let the model call tools: generate an answer `name` with these tools, make its calls, all of one answer at
+        once, append their results, and so on until an answer has no call, or is cut off. Returns the Value of that.
+
+            answer = await s.run_tools("answer", [search, Tool(fetch, timeout=5)], max_tokens=512)
+
+        Arguments are converted to the types of the parameters; results that are no text become JSON. What is wrong with
+        a call, and an exception of its function, is told to the model as the call's result. Raises ProgramError if the
+        model calls tools in more than `max_rounds` answers, and as `value` does; TypeError and ValueError as `gen`."""
+        loop = ToolLoop(self, tools, Site.of(sys._getframe(1)))
+        return loop.run(name, sampling, max_rounds, **overrides)
+
+    async def _call(self, call: Call, site: Site) -> Any:
         self._check_open()
-        step = self._run and self._run.begin(self.path, "tool", call.name, site)
+        step = self._run and self._run.begin(self.path, "tool", call.tool.name, site)
         result: Any = None
         problem: BaseException | None = asyncio.CancelledError()
-        pause = asyncio.get_running_loop().call_later(PAUSE_AFTER, self._pause, call.timeout)
+        pause = asyncio.get_running_loop().call_later(PAUSE_AFTER, self._pause, call.tool.timeout)
         try:
             if self._failure is None:
                 result, problem = await self._calls.outcome(call)
@@ -252,9 +291,8 @@ class Branch:
             if not isinstance(problem, Exception | asyncio.CancelledError):  # it wants to exit
                 raise problem
             raise error_at(site, self.path, problem)
-        if append is not None:
-            said = result if isinstance(result, str) else msgspec.json.encode(result).decode()
-            self._append(role(append, said), site)
+        if (append := call.tool.append) is not None:
+            self._append(role(append, as_text(result)), site)
         return result
 
     def _pause(self, seconds: float | None) -> None:

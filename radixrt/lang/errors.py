@@ -69,6 +69,10 @@ class BudgetExceeded(ProgramError):
         return self.problem.text
 
 
+class TooManyRounds(Exception):
+    """A model has called tools in more rounds than it may."""
+
+
 class Lost(Exception):
     """The cause of NoWinner if no branch has failed."""
 
@@ -98,6 +102,6 @@ def message_of(problem: BaseException) -> str:
     if isinstance(problem, CancelledError):
         return "cancelled"
     words, kind = str(problem), type(problem).__name__
-    if isinstance(problem, ServerError | ProgramError | Spent | Lost):
+    if isinstance(problem, ServerError | ProgramError | Spent | TooManyRounds | Lost):
         return words or kind
     return f"{kind}: {words}" if words else kind

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from radixrt.client import Completion
+from radixrt.lang.nodes import Result
 from radixrt.messages import (
     AssistantTurnEnd,
     AssistantTurnStart,
+    ChatMessage,
     ChoiceSegment,
     GeneratedSegment,
     MessageSegment,
@@ -13,6 +17,7 @@ from radixrt.messages import (
     Segment,
     StatePrompt,
     TextSegment,
+    ToolsSegment,
 )
 
 
@@ -25,7 +30,7 @@ class History:
                ----- state -----  -- new ---
     """
 
-    __slots__ = ("_known", "_open", "_owns", "_roles", "_transcript", "_scope", "state")
+    __slots__ = ("_known", "_open", "_owns", "_roles", "_scope", "_tools", "_transcript", "state")
 
     def __init__(self, scope: str) -> None:
         self.state = 0
@@ -40,12 +45,14 @@ class History:
         """Whether this is a chat; None if nothing was said."""
         self._open = False
         """Whether the assistant's message has begun and not ended."""
+        self._tools: list[dict[str, Any]] = []
+        """The tools of the chat."""
 
     def copy(self) -> History:
         """A copy for a fork, with the same state."""
         other = History(self._scope)
         other._transcript, other._known, other.state = self._transcript.copy(), self._known, self.state
-        other._roles, other._open = self._roles, self._open
+        other._roles, other._open, other._tools = self._roles, self._open, self._tools
         self._owns = False
         return other
 
@@ -58,19 +65,23 @@ class History:
     def has_roles(self) -> bool:
         return bool(self._roles)
 
-    def messages(self) -> list[dict[str, str]]:
-        """`role` and `content` of each message, the open one included. Raises ValueError in a program without roles."""
+    def messages(self) -> list[dict[str, Any]]:
+        """All messages, the open one included, in OpenAI's format. Raises ValueError in a program without roles."""
         if self._roles is False:
             raise ValueError("messages, in a program without roles: it has text")
-        messages: list[dict[str, str]] = []
+        messages: list[dict[str, Any]] = []
         for one in self._transcript:
             match one:
-                case MessageSegment(role, content):
-                    messages.append({"role": role, "content": content})
+                case MessageSegment(role=role, content=content):
+                    result = {"tool_call_id": one.tool_call_id} if one.tool_call_id else {}
+                    messages.append({"role": role, "content": content, **result})
                 case AssistantTurnStart():
                     messages.append({"role": "assistant", "content": ""})
+                case GeneratedSegment(message=ChatMessage(tool_calls=[_, *_]) as said):
+                    before = messages[-1]["content"] or ""
+                    messages[-1] |= said.to_openai() | {"content": before + said.content or None}
                 case TextSegment(text=text) | ChoiceSegment(text=text) | GeneratedSegment(text=text):
-                    messages[-1]["content"] += text
+                    messages[-1]["content"] = (messages[-1]["content"] or "") + text
         return messages
 
     def text(self) -> str:
@@ -80,7 +91,7 @@ class History:
         return "".join(
             one.text
             for one in self._transcript
-            if not isinstance(one, MessageSegment | AssistantTurnStart | AssistantTurnEnd)
+            if not isinstance(one, ToolsSegment | MessageSegment | AssistantTurnStart | AssistantTurnEnd)
         )
 
     # ------------------------------------------------------------ growing
@@ -103,6 +114,18 @@ class History:
         self._begin_chat()
         self._transcript.append(MessageSegment(role, content))
 
+    def add_result(self, result: Result) -> None:
+        """Add the result of a call as a complete message. Raises as `add_message`."""
+        self._begin_chat()
+        self._transcript.append(MessageSegment("tool", result.content, result.call_id, result.name))
+
+    def use_tools(self, tools: list[dict[str, Any]]) -> None:
+        """From here on the chat has these tools. Raises as `add_message`."""
+        self._begin_chat()
+        if tools != self._tools:
+            self._tools = tools
+            self._transcript.append(ToolsSegment(tools))
+
     def open_message(self) -> None:
         """Begin a message of the assistant."""
         self._begin_chat()
@@ -122,7 +145,7 @@ class History:
     def add_answer(self, done: Completion, sampling: Sampling, state: int) -> None:
         """Add a generated answer; the server keeps everything up to it as `state`."""
         self._roles = self._open
-        self._transcript.append(GeneratedSegment(done.ids, done.text, done.stop, sampling))
+        self._transcript.append(GeneratedSegment(done.ids, done.text, done.stop, sampling, done.message))
         self.keep(state)
 
     def add_choice(self, text: str, state: int) -> None:

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack, cast
 
 import msgspec
 
+from radixrt.lang.functions import ToolLike, described_tools
+from radixrt.lang.misuse import unknown_fields
 from radixrt.lang.schema import grammar_of
 from radixrt.lang.values import kind_of
-from radixrt.messages import Sampling
+from radixrt.messages import Grammar, Sampling
 
 
 @dataclass(frozen=True, slots=True)
 class Gen:
     """Generated text, known as `name`. With `stream`, `Branch.stream(name)` yields it as it arrives. `schema` is the
-    one that it has to follow, as the program gave it."""
+    one that it has to follow, as the program gave it. `tools` are those of the chat from here on, in OpenAI's format;
+    None: those that it has."""
 
     name: str
     sampling: Sampling
     stream: bool = False
     schema: Any = None
+    tools: tuple[dict[str, Any], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A message with the result of a call."""
+
+    content: str
+    call_id: str
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +55,36 @@ class Role:
     parts: tuple[str | Gen | Select, ...]
 
 
-Node = str | Gen | Select | Role
+Node = str | Gen | Select | Role | Result
+
+
+OWN = ("regex", "schema", "stream", "tools")
+"""What a gen has beside the fields of Sampling."""
+
+
+class Fields(TypedDict, total=False):
+    """The fields of Sampling, as `gen` takes them."""
+
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    logit_bias: dict[int, float]
+    allowed_token_ids: tuple[int, ...]
+    bad_token_ids: tuple[tuple[int, ...], ...]
+    stop: str | Iterable[str]
+    stop_token_ids: int | Iterable[int]
+    include_stop: bool
+    ignore_eos: bool
+    logprobs: int | None
+    skip_special_tokens: bool
+    grammar: Grammar | None
 
 
 def gen(
@@ -52,7 +94,8 @@ def gen(
     stream: bool = False,
     regex: str | None = None,
     schema: Any = None,
-    **overrides: Any,
+    tools: Sequence[ToolLike] | None = None,
+    **overrides: Unpack[Fields],
 ) -> Gen:
     """Generate text by `sampling`, changed by `overrides` (fields of Sampling; `stop` may be one string).
 
@@ -60,19 +103,33 @@ def gen(
     any JSON), a msgspec Struct, a pydantic model or TypeAdapter, or another type that msgspec or pydantic knows;
     `Branch.parse(name)` converts it to an object. Other grammars are given as `grammar=Grammar("ebnf", ...)`.
 
-    Raises TypeError for a field that Sampling does not have, and ValueError for regex and schema together."""
+    `tools` are functions, or dicts in OpenAI's format, that the model may call: `await s.value(name)` has the
+    `tool_calls`, `content` and `reasoning` (`Branch.run_tools` makes the calls as well). The chat has them from here
+    on, and `tools=[]` takes them away; as they are at the beginning of the prompt, it is computed again where they
+    change. Of a function the model sees the name, the docstring and the annotated parameters.
+
+    Raises TypeError for a field that there is not, which says what to write instead, and ValueError for regex and
+    schema together."""
     if not isinstance(sampling, Sampling):
         meant = f": write max_tokens={sampling}" if isinstance(sampling, int) else ""
         raise TypeError(f"gen {name!r}: expected a Sampling, not {type(sampling).__name__}{meant}")
-    for field in ("stop", "stop_token_ids"):
-        if field in overrides:
-            value = overrides[field]
-            overrides[field] = (value,) if isinstance(value, str | int) else tuple(value)
     if (grammar := grammar_of(name, regex, schema)) is not None:
         if "grammar" in overrides:
             raise ValueError(f"gen {name!r}: grammar cannot be followed beside regex or schema")
         overrides["grammar"] = grammar
-    return Gen(name, msgspec.structs.replace(sampling, **overrides) if overrides else sampling, stream, schema)
+    described = None if tools is None else described_tools(f"gen {name!r}", tools)
+    return Gen(name, _changed(name, sampling, overrides), stream, schema, described)
+
+
+def _changed(name: str, sampling: Sampling, overrides: Mapping[str, object]) -> Sampling:
+    """`sampling` of the gen `name`, with these fields."""
+    if (problem := unknown_fields(name, overrides, (*OWN, *Sampling.__struct_fields__))) is not None:
+        raise problem
+    fields = dict(overrides)
+    for field in {"stop", "stop_token_ids"} & fields.keys():
+        value = fields[field]
+        fields[field] = (value,) if isinstance(value, str | int) else tuple(cast("Iterable[Any]", value))
+    return msgspec.structs.replace(sampling, **fields) if fields else sampling
 
 
 def select(name: str, choices: Iterable[str], *, per_token: bool = True) -> Select:

@@ -8,16 +8,18 @@ import functools
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from radixrt.lang.branch import Branch, listed, wait_all
 from radixrt.lang.budget import Budget
 from radixrt.lang.errors import Site
-from radixrt.lang.nodes import Node
+from radixrt.lang.nodes import Fields, Node
 from radixrt.lang.race import run_race
 from radixrt.lang.threads import in_thread, outcome_of
-from radixrt.lang.tools import Call
+from radixrt.lang.tool_loop import MAX_ROUNDS, ToolLoop
+from radixrt.lang.tools import Call, Tool
 from radixrt.lang.values import Value
+from radixrt.messages import Sampling
 
 T = TypeVar("T")
 ON_THE_LOOP = "a SyncBranch cannot wait inside async code: use it in plain functions, or make the program an async one"
@@ -73,7 +75,7 @@ class SyncBranch:
         """See Branch.text."""
         return self._wait(self._branch.text())
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """See Branch.messages."""
         return self._wait(self._branch.messages())
 
@@ -107,17 +109,45 @@ class SyncBranch:
         branch, result = self._wait(racing)
         return branches[plain.index(branch)], result
 
+    @overload
     def tool(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., Coroutine[Any, Any, T]],
+        /,
         *args: Any,
         timeout: float | None = None,
         append: str | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> T: ...
+
+    @overload
+    def tool(
+        self,
+        function: Callable[..., T],
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        append: str | None = None,
+        **kwargs: Any,
+    ) -> T: ...
+
+    def tool(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """See Branch.tool."""
-        call = Call(function, args, kwargs, timeout, self._branch._budget)
-        return self._wait(self._branch._call(call, append, Site.of(sys._getframe(1))))
+        call = Call(Tool.of(function, kwargs), args, kwargs, self._branch._budget)
+        return self._wait(self._branch._call(call, Site.of(sys._getframe(1))))
+
+    def run_tools(
+        self,
+        name: str,
+        tools: Sequence[Callable[..., Any]],
+        sampling: Sampling = Sampling(),
+        *,
+        max_rounds: int = MAX_ROUNDS,
+        **overrides: Unpack[Fields],
+    ) -> Value:
+        """See Branch.run_tools."""
+        loop = ToolLoop(self._branch, tools, Site.of(sys._getframe(1)))
+        return self._wait(loop.run(name, sampling, max_rounds, **overrides))
 
     def budget(
         self, *, tokens: int | None = None, seconds: float | None = None

@@ -14,7 +14,7 @@ from radixrt.client import AsyncClient, Completion, ServerError
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import Site, Spent
 from radixrt.lang.history import History
-from radixrt.lang.nodes import Gen, Role, Select
+from radixrt.lang.nodes import Gen, Result, Role, Select
 from radixrt.lang.session import Session
 from radixrt.lang.steps import Run, Step
 from radixrt.lang.values import Promise, Value
@@ -56,6 +56,9 @@ class Speaker:
         match work.node:
             case str() as text:
                 self._add_text(text, work)
+            case Result():
+                self.history.add_result(work.node)
+                self._note("tool", work.node.content, work)
             case Role(role, parts):
                 texts = [part for part in parts if isinstance(part, str)]
                 if len(texts) < len(parts):
@@ -65,11 +68,16 @@ class Speaker:
                     self._note(role, "".join(texts), work)
             case node if self.history.has_roles:
                 await self._add_turn((node,), work)
+            case Gen(name=name, tools=[_, *_]):
+                raise ValueError(f"gen {name!r}: tools are for chats: write assistant(gen({name!r}, tools=...))")
             case node:
                 await self._fill(node, work)
 
     async def _add_turn(self, parts: Sequence[str | Gen | Select], work: Work) -> None:
         """A message of the assistant."""
+        for part in parts:
+            if isinstance(part, Gen) and part.tools is not None:
+                self.history.use_tools(list(part.tools))
         self.history.open_message()
         for part in parts:
             if isinstance(part, str):
@@ -146,7 +154,15 @@ class Speaker:
 
         done, state = await self._request(send)
         self.history.add_answer(done, node.sampling, state)
-        return Value(done.text, done.token_ids, done.finish, done.usage, done.logprobs, schema=node.schema)
+        return Value(
+            done.text,
+            done.token_ids,
+            done.finish,
+            done.usage,
+            done.logprobs,
+            schema=node.schema,
+            message=done.message,
+        )
 
     async def _stream(
         self, sampling: Sampling, prompt: StatePrompt, promise: Promise, budget: Budget | None, step: Step | None

@@ -15,7 +15,7 @@ Outcome = tuple[T, None] | tuple[None, BaseException]
 """(result, problem), one of them None."""
 
 
-async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+async def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run `function` in a new daemon thread, and return its result. A thread pool could be exhausted by programs that
     wait for each other, and would keep the process from ending while one of its threads is busy."""
     outcome: Future[T] = Future()
@@ -38,7 +38,7 @@ async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     return await waiting
 
 
-async def off_the_loop(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def off_the_loop(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function: await it if it is async, otherwise run it in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*args, **kwargs)

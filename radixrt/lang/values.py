@@ -8,15 +8,17 @@ from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from radixrt.client import Parsed
 from radixrt.lang.errors import ProgramError
 from radixrt.lang.schema import parse
-from radixrt.messages import TokenLogprob, Usage
+from radixrt.messages import ChatMessage, TokenLogprob, Usage
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class Value(Parsed):
     """The result of a gen or select. `scores` are a select's natural log-probabilities by choice; `schema` is a gen's,
-    as the program gave it."""
+    as the program gave it. In a chat, `content`, `reasoning` and `tool_calls` are what a gen's text says by the model's
+    own format."""
 
     text: str
     token_ids: list[int]
@@ -25,6 +27,7 @@ class Value:
     logprobs: list[TokenLogprob] | None = None
     scores: dict[str, float] | None = None
     schema: Any = None
+    message: ChatMessage | None = None
 
     def parse(self) -> Any:
         """Convert the JSON of a `gen(schema=...)` to an object of the type that was its schema, or else to plain Python

@@ -23,8 +23,10 @@ from radixrt.messages.prompts import (
     TextPrompt,
     TextSegment,
     TokenPrompt,
+    ToolsSegment,
 )
 from radixrt.messages.replies import (
+    ChatMessage,
     ClientReply,
     Delta,
     Deltas,
@@ -33,6 +35,7 @@ from radixrt.messages.replies import (
     Info,
     Scored,
     Tokens,
+    ToolCall,
 )
 from radixrt.messages.requests import (
     Ask,
@@ -110,6 +113,7 @@ __all__ = [
     "CacheEvent",
     "Cancel",
     "ChangeAdapter",
+    "ChatMessage",
     "ChatPrompt",
     "Clear",
     "ClearCache",
@@ -176,6 +180,8 @@ __all__ = [
     "TokenPrompt",
     "Tokenize",
     "Tokens",
+    "ToolCall",
+    "ToolsSegment",
     "AssistantTurnStart",
     "AssistantTurnEnd",
     "Unknown",

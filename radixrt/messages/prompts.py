@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from radixrt.messages.replies import ChatMessage
 from radixrt.messages.shared import Count, Number, Sampling, Scope
 
 GONE = 410
@@ -46,11 +47,19 @@ class TextSegment(msgspec.Struct, tag="text", frozen=True, array_like=True):
     text: str
 
 
+class ToolsSegment(msgspec.Struct, tag="tools", frozen=True, array_like=True):
+    """From here on the chat has these tools, in OpenAI's format, and no others."""
+
+    tools: list[dict[str, Any]]
+
+
 class MessageSegment(msgspec.Struct, tag="message", frozen=True, array_like=True):
-    """A complete chat message."""
+    """A complete chat message. The result of a call has the call's id, and the `name` of the function."""
 
     role: str
     content: str
+    tool_call_id: str = ""
+    name: str = ""
 
 
 class AssistantTurnStart(msgspec.Struct, tag="begins", frozen=True, array_like=True):
@@ -68,16 +77,20 @@ class ChoiceSegment(msgspec.Struct, tag="choice", frozen=True, array_like=True):
 
 
 class GeneratedSegment(msgspec.Struct, tag="answer", frozen=True, array_like=True):
-    """A generated continuation: all its token ids, the text and the `stop` of its Deltas, and its sampling
-    parameters."""
+    """A generated continuation: all its token ids, the text and the `stop` of its Deltas, its sampling parameters, and
+    the parsed `message`."""
 
     ids: bytes
     text: str
     stop: str | Count | None
     sampling: Sampling
+    message: ChatMessage | None = None
 
 
-Segment = TextSegment | MessageSegment | AssistantTurnStart | AssistantTurnEnd | ChoiceSegment | GeneratedSegment
+Segment = (
+    TextSegment | ToolsSegment | MessageSegment | AssistantTurnStart | AssistantTurnEnd | ChoiceSegment
+    | GeneratedSegment
+)  # fmt: skip
 
 
 class StatePrompt(msgspec.Struct, tag="state", frozen=True, omit_defaults=True):

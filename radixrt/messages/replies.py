@@ -9,6 +9,35 @@ import msgspec
 from radixrt.messages.shared import ErrorReason, FinishReason, TokenLogprob, Usage
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that a model makes. `arguments` is its text, usually a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An answer in a chat, parsed by the model's own format."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
+
+    def to_openai(self) -> dict[str, Any]:
+        """As a message of OpenAI's format, as in the history of the next ChatPrompt."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["content"] = self.content or None
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+
 class Delta(msgspec.Struct, array_like=True):
     """New tokens of one choice of a request. The last Delta of a choice has `finish` and `usage`."""
 
@@ -23,6 +52,8 @@ class Delta(msgspec.Struct, array_like=True):
     """The stop string or token id that ended the choice."""
     prompt_logprobs: list[TokenLogprob] | None = None
     """In the first Delta, if requested: for each prompt token except the first."""
+    message: ChatMessage | None = None
+    """In the last Delta of an answer to a chat: all of it, parsed. None where the model has no format of its own."""
 
 
 class Deltas(msgspec.Struct, tag="deltas"):

@@ -13,7 +13,8 @@ from radixrt.messages.shared import Name, Number, Origin, Priority, Sampling, Sc
 class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True):
     """Generate `n` continuations. `id` is chosen by the client; replies have it, and the index of a choice.
 
-    text             False: no detokenization and no search for stop strings (for front ends, which do it themselves)
+    text             False: no detokenization, no search for stop strings, and answers to chats are not parsed (for
+                     front ends, which do it themselves)
     stream           False: one Delta for each choice, when it is finished
     cache_salt       a further part of the namespace, within the tenant of the API key
     pin              (tokens, seconds): that prefix of the prompt stays cached for so long after the answer, if possible

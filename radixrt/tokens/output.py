@@ -91,9 +91,11 @@ class OutputProcessor:
         return text
 
     def whole(self, last: Delta) -> Delta:
-        """All that was gathered as one delta, with the finish reason, stop and usage of the last one."""
+        """All that was gathered as one delta, with the finish reason, stop, usage and message of the last one."""
         text, logprobs, of_prompt = "".join(self._texts or ()), self._logprobs, self._prompt_logprobs
-        return Delta(last.id, last.index, self.ids, text, last.finish, last.usage, logprobs, last.stop, of_prompt)
+        return Delta(
+            last.id, last.index, self.ids, text, last.finish, last.usage, logprobs, last.stop, of_prompt, last.message
+        )
 
     def push(self, ids: Sequence[int] | bytes) -> str:
         """The text that ids add, ints or int32 bytes, which are not kept; may set `stop`."""

@@ -273,9 +273,14 @@ class TextService:
         """As `encode_part`, for a part that may have no ids."""
         return finished(self._part_steps(part, field, namespace))
 
-    def render(self, prompt: ChatPrompt) -> str:
-        """The text that the chat template renders for messages."""
-        return self._with_tokenizer("messages").apply_chat(prompt)
+    def render(self, prompt: ChatPrompt, answer_next: bool = True) -> str:
+        """The text that the chat template renders for messages; without `answer_next`, up to the end of the last
+        one."""
+        return self._with_tokenizer("messages").apply_chat(prompt, answer_next)
+
+    def token_text(self, token: str | int | None) -> str:
+        """The text of a token id; "" for anything else."""
+        return self.tokenizer.token_text(token) if self.tokenizer is not None and isinstance(token, int) else ""
 
     def escaped_answer(self, text: str) -> str:
         """What the assistant said as `render` writes it."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from radixrt import Branch, BudgetExceeded, NoWinner, ProgramError, Sampling, SyncBranch, gen, program, race, user
+from radixrt import Branch, BudgetExceeded, NoWinner, ProgramError, Sampling, SyncBranch, Tool, gen, program, race, user
 from radixrt.client import Client, ServerError
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import Site, Spent
@@ -264,6 +264,33 @@ def test_tools(client):
         return s.tool(plain, 1), s.tool(slowly, "y")
 
     assert run(client, agent_in_a_thread) == (2, {"found": ["y"]})
+
+
+@pytest.mark.parametrize("face", ["async", "plain"])
+def test_a_tool_gets_its_own_arguments_whatever_they_are_called(client, face):
+    def fetch(url: str, function: str = "", timeout: float = 0, append: bool = False) -> tuple:
+        return url, function, timeout, append
+
+    def options(**given: object) -> dict:
+        return given
+
+    def calls(s):
+        yield s.tool(fetch, "x", function="f", timeout=9, append=True)
+        yield s.tool(options, timeout=1, self=2)
+        yield s.tool(Tool(fetch, timeout=5, append="tool"), "y", timeout=7)
+        yield s.tool(str, "text", timeout=5, append="tool")
+
+    async def agent(s: Branch):
+        s += user("Go.")
+        return [await call for call in calls(s)], await s.messages()
+
+    def plain_agent(s: SyncBranch):
+        s += user("Go.")
+        return list(calls(s)), s.messages()
+
+    results, messages = run(client, agent if face == "async" else plain_agent)
+    assert results == [("x", "f", 9, True), {"timeout": 1, "self": 2}, ("y", "", 7, False), "text"]
+    assert [one["content"] for one in messages] == ["Go.", '["y","",7,false]', "text"]
 
 
 def test_a_tool_does_not_hold_up_the_loop(client):

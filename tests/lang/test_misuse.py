@@ -30,6 +30,7 @@ from radixrt import (
 from radixrt.client import Completion, ServerError
 from radixrt.lang.errors import Site, Spent
 from radixrt.lang.history import History
+from radixrt.lang.nodes import Fields
 from radixrt.lang.values import Text
 from radixrt.messages import Usage
 
@@ -280,6 +281,30 @@ def test_what_is_no_sampling_is_said_to_be_none():
         gen("a", 32)
     with pytest.raises(TypeError, match="gen 'a': expected a Sampling, not dict$"):
         gen("a", {"max_tokens": 32})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"max_new_tokens": 16}, "gen 'a': there is no field max_new_tokens: write max_tokens=16"),
+        ({"max_completion_tokens": 16}, "write max_tokens=16"),
+        ({"choices": ["yes", "no"]}, r"gen 'a': .* write select\('a', \[\.\.\.\]\)"),
+        ({"json_schema": "{}"}, "write schema='{}'"),
+        ({"response_format": {"type": "json_object"}}, "write schema=$"),
+        ({"guided_regex": "a+"}, r"write regex='a\+'"),
+        ({"top_logprobs_num": 3}, "write logprobs=3"),
+        ({"n": 4}, r"write s\.fork\(n\)"),
+        ({"temprature": 0.5}, "write temperature=0.5"),
+        ({"zzz": 1}, "it has .*regex.*max_tokens, .*grammar"),
+    ],
+)
+def test_a_word_of_another_engine_is_answered_with_ours(fields, said):
+    with pytest.raises(TypeError, match=said):
+        gen("a", **fields)
+
+
+def test_type_checkers_know_all_fields_of_sampling():
+    assert set(Fields.__annotations__) == set(Sampling.__struct_fields__)
 
 
 # ---------------------------------------------------------------- several branches

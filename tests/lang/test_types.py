@@ -16,7 +16,7 @@ BEHIND = "radixrt.client.local,radixrt.wire.*,httpx.*,numpy.*,zmq.*,pydantic.*,r
 USER = textwrap.dedent("""
     from typing import reveal_type
 
-    from radixrt import AsyncClient, Branch, Client, SyncBranch, gen, program, user
+    from radixrt import AsyncClient, Branch, ChatPrompt, Client, SyncBranch, Tool, assistant, gen, program, user
 
     @program
     def ask(s: SyncBranch, question: str, tries: int = 1) -> str:
@@ -29,10 +29,23 @@ USER = textwrap.dedent("""
     async def count(s: Branch, text: str) -> int:
         reveal_type(await s["n"])  # str
         reveal_type(ask(s, text))  # Coroutine[Any, Any, str]
+        reveal_type(await s.tool(len, text))  # int
+        reveal_type((await s.run_tools("n", [fetch], temperature=0)).tool_calls)  # list[ToolCall]
+        s += assistant(gen("n", tools=[fetch, {"type": "function"}, Tool(fetch, timeout=1)]))
+        s += gen("n", tools=["fetch"])  # error: list-item
+        reveal_type(await s.tool(fetch, text, timeout=5, append="tool"))  # float
+        s.tool(len, text, timeout="5")  # error: call-overload
         return int(await ask(s, text, tries=2))
+
+    async def fetch(url: str) -> float:
+        return 0.5
+
+    gen("x", max_new_tokens=16)  # error: call-arg
+    gen("x", temperature="hot")  # error: arg-type
 
     @program
     def twice(s: SyncBranch) -> tuple[str, int]:
+        reveal_type(s.tool(Tool(fetch, timeout=2), "x"))  # float
         return ask(s, "x"), count(s, "x")
 
     client = Client("local:nano")
@@ -45,11 +58,13 @@ USER = textwrap.dedent("""
     reveal_type(ask.run_batch([{"question": "x"}], client))  # list[str]
     reveal_type(ask.run_batch([], return_exceptions=True))  # list[str | BaseException]
     reveal_type(client.generate("x").text)  # str
+    reveal_type(client.generate(ChatPrompt([], [{"type": "function"}])).tool_calls[0].arguments)  # str
 
     async def main(aio: AsyncClient) -> None:
         reveal_type(await ask(aio, "x"))  # str
         reveal_type(await count.batch(aio, [{"text": "x"}]))  # list[int]
 
+    client.generate("x", max_tokens=16)  # error: call-arg
     ask.run(1, 2, nonsense=3)  # error: call-overload
     ask.run()  # error: call-overload
     count.run(client, 1)  # error: call-overload

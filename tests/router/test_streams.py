@@ -38,7 +38,7 @@ class Stage:
         wanted = Generate(id=1, prompt=request.prompt, sampling=sampling, n=request.n,
                           stream=core_streams(request, service))  # fmt: skip
         self.runs = [effect.message.id for effect in self.core.submit(b"c", wanted, 0.0)]
-        self.streams.add(b"c", request, lambda *answer: self.kept.append(answer))
+        self.streams.add(b"c", request, lambda whole: self.kept.append((whole.ids, whole.text, whole.stop)))
 
     def step(self, *outputs: Output) -> None:
         self.perform(self.core.step("w0", StepDone(list(outputs), Load()), 1.0))

@@ -6,7 +6,9 @@ import json
 from itertools import pairwise
 from typing import Any
 
+from radixrt import messages
 from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
+from radixrt.messages import ChatMessage
 
 
 class ToolCall:
@@ -79,13 +81,9 @@ class AssistantMessage:
 
     def to_openai(self) -> dict[str, Any]:
         """The message in OpenAI's format, as in answers and in the history of the next request."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self._reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.calls:
-            message["content"] = self.content or None
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.calls
-            ]
-        return message
+        return self.whole().to_openai()
+
+    def whole(self) -> ChatMessage:
+        """The message as it is sent to clients of the router."""
+        calls = [messages.ToolCall(call.id, call.name, call.arguments) for call in self.calls]
+        return ChatMessage(self.content, self.reasoning, calls)

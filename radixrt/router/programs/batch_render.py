@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 from radixrt.messages import (
     AssistantTurnEnd,
     AssistantTurnStart,
+    ChatMessage,
     ChatPrompt,
     ChoiceSegment,
     GeneratedSegment,
@@ -31,6 +32,17 @@ from radixrt.tokens.errors import FieldError
 MIN_ANSWERS = 8
 """The fewest answers in a list for which a bulk render costs less than rendering the chat for each."""
 _WORD = re.compile(r"\S")
+
+
+Tools = list[dict[str, Any]] | None
+
+
+def fields_of(message: MessageSegment) -> dict[str, Any]:
+    """A message as templates get it."""
+    fields = {"role": message.role, "content": message.content}
+    if message.tool_call_id:
+        fields |= {"tool_call_id": message.tool_call_id, "name": message.name}
+    return fields
 
 
 class BulkRender(NamedTuple):
@@ -47,18 +59,23 @@ class _Answer(NamedTuple):
     offset: int
 
 
-def as_chat(messages: Sequence[dict[str, Any]], open: str) -> ChatPrompt:
+def as_chat(messages: Sequence[dict[str, Any]], open: str, tools: Tools) -> ChatPrompt:
     """A prompt of these messages, and of a partial one of the assistant if `open` is not empty."""
     partial = [{"role": "assistant", "content": open}] if open else []
-    return ChatPrompt([*messages, *partial], partial=bool(open))
+    return ChatPrompt([*messages, *partial], tools, partial=bool(open))
 
 
 def bulk_render(
-    service: TextService, messages: Sequence[dict[str, Any]], open: str | None, transcript: Sequence[Segment]
+    service: TextService,
+    messages: Sequence[dict[str, Any]],
+    open: str | None,
+    transcript: Sequence[Segment],
+    tools: Tools,
 ) -> BulkRender | None:
     """The bulk render of a list `transcript` that continues these messages, and the `open` text of the next one. None
-    if there are few answers, if the list is not valid, or if the template does not write the same text for a prefix of
-    the list as it does in the whole: because it looks at what follows, drops thinking, or trims a partial message.
+    if there are few answers, if the list is not valid, if it has calls or other tools, or if the template does not
+    write the same text for a prefix of the list as it does in the whole: because it looks at what follows, drops
+    thinking, or trims a partial message.
 
     The latter is detected by marks that do not come back where they were put, and by rendering some of the prompts
     alone for comparison: the first, one in the middle, the last but one, the last of an earlier message and the one
@@ -68,7 +85,7 @@ def bulk_render(
     """
     if sum(isinstance(one, GeneratedSegment | ChoiceSegment) for one in transcript) < MIN_ANSWERS:
         return None
-    chat = _Chat.of(messages, open, transcript)
+    chat = _Chat.of(messages, open, transcript, tools)
     if chat is None:
         return None
     try:
@@ -87,17 +104,22 @@ class _Chat(NamedTuple):
 
     messages: list[dict[str, Any]]
     answers: list[_Answer]
+    tools: Tools
 
     @classmethod
-    def of(cls, messages: Sequence[dict[str, Any]], open: str | None, transcript: Sequence[Segment]) -> Self | None:
-        """None if the list is not valid."""
+    def of(
+        cls, messages: Sequence[dict[str, Any]], open: str | None, transcript: Sequence[Segment], tools: Tools
+    ) -> Self | None:
+        """None if the list is not valid, or has calls or other tools."""
         messages, answers = list(messages), []
         spoken = None if open is None else [open]
         chars = len(open or "")
         for one in transcript:
             match one:
-                case MessageSegment(role=role, content=content) if spoken is None:
-                    messages.append({"role": role, "content": content})
+                case GeneratedSegment(message=ChatMessage(tool_calls=[_, *_])):
+                    return None
+                case MessageSegment() if spoken is None:
+                    messages.append(fields_of(one))
                 case AssistantTurnStart() if spoken is None:
                     spoken, chars = [], 0
                 case AssistantTurnEnd() if spoken is not None:
@@ -114,11 +136,11 @@ class _Chat(NamedTuple):
                     return None
         if spoken is not None:
             messages.append({"role": "assistant", "content": "".join(spoken)})
-        return cls(messages, answers)
+        return cls(messages, answers, tools)
 
     def until(self, answer: _Answer) -> ChatPrompt:
         """The prompt of an answer."""
-        return as_chat(self.messages[: answer.message], self._before(answer))
+        return as_chat(self.messages[: answer.message], self._before(answer), self.tools)
 
     def _before(self, answer: _Answer) -> str:
         """The text before an answer in its message."""
@@ -137,7 +159,7 @@ class _Chat(NamedTuple):
                 goes_on = _with_marks(goes_on, marks)
             else:
                 marked[message] = marked[message] | {"content": _with_marks(marked[message]["content"], marks)}
-        first, *rest = re.split(f"turn{nonce}x([0-9]+)x", service.render(as_chat(marked, goes_on)))
+        first, *rest = re.split(f"turn{nonce}x([0-9]+)x", service.render(as_chat(marked, goes_on, self.tools)))
         numbers, pieces = list(map(int, rest[::2])), [first, *rest[1::2]]
         if numbers != list(range(len(self.answers) - 1)) or "".join(pieces) != text:
             return None

@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from weakref import WeakSet
 
 from radixrt.config import RouterConfig
-from radixrt.messages import Fork, Generate, GeneratedSegment, Namespace, Sampling, Score, Segment, StatePrompt
+from radixrt.messages import (
+    Delta,
+    Fork,
+    Generate,
+    GeneratedSegment,
+    Namespace,
+    Sampling,
+    Score,
+    Segment,
+    StatePrompt,
+)
 from radixrt.requests.validate import Refused
 from radixrt.router.programs.prompt_builder import FIELD, PromptBuilder, State
 from radixrt.router.programs.state_store import Key, ProgramStateStore
@@ -80,22 +90,16 @@ class Programs:
         coming = self._coming.get(self.key(tenant, prompt))
         return await self._built(tenant, prompt, _build_and_prompt, coming, room)
 
-    def save(
-        self,
-        saving: Saving,
-        builder: PromptBuilder,
-        namespace: Namespace,
-        ids: bytes,
-        text: str,
-        stop: str | int | None,
-    ) -> None:
-        """A request in `namespace` has ended with this answer to the builder's prompt."""
+    def save(self, saving: Saving, builder: PromptBuilder, namespace: Namespace, answer: Delta) -> None:
+        """A request in `namespace` has ended with this answer, which is whole, to the builder's prompt."""
         if saving not in self._savings:
             return
-        answer = None if saving.sampling is None else GeneratedSegment(ids, text, stop, saving.sampling)
+        said = None
+        if saving.sampling is not None:
+            said = GeneratedSegment(answer.ids, answer.text, answer.stop, saving.sampling, answer.message)
         if saving.before is not None:
             self.states.drop(saving.before)
-        self.states.put(saving.key, builder.state(namespace, answer))
+        self.states.put(saving.key, builder.state(namespace, said))
 
     async def fork(self, tenant: str, message: Fork) -> Key:
         """Keep the state of a fork; returns its key. Raises as `prompt` does."""

@@ -13,11 +13,15 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from radixrt.messages import (
     NO_TENANT,
     TOKEN_BYTES,
     AssistantTurnEnd,
     AssistantTurnStart,
+    ChatMessage,
+    ChatPrompt,
     ChoiceSegment,
     GeneratedSegment,
     MessageSegment,
@@ -27,8 +31,9 @@ from radixrt.messages import (
     Segment,
     TextPrompt,
     TextSegment,
+    ToolsSegment,
 )
-from radixrt.router.programs.batch_render import as_chat, bulk_render
+from radixrt.router.programs.batch_render import as_chat, bulk_render, fields_of
 from radixrt.tokens import TextService
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.turns import Steps, finished
@@ -81,7 +86,7 @@ class Part(Piece):
 
 
 class Message(Piece):
-    """A complete message of a chat."""
+    """A complete message of a chat, as the template gets it."""
 
     __slots__ = ("fields",)
 
@@ -90,10 +95,36 @@ class Message(Piece):
         self.fields = fields
 
 
+class Answer(Message):
+    """A message that ends with a generated answer that is more than its content: calls, thoughts, channels. The
+    template has not written it yet, and may write it as it was generated (`fields`) or `parsed`."""
+
+    __slots__ = ("end", "parsed", "part")
+
+    def __init__(self, text: str, parsed: dict[str, Any], part: int, end: str) -> None:
+        super().__init__({"role": "assistant", "content": text})
+        self.size += sys.getsizeof(text)
+        self.parsed = parsed
+        self.part = part
+        """The index of the part with its ids."""
+        self.end = end
+        """The text of the token that ended it; "" if none did."""
+
+
+class Tools(Piece):
+    """The tools of a chat."""
+
+    __slots__ = ("tools",)
+
+    def __init__(self, tools: list[dict[str, Any]]) -> None:
+        super().__init__(0, len(msgspec.msgpack.encode(tools)))
+        self.tools = tools
+
+
 class State:
     """All that was said up to some point. Immutable; states share their parts and messages."""
 
-    __slots__ = ("answer", "is_prompt", "encoded", "messages", "namespace", "open", "parts", "size")
+    __slots__ = ("answer", "is_prompt", "encoded", "messages", "namespace", "open", "parts", "size", "tools")
 
     def __init__(
         self,
@@ -104,11 +135,14 @@ class State:
         is_prompt: bool,
         namespace: Namespace | None,
         answer: GeneratedSegment | None = None,
+        tools: Sequence[Tools] = (),
     ) -> None:
         Piece.link(parts)
         Piece.link(messages)
         self.parts = parts
         self.messages = messages
+        self.tools = tools
+        """The last ones that were given, if any."""
         self.encoded = encoded
         """The number of parts that have been in a prompt."""
         self.open = open
@@ -121,13 +155,14 @@ class State:
         """An answer that was generated since, and is not among the parts yet: the next builder adds it."""
         # Computed once, because Python's strings grow when they are first encoded.
         answered = OVERHEAD + len(answer.ids) + sys.getsizeof(answer.text) if answer is not None else 0
+        answered += sys.getsizeof(answer.text) if answer is not None and answer.message is not None else 0
         self.size = OVERHEAD + 8 * (len(parts) + len(messages)) + sys.getsizeof(open) + answered
         """Bytes of the state itself, without its pieces."""
 
     @property
     def ends(self) -> Iterable[Piece]:
-        """The last part and the last message, from which all others can be reached by `before`."""
-        return (*self.parts[-1:], *self.messages[-1:])
+        """The last part and the last message, from which all others can be reached by `before`, and the tools."""
+        return (*self.parts[-1:], *self.messages[-1:], *self.tools)
 
     @property
     def chars(self) -> int:
@@ -153,6 +188,9 @@ class PromptBuilder:
         rendered  <user>hi</user><assistant>   Hello!        </assistant><user>more</user><assistant>
         parts     text                         token ids     text
 
+    The template gets an answer with calls, thoughts or channels parsed, as it does from other APIs. What it writes for
+    that is then the text of the part, which keeps its ids.
+
     Where a template rewrites what was said before (drops thinking, trims), the parts from there on are replaced by one
     text: correct, but what was generated there is encoded again.
 
@@ -169,6 +207,9 @@ class PromptBuilder:
         self._open = None if state.open is None else [state.open]
         """See State.open; as a list of strings."""
         self._namespace = state.namespace
+        self._tools = state.tools
+        self._answer: tuple[dict[str, Any], int, str] | None = None
+        """If the open message ends with an answer that is more than its content: its `parsed`, `part` and `end`."""
         self._matched = ("", 0, 0)
         """(a rendered chat, characters at its beginning that equal the text of the first parts, number of these
         parts)."""
@@ -179,7 +220,21 @@ class PromptBuilder:
         """The state of all that was said. The builder must not be used afterwards."""
         namespace = namespace or self._namespace
         open = None if self._open is None else "".join(self._open)
-        return State(self._parts, self._messages, self._encoded, open, self._is_prompt, namespace, answer)
+        return State(self._parts, self._messages, self._encoded, open, self._is_prompt, namespace, answer, self._tools)
+
+    @property
+    def is_chat(self) -> bool:
+        return self._open is not None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether an answer continues a message that has begun."""
+        return any(self._open or ())
+
+    @property
+    def tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the chat template gets."""
+        return (self._tools[0].tools or None) if self._tools else None
 
     # ------------------------------------------------------------ adding
 
@@ -191,7 +246,8 @@ class PromptBuilder:
     def add_steps(self, transcript: Sequence[Segment]) -> Steps[None]:
         """`add` in steps."""
         open = None if self._open is None else "".join(self._open)
-        rendered = bulk_render(self._text, [message.fields for message in self._messages], open, transcript)
+        fields = [message.fields for message in self._messages]
+        rendered = bulk_render(self._text, fields, open, transcript, self.tools)
         prompts = iter([(rendered.text, end) for end in rendered.ends] if rendered else ())
         for count, (i, one) in enumerate(_joined(transcript), 1):
             if count % STEP_SEGMENTS == 0:
@@ -207,17 +263,22 @@ class PromptBuilder:
         match transcript:
             case TextSegment(text=text):
                 self._say(text)
-            case MessageSegment(role=role, content=content):
+            case ToolsSegment(tools=tools):
                 self._check_chat()
-                self._messages.append(Message({"role": role, "content": content}))
+                self._tools = [Tools(tools)]
+            case MessageSegment():
+                self._check_chat()
+                self._messages.append(Message(fields_of(transcript)))
             case AssistantTurnStart():
                 self._check_chat()
                 self._open = []
             case AssistantTurnEnd():
                 if self._open is None:
                     raise _OutOfPlace("no turn has begun")
-                self._messages.append(Message({"role": "assistant", "content": "".join(self._open)}))
-                self._open = None
+                said = "".join(self._open)
+                plain = {"role": "assistant", "content": said}
+                self._messages.append(Answer(said, *self._answer) if self._answer else Message(plain))
+                self._open = self._answer = None
             case ChoiceSegment(text=text):
                 yield from self._end_prompt(rendered)
                 part = yield from self._encode(len(self._parts), Part(self._as_rendered(text)))
@@ -230,7 +291,7 @@ class PromptBuilder:
 
     def _say(self, text: str) -> None:
         if self._open is not None:
-            self._open.append(text)
+            self._continue(text)
         elif self._messages:
             raise _OutOfPlace("text outside of a role, after messages")
         else:
@@ -243,6 +304,7 @@ class PromptBuilder:
             raise _OutOfPlace("a role, after text outside of roles")
 
     def _continue(self, text: str) -> None:
+        self._answer = None
         if self._open is not None:
             self._open.append(text)
 
@@ -257,7 +319,11 @@ class PromptBuilder:
         if ids:
             self._append_ids(ids, self._as_rendered(answer.text[:kept]))
         self._append_text(answer.text[kept:])
+        before = "".join(self._open or ())
         self._continue(answer.text)
+        if self._open is not None and answer.message is not None:
+            if (parsed := _parsed(before, answer.message, answer.text)) is not None:
+                self._answer = parsed, len(self._parts) - 1, self._text.token_text(answer.stop)
         self._is_prompt = False
 
     def _as_rendered(self, text: str) -> str:
@@ -299,7 +365,7 @@ class PromptBuilder:
             return
         if self._open is not None:
             if rendered is None:
-                text = self._text.render(as_chat([message.fields for message in self._messages], "".join(self._open)))
+                text = self._rendered("".join(self._open))
                 rendered = text, len(text)
             self._match_rendered(*rendered)
         before = sum(len(part.ids or b"") for part in self._parts[: self._encoded]) if room else 0
@@ -307,6 +373,62 @@ class PromptBuilder:
             self._parts[i] = yield from self._encode(i, self._parts[i], room, before // TOKEN_BYTES)
             before += len(self._parts[i].ids or b"")
         self._encoded, self._is_prompt = len(self._parts), True
+
+    def _rendered(self, open: str) -> str:
+        """The chat as the template writes it. It gets answers parsed, as it expects them, unless it refuses that; their
+        parts then have the text that it writes for them, so that they keep their ids."""
+        plain = [message.fields for message in self._messages]
+        first = next((i for i, message in enumerate(self._messages) if isinstance(message, Answer)), None)
+        if first is None:
+            return self._text.render(as_chat(plain, open, self.tools))
+        parsed = [message.parsed if isinstance(message, Answer) else message.fields for message in self._messages]
+        try:
+            chat = self._text.render(as_chat(parsed, open, self.tools))
+        except FieldError:
+            parsed, chat = plain, self._text.render(as_chat(plain, open, self.tools))
+        else:
+            self._respell(chat, plain, parsed, open)
+        self._messages[first:] = map(Message, parsed[first:])  # new ones, since states share those
+        return chat
+
+    def _respell(self, chat: str, plain: list[dict[str, Any]], parsed: list[dict[str, Any]], open: str) -> None:
+        """Give the part of the last Answer the text that the template writes for it in `chat`, if that is found.
+
+        parts   before | generated |
+        plain   before   generated   after       the chat, with the answer as it was generated
+        chat    before   written     after
+        """
+        index, answer = next((i, one) for i, one in enumerate(self._messages[::-1]) if isinstance(one, Answer))
+        part = self._parts[-1]
+        before = "".join(one.text for one in self._parts[:-1])
+        if answer.part != len(self._parts) - 1 or not isinstance(part, Generated) or not chat.startswith(before):
+            return
+        end = self._after_plain(chat, as_chat(plain, open, self.tools), before + part.text)
+        if end is None:
+            until = as_chat(parsed[: len(parsed) - index], "", self.tools)
+            end = self._after_parsed(chat, until, answer, len(before))
+        if end is not None and end >= len(before):
+            self._parts[-1] = Generated(chat[len(before) : end], part.ids)
+
+    def _after_plain(self, chat: str, plain: ChatPrompt, known: str) -> int | None:
+        """Where what comes after an answer begins in `chat`: it is the same in a `plain` one."""
+        try:
+            text = self._text.render(plain)
+        except FieldError:
+            return None
+        after = text.removeprefix(known)
+        return len(chat) - len(after) if text.startswith(known) and chat.endswith(after) else None
+
+    def _after_parsed(self, chat: str, until: ChatPrompt, answer: Answer, begin: int) -> int | None:
+        """The same by the token that ended the answer, with which the chat `until` there ends. None if the template has
+        dropped its thoughts."""
+        try:
+            text = self._text.render(until, answer_next=False)
+        except FieldError:
+            return None
+        end = text.rfind(answer.end, begin) if answer.end else -1
+        keeps = end >= 0 and answer.parsed.get("reasoning_content", "").strip() in text[begin:end]
+        return end if keeps and chat.startswith(text) else None
 
     def _match_rendered(self, rendered: str, end: int) -> None:
         """Keep the parts whose texts rendered[:end] begins with; the rest of it becomes one new part."""
@@ -347,6 +469,14 @@ def _joined(transcript: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
             yield texts[0][0], TextSegment("".join(text for _, text in texts))
         else:
             yield from group
+
+
+def _parsed(before: str, answer: ChatMessage, text: str) -> dict[str, Any] | None:
+    """The message of an answer with text `before` it; None for one that is its `text` alone."""
+    if not answer.tool_calls and answer.content.strip() == text.strip():
+        return None
+    message = answer.to_openai()
+    return message | {"content": before + answer.content} if before else message
 
 
 class _OutOfPlace(ValueError):

@@ -107,7 +107,7 @@ class ProgramStateStore:
                 sizes[tenant] += state.size
                 users.update(state.ends)
                 assert state.chars == sum(len(part.text) for part in state.parts), "a state knows how long it is"
-                for pieces in (state.parts, state.messages):
+                for pieces in (state.parts, state.messages, state.tools):
                     assert all(after.before is before for before, after in itertools.pairwise(pieces)), "a chain each"
                     for piece in pieces:
                         if piece not in owners:

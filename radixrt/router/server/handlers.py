@@ -27,6 +27,7 @@ from radixrt.messages import (
     ClearCache,
     ClientReply,
     ClientRequest,
+    Delta,
     Detokenize,
     Done,
     DrainWorker,
@@ -53,6 +54,7 @@ from radixrt.router.programs.programs import Programs
 from radixrt.router.programs.state_store import Key
 from radixrt.router.server import status
 from radixrt.router.server.kv_store import SharedMemory
+from radixrt.router.server.parsed import ChatFormats, Parsing
 from radixrt.router.server.prometheus import render
 from radixrt.router.server.streams import TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
 from radixrt.router.server.tasks import Handler, Tasks, now
@@ -60,7 +62,7 @@ from radixrt.tokens import Encoded, TextService, Tokenizer
 from radixrt.tokens.chat_history import Conversations
 from radixrt.tokens.errors import FieldError
 
-KeepIn = Callable[[Namespace, bytes, str, str | int | None], None]
+KeepIn = Callable[[Namespace, Delta], None]
 """As `streams.Keep`, with the namespace of the request."""
 MAX_RECALL_BYTES = 64 << 20
 """The most bytes of the values that one Recall returns, if there are several."""
@@ -87,6 +89,7 @@ class Handlers:
         self._report = report
         self._perform = perform
         self._conversations = Conversations(text, config)
+        self._formats = ChatFormats(text, config)
         self._shared = SharedMemory(config.shared_bytes)
         self._tasks = Tasks(core, perform)
         self._size = 0
@@ -173,18 +176,25 @@ class Handlers:
             self._start(self._encode_and_submit, client, request)
 
     async def _encode_and_submit(self, client: bytes, request: Generate | Score) -> None:
-        keep, tenant, room = None, self._core.tenant(request.api_key), self._core.room(request)
-        if isinstance(request, Generate) and isinstance(request.prompt, ChatPrompt):
+        keep, parsing = None, None
+        tenant, room = self._core.tenant(request.api_key), self._core.room(request)
+        if isinstance(request, Generate) and isinstance(prompt := request.prompt, ChatPrompt):
             request, chat = await encode_chat(request, self._conversations, tenant, room)
+            request, parsing = await self._formats.prepare(request, prompt.tools, prompt.partial)
             keep = functools.partial(self._remember, chat)
         encoded = await encode(request, self._text, Namespace(tenant, salt=request.cache_salt), room)
         self._tasks.leave(client, request.id)
-        self._submit(client, encoded, keep)
+        self._submit(client, encoded, keep, parsing=parsing)
 
-    def _remember(self, chat: Encoded, _: Namespace, ids: bytes, text: str, stop: str | int | None) -> None:
-        """Keep the ids of an answer in a chat, unless it ended at a stop string: then they are more than its text."""
-        if not isinstance(stop, str):
-            self._conversations.remember(chat, {"role": "assistant", "content": text}, ids)
+    def _remember(self, chat: Encoded, _: Namespace, answer: Delta) -> None:
+        """Keep the ids of an answer in a chat, unless it ended at a stop string: then they are more than its text. The
+        client may send it back as text or parsed."""
+        if isinstance(answer.stop, str):
+            return
+        plain = {"role": "assistant", "content": answer.text}
+        self._conversations.remember(chat, plain, answer.ids)
+        if answer.message is not None and (parsed := answer.message.to_openai()) != plain:
+            self._conversations.remember(chat, parsed, answer.ids)
 
     async def _submit_state_prompt(self, client: bytes, request: Generate | Score) -> None:
         """Submit a request whose prompt continues a program state."""
@@ -195,13 +205,16 @@ class Handlers:
             await check_aside(request.sampling.grammar, owner=request.api_key)
         room = self._core.room(request)
         self._programs.check_room(prompt, room)
+        parsing = None
         builder, ids = await self._programs.prompt(tenant, prompt, room)
         keep = functools.partial(self._programs.save, saving, builder) if saving else None
         request = msgspec.structs.replace(request, prompt=TokenPrompt(ids))
         if isinstance(request, Score):
             request = await encode(request, self._text, Namespace(tenant, salt=request.cache_salt))
+        elif builder.is_chat:
+            request, parsing = await self._formats.prepare(request, builder.tools, builder.is_partial)
         self._tasks.leave(client, request.id)
-        self._submit(client, request, keep, self._programs.key(tenant, prompt))
+        self._submit(client, request, keep, self._programs.key(tenant, prompt), parsing)
 
     def _submit(
         self,
@@ -209,21 +222,22 @@ class Handlers:
         request: Generate | Score,
         keep: KeepIn | None = None,
         state: Key | None = None,
+        parsing: Parsing | None = None,
     ) -> None:
         """Submit a request of token ids, which continue `state` if given. `keep` is called with its
-        namespace and answers."""
+        namespace and answers; these are parsed if `parsing` says how."""
         self._tasks.check_id(client, request.id)
         wanted = request
         if isinstance(request, Generate):
             if request.sampling.stop and request.text and not self._text.has_tokenizer:
                 raise Refused("stop", "stop strings need a tokenizer, and there is none here")
-            if (stream := core_streams(request, self._text)) != request.stream:
+            if (stream := core_streams(request, self._text, parsing)) != request.stream:
                 wanted = msgspec.structs.replace(request, stream=stream)
         effects = self._core.submit(client, wanted, now(), state, resumes=self._tasks.hand_on_pause())
         if (namespace := self._core.namespace(client, request.id)) is not None:
             kept = functools.partial(keep, namespace) if keep else None
             if isinstance(request, Generate) and wants_text(request, self._text):
-                self._streams.add(client, request, kept)
+                self._streams.add(client, request, kept, parsing)
             elif isinstance(request, Score) and kept is not None:
                 self._streams.add_score(client, request, kept)
         self._perform(effects)

@@ -14,6 +14,7 @@ import msgspec
 
 from radixrt.messages import (
     NO_TENANT,
+    TOKEN_BYTES,
     ChatPrompt,
     Delta,
     Deltas,
@@ -27,13 +28,14 @@ from radixrt.messages import (
 from radixrt.requests.grammar import check_aside, is_checked
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Client, Effect
+from radixrt.router.server.parsed import ParsedChoice, Parsing
 from radixrt.tokens import Encoded, OutputProcessor, TextService
 from radixrt.tokens.chat_history import Conversations, facts
 from radixrt.tokens.errors import Room
 
 Request = TypeVar("Request", bound=Generate | Score)
-Keep = Callable[[bytes, str, str | int | None], None]
-"""Called with the ids, the text and the stop of an answer that has ended well."""
+Keep = Callable[[Delta], None]
+"""Called with all of an answer that has ended well, as one Delta."""
 
 
 ENDED_WELL: tuple[FinishReason, ...] = ("stop", "length")
@@ -79,9 +81,10 @@ def wants_text(request: Generate, service: TextService) -> bool:
     return request.text and service.has_tokenizer
 
 
-def core_streams(request: Generate, service: TextService) -> bool:
+def core_streams(request: Generate, service: TextService, parsing: Parsing | None = None) -> bool:
     """Whether the core must pass on tokens as they arrive."""
-    return request.stream or (wants_text(request, service) and bool(request.sampling.stop))
+    ends_here = bool(request.sampling.stop) or (parsing is not None and parsing.output.ends_early)
+    return request.stream or (wants_text(request, service) and ends_here)
 
 
 @dataclass(slots=True)
@@ -90,7 +93,9 @@ class _Choice:
     gathers: bool
     """Whether it is sent as a whole when it has ended. False for a stream, whose deltas are sent at once."""
     push: Callable[[bytes], str] | None
-    """Returns the text that ids add. Only for a stream without stop strings that is not kept (the fast path)."""
+    """Returns the text that ids add. Only for a stream without stop strings that is neither kept nor parsed (the fast
+    path)."""
+    parsed: ParsedChoice | None
 
 
 @dataclass(slots=True)
@@ -112,14 +117,16 @@ class TextStreams:
         self._core = core
         self._texts: dict[Client, dict[int, _OpenRequest]] = {}
 
-    def add(self, client: Client, request: Generate, keep: Keep | None = None) -> None:
-        """Decode for a request from now on; `keep` is called with its answers."""
-        gathers = not request.stream and core_streams(request, self._service)
+    def add(self, client: Client, request: Generate, keep: Keep | None = None, parsing: Parsing | None = None) -> None:
+        """Decode for a request from now on, and parse if `parsing` says how; `keep` is called with its answers."""
+        tokenizer, sampling = self._service.tokenizer, request.sampling
+        gathers = not request.stream and core_streams(request, self._service, parsing)
         choices = []
         for _ in range(request.n):
             keeps = gathers or keep is not None
-            output = OutputProcessor(self._service.tokenizer, request.sampling, gathers=keeps)
-            choices.append(_Choice(output, gathers, None if keeps else output.push_plain))
+            output = OutputProcessor(tokenizer, sampling, gathers=keeps)
+            parsed = parsing.choice(tokenizer, sampling) if parsing else None
+            choices.append(_Choice(output, gathers, None if keeps or parsed else output.push_plain, parsed))
         self._texts.setdefault(client, {})[request.id] = _OpenRequest(choices, keep)
 
     def add_score(self, client: Client, request: Score, keep: Keep) -> None:
@@ -131,7 +138,7 @@ class TextStreams:
         texts = self._texts.get(client, {}).get(request_id)
         self.forget(client, request_id)
         if texts is not None and texts.keep is not None:
-            texts.keep(b"", "", None)
+            texts.keep(Delta(request_id))
 
     def forget(self, client: Client, request_id: int) -> None:
         texts = self._texts.get(client)
@@ -170,23 +177,30 @@ class TextStreams:
 
     def _add_text(self, client: Client, choice: _Choice, delta: Delta) -> list[Effect]:
         delta.text = choice.output.take(delta)
-        stop = choice.output.stop
-        if stop is None:
+        if choice.parsed is not None:
+            choice.parsed.take(delta)
+        stop: str | int | None = choice.output.stop
+        ends_here = stop is not None or (delta.finish is None and choice.parsed is not None and choice.parsed.full)
+        if not ends_here:
             return []
         effects: list[Effect] = []
         if delta.finish is None:
             delta.usage, effects = self._core.stop_choice(client, delta.id, delta.index, choice.output.past)
             if delta.usage is None:  # the request failed in the same step: its Error follows
                 return []
+        if stop is None and delta.ids:  # the token after which nothing comes in this format
+            stop = int.from_bytes(delta.ids[-TOKEN_BYTES:], "little")
         delta.finish, delta.stop = "stop", stop
         return effects
 
 
 def _whole(choice: _Choice, last: Delta, keep: Keep | None) -> Delta:
     """A choice has ended: returns the delta to send. If it has ended well, it is kept."""
+    if choice.parsed is not None:
+        last.message = choice.parsed.end()
     if not choice.gathers and keep is None:
         return last
     whole = choice.output.whole(last)
     if keep is not None and last.finish in ENDED_WELL:
-        keep(whole.ids, whole.text, whole.stop)
+        keep(whole)
     return whole if choice.gathers else last
