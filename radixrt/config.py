@@ -210,8 +210,8 @@ class RouterConfig:
     served_model_name: str = setting("", "model name for clients (default: the folder's name)")
     model_aliases: tuple[str, ...] = setting(
         (),
-        "further names of the model, one or more, for clients that ask for a model by a name of their own; an adapter "
-        "of such a name comes first",
+        "further names of the model, one or more, for clients that ask for a model by a name of their own; with "
+        "wildcards, as in 'claude-*', for names that change, and '*' for any; an adapter of such a name comes first",
         several=True,
     )
     tokenizer: str = setting("", "tokenizer folder (default: the model's); none: prompts are token ids only")

@@ -303,9 +303,10 @@ class AsyncClient:
         `parent`."""
         return await self._query("models")
 
-    async def check_model(self, name: str) -> None:
-        """Raise ServerError (404) if no model or LoRA adapter of that name is served."""
-        await self._query("model", name)
+    async def check_model(self, name: str) -> str:
+        """The name of the model or LoRA adapter that serves requests for `name`: another one for an alias. Raises
+        ServerError (404) if there is none."""
+        return await self._query("model", name)
 
     async def report(self) -> dict[str, Any]:
         """The cache-hit-rate report, as `radixrt.report.Report.to_json` describes it."""

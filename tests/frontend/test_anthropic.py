@@ -454,6 +454,59 @@ def results(*ids: str, **fields: Any) -> dict:
 TEXT = {"type": "text", "text": "x"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "text"}}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
+NO_IMAGE = {"type": "text", "text": "[image: this model reads text only]"}
+NO_PDF = {"type": "text", "text": "[document: this model reads text only]"}
+
+
+@pytest.mark.parametrize(
+    ("added", "shown"),
+    [
+        ([results("a", content=[IMAGE])], [NO_IMAGE["text"]]),
+        ([results("a", content=[TEXT, IMAGE])], [[TEXT, NO_IMAGE]]),
+        ([results("a", content=[IMAGE], is_error=True)], ["Error: " + NO_IMAGE["text"]]),
+        ([results("a", content=[{"type": "search_result", "content": [TEXT, IMAGE]}])], ["x\n" + NO_IMAGE["text"]]),
+        ([{"role": "user", "content": [*results("a")["content"], PDF]}], ["", NO_PDF["text"]]),
+        ([results("a"), {"role": "user", "content": [TEXT, PDF]}], ["", [TEXT, NO_PDF]]),
+        ([results("a"), *turns(IMAGE)["messages"], *turns(TEXT)["messages"]], ["", [NO_IMAGE, TEXT]]),
+    ],
+)  # fmt: skip
+def test_images_that_a_tool_has_read_are_named_in_their_place(hermes, added, shown):
+    """Those of a message that is answered, or not the newest, as well: the session goes on."""
+    before = [*turns(TEXT, IMAGE)["messages"], *called()["messages"][1:], *added]
+    first = hermes.ask("So it is.", tools=TOOLS, messages=before)
+    rendered = hermes.prompt.messages
+    assert [rendered[0]["content"], *(message["content"] for message in rendered[2:])] == [[TEXT, NO_IMAGE], *shown]
+    following = [*before, {"role": "assistant", "content": first.content}, *HELLO]
+    usage = hermes.ask("Yes.", tools=TOOLS, messages=following).usage
+    assert usage.cache_read_input_tokens >= total(first.usage) + first.usage.output_tokens - 1
+
+
+def test_a_header_of_claude_code_is_no_part_of_the_prompt(hermes):
+    """Its hash changes with each request: without it the prompt is the same, and all of it hits."""
+    told, more = "You are an agent. " * 9, {"type": "text", "text": "Be kind.", "cache_control": EPHEMERAL}
+
+    def usage(*systems: Any) -> list[anthropic.types.Usage]:
+        return [hermes.ask("Yes.", system=system).usage for system in systems]
+
+    def header(number: int) -> str:
+        return f"x-anthropic-billing-header: cc_version=2.1.{number}; cc_entrypoint=cli; cch={number};"
+
+    def in_blocks(number: int) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": text} for text in (header(number), told)] + [more]
+
+    for systems, bare in (
+        ([in_blocks(n) for n in (1, 2)], in_blocks(0)[1:]),
+        ([f"{header(n)}\n\n{told}" for n in (1, 2)], told),
+        ([in_blocks(n)[:1] for n in (1, 2)], []),
+    ):
+        first, *others = usage(*systems, bare)
+        for other in others:
+            assert other.cache_read_input_tokens == total(other) - 1 == total(first) - 1
+    hermes.ask("Yes.", system=f"See {header(1)}")
+    assert hermes.prompt.messages[0]["content"] == f"See {header(1)}"
+
+
 BAD = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"extra_body": {"max_tokens": "many"}}, "max_tokens"),
@@ -486,11 +539,14 @@ BAD = [
     (called(*HELLO), "messages.1"),
     (called(results("b")), "messages.2.content.0.tool_use_id"),
     (called(results("a", "a")), "messages.2.content.1.tool_use_id"),
-    (called(results("a", content=[IMAGE])), "messages.2.content.0.content.0.type"),
     (called(results("a", is_error="yes")), "messages.2.content.0.is_error"),
     (called(results("a"), name=None), "messages.1.content.0.name"),
     (called(results("a"), input="{}"), "messages.1.content.0.input"),
+    (called(results("a"), {"role": "assistant", "content": "x"}, *turns(IMAGE)["messages"]),
+     "messages.4.content.0.type"),
+    ({"messages": [*turns(IMAGE)["messages"], {"role": "assistant", "content": "It is"}]}, "messages.0.content.0.type"),
     ({"system": [IMAGE]}, "system.0.type"),
+    ({"messages": [{"role": "system", "content": [IMAGE]}, *HELLO]}, "messages.0.content.0.type"),
     ({"system": 3}, "system"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
     ({"tools": [TIME, {"name": "f"}]}, "tools.1.input_schema"),

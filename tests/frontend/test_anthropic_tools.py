@@ -16,7 +16,20 @@ from radixrt.frontend.anthropic.tools import shown_id, template_id
 from radixrt.frontend.formats.tools import check_parameters
 from radixrt.frontend.http.errors import ApiError
 from tests.frontend.scripted import scripted
-from tests.frontend.test_anthropic import EPHEMERAL, HELLO, IMAGE, PARIS, TIME, TOOLS, WEATHER, Speaker, total
+from tests.frontend.test_anthropic import (
+    EPHEMERAL,
+    HELLO,
+    IMAGE,
+    NO_IMAGE,
+    NO_PDF,
+    PARIS,
+    PDF,
+    TIME,
+    TOOLS,
+    WEATHER,
+    Speaker,
+    total,
+)
 
 Block = dict[str, Any]
 WEB = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
@@ -153,6 +166,11 @@ SECRET = {"type": "encrypted_code_execution_result", "encrypted_stdout": "x", "s
          "Error: url_not_allowed"),
         (result("bash_code_execution", RAN),
          '{"type":"bash_code_execution_result","stdout":"a\\n","stderr":"","return_code":0,"content":[]}'),
+        (result("web_fetch", FETCHED | {"content": PDF}), f"http://m\n{NO_PDF['text']}"),
+        (result("bash_code_execution", {"type": "bash_code_execution_result", "content": [IMAGE]}),
+         json.dumps({"type": "bash_code_execution_result", "content": [NO_IMAGE]}, separators=(",", ":"))),
+        (result("text_editor_code_execution", VIEWED | {"file_type": "image"}), NO_IMAGE["text"]),
+        (result("text_editor_code_execution", VIEWED | {"file_type": "pdf"}), "[pdf: this model reads text only]"),
         (result("text_editor_code_execution", VIEWED),
          '{"type":"text_editor_code_execution_view_result","file_type":"text","content":"é"}'),
         (result("code_execution", SECRET), '{"type":"encrypted_code_execution_result","stderr":"","return_code":1}'),
@@ -253,7 +271,6 @@ def told(kind: str, content: Any) -> dict[str, Any]:
 
 
 MCP = {"type": "mcp_tool_use", "id": "srvtoolu_1", "name": "roll", "server_name": "dice", "input": {}}
-PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": ""}}
 UPLOAD = {"type": "container_upload", "file_id": "f"}
 BAD = [
     (said(FOUND), "messages.1.content.0.tool_use_id"),
@@ -273,12 +290,7 @@ BAD = [
     (told("web_search", [{"type": "web_search_result", "encrypted_content": "x"}]), "messages.1.content.1.content"),
     (told("advisor", {"type": "advisor_redacted_result", "encrypted_content": "x"}), "messages.1.content.1.content"),
     (told("web_fetch", FETCHED), "messages.1.content.1.content.content"),
-    (told("web_fetch", FETCHED | {"content": PDF}), "messages.1.content.1.content.content.type"),
     (told("web_fetch", FETCHED | {"content": DOCUMENT, "url": 3}), "messages.1.content.1.content.url"),
-    (told("text_editor_code_execution", VIEWED | {"file_type": "image"}), "messages.1.content.1.content.file_type"),
-    (told("text_editor_code_execution", VIEWED | {"file_type": "pdf"}), "messages.1.content.1.content.file_type"),
-    (told("code_execution", RAN | {"content": [IMAGE]}), "messages.1.content.1.content.content.0.type"),
-    (said(MCP, result("mcp", [IMAGE])), "messages.1.content.1.content.0.type"),
     (said(MCP, result("mcp", "x", is_error="no")), "messages.1.content.1.is_error"),
     ({"messages": turns([UPLOAD])}, "messages.0.content.0.type"),
     ({"messages": turns([call()])}, "messages.0.content.0.type"),

@@ -293,6 +293,13 @@ def test_who_sees_which_figures(folder):
         assert [get(path, key).status_code for path in ("/metrics", "/v1/report") for key in ("", "x")] == [401] * 4
         assert get("/v1/models", "root").status_code == 401, "it is no tenant's"
         assert httpx.get(frontend.url + "/health").json() == {"status": "ok", "workers": 1, "stalled_seconds": 0.0}
+        assert httpx.head(frontend.url).status_code == 200
+
+
+def test_a_client_may_ask_whether_there_is_a_server(http):
+    """As Claude Code does."""
+    answer = http.head("/")
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_routes_that_are_none(http):
@@ -307,7 +314,7 @@ def test_routes_that_are_none(http):
     ):
         answer = http.request(method, path)
         assert answer.status_code == 404 and error_of(answer)["message"] == f"no such route: {path}; {said}"
-    for path in ("/v1/health", "/v1/v1/nothing", "/nothing", "/v1", "/"):
+    for path in ("/v1/health", "/v1/v1/nothing", "/nothing", "/v1"):
         assert error_of(http.post(path))["message"] == f"no such route: {path}"
     assert http.delete("/health").status_code == 405
 

@@ -42,7 +42,7 @@ def served(tmp_path_factory) -> Iterator[SimpleNamespace]:
         model=str(folder), device="cpu", max_total_tokens=8192, max_model_len=2048, cpu_threads=1, enable_lora=True,
         lora_modules=modules, speculative_algorithm="ngram",
     )  # fmt: skip
-    router = resolve(RouterConfig(model=str(folder), model_aliases=(ALIAS,)))
+    router = resolve(RouterConfig(model=str(folder), model_aliases=(ALIAS, "claude-*")))
     with LocalStack(StackConfig(router, worker, FrontendConfig(), workers=2)) as stack:
         frontend = FrontendThread(resolve(FrontendConfig(model=str(folder), router=stack.address, port=0)))
         try:
@@ -135,6 +135,15 @@ def test_an_alias_is_the_model(served, client):
     assert following.usage.input_tokens_details.cached_tokens > response.usage.input_tokens
     assert ALIAS not in {row["model"] for row in httpx.get(served.url + "/v1/report").json()["models"]}
     assert ALIAS not in httpx.get(served.url + "/metrics").text
+
+
+def test_a_name_that_only_a_wildcard_knows_is_the_model(client):
+    """It is not listed, but can be asked for, and is the name in the reply."""
+    name = "claude-opus-9-20300101"
+    assert client.chat.completions.create(model=name, messages=HELLO, max_tokens=1).model == name
+    found = client.models.retrieve(name)
+    assert (found.id, found.max_model_len, found.parent) == (name, 2048, None)
+    assert name not in {model.id for model in client.models.list().data}
 
 
 def test_log_probabilities_of_a_prompt_that_is_cached(served, client):

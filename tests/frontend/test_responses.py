@@ -346,6 +346,7 @@ def test_items_become_messages():
 # ---------------------------------------------------------------- items of tools that OpenAI runs
 
 WORDS = {"role": "user", "content": "go on"}
+NAMED_IMAGE = "[image: this model reads text only]"
 SHELL = {"type": "exec", "command": ["ls"], "env": {}, "user": None}
 RAN = [{"stdout": "a.py\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
 PATCH = {"type": "delete_file", "path": "a.py"}
@@ -393,6 +394,10 @@ CODE = item("code_interpreter_call", code="1+1", container_id="k", outputs=[{"ty
         ([CODE], "code_interpreter", {"code": "1+1"}, "2"),
         ([CODE | {"outputs": []}], "code_interpreter", {"code": "1+1"}, ""),
         ([ROLLED | {"output": "7"}], "roll", {"n": 2}, "7"),
+        ([CODE | {"outputs": [*CODE["outputs"], {"type": "image", "url": "x"}]}],
+         "code_interpreter", {"code": "1+1"}, "2" + NAMED_IMAGE),
+        ([item("image_generation_call", result="aGk=", revised_prompt="A mill")],
+         "image_generation", {"prompt": "A mill"}, NAMED_IMAGE),
         ([ROLLED | {"error": "it fell"}], "roll", {"n": 2}, "Error: it fell"),
         ([ROLLED | {"error": {"type": "http_error", "code": 500, "message": "down"}}], "roll", {"n": 2}, "Error: down"),
         ([ROLLED | {"error": {"type": "mcp_tool_execution_error", "content": [{"text": "x"}]}}],
@@ -414,6 +419,34 @@ def test_calls_of_a_conversation_begun_elsewhere(model, items, name, arguments, 
     assert (json.loads(told["content"]) if isinstance(result, list) else told["content"]) == result
     ask(model, "Yes.", input=[WORDS], previous_response_id=first.id)
     assert rendered(model)[:4] == [user, answer, told, again]
+
+
+IMAGE, NO_IMAGE = {"type": "input_image", "image_url": "x"}, {"type": "text", "text": NAMED_IMAGE}
+FILE, NO_FILE = {"type": "input_file", "file_id": "f"}, {"type": "text", "text": "[file: this model reads text only]"}
+VIEWED = {"type": "function_call_output", "call_id": "c", "output": [IMAGE]}
+VIEW = item("function_call", call_id="c", name="view_image", arguments="{}")
+
+
+@pytest.mark.parametrize(
+    ("added", "shown"),
+    [
+        ([VIEWED], [NAMED_IMAGE]),
+        ([VIEWED | {"output": [{"type": "input_text", "text": "x"}, IMAGE, FILE]}],
+         [[{"type": "text", "text": "x"}, NO_IMAGE, NO_FILE]]),
+        ([VIEWED | {"output": "x"}, {"role": "user", "content": [IMAGE]}], ["x", NAMED_IMAGE]),
+        ([VIEWED | {"output": "x"}, {"role": "user", "content": [FILE]}, WORDS], ["x", NO_FILE["text"], "go on"]),
+    ],
+)  # fmt: skip
+def test_images_that_a_tool_has_read_are_named_in_their_place(model, added, shown):
+    """So the session goes on, also from where it is stored; a user's own question is refused."""
+    asked = {"role": "user", "content": [IMAGE]}
+    first = ask(model, "So it is.", input=[asked, VIEW, *added])
+    told = rendered(model)
+    assert [told[0]["content"], *(message["content"] for message in told[2:])] == [NAMED_IMAGE, *shown]
+    again = ask(model, "Yes.", input=[WORDS], previous_response_id=first.id)
+    assert rendered(model)[: len(told)] == told
+    assert again.usage.input_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+    refused(model, "input[0].content[0].type", input=[asked], previous_response_id=first.id)
 
 
 @pytest.mark.parametrize(
@@ -578,8 +611,7 @@ def test_a_refusal_counts_once():
     [
         ("[0].type", [item("computer_call", call_id="c", action={"type": "click", "x": 1, "y": 2})]),
         ("[0].output", [{"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}}]),
-        ("[0].result", [item("image_generation_call", result="aGk=")]),
-        ("[0].outputs[1].type", [CODE | {"outputs": [*CODE["outputs"], {"type": "image", "url": "x"}]}]),
+        ("[0].outputs[1].type", [CODE | {"outputs": [*CODE["outputs"], {"type": "files", "files": []}]}]),
         ("[0].outputs", [CODE | {"outputs": "2"}]),
         ("[0].action", [item("web_search_call", action="mill")]),
         ("[0].action.sources", [item("web_search_call", action=SEARCH | {"sources": ["x"]})]),
@@ -596,7 +628,7 @@ def test_a_refusal_counts_once():
         ("[0].name", [item("custom_tool_call", call_id="c", name="", input="ls")]),
         ("[0].call_id", [{"type": "custom_tool_call_output", "call_id": "c", "output": "x"}]),
         ("[1].output[0].type", [item("custom_tool_call", call_id="c", name="sh", input="ls"), {
-            "type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "x"}]}]),
+            "type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "telepathy"}]}]),
         ("[0].action", [item("shell_call", call_id="c", action="ls")]),
         ("[1].output", [item("shell_call", call_id="c", action={"commands": []}),
                         item("shell_call_output", call_id="c", output="x")]),

@@ -554,6 +554,29 @@ def called(**fields) -> dict:
     return {"role": "assistant", "content": None, "tool_calls": [call | fields]}
 
 
+NO_IMAGE = {"type": "text", "text": "[image: this model reads text only]"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+READ = {"role": "tool", "tool_call_id": "a", "content": [IMAGE]}
+MORE = {"role": "user", "content": "Go on."}
+SHOWN = {"role": "user", "content": [{"type": "text", "text": "y"}, IMAGE]}
+
+
+@pytest.mark.parametrize("added", [[READ], [READ, SHOWN], [READ, {"role": "assistant", "content": "z"}, SHOWN, MORE]])
+def test_images_that_a_tool_has_read_are_named_in_their_place(hermes, added):
+    """Those that the agent shows behind its result, and those of earlier questions, as well."""
+    before = [SHOWN, called(), *added]
+    first = hermes.chat("So it is.", tools=TOOLS, messages=before)
+    told = hermes.answers[-1][1].messages
+    contents = [message["content"] for message in before]
+    assert [message["content"] for message in told] == [
+        [NO_IMAGE if part is IMAGE else part for part in content] if isinstance(content, list) else content
+        for content in contents
+    ]
+    after = [*before, {"role": "assistant", "content": "So it is."}, MORE]
+    again = hermes.chat("Yes.", tools=TOOLS, messages=after)
+    assert again.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 1
+
+
 PARAMETERS = "tools[0].function.parameters"
 BAD = [
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
@@ -608,6 +631,9 @@ BAD = [
     (turns({"role": "user"}), "messages[1].content"),
     (turns({"role": "user", "content": 3}), "messages[1].content"),
     (turns({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "messages[1].content[0].type"),
+    (turns(called(), READ, {"role": "assistant", "content": "z"}, SHOWN), "messages[4].content[1].type"),
+    (turns(SHOWN, {"role": "assistant", "content": "It is"}), "messages[1].content[1].type"),
+    (turns({"role": "system", "content": [IMAGE]}), "messages[1].content[0].type"),
     (turns({"role": "assistant"}), "messages[1].content"),
     (turns({"role": "assistant", "content": "x", "reasoning_content": 3}), "messages[1].reasoning_content"),
     (turns({"role": "assistant", "content": "x", "refusal": 3}), "messages[1].refusal"),

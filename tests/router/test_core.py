@@ -826,6 +826,21 @@ def test_aliases_are_the_model(default):
     ]  # fmt: skip
 
 
+def test_aliases_with_wildcards_are_many_names():
+    """Which are not listed; an adapter comes first, and case counts."""
+    core = core_with(register("w0", adapters=[Adapter("claude-sql")]), model_aliases=("claude-*", "gpt-?"))
+    for number, name in enumerate(("claude-opus-9", "claude-", "gpt-9")):
+        _, run = only_run(core.submit(b"c", generate(number, model=name), 1.0))
+        assert (run.adapter, run.namespace) == ("", Namespace("default", "m").key)
+    _, of_adapter = only_run(core.submit(b"c", generate(4, model="claude-sql"), 1.0))
+    assert of_adapter.adapter == "claude-sql"
+    for number, name in enumerate(("Claude-opus-9", "gpt-99", "my-claude-9"), 5):
+        assert error(core.submit(b"c", generate(number, model=name), 1.0)).code == 404
+    assert [model["id"] for model in status.models(core)] == ["m", "claude-sql"]
+    anything = core_with(register("w1"), model_aliases=("*",))
+    assert only_run(anything.submit(b"c", generate(2, model="qwen/any [1m]"), 1.0))[0] == "w1"
+
+
 def test_an_adapter_whose_worker_is_lost_is_not_taken_for_an_alias():
     """It may come back: the model would give other answers meanwhile."""
     core = core_with(register("w0", adapters=[Adapter("sql")]), register("w1"), model_aliases=("sql",))

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from radixrt.frontend.generate.media import media_kind, placeholder
 from radixrt.frontend.http.errors import refuse
 
 Block = dict[str, Any]
@@ -13,6 +14,9 @@ CHANGE = "\ufdd0"
 """A noncharacter, which no text contains; appended to a block to find where the prompt changes."""
 ERROR = "Error: "
 """The beginning of a result that is an error; chat templates have no other way to show that."""
+BILLING = "x-anthropic-billing-header:"
+"""The beginning of a line that Claude Code puts before its instructions. It is for Anthropic's accounts, and has a hash
+that may change with each request: as a part of a prompt it would leave nothing to hit."""
 
 
 def blocks(field: str, content: Any) -> Iterator[tuple[str, Block]]:
@@ -29,12 +33,10 @@ def blocks(field: str, content: Any) -> Iterator[tuple[str, Block]]:
 
 
 def checked_kind(field: str, block: Block, kinds: tuple[str, ...]) -> str:
-    """The type of a block, one of `kinds`; "text" also for documents that are text, and for search results."""
+    """The type of a block, one of `kinds`; "text" also for documents, images, and search results."""
     kind = block.get("type")
-    if "text" in kinds and _is_text(block):
+    if is_text(block) or media_kind(block):
         return "text"
-    if kind in ("image", "document"):
-        refuse(f"{field}.type", f"{kind} blocks are not served: this model reads text only")
     if kind not in kinds:
         refuse(f"{field}.type", f"must be one of {', '.join(kinds)} here, not {kind!r}")
     return kind
@@ -48,17 +50,38 @@ def string(field: str, block: Block, name: str) -> str:
 
 
 def text_of(field: str, block: Block, changed: Block | None) -> str:
-    """The text of a block; with CHANGE appended, if it is `changed`."""
-    text = string(field, block, "text") if block["type"] == "text" else _document(field, block)
+    """The text of a block, an image is named; with CHANGE appended, if it is `changed`."""
+    text = _document(field, block) if is_text(block) else _plain(field, block)
     return text + CHANGE if block is changed else text
 
 
 def text_content(parts: list[tuple[str, Block]], changed: Block | None) -> str | list[Block]:
     """The content for a chat template: a string, or a list of several texts, which templates join in different ways."""
-    for field, part in parts:
-        checked_kind(field, part, ("text",))
-    texts = [text_of(field, part, changed) for field, part in parts]
-    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+    return _joined(_texts(parts, changed))
+
+
+def system_content(system: str | list[Block], changed: Block | None) -> str | list[Block]:
+    """As `text_content`, of the system blocks, without lines that begin with BILLING."""
+    texts = []
+    for text in _texts([*blocks("system", system)], changed):
+        shown = text.partition("\n")[2].lstrip("\n") if text.startswith(BILLING) else text
+        if shown or not text:
+            texts.append(shown)
+    return _joined(texts)
+
+
+def check_text_only(field: str, content: Any) -> None:
+    """Raise ApiError (400) for images, and documents that are not text, also within others."""
+    if not isinstance(content, list):
+        return
+    for path, block in blocks(field, content):
+        if not is_text(block):
+            if kind := media_kind(block):
+                refuse(f"{path}.type", f"{kind} blocks are not served: this model reads text only")
+        elif block["type"] == "search_result":
+            check_text_only(f"{path}.content", block.get("content"))
+        else:
+            check_text_only(f"{path}.source.content", block["source"].get("content"))
 
 
 def result_content(field: str, block: Block, changed: Block | None) -> str | list[Block]:
@@ -73,7 +96,7 @@ def result_content(field: str, block: Block, changed: Block | None) -> str | lis
     return _prefixed(ERROR, said) if block.get("is_error") else said
 
 
-def _is_text(block: Block) -> bool:
+def is_text(block: Block) -> bool:
     """Whether a block is a document that is text, or a search result."""
     source = block.get("source")
     if block.get("type") == "document":
@@ -91,8 +114,23 @@ def _document(field: str, block: Block) -> str:
     texts = []
     for path, part in blocks(place, content):
         checked_kind(path, part, ("text",))
-        texts.append(string(path, part, "text"))
+        texts.append(_plain(path, part))
     return "\n".join([*about, *texts])
+
+
+def _plain(field: str, block: Block) -> str:
+    kind = media_kind(block)
+    return placeholder(kind) if kind else string(field, block, "text")
+
+
+def _texts(parts: list[tuple[str, Block]], changed: Block | None) -> list[str]:
+    for field, part in parts:
+        checked_kind(field, part, ("text",))
+    return [text_of(field, part, changed) for field, part in parts]
+
+
+def _joined(texts: list[str]) -> str | list[Block]:
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
 
 
 def _longer(content: str | list[Block]) -> str | list[Block]:

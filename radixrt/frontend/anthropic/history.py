@@ -17,15 +17,18 @@ from radixrt.frontend.anthropic.blocks import (
     CHANGE,
     Block,
     blocks,
+    check_text_only,
     checked_kind,
     result_content,
     string,
+    system_content,
     text_content,
     text_of,
     to_json,
 )
 from radixrt.frontend.anthropic.hosted import CALLS, NOTHING, RESULTS, Hosted
 from radixrt.frontend.anthropic.tools import template_id
+from radixrt.frontend.generate.media import asking
 from radixrt.frontend.http.errors import one_of, refuse
 
 Message = dict[str, Any]
@@ -50,7 +53,8 @@ class History:
         """Calls whose results must come next: name by id."""
         if not messages:
             refuse("messages", "at least one message is required")
-        if system and (content := text_content([*blocks("system", system)], changed)):
+        _check_text_only(system, messages)
+        if system and (content := system_content(system, changed)):
             self.messages.append({"role": "system", "content": content})
         groups = [*_groups(messages)]
         for number, (role, found) in enumerate(groups):
@@ -131,6 +135,23 @@ def _answer(text: str, thoughts: str, calls: list[dict[str, Any]]) -> Message:
     if calls:
         message["tool_calls"] = calls
     return message
+
+
+def _check_text_only(system: str | list[Block] | None, messages: list[Message]) -> None:
+    """Raise ApiError (400) for images in instructions, and in what a user asks."""
+    check_text_only("system", system)
+    question = asking([_speaker(message) for message in messages])
+    for i, message in enumerate(messages):
+        if i == question or message.get("role") == "system":
+            check_text_only(f"messages.{i}.content", message.get("content"))
+
+
+def _speaker(message: Message) -> Any:
+    """The role of a message; "tool" if it has results."""
+    role, content = message.get("role"), message.get("content")
+    if role != "user" or not isinstance(content, list):
+        return role
+    return "tool" if any(isinstance(block, dict) and block.get("type") == "tool_result" for block in content) else role
 
 
 def _groups(messages: list[Message]) -> Iterator[tuple[str, list[tuple[str, Block]]]]:

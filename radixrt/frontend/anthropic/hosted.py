@@ -15,6 +15,7 @@ from radixrt.frontend.anthropic.blocks import (
     ERROR,
     Block,
     checked_kind,
+    is_text,
     result_content,
     string,
     text_of,
@@ -22,6 +23,7 @@ from radixrt.frontend.anthropic.blocks import (
 )
 from radixrt.frontend.anthropic.tools import template_id
 from radixrt.frontend.formats.tools import flat_name
+from radixrt.frontend.generate.media import media_kind, placeholder
 from radixrt.frontend.http.errors import refuse
 
 CALLS = ("server_tool_use", "mcp_tool_use")
@@ -94,7 +96,7 @@ def _content(field: str, content: Any) -> str | None:
         case "web_fetch_result":
             return _page(field, content)
         case "text_editor_code_execution_view_result" if content.get("file_type") in ("image", "pdf"):
-            refuse(f"{field}.file_type", f"{content['file_type']} files are not served: this model reads text only")
+            return placeholder(content["file_type"])
     return _readable(field, content)
 
 
@@ -109,7 +111,7 @@ def _page(field: str, content: Block) -> str:
 
 def _readable(field: str, content: Any) -> str:
     try:
-        bare = _bare(field, content)
+        bare = _bare(content)
         if not _tells(bare) and _tells(content):
             refuse(field, "is encrypted, and cannot be read here")
     except RecursionError:
@@ -117,16 +119,15 @@ def _readable(field: str, content: Any) -> str:
     return to_json(field, bare, compact=True)
 
 
-def _bare(field: str, value: Any) -> Any:
-    """A value without null and encrypted parts; images are refused."""
+def _bare(value: Any) -> Any:
+    """A value without null and encrypted parts; images are named."""
     if isinstance(value, list):
-        return [_bare(f"{field}.{i}", inner) for i, inner in enumerate(value)]
+        return [_bare(inner) for inner in value]
     if not isinstance(value, dict):
         return value
-    if value.get("type") in ("image", "document"):
-        checked_kind(field, value, ("text",))
-    kept = (key for key in value if value[key] is not None and not key.startswith(ENCRYPTED))
-    return {key: _bare(f"{field}.{key}", value[key]) for key in kept}
+    if (kind := media_kind(value)) and not is_text(value):
+        return {"type": "text", "text": placeholder(kind)}
+    return {key: _bare(value[key]) for key in value if value[key] is not None and not key.startswith(ENCRYPTED)}
 
 
 def _tells(value: Any) -> bool:

@@ -50,6 +50,7 @@ class InfoRoutes:
         """The routes: those that need a key, through `guarded`, or through `for_admin` if the admin's will do, and the
         public ones."""
         return [
+            Route("/", self.version),  # some agents ask by HEAD whether there is a server
             Route("/v1/models", guarded(self.models)),
             Route("/v1/models/{model:path}", guarded(self.model)),
             Route("/v1/report", for_admin(self.report)),
@@ -65,9 +66,10 @@ class InfoRoutes:
 
     async def model(self, request: Request, key: str) -> Response:
         wanted = request.path_params["model"]
+        name = await self._ask(key).check_model(wanted)
         for model in await self._models(key):
-            if model["id"] == wanted:
-                return json_response(model)
+            if wanted and model["id"] == name:
+                return json_response(model_json(wanted, model["max_model_len"], model["parent"]))
         raise ApiError(404, f"model {wanted!r} is not served here", "model", "model_not_found")
 
     async def _models(self, key: str) -> list[dict[str, Any]]:

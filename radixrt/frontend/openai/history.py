@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from radixrt.frontend.generate.media import SYSTEM, asking, media_kind, placeholder
 from radixrt.frontend.http.errors import one_of, refuse
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -15,8 +16,11 @@ Message = dict[str, Any]
 
 def checked_messages(messages: list[Message]) -> list[Message]:
     """The messages for a chat template. `developer` becomes `system`, and refusals become text, since templates do not
-    know them. Raises ApiError (400) for unknown roles, invalid tool calls, and a tool's result without a call."""
+    know them; images are named in their place, but those that a user asks about are left to be refused. Raises ApiError
+    (400) for unknown roles, invalid tool calls, and a tool's result without a call."""
     calls: set[str] = set()
+    question = asking([message.get("role") for message in messages])
+    messages = [message if i == question else _without_media(message) for i, message in enumerate(messages)]
     messages = [_without_refusal(f"messages[{i}]", _not_null(message)) for i, message in enumerate(messages)]
     for i, message in enumerate(messages):
         field = f"messages[{i}]"
@@ -36,6 +40,20 @@ def _not_null(message: Message) -> Message:
     if message.get("role") == "assistant" and message.get("content", "") is None and not any(map(message.get, others)):
         return message | {"content": ""}
     return message
+
+
+def _without_media(message: Message) -> Message:
+    """A message in which images and files, as parts, have become text, unless it is a system message."""
+    content = message.get("content")
+    if message.get("role") in SYSTEM or not isinstance(content, list):
+        return message
+    kinds = [media_kind(part) for part in content]
+    if not any(kinds):
+        return message
+    pairs = zip(content, kinds, strict=True)
+    return message | {
+        "content": [{"type": "text", "text": placeholder(kind)} if kind else part for part, kind in pairs]
+    }
 
 
 def _without_refusal(field: str, message: Message) -> Message:

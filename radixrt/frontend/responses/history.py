@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from radixrt.frontend.generate.media import SYSTEM, asking, media_kind, placeholder
 from radixrt.frontend.http.errors import one_of, refuse
 from radixrt.frontend.responses.hosted import CALLS, OUTPUTS, REFUSED, WHOLE, Call, error, string
 
@@ -41,6 +42,9 @@ class _History:
     def __init__(self, before: Sequence[Message], items: Sequence[Item]) -> None:
         self.messages: list[Message] = []
         self._before = len(before)
+        question = asking([_speaker(item) for item in items])
+        self._question = None if question is None else items[question]
+        """The user's message that is to be answered: images there are refused, and elsewhere named."""
         self._calls = {call["id"]: call["id"] for message in before for call in message.get("tool_calls") or ()}
         """Ids of calls, by the ids by which outputs may refer to them."""
         self._taken = self._calls.keys() | {id for item in items if isinstance(id := item.get("call_id"), str)}
@@ -104,7 +108,8 @@ class _History:
 
     def _message(self, field: str, item: Item) -> None:
         role = one_of(item.get("role"), ROLES, f"{field}.role")
-        content = _content(f"{field}.content", item.get("content"))
+        names_media = item is not self._question and role not in SYSTEM
+        content = _content(f"{field}.content", item.get("content"), names_media)
         if role != "assistant":
             self._waiting.clear()
             self._put({"role": "system" if role == "developer" else role, "content": content})
@@ -139,7 +144,7 @@ class _History:
             refuse(f"{field}.call_id", "must be the id of the call that this answers")
         if (call_id := self._calls.get(named)) is None:
             refuse(f"{field}.call_id", f"no item before this one is a call with the id {named!r}")
-        said = OUTPUTS[kind](field, item) if kind in OUTPUTS else _content(f"{field}.output", item.get("output"))
+        said = OUTPUTS[kind](field, item) if kind in OUTPUTS else _content(f"{field}.output", item.get("output"), True)
         self._waiting.discard(call_id)
         self._put(_told(call_id, said))
 
@@ -203,6 +208,16 @@ def _of_model(kind: str, item: Item) -> bool:
     return kind.endswith("_call") or kind in ("program", "reasoning")
 
 
+def _speaker(item: Item) -> Any:
+    """The role of an item in a chat; of one that tells nothing, "system"."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        return item.get("role")
+    if not isinstance(kind, str):
+        return "system"
+    return "tool" if kind.endswith("_output") else "assistant" if _of_model(kind, item) else "system"
+
+
 def _made(call_id: str, call: Call) -> dict[str, Any]:
     """A call in the format of messages."""
     return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -212,8 +227,8 @@ def _told(call_id: str, result: str | list[dict[str, str]]) -> Message:
     return {"role": "tool", "tool_call_id": call_id, "content": result}
 
 
-def _content(field: str, content: Any) -> str | list[dict[str, str]]:
-    """A text, or text parts in the format of chat templates."""
+def _content(field: str, content: Any, names_media: bool) -> str | list[dict[str, str]]:
+    """A text, or text parts in the format of chat templates. Images are refused, unless `names_media`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -222,6 +237,9 @@ def _content(field: str, content: Any) -> str | list[dict[str, str]]:
     for i, part in enumerate(content):
         if not isinstance(part, dict):
             refuse(f"{field}[{i}]", "must be an object")
+        if names_media and (media := media_kind(part)):
+            parts.append({"type": "text", "text": placeholder(media)})
+            continue
         kind = part.get("type")
         if not isinstance(kind, str) or (name := TEXTS.get(kind)) is None:
             refuse(f"{field}[{i}].type", f"{kind!r} is not served, only text is")

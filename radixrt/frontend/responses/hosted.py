@@ -4,7 +4,7 @@ conversation that was begun there can be continued here. Every error names the f
 custom_tool_call, local_shell_call, shell_call, ...   -> a call; its output is an item of its own
 web_search_call, file_search_call, mcp_call, ...      -> a call and its result; nothing if the item has no result
 mcp_list_tools, tool_search_call, ...                 -> nothing: they list which tools there were
-computer_call, compaction, ...                        -> refused: images, and what only OpenAI can read
+computer_call, compaction, ...                        -> refused: screens, and what only OpenAI can read
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from radixrt.frontend.formats.tools import flat_name
+from radixrt.frontend.generate.media import placeholder
 from radixrt.frontend.http.errors import refuse
 
 Item = dict[str, Any]
@@ -127,9 +128,10 @@ def _code_interpreter(field: str, item: Item) -> Call | None:
         return None
     logs = []
     for i, output in enumerate(_objects(field, item, "outputs")):
-        if output.get("type") != "logs":
+        if output.get("type") not in ("logs", "image"):
             refuse(f"{field}.outputs[{i}].type", f"{output.get('type')!r} is not served, only logs are")
-        logs.append(string(f"{field}.outputs[{i}]", output, "logs"))
+        is_image = output["type"] == "image"
+        logs.append(placeholder("image") if is_image else string(f"{field}.outputs[{i}]", output, "logs"))
     return Call("code_interpreter", _json(field, {"code": string(field, item, "code")}), "".join(logs))
 
 
@@ -144,9 +146,10 @@ def _mcp(field: str, item: Item) -> Call | None:
     return Call(call.name, call.arguments, error(said if isinstance(said, str) else _json(field, said)))
 
 
-def _image(field: str, item: Item) -> None:
-    if item.get("result") is not None:
-        refuse(f"{field}.result", "images are not served: this model reads text only")
+def _image(field: str, item: Item) -> Call | None:
+    if item.get("result") is None:
+        return None
+    return Call("image_generation", _json(field, {"prompt": item.get("revised_prompt")}), placeholder("image"))
 
 
 def _found_tools(field: str, item: Item) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import random
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -109,8 +110,8 @@ class Admission:
         return request
 
     def model(self, name: str) -> str:
-        """The name of the model that a request for `name` ("": any) gets; of an alias it is that of the model. Raises
-        Refused (404) if it is not served, and (503) if no worker serves yet."""
+        """The name of the model that a request for `name` ("": any) gets; of an alias, which may have wildcards, it is
+        that of the model. Raises Refused (404) if it is not served, and (503) if no worker serves yet."""
         default = self._config.served_model_name
         if default and name in ("", default):
             return default
@@ -122,7 +123,7 @@ class Admission:
         if name in served or self._workers.serving(name).workers:  # the latter is cached
             return name
         served |= self._workers.adapters()
-        if name not in served and name in self._config.model_aliases:
+        if name not in served and any(name == one or fnmatchcase(name, one) for one in self._config.model_aliases):
             return self.model("")
         if name not in served:
             raise Refused("model", f"model {name!r} is not served here; {', '.join(sorted(served))} is", 404)

@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("radixrt.router")
 
+WILDCARDS = frozenset("*?")
+"""Characters of aliases that stand for many names."""
 KEEPALIVE_SECONDS = 5.0
 """Clients with requests in flight get a message at least this often, so that a disconnected one is noticed."""
 
@@ -100,8 +102,8 @@ class RouterCore:
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Further names of the model."""
-        return self._config.model_aliases
+        """Further names of the model that can be listed: those without wildcards."""
+        return tuple(name for name in self._config.model_aliases if not WILDCARDS & set(name))
 
     @property
     def keys(self) -> list[str]:
