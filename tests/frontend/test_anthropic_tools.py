@@ -206,12 +206,12 @@ def test_tools_of_mcp_servers(hermes, fields, said):
 REFERENCE = {"type": "tool_reference", "tool_name": "time"}
 
 
-def test_searches_for_tools_tell_nothing(hermes):
-    """All tools are shown: the answer stays one."""
+def test_searches_of_anthropics_tell_nothing(hermes):
+    """Of tools that are all shown: the answer stays one."""
     found = result("tool_search", {"type": "tool_search_tool_search_result", "tool_references": [REFERENCE]})
     messages = rendered(hermes, "hi", [text("a"), call(name="tool_search_tool_regex"), found, text("b"), own()],
-                        [given("toolu_9")[0] | {"content": [REFERENCE, text("c")]}])  # fmt: skip
-    assert outline(messages)[1:] == [("assistant", "ab", "time"), ("tool", "c")]
+                        given("toolu_9"))  # fmt: skip
+    assert outline(messages)[1:] == [("assistant", "ab", "time"), ("tool", "noon")]
 
 
 @pytest.mark.parametrize("family", ["mistral", "mistral_v11"])
@@ -405,6 +405,122 @@ def test_a_defined_tool_is_forced(hermes):
     message = hermes.both(text, tools=tools, tool_choice={"type": "tool", "name": "memory"})
     assert message.content[0].input == {"command": "view", "path": "/memories"}
     assert "rename" in json.dumps(hermes.model.grammar) and message.stop_reason == "tool_use"
+
+
+# ---------------------------------------------------------------- tools that are deferred
+
+
+SEARCH = {"name": "search", "description": "Finds tools", "input_schema": {"type": "object"}}
+SEARCHES = '<tool_call>\n{"name": "search", "arguments": {"query": "weather"}}\n</tool_call>'
+LATER = [WEATHER | {"defer_loading": True}, TIME | {"defer_loading": True}]
+WEATHER_REFERENCE = REFERENCE | {"tool_name": "weather"}
+WEATHER_TOLD = json.dumps({"name": "weather", "description": "Of a city", "parameters": WEATHER["input_schema"]})
+TIME_TOLD = '{"name": "time", "parameters": {"type": "object"}}'
+NOW = "These functions can be called now:"
+
+
+def names(speaker: Speaker) -> list[str]:
+    return [tool["function"]["name"] for tool in speaker.prompt.tools]
+
+
+def ids(speaker: Speaker) -> list[int]:
+    """Those of the latest prompt."""
+    return memoryview(speaker.model.answers[-1][0].prompt.ids).cast("i").tolist()
+
+
+@pytest.mark.parametrize("later", [LATER, LATER[:1]], ids=["listed-from-the-start", "listed-when-found"])
+def test_a_tool_is_searched_and_used(hermes, later):
+    """The second prompt is the first one, its answer and what was found; only that is computed."""
+    first = hermes.both(SEARCHES, tools=[SEARCH, *(later if later is LATER else [])])
+    prompt, answered = ids(hermes), hermes.model.answers[-1][3]
+    assert names(hermes) == ["search"] and first.stop_reason == "tool_use"
+    found = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": [WEATHER_REFERENCE]}
+    history = [*HELLO, {"role": "assistant", "content": first.content}, {"role": "user", "content": [found]}]
+    second = hermes.ask(PARIS, tools=[SEARCH, *later], messages=history)
+    assert names(hermes) == ["search"]
+    assert hermes.prompt.messages[-1]["content"] == f"{NOW}\n{WEATHER_TOLD}"
+    kept = len(prompt) + len(answered) - 1
+    assert ids(hermes)[:kept] == (prompt + answered)[:kept] and second.usage.cache_read_input_tokens >= kept
+    (used,) = second.content
+    assert (used.type, used.name, used.input) == ("tool_use", "weather", {"city": "Paris"})
+
+
+@pytest.mark.parametrize(
+    ("tools", "shown"),
+    [
+        ([SEARCH, *LATER], ["search"]),
+        (LATER, ["weather", "time"]),
+        ([{"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}, TIME, LATER[0]],
+         ["time", "weather"]),
+        ([TIME | {"defer_loading": False}, {"type": "bash_20250124", "name": "bash", "defer_loading": True}], ["time"]),
+    ],
+    ids=["deferred", "all-are-deferred", "anthropic-would-search", "defined"],
+)  # fmt: skip
+def test_deferred_tools_are_hidden_where_others_are_not(hermes, tools, shown):
+    """All are shown if nothing could find them: Anthropic's search is not run here."""
+    hermes.ask("Yes.", tools=tools)
+    assert names(hermes) == shown
+
+
+def found_by(content: list[Any], tools: Any = (SEARCH, *LATER), **fields: Any) -> dict[str, Any]:
+    """A request after a search whose result is `content`."""
+    result = {"type": "tool_result", "tool_use_id": "toolu_9", "content": content}
+    return {"messages": turns("hi", [own(name="search")], [result | fields]), "tools": [*tools]}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ([REFERENCE, WEATHER_REFERENCE], f"{NOW}\n{TIME_TOLD}\n{WEATHER_TOLD}"),
+        ([text("Two."), REFERENCE, text("Use it."), REFERENCE],
+         [text(one) for one in ("Two.", f"{NOW}\n{TIME_TOLD}", "Use it.", f"{NOW}\n{TIME_TOLD}")]),
+        ([REFERENCE | {"tool_name": "read"}], f"{NOW}\nread: is not available any more"),
+        ([], ""),
+    ],
+)  # fmt: skip
+def test_what_a_search_has_found(hermes, content, said):
+    """Definitions in JSON, one a line; a tool may be gone since."""
+    hermes.ask("Yes.", **found_by(content))
+    assert hermes.prompt.messages[-1]["content"] == said
+
+
+def test_what_anthropics_search_has_found_of_deferred_tools(hermes):
+    found = result("tool_search", {"type": "tool_search_tool_search_result", "tool_references": [REFERENCE]})
+    messages = rendered(hermes, "hi", [call(name="tool_search_tool_regex"), found, text("b")], "c",
+                        tools=[SEARCH, *LATER])  # fmt: skip
+    assert outline(messages)[1:3] == [("assistant", None, "tool_search_tool_regex"), ("tool", f"{NOW}\n{TIME_TOLD}")]
+    found["content"] = {"type": "tool_search_tool_search_result", "tool_references": [{"type": "tool_reference"}]}
+    with pytest.raises(anthropic.BadRequestError, match=r"1\.content\.1\.content\.tool_references\.0\.tool_name"):
+        rendered(hermes, "hi", [call(name="tool_search_tool_regex"), found])
+
+
+def test_a_deferred_tool_is_forced(hermes):
+    pytest.importorskip("xgrammar")
+    message = hermes.both(PARIS, tools=[SEARCH, *LATER], tool_choice={"type": "tool", "name": "weather"})
+    assert message.content[0].name == "weather" and '"city"' in json.dumps(hermes.model.grammar)
+    assert names(hermes) == ["search"]
+
+
+def test_breakpoints_of_what_was_found(hermes):
+    marked = {"cache_control": EPHEMERAL}
+    hermes.ask("Yes.", **found_by([REFERENCE | marked, WEATHER_REFERENCE], [SEARCH | marked, LATER[0] | marked, TIME]))
+    listed, told = ends(hermes)
+    assert '{"type": "object"' in listed and told.endswith(TIME_TOLD[-24:])
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"tools": [SEARCH, TIME | {"defer_loading": "yes"}]}, "tools.1.defer_loading"),
+        ({"tools": [SEARCH, {"type": "bash_20250124", "name": "bash", "defer_loading": 1}]}, "tools.1.defer_loading"),
+        (found_by([REFERENCE | {"tool_name": 5}]), "messages.2.content.0.content.0.tool_name"),
+        ({"messages": turns([REFERENCE])}, "messages.0.content.0.type"),
+    ],
+)  # fmt: skip
+def test_refusals_of_deferred_tools_name_the_field(hermes, fields, field):
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        hermes.ask("never", **fields)
+    assert caught.value.body["error"]["message"].startswith(field + ":"), caught.value.body
 
 
 def test_what_is_nested_too_deeply_is_refused():

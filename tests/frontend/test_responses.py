@@ -35,6 +35,8 @@ FILES = {"type": "namespace", "name": "mcp__files", "description": "Files", "too
 ONLY_TIME = {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}
 PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city":  "Paris"}}\n</tool_call>'
 ROME = PARIS.replace("Paris", "Rome")
+LOOKUP = {"type": "tool_search_call", "call_id": "s", "arguments": {"query": "mill"}}
+FOUND_FILES = {"type": "tool_search_output", "call_id": "s", "execution": None, "tools": [FILES]}
 
 
 @pytest.fixture(scope="module")
@@ -620,7 +622,13 @@ def test_a_refusal_counts_once():
         ("[0].output", [ROLLED | {"output": 7}]),
         ("[0].encrypted_content", [{"type": "compaction", "encrypted_content": "x"}]),
         ("[0].tools", [{"type": "additional_tools", "role": "developer", "tools": [WEATHER]}]),
-        ("[0].tools", [item("tool_search_output", tools=[WEATHER], execution="client")]),
+        ("[0].call_id", [item("tool_search_output", tools=[WEATHER], execution="client")]),
+        ("[0].call_id", [item("tool_search_call", arguments={}, execution="client")]),
+        ("[1].tools", [LOOKUP, FOUND_FILES | {"tools": None}]),
+        ("[1].tools[0].name", [LOOKUP, FOUND_FILES | {"tools": [{"type": "function", "name": ""}]}]),
+        ("[1].tools[0].type", [LOOKUP, FOUND_FILES | {"tools": [{"type": "telepathy"}]}]),
+        ("[1].tools[1].tools[0].parameters", [LOOKUP, FOUND_FILES | {
+            "tools": [WEATHER, FILES | {"tools": [READ | {"parameters": "x"}]}]}]),
         ("[0].type", [{"type": "configuration_update", "reasoning": {"effort": "low"}}]),
         ("[0].type", [{"type": "compaction_trigger"}]),
         ("[0].input", [item("custom_tool_call", call_id="c", name="sh", input={"a": 1})]),
@@ -1164,3 +1172,118 @@ def test_a_choice_among_tools_that_are_left_out(model):
     refused(model, "tool_choice.tools[0].type", tools=tools, tool_choice=allowed | {"tools": [{"type": "web_search"}]})
     refused(model, "tool_choice.namespace", tools=TOOLS, tool_choice=NAMED | {"namespace": 5})
     refused(model, "tools[1].tools", tools=[{"type": "web_search"}, FILES | {"tools": []}])
+
+
+# ---------------------------------------------------------------- tools that are deferred
+
+
+BY_CLIENT = {"type": "tool_search", "execution": "client", "description": "Finds tools", "parameters": CITY}
+SEARCHES = '<tool_call>\n{"name": "tool_search", "arguments": {"city": "Paris"}}\n</tool_call>'
+LATER = [FILES | {"tools": [READ | {"defer_loading": True}]}, SH | {"defer_loading": True}, WEATHER]
+NOW = "These functions can be called now:"
+READ_TOLD = json.dumps({"name": "mcp__files__read", "parameters": READ["parameters"]})
+
+
+def prompt_ids(model: Model) -> list[int]:
+    return memoryview(model.answers[-1][0].prompt.ids).cast("i").tolist()
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("tools", [[BY_CLIENT, WEATHER], [BY_CLIENT, *LATER]], ids=["found-only", "listed-too"])
+def test_a_tool_is_searched_and_used(model, tools, chained):
+    """Each prompt is the one before, its answer and what is new; only that is computed."""
+    first = ask(model, SEARCHES, tools=tools)
+    (search,) = first.output
+    assert (search.type, search.execution, search.arguments) == ("tool_search_call", "client", {"city": "Paris"})
+    before, answer, shown = prompt_ids(model), model.answers[-1][3], rendered_tools(model)
+    assert [tool["function"]["name"] for tool in shown] == ["tool_search", "weather"]
+    found = {"type": "tool_search_output", "call_id": search.call_id, "status": "completed", "execution": "client",
+             "tools": LATER[:1]}  # fmt: skip
+    history = [{"role": "user", "content": "hello"}, search.to_dict(), found]
+    more = {"input": [found], "previous_response_id": first.id} if chained else {"input": history}
+    second = ask(model, READS, tools=tools, **more)
+    assert rendered(model)[-1] == {"role": "tool", "tool_call_id": search.call_id, "content": f"{NOW}\n{READ_TOLD}"}
+    kept = len(before) + len(answer) - 1
+    assert rendered_tools(model) == shown and prompt_ids(model)[:kept] == (before + answer)[:kept]
+    assert second.usage.input_tokens_details.cached_tokens >= kept
+    (used,) = second.output
+    assert (used.type, used.namespace, used.name) == ("function_call", "mcp__files", "read")
+    output = {"type": "function_call_output", "call_id": used.call_id, "output": "mill"}
+    history += [used.to_dict(), output]
+    more = {"input": [output], "previous_response_id": second.id} if chained else {"input": history}
+    third = ask(model, READS, tools=tools, **more)
+    assert third.output[0].namespace == "mcp__files", "also later"
+    assert third.usage.input_tokens_details.cached_tokens > second.usage.input_tokens
+
+
+def test_a_search_streamed(model):
+    """As an item that is complete at once; and as the model wrote it, if it is cut."""
+    events = list(ask(model, SEARCHES, tools=[BY_CLIENT], stream=True))
+    kinds = [e.type for e in events if e.type not in ("response.created", "response.in_progress")]
+    assert kinds == ["response.output_item.added", "response.output_item.done", "response.completed"]
+    (added, done) = (e.item for e in events if e.type.startswith("response.output_item"))
+    assert (added.id, added.arguments, done.arguments) == (done.id, {}, {"city": "Paris"})
+    assert events[-1].response.output[0].to_dict() == done.to_dict()
+    (cut,) = ask(model, SEARCHES[:58], tools=[BY_CLIENT]).output
+    assert cut.arguments == '{"city": '
+    ask(model, "Yes.", input=[WORDS, cut.to_dict(), FOUND_FILES | {"call_id": cut.call_id}, WORDS], tools=[BY_CLIENT])
+    assert rendered(model)[1]["tool_calls"][0]["function"]["name"] == "tool_search"
+
+
+def test_input_items_of_searches(model):
+    """As the client has them, so that they can be sent again."""
+    first = ask(model, SEARCHES, tools=[BY_CLIENT])
+    found = FOUND_FILES | {"call_id": first.output[0].call_id, "execution": "client"}
+    second = ask(model, READS, input=[found], previous_response_id=first.id, tools=[BY_CLIENT])
+    output = {"type": "function_call_output", "call_id": second.output[0].call_id, "output": "mill"}
+    last = ask(model, "Fine.", input=[output], previous_response_id=second.id, tools=[BY_CLIENT])
+    prompt = rendered(model)
+    items = model.client.with_options(api_key="key-a").responses.input_items
+    listed = [item.to_dict() for item in items.list(last.id, order="asc")]
+    for item, given in zip(listed[1:], [first.output[0].to_dict(), found, second.output[0].to_dict(), output],
+                           strict=True):  # fmt: skip
+        assert item | {"id": given.get("id"), "status": given.get("status")} == {"id": None, "status": None} | given
+    ask(model, "Fine.", input=listed, tools=[BY_CLIENT])
+    assert rendered(model) == prompt
+
+
+@pytest.mark.parametrize("search", [{"type": "tool_search"}, {"type": "tool_search", "execution": "server"}, None])
+def test_deferred_tools_are_shown_if_the_client_does_not_search(model, search):
+    response = ask(model, READS, tools=[*filter(None, [search]), *LATER])
+    assert [t["function"]["name"] for t in rendered_tools(model)] == ["mcp__files__read", "shell", "weather"]
+    assert response.output[0].name == "read" and response.to_dict()["tools"] == LATER
+
+
+def test_what_a_search_has_found(model):
+    """Definitions in JSON, one a line; the last one of a name counts."""
+    again = READ | {"parameters": {"type": "object"}}
+    found = [FOUND_FILES | {"tools": [SH, WEATHER, {"type": "web_search"}, READ]}, FOUND_FILES | {"tools": [again]}]
+    items = [WORDS, LOOKUP, found[0], LOOKUP | {"call_id": "t"}, found[1] | {"call_id": "t"}]
+    ask(model, "Yes.", input=items, tools=[BY_CLIENT, WEATHER | {"description": "Here"}])
+    _, _, first, _, second = [message["content"] for message in rendered(model)]
+    told = [json.loads(line) for line in first.splitlines()[1:]]
+    assert [one["name"] for one in told] == ["shell", "weather", "read"] and first.startswith(NOW)
+    assert told[1] == {name: WEATHER[name] for name in ("name", "description", "parameters")}
+    assert second == NOW + '\n{"name": "read", "parameters": {"type": "object"}}'
+    nothing = FOUND_FILES | {"tools": []}
+    ask(
+        model,
+        "Yes.",
+        input=[WORDS, LOOKUP | {"arguments": None}, nothing],
+        tools=[{"type": "tool_search", "execution": "client"}],
+    )
+    assert rendered(model)[-1]["content"] == "No functions were found."
+    assert rendered(model)[-2]["tool_calls"][0]["function"]["arguments"] == "{}"
+    (search,) = rendered_tools(model)
+    assert search["function"]["description"] and search["function"]["parameters"]["required"] == ["query"]
+
+
+def test_a_deferred_tool_or_the_search_is_forced(model):
+    pytest.importorskip("xgrammar")
+    choice = {"type": "function", "name": "read", "namespace": "mcp__files"}
+    assert ask(model, READS, tools=[BY_CLIENT, *LATER], tool_choice=choice).output[0].name == "read"
+    assert len(rendered_tools(model)) == 2
+    (call,) = ask(model, SEARCHES, tools=[BY_CLIENT, *LATER], tool_choice={"type": "tool_search"}).output
+    assert call.type == "tool_search_call" and "mcp__files" not in json.dumps(model.grammar)
+    refused(model, "tools[1].tools[0].defer_loading",
+            tools=[BY_CLIENT, FILES | {"tools": [READ | {"defer_loading": "yes"}]}])  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from radixrt.frontend.generate.media import media_kind, placeholder
 from radixrt.frontend.http.errors import refuse
 
 Block = dict[str, Any]
+Expanded = Callable[[list[tuple[str, Block]]], list[tuple[str, Block]]]
 CHANGE = "\ufdd0"
 """A noncharacter, which no text contains; appended to a block to find where the prompt changes."""
 ERROR = "Error: "
@@ -84,11 +85,11 @@ def check_text_only(field: str, content: Any) -> None:
             check_text_only(f"{path}.source.content", block["source"].get("content"))
 
 
-def result_content(field: str, block: Block, changed: Block | None) -> str | list[Block]:
-    """The text of a tool result. Names of tools that a search has found are left out, since all tools are shown."""
+def result_content(field: str, block: Block, changed: Block | None, expanded: Expanded) -> str | list[Block]:
+    """The text of a tool result; `expanded` makes texts of references to tools that a search has found."""
     content = block.get("content")
     parts = [*blocks(f"{field}.content", content)] if content is not None else []
-    said = text_content([(path, part) for path, part in parts if part.get("type") != "tool_reference"], changed)
+    said = text_content(expanded(parts), changed)
     if block is changed:
         said = _longer(said)
     if not isinstance(block.get("is_error"), bool | None):

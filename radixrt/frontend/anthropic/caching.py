@@ -18,7 +18,7 @@ import numpy as np
 
 from radixrt.frontend.anthropic.blocks import CHANGE, Block, blocks
 from radixrt.frontend.anthropic.schema import Counted
-from radixrt.frontend.anthropic.tools import served
+from radixrt.frontend.anthropic.tools import visible
 from radixrt.frontend.formats.tools import ToolUse
 from radixrt.frontend.http.errors import one_of, refuse
 from radixrt.messages import NO_TENANT, ChatPrompt, Namespace
@@ -72,7 +72,7 @@ def pinned(
 def _changed(body: Counted, use: ToolUse, block: Block) -> ChatPrompt:
     """The chat with a block made longer: a tool gets another property, any other block more text."""
     prompt = body.prompt(use, block)
-    index = next((i for i, tool in enumerate(served(body.tools)) if tool is block), None)
+    index = next((i for i, tool in enumerate(visible(body.tools)) if tool is block), None)
     if index is None or not prompt.tools:
         return prompt
     tools = list(prompt.tools)

@@ -27,6 +27,7 @@ from radixrt.frontend.anthropic.blocks import (
     to_json,
 )
 from radixrt.frontend.anthropic.hosted import CALLS, NOTHING, RESULTS, Hosted
+from radixrt.frontend.anthropic.references import References
 from radixrt.frontend.anthropic.tools import template_id
 from radixrt.frontend.generate.media import asking
 from radixrt.frontend.http.errors import one_of, refuse
@@ -41,14 +42,21 @@ INVALID_JSON = "INVALID_JSON"
 
 class History:
     """The `messages` of a request, for the template. `changed` is one of its blocks (by identity) that is made
-    longer."""
+    longer; `tools` are those of the request, for results that refer to them."""
 
-    def __init__(self, system: str | list[Block] | None, messages: list[Message], changed: Block | None = None) -> None:
+    def __init__(
+        self,
+        system: str | list[Block] | None,
+        messages: list[Message],
+        changed: Block | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
         self.messages: list[Message] = []
         self.partial = False
         """Whether the answer continues the last message, which is the assistant's."""
         self._changed = changed
-        self._hosted = Hosted(changed)
+        self._references = References(tools, changed)
+        self._hosted = Hosted(self._references, changed)
         self._open: dict[str, str] = {}
         """Calls whose results must come next: name by id."""
         if not messages:
@@ -83,7 +91,7 @@ class History:
         if shown not in self._open:
             refuse(f"{field}.tool_use_id", f"the message before has no tool_use block {shown!r} without its result")
         name = self._open.pop(shown)
-        said = result_content(field, block, self._changed)
+        said = result_content(field, block, self._changed, self._references.expanded)
         return {"role": "tool", "tool_call_id": template_id(shown), "name": name, "content": said}
 
     def _assistant(self, found: list[tuple[str, Block]], last: bool) -> None:

@@ -3,7 +3,8 @@ begun there can be continued here. Every error names the field.
 
 server_tool_use, mcp_tool_use                  -> a call, put where its result is, which may come much later, or never
 web_search_tool_result, mcp_tool_result, ...   -> its result: a text, or JSON without what only Anthropic can read
-tool_search_tool_result, fallback, ...         -> nothing: all tools are shown here
+tool_search_tool_result                        -> its result: the tools that it has found, if these are deferred
+mcp_tool_listing, fallback                     -> nothing: all tools are shown here
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from radixrt.frontend.anthropic.blocks import (
     text_of,
     to_json,
 )
+from radixrt.frontend.anthropic.references import References
 from radixrt.frontend.anthropic.tools import template_id
 from radixrt.frontend.formats.tools import flat_name
 from radixrt.frontend.generate.media import media_kind, placeholder
@@ -47,7 +49,8 @@ Pair = tuple[dict[str, Any], dict[str, Any]]
 class Hosted:
     """The calls of a history that wait for their results. `changed` is a block (by identity) that is made longer."""
 
-    def __init__(self, changed: Block | None = None) -> None:
+    def __init__(self, references: References, changed: Block | None = None) -> None:
+        self._references = references
         self._changed = changed
         self._waiting: dict[str, dict[str, Any]] = {}
         """Functions with their arguments, by call id."""
@@ -77,13 +80,15 @@ class Hosted:
 
     def _said(self, field: str, block: Block) -> str | list[Block] | None:
         if block["type"] == "mcp_tool_result":
-            return result_content(field, block, self._changed)
-        said = _content(f"{field}.content", block.get("content"))
+            return result_content(field, block, self._changed, self._references.expanded)
+        content, place = block.get("content"), f"{field}.content"
+        searched = isinstance(content, dict) and content.get("type") == "tool_search_tool_search_result"
+        said = self._references.hidden(place, content) if searched else _content(place, content)
         return said + CHANGE if said is not None and block is self._changed else said
 
 
-def _content(field: str, content: Any) -> str | None:
-    """The text of a result's content for a model; None if there is none."""
+def _content(field: str, content: Any) -> str:
+    """The text of a result's content for a model."""
     objects = content if isinstance(content, list) else [content]
     if not all(isinstance(one, dict) for one in objects):
         refuse(field, "must be an object, or a list of objects")
@@ -91,8 +96,6 @@ def _content(field: str, content: Any) -> str | None:
     if isinstance(kind, str) and kind.endswith("_error"):
         return ERROR + string(field, content, "error_code")
     match kind:
-        case "tool_search_tool_search_result":
-            return None
         case "web_fetch_result":
             return _page(field, content)
         case "text_editor_code_execution_view_result" if content.get("file_type") in ("image", "pdf"):

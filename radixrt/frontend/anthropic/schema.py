@@ -47,7 +47,7 @@ class Counted(GenerationRequest, kw_only=True):
         if self.thread is not None:
             message = "is not served; send the whole conversation without it"
             raise ApiError(400, f"thread: {message}", "thread", NO_THREADS)
-        history = History(self.system, self.messages, changed)
+        history = History(self.system, self.messages, changed, self.tools)
         arguments = thinking_args(self.thinks()) | self.effort() | (self.template_args or {})
         return ChatPrompt(history.messages, use.shown, history.partial, arguments)
 

@@ -3,6 +3,8 @@
 custom                          -> a function
 bash, text_editor, memory, ...  -> a function, by `defined`
 web_search, code_execution, ... -> left out if there are others, otherwise refused (Anthropic runs them)
+
+Tools with `defer_loading` are not shown: `references` tells of those that a search has found.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import re
 from typing import Any, NoReturn
 
 from radixrt.frontend.anthropic.defined import DEFINED, Defined
+from radixrt.frontend.formats.deferred import check_deferred
 from radixrt.frontend.formats.tools import ANY_OBJECT, MAX_NAME, NO_TOOLS, Tool, ToolUse, check_parameters, read_tools
 from radixrt.frontend.http.errors import one_of, refuse
 
 CHOICES = ("auto", "any", "tool", "none")
-HOSTED = re.compile(r"(web_search|web_fetch|code_execution)_\d{8}|tool_search_tool_(regex|bm25)(_\d{8})?")
+SEARCH = r"tool_search_tool_(regex|bm25)(_\d{8})?"
+HOSTED = re.compile(rf"(web_search|web_fetch|code_execution)_\d{{8}}|{SEARCH}")
 """Kinds of tools that Anthropic runs, and that a model need not use."""
 CALL_PREFIX, PREFIX = "call_", "toolu_"
 
@@ -31,7 +35,7 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) 
         refuse("tool_choice", "there are no tools to choose from")
     if not found or kind == "none":
         return NO_TOOLS
-    shown = [shown_tool(tool) for tool in served(tools)]
+    shown = [shown_tool(tool) for tool in visible(tools)]
     if kind == "auto":
         return ToolUse(found, parallel=parallel, shown=shown)
     if kind == "any":
@@ -45,6 +49,15 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: dict[str, Any] | None) 
 def served(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """The tools of a validated request, without those that are left out."""
     return [tool for tool in tools or [] if not _is_hosted(tool)]
+
+
+def visible(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The served tools that the prompt lists. All of them if nothing can find the deferred ones: Anthropic's search is
+    not run here, any other tool may be a search."""
+    found = served(tools)
+    if any(re.fullmatch(SEARCH, tool.get("type") or "") for tool in tools or []):
+        return found
+    return [tool for tool in found if not tool.get("defer_loading")] or found
 
 
 def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +98,7 @@ def _tool(field: str, tool: dict[str, Any]) -> Tool | None:
     """Convert a tool; None for one that is left out."""
     if _is_hosted(tool):
         return None
+    check_deferred(field, tool)
     kind = tool.get("type")
     if isinstance(kind, str) and kind in DEFINED:
         return _defined(field, tool, DEFINED[kind])

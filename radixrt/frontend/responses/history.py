@@ -1,7 +1,7 @@
 """Converts input items of the Responses API to messages for a chat template. Every error names the field.
 
 reasoning, message (assistant), function_call, ...   one answer   -> one assistant message
-function_call_output                                              -> a tool message
+function_call_output, tool_search_output, ...                     -> a tool message
 message (user, system, developer)                                 -> a message
 items of tools that OpenAI runs                                   -> calls and their results, by `hosted`, before an
                                                                      answer that waits for results of its own
@@ -15,6 +15,7 @@ from typing import Any
 from radixrt.frontend.generate.media import SYSTEM, asking, media_kind, placeholder
 from radixrt.frontend.http.errors import one_of, refuse
 from radixrt.frontend.responses.hosted import CALLS, OUTPUTS, REFUSED, WHOLE, Call, error, string
+from radixrt.frontend.responses.search import FOUND, SEARCH_ITEMS, by_server
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -70,6 +71,8 @@ class _History:
             refuse(f"{field}.type", "must be a string")
         if _of_model(kind, item):
             self._approved.clear()
+        if kind in SEARCH_ITEMS and by_server(item):
+            return
         if kind in WHOLE:
             if (call := WHOLE[kind](field, item)) is None:
                 return
@@ -146,7 +149,7 @@ class _History:
             refuse(f"{field}.call_id", f"no item before this one is a call with the id {named!r}")
         said = OUTPUTS[kind](field, item) if kind in OUTPUTS else _content(f"{field}.output", item.get("output"), True)
         self._waiting.discard(call_id)
-        self._put(_told(call_id, said))
+        self._put(_told(call_id, said) | ({FOUND: item["tools"]} if kind == "tool_search_output" else {}))
 
     def _whole(self, call: Call) -> None:
         """Insert a call and its result. If an answer waits for results, which must follow it, they are put before it,

@@ -3,7 +3,7 @@ conversation that was begun there can be continued here. Every error names the f
 
 custom_tool_call, local_shell_call, shell_call, ...   -> a call; its output is an item of its own
 web_search_call, file_search_call, mcp_call, ...      -> a call and its result; nothing if the item has no result
-mcp_list_tools, tool_search_call, ...                 -> nothing: they list which tools there were
+mcp_list_tools                                        -> nothing: it lists which tools there were
 computer_call, compaction, ...                        -> refused: screens, and what only OpenAI can read
 """
 
@@ -17,6 +17,8 @@ from typing import Any
 from radixrt.frontend.formats.tools import flat_name
 from radixrt.frontend.generate.media import placeholder
 from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.responses.search import search_arguments, search_output
+from radixrt.frontend.responses.tools import SEARCH
 
 Item = dict[str, Any]
 
@@ -81,6 +83,7 @@ CALLS: dict[str, Callable[[str, Item], Call]] = {
     "shell_call": _shell,
     "apply_patch_call": _apply_patch,
     "program": _program,
+    "tool_search_call": lambda field, item: Call(SEARCH, search_arguments(field, item)),
 }
 """By the kind of item; each has a `call_id`."""
 
@@ -99,6 +102,7 @@ OUTPUTS: dict[str, Callable[[str, Item], str]] = {
     "shell_call_output": _shell_output,
     "apply_patch_call_output": _patch_output,
     "program_output": lambda field, item: string(field, item, "result"),
+    "tool_search_output": search_output,
 }
 """By the kind of item. Each has the `call_id` of its call; a local shell's output has it as its `id`, or has the `id`
 of the call's item there."""
@@ -152,13 +156,6 @@ def _image(field: str, item: Item) -> Call | None:
     return Call("image_generation", _json(field, {"prompt": item.get("revised_prompt")}), placeholder("image"))
 
 
-def _found_tools(field: str, item: Item) -> None:
-    """The result of a tool search. Tools that a server has found are all shown anyway; the ones that a client has found
-    would have to be, which is not supported."""
-    if item.get("execution") == "client" and item.get("tools"):
-        refuse(f"{field}.tools", "tools within a conversation are not served; send them as tools")
-
-
 def _nothing(field: str, item: Item) -> None:
     """An item without content for a model."""
 
@@ -170,8 +167,6 @@ WHOLE: dict[str, Callable[[str, Item], Call | None]] = {
     "mcp_call": _mcp,
     "mcp_list_tools": _nothing,
     "image_generation_call": _image,
-    "tool_search_call": _nothing,
-    "tool_search_output": _found_tools,
 }
 """By the kind of item; the functions return None if there is no result."""
 

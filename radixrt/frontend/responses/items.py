@@ -1,5 +1,5 @@
 """The input items of a stored response: the inverse of `history`. Calls are function calls, except those of custom
-tools and of functions in namespaces, which have the client's names."""
+tools, of functions in namespaces, which have the client's names, and searches for tools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from radixrt.frontend.http.errors import refuse
-from radixrt.frontend.responses.replies import custom_input
+from radixrt.frontend.responses.replies import given_to
+from radixrt.frontend.responses.search import FOUND, with_found
 from radixrt.frontend.responses.tools import Listed
 
 Item = dict[str, Any]
@@ -23,6 +24,8 @@ PREFIXES = {
     "function_call_output": "fco_",
     "custom_tool_call": "ctc_",
     "custom_tool_call_output": "ctco_",
+    "tool_search_call": "tsc_",
+    "tool_search_output": "tso_",
 }
 PLACES = uuid.UUID("b5d7f9ae-3a44-4c0f-9d2d-6f2f7d1c8e01")
 """The UUID namespace of item ids, so that an item always has the same id."""
@@ -33,7 +36,7 @@ def page(
 ) -> dict[str, Any]:
     """A page of the items of chat messages, by the query's `limit`, `order` and `after`. Raises ApiError (400) that
     names an invalid field."""
-    known = {tool.name: tool for tool in tools}
+    known = {tool.name: tool for tool in with_found(tools, messages)}
     custom: set[str] = set()
     items = [item for message in messages for item in _items(message, known, custom)]
     for number, item in enumerate(items):
@@ -59,6 +62,10 @@ def _items(message: Message, tools: Mapping[str, Listed], custom: set[str]) -> I
     """The items of a message. `tools` by their names for the model; `custom`: ids of the calls of custom tools so
     far."""
     role, content = message["role"], message.get("content")
+    if FOUND in message:
+        found = {"execution": "client", "tools": message[FOUND]}
+        yield {"type": "tool_search_output", "call_id": message["tool_call_id"]} | found | COMPLETED
+        return
     if role == "tool":
         output = content if isinstance(content, str) else _parts("input_text", content)
         kind = "custom_tool_call" if message["tool_call_id"] in custom else "function_call"
@@ -80,10 +87,8 @@ def _items(message: Message, tools: Mapping[str, Listed], custom: set[str]) -> I
 def _call(call: dict[str, Any], tool: Listed | None) -> Item:
     """A call, with the client's names."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    custom = tool is not None and tool.custom
-    kind = "custom_tool_call" if custom else "function_call"
-    given = {"input": custom_input(arguments)} if custom else {"arguments": arguments}
-    return {"type": kind, "call_id": call["id"]} | (tool.own if tool else {"name": name}) | given | COMPLETED
+    kind, own = (tool.item_kind, tool.own) if tool else ("function_call", {"name": name})
+    return {"type": kind, "call_id": call["id"]} | own | given_to(kind, arguments) | COMPLETED
 
 
 def _parts(kind: str, content: Any) -> list[dict[str, Any]]:

@@ -21,7 +21,13 @@ from radixrt.messages import TokenLogprob, Usage
 from radixrt.tokens import Tokenizer
 
 Event = dict[str, Any]
-_IDS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
+_IDS = {
+    "message": "msg_",
+    "reasoning": "rs_",
+    "function_call": "fc_",
+    "custom_tool_call": "ctc_",
+    "tool_search_call": "tsc_",
+}
 
 
 class Item:
@@ -47,10 +53,10 @@ class Item:
 
     def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
         """Add text, and a message's log-probabilities if these are reported; returns the events. The input of a custom
-        tool is sent only when it is complete."""
+        tool and a search are sent only when they are complete."""
         self._texts.append(text)
         self._logprobs += logprobs
-        if self.kind == "custom_tool_call":
+        if self.kind in ("custom_tool_call", "tool_search_call"):
             return []
         names = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
         more = {"logprobs": logprobs} if self.kind == "message" else {}
@@ -74,6 +80,8 @@ class Item:
                 self._event("response.custom_tool_call_input.done", {"input": given}),
                 done,
             ]
+        if self.kind == "tool_search_call":
+            return [done]
         if self._call is not None:
             whole = {"name": self._called["name"], "arguments": self.text}
             return [self._event("response.function_call_arguments.done", whole), done]
@@ -87,9 +95,7 @@ class Item:
         """The item as JSON; it has its text once it is closed."""
         about = {"id": self.id, "type": self.kind, "status": status}
         if self._call is not None:
-            custom = self.kind == "custom_tool_call"
-            given = {"input": custom_input(self.text)} if custom else {"arguments": self.text}
-            return about | {"call_id": self._call.id} | self._called | given
+            return about | {"call_id": self._call.id} | self._called | given_to(self.kind, self.text)
         content = [self._part()] if status != "in_progress" else []
         if self.kind == "reasoning":
             return about | {"summary": [], "content": content}
@@ -103,6 +109,24 @@ class Item:
     def _event(self, kind: str, more: dict[str, Any]) -> Event:
         place = {} if self._call is not None else {"content_index": 0}
         return {"type": kind, "item_id": self.id, "output_index": self.index} | place | more
+
+
+def given_to(kind: str, arguments: str) -> dict[str, Any]:
+    """What a call of this kind gives to its tool, from the arguments that the model wrote."""
+    match kind:
+        case "custom_tool_call":
+            return {"input": custom_input(arguments)}
+        case "tool_search_call":
+            return {"arguments": _object(arguments)}
+    return {"arguments": arguments}
+
+
+def _object(arguments: str) -> dict[str, Any] | str:
+    """The arguments of a search as an object; unchanged if they are incomplete."""
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return arguments
 
 
 def custom_input(arguments: str) -> str:
@@ -137,7 +161,7 @@ class ResponseReply(BaseReply):
 
     def _add(self, piece: Piece) -> list[Event]:
         if isinstance(piece, CallStart):
-            return self._open("custom_tool_call" if piece.name in self.asked.custom else "function_call", piece)
+            return self._open(self.asked.kinds.get(piece.name, "function_call"), piece)
         told = [token_json(self._tokenizer, one) for one in self._tokens.take(piece.text)]
         if isinstance(piece, CallArguments):
             return self._items[-1].add(piece.text)

@@ -17,7 +17,8 @@ from radixrt.frontend.generate.defaults import Defaults
 from radixrt.frontend.generate.request import GenerationRequest, Int, check_verbosity, effort_args
 from radixrt.frontend.http.errors import ApiError, refuse
 from radixrt.frontend.responses.history import Message, messages_of
-from radixrt.frontend.responses.tools import Listed, chosen_of, field_in, listed
+from radixrt.frontend.responses.search import rendered, visible, with_found
+from radixrt.frontend.responses.tools import SEARCH, Listed, chosen_of, field_in, listed
 from radixrt.messages import ChatPrompt, Prompt, Sampling
 
 LOGPROBS = "message.output_text.logprobs"
@@ -61,8 +62,8 @@ class Create(GenerationRequest, kw_only=True, dict=True):
         self.added = messages_of(self.input or [], before)
         self.called: dict[str, dict[str, str]] = {}
         """The client's names of a function, by its name for the model; filled by `tool_use`."""
-        self.custom: set[str] = set()
-        """The names of custom tools for the model; filled by `tool_use`."""
+        self.kinds: dict[str, str] = {}
+        """The kind of the items that call a function, by its name for the model; filled by `tool_use`."""
         self.sampled = Sampling()
         """The sampling parameters, for the reply; filled by `sampling`."""
 
@@ -86,7 +87,7 @@ class Create(GenerationRequest, kw_only=True, dict=True):
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         effort = effort_args((self.reasoning or {}).get("effort"), "reasoning.effort")
         arguments = effort | (self.template_args or {})
-        return [ChatPrompt([*first, *self.before, *self.added], use.shown, template_args=arguments)]
+        return [ChatPrompt(rendered([*first, *self.before, *self.added]), use.shown, template_args=arguments)]
 
     def sampling(self, defaults: Defaults) -> Sampling:
         self.sampled = super().sampling(defaults)
@@ -94,7 +95,8 @@ class Create(GenerationRequest, kw_only=True, dict=True):
 
     def tool_use(self) -> ToolUse:
         """This API has a flat format of tools."""
-        functions = self.functions()
+        own = self.functions()
+        functions = with_found(own, [*self.before, *self.added])
         try:
             tools = [one.nested() for one in functions]
             use = tool_use(tools, _nested_choice(self.tool_choice), self.parallel_tool_calls)
@@ -102,8 +104,10 @@ class Create(GenerationRequest, kw_only=True, dict=True):
             param = _flat_name(functions, error.param)
             raise ApiError(400, param + error.message.removeprefix(error.param), param) from None
         self.called = {one.name: one.own for one in functions}
-        self.custom = {one.name for one in functions if one.custom}
-        return dataclasses.replace(use, tools=_flat(functions, use.tools), forced=_flat(functions, use.forced))
+        self.kinds = {one.name: one.item_kind for one in functions}
+        shown = [one.nested() for one in visible(own)] if use.tools else None
+        usable, forced = _flat(functions, use.tools), _flat(functions, use.forced)
+        return dataclasses.replace(use, tools=usable, forced=forced, shown=shown or None)
 
     def functions(self) -> list[Listed]:
         """The supported tools."""
@@ -149,6 +153,8 @@ def _nested_choice(choice: Any) -> Any:
             if isinstance(name, str):
                 name = flat_name(namespace, name)
             return {"type": "function", "function": {"name": name}}
+        case "tool_search":
+            return {"type": "function", "function": {"name": SEARCH}}
         case "allowed_tools":
             tools = choice.get("tools")
             nested = [_nested_choice(tool) for tool in chosen_of(tools)] if isinstance(tools, list) else tools

@@ -4,7 +4,9 @@ function                          -> itself
 custom                            -> a function with one argument, the text `input`; a grammar of it is shown to the
                                      model, and not enforced: within JSON the text is escaped, and the grammar's is not
 namespace (functions within it)   -> functions with both names: mcp__files + read: mcp__files__read
-web_search, image_generation, ... -> left out if there are functions, otherwise refused (OpenAI runs them)
+tool_search, if the client does it  -> a function; the tools with `defer_loading` are then not shown
+web_search, image_generation, ... -> left out if there are functions, otherwise refused (OpenAI runs them);
+                                     tool_search as well, if the client does not say that it does it
 """
 
 from __future__ import annotations
@@ -14,13 +16,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from radixrt.frontend.formats.deferred import check_deferred
 from radixrt.frontend.formats.tools import MAX_NAME, flat_name
 from radixrt.frontend.http.errors import one_of, refuse
 
 HOSTED = re.compile(r"(web_search|web_search_preview|file_search|code_interpreter|image_generation)(_\d{4}_\d\d_\d\d)?")
 """Kinds of tools that OpenAI runs, and that a model need not use. (Codex always lists web_search.)"""
+SEARCH = "tool_search"
+"""The kind of a search for tools, and the name of its function."""
+SEARCH_ABOUT = "Search for functions that are not listed here. Those found can be called from then on."
+QUERY = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+"""The schema of a search's arguments, if it has none."""
 INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """The schema of a custom tool's arguments, as the model writes them; see `hosted` for those in a history."""
+CALLED = {"function": "function_call", "custom": "custom_tool_call", SEARCH: "tool_search_call"}
+"""The kinds of items that call tools, by the kind of tool."""
 FORMS = {"lark": "grammar in the syntax of Lark", "regex": "regular expression"}
 """What the grammar of a custom tool is, by its `syntax`."""
 _INDEX = re.compile(r"^tools\[(\d+)\](?:\.function)?")
@@ -37,23 +47,37 @@ class Listed:
     @property
     def name(self) -> str:
         """Its name for the model; "" if it has none."""
-        name = self.tool.get("name")
+        name = SEARCH if self.tool["type"] == SEARCH else self.tool.get("name")
         return flat_name(self.namespace, name) if isinstance(name, str) and name else ""
 
     @property
     def custom(self) -> bool:
-        """Whether it is a custom tool, which takes any text, and is called by an item of its own kind."""
+        """Whether it is a custom tool, which takes any text."""
         return self.tool["type"] == "custom"
+
+    @property
+    def deferred(self) -> bool:
+        """Whether it is hidden until a search finds it."""
+        return bool(self.tool.get("defer_loading"))
+
+    @property
+    def item_kind(self) -> str:
+        """The kind of an item that calls it."""
+        return CALLED[self.tool["type"]]
 
     @property
     def own(self) -> dict[str, str]:
         """Its names for the client."""
+        if self.tool["type"] == SEARCH:
+            return {"execution": "client"}
         return {"name": self.tool["name"]} | ({"namespace": self.namespace} if self.namespace else {})
 
     def nested(self) -> dict[str, Any]:
         """The tool in the format of chats."""
         names = ("description", "parameters", "strict")
         function = {name: self.tool[name] for name in names if self.tool.get(name) is not None}
+        if self.tool["type"] == SEARCH:
+            function = {"description": SEARCH_ABOUT, "parameters": QUERY} | function
         if self.custom:
             function |= {"parameters": INPUT} | self._with_grammar()
         return {"type": "function", "function": {"name": self.name} | function}
@@ -70,7 +94,7 @@ class Listed:
 
 def listed(tools: list[dict[str, Any]]) -> list[Listed]:
     """The functions among the tools of a request, in order. Raises ApiError (400) for unsupported tools."""
-    found = [one for i, tool in enumerate(tools) for one in _functions(f"tools[{i}]", tool)]
+    found = functions_in("tools", tools)
     kinds = [tool.get("type") for tool in tools]
     if not found and "namespace" in kinds:
         refuse(f"tools[{kinds.index('namespace')}].tools", "must not be empty")
@@ -79,14 +103,23 @@ def listed(tools: list[dict[str, Any]]) -> list[Listed]:
     return found
 
 
+def functions_in(field: str, tools: list[dict[str, Any]]) -> list[Listed]:
+    """The functions among tools; `field` is that of the list."""
+    return [one for i, tool in enumerate(tools) for one in _functions(f"{field}[{i}]", tool)]
+
+
 def without_hosted(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The supported tools of a validated request."""
-    return [tool for tool in tools if not HOSTED.fullmatch(tool["type"])]
+    return [tool for tool in tools if not _is_hosted(tool)]
 
 
 def chosen_of(tools: list[Any]) -> list[Any]:
     """The supported tools of a tool_choice; all of them if none is supported, so that they are refused."""
     return [t for t in tools if not (isinstance(t, dict) and HOSTED.fullmatch(str(t.get("type"))))] or tools
+
+
+def _is_hosted(tool: dict[str, Any]) -> bool:
+    return tool["type"] == SEARCH and tool.get("execution") != "client" or bool(HOSTED.fullmatch(tool["type"]))
 
 
 def field_in(tools: list[Listed], field: str) -> str:
@@ -100,8 +133,10 @@ def _functions(field: str, tool: dict[str, Any]) -> Iterator[Listed]:
             yield _one(field, tool)
         case "namespace":
             yield from _within(field, tool)
-        case str() as kind if HOSTED.fullmatch(kind):
+        case str() if _is_hosted(tool):
             return
+        case "tool_search":
+            yield Listed(field, tool)
         case kind:
             refuse(f"{field}.type", f"must be 'function', 'custom' or 'namespace': {kind!r} is not served here")
 
@@ -123,6 +158,7 @@ def _one(field: str, tool: dict[str, Any], namespace: str = "") -> Listed:
         _check_format(f"{field}.format", tool["format"])
         if not isinstance(tool.get("description"), str | None):
             refuse(f"{field}.description", "must be a string")
+    check_deferred(field, tool)
     return Listed(field, tool, namespace)
 
 
