@@ -24,6 +24,7 @@ _WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(\d{7,}|\*)")
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{7,}|\{)")
 """Formats with a width of millions, or one that is an argument."""
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
+_FORMATS = ("format", "format_map")
 TOO_LARGE = "the template computes a value that is too large"
 
 
@@ -51,7 +52,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Any:
         """As `call`, for `str.format`."""
-        if isinstance(getattr(value, "__self__", None), str) and _width(_WIDE_BRACES, value.__self__):
+        text = getattr(value, "__self__", None)
+        if isinstance(text, str) and value.__name__ in _FORMATS and _width(_WIDE_BRACES, text):
             raise jinja2.TemplateRuntimeError(TOO_LARGE)
         return super().wrap_str_format(value)
 

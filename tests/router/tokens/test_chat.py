@@ -166,6 +166,17 @@ def test_environment_has_what_templates_use() -> None:
     assert ours("{{ ('[1, ' ~ 2 ~ ']' | string) | from_json | length }}").render(prompt) == "2"
 
 
+def test_json_in_a_text_is_no_format() -> None:
+    """Braces within braces would be a width that is an argument, if the text were formatted."""
+    text = ' {"a": {"b": [{"c": 1}]}} '
+    source = "{% for m in messages %}{{ m.content.strip() }}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    assert ours(source).render(ChatPrompt([said("user", text)])) == text.strip() + text
+    with pytest.raises(FieldError, match="too large"):
+        ours("{% for m in messages %}{{ '{:{}}'.format('a', 99999999) }}{% endfor %}").render(
+            ChatPrompt([said("user", "a")])
+        )
+
+
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
 
 
