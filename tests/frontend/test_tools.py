@@ -368,8 +368,19 @@ def test_what_the_session_is_told(hermes):
         assert memoryview(request.prompt.ids).cast("i").tolist() == rendered
 
 
-def test_a_model_without_a_format_is_made_to_write_plain_json(tmp_path):
+def test_calls_of_a_model_whose_template_writes_none_are_hermes(tmp_path):
     with scripted("plain", tmp_path) as model:
+        message = model.chat(CALLS["hermes"], tools=TOOLS).choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "fine"} for call in message.tool_calls]
+        messages = [{"role": "user", "content": "hello"}, message.model_dump(exclude_none=True), *results]
+        answer = model.chat("Good.", messages=messages, tools=TOOLS)
+        assert answer.model_extra["radixrt"]["session"]["kept_turns"] == 1
+        _, prompt, _, _ = model.answers[0]
+        assert model.tokenizer.apply_chat(prompt).count("<tool_call>") == len(results) == 2
+
+
+def test_a_model_without_a_format_is_made_to_write_plain_json(tmp_path):
+    with scripted("plain", tmp_path, tool_call_parser="none") as model:
         text = f'{{"name": "weather", "parameters": {PARIS}}}'
         choice = model.chat(text, tools=TOOLS, tool_choice="required").choices[0]
         assert calls_of(choice.message) == [("weather", PARIS)]
