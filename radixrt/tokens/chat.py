@@ -16,7 +16,7 @@ from radixrt.checkpoint.files import are_templates
 from radixrt.messages import ChatPrompt
 from radixrt.tokens.environment import templates_environment
 from radixrt.tokens.errors import FieldError, Unbounded
-from radixrt.tokens.histories import first_lost, shaped
+from radixrt.tokens.histories import first_lost, shaped, text_of
 from radixrt.tokens.rewriting import (
     REASONING_KEYS,
     Message,
@@ -50,6 +50,8 @@ meanwhile."""
 STEP_PIECES = 512
 """Pieces of text that a template writes in a step; there are about four for each message."""
 STEP_MESSAGES = 512
+QUOTED_CHARS = 40
+"""So many characters of a message are quoted in an error."""
 
 NO_CALLS: tuple[str, list[Any]] = ("tool_calls", [])
 """Some clients send this empty key; templates test only whether there is the key."""
@@ -162,7 +164,7 @@ class ChatTemplates:
         yield None
         lost = None if traits is TAKES_ALL else (yield from first_lost(messages, text, traits))
         if lost is not None:
-            raise FieldError(f"messages[{lost}]", f"messages[{lost}]: the chat template does not show it to the model")
+            raise _about(lost, messages[lost], "the chat template does not show it to the model")
         return _cut_at_mark(text) if prompt.partial else text
 
     def _choose(self, tools: bool) -> _Template:
@@ -397,8 +399,13 @@ def _named(
             least = middle + 1
         except FieldError:
             most = middle
-    field = f"messages[{most - 1}]"
-    return FieldError(field, f"{field}: {error}", error.reason)
+    return _about(most - 1, messages[most - 1], str(error))
+
+
+def _about(index: int, message: Message, problem: str) -> FieldError:
+    """The error for a message, which is quoted as well: a front end may have made it of others."""
+    quoted = f"{message['role']}: {text_of(message)[:QUOTED_CHARS]!r}"
+    return FieldError(f"messages[{index}]", f"messages[{index}]: {problem} ({quoted})")
 
 
 def _checked(index: int, message: Any) -> Message:

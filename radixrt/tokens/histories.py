@@ -59,7 +59,8 @@ def shaped(
         messages = [part for message in messages for part in _parted(message, traits.no_text)]
     if traits.tools and tools:
         messages = _instructed(messages, _instructions(tools, traits.tools))
-    return _in_turns(_placed(messages, traits), traits, answer_next)
+    messages = _in_turns(_placed(_behind_results(messages), traits), traits, answer_next)
+    return [_settled(message) for message in messages]
 
 
 def text_of(message: Message) -> str:
@@ -67,6 +68,8 @@ def text_of(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
+    if isinstance(content, _Texts):
+        return BREAK.join(content)
     texts = (part.get("text") for part in content if isinstance(part, dict))
     return "\n".join(text for text in texts if isinstance(text, str))
 
@@ -74,35 +77,60 @@ def text_of(message: Message) -> str:
 # ---------------------------------------------------------------- systems
 
 
+def _behind_results(messages: list[Message]) -> list[Message]:
+    """Instructions and user's messages between calls and their results, behind these."""
+    found: list[Message] = []
+    between: list[Message] = []
+    for message, result_comes in zip(messages, _results_come(messages), strict=True):
+        role = message["role"]
+        if between and role == "tool":
+            found.append(message)
+        elif result_comes and role in ("system", "user") and found and _kind(found[-1]) in ("call", "tool"):
+            between.append(message)
+        else:
+            found += [*between, message]
+            between = []
+    return [*found, *between]
+
+
+def _results_come(messages: list[Message]) -> list[bool]:
+    """Of each message, whether the next one that is no instruction and no user's is a tool's."""
+    found: list[bool] = []
+    comes = False
+    for message in reversed(messages):
+        found.append(comes)
+        if message["role"] not in ("system", "user"):
+            comes = message["role"] == "tool"
+    return found[::-1]
+
+
 def _placed(messages: list[Message], traits: TemplateTraits) -> list[Message]:
     """System messages where the template takes them. Others are told in a user's turn: the first ones as they are,
     later ones marked as reminders."""
     first = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     leading, rest = messages[:first], messages[first:]
-    pending = ""
+    pending: list[str] = []
     if leading and not traits.system:
-        pending, leading = BREAK.join(map(text_of, leading)), []
+        pending, leading = [*map(text_of, leading)], []
     elif len(leading) > 1 and not traits.systems:
         leading = [leading[0] | {"content": BREAK.join(map(text_of, leading))}]
-    if not pending and (traits.later_systems or not any(message["role"] == "system" for message in rest)):
-        return [*leading, *rest]
     found = list(leading)
     for message in rest:
-        if message["role"] == "system" and not (traits.later_systems and traits.system):
+        if message["role"] == "system" and not traits.later_systems:
             last = found[-1]["role"] if found and not pending else ""
             if last == "user" or (last == "tool" and not traits.reminders_follow_tools):
                 found[-1] = _joined(found[-1], reminder(text_of(message)))
             else:
-                pending = f"{pending}{BREAK}{reminder(text_of(message))}" if pending else reminder(text_of(message))
+                pending.append(reminder(text_of(message)))
             continue
         if pending:
+            found.append({"role": "user", "content": _Texts(pending)})
+            pending = []
             if message["role"] == "user":
-                message = message | {"content": f"{pending}{BREAK}{text_of(message)}"}
-            else:
-                found.append({"role": "user", "content": pending})
-            pending = ""
+                found[-1] = _joined(found[-1], text_of(message))
+                continue
         found.append(message)
-    return [*found, {"role": "user", "content": pending}] if pending else found
+    return [*found, {"role": "user", "content": _Texts(pending)}] if pending else found
 
 
 def reminder(text: str) -> str:
@@ -110,9 +138,20 @@ def reminder(text: str) -> str:
     return text if text.lstrip().startswith("<system-reminder>") else f"<system-reminder>\n{text}\n</system-reminder>"
 
 
+class _Texts(list[str]):
+    """A content of several texts, which are joined at last: at once, since there may be thousands."""
+
+
 def _joined(message: Message, text: str) -> Message:
+    if isinstance(message.get("content"), _Texts):
+        message["content"].append(text)
+        return message
     before = text_of(message)
-    return message | {"content": f"{before}{BREAK}{text}" if before else text}
+    return message | {"content": _Texts([before, text] if before else [text])}
+
+
+def _settled(message: Message) -> Message:
+    return message | {"content": text_of(message)} if isinstance(message.get("content"), _Texts) else message
 
 
 # ---------------------------------------------------------------- turns
@@ -158,9 +197,12 @@ def _with_answer(message: Message, text: str) -> Message:
 
 
 def _unanswered(call: Any) -> Message:
-    call = call if isinstance(call, dict) else {}
-    name = (call.get("function") or {}).get("name")
-    return {"role": "tool", "content": "", "tool_call_id": call.get("id"), "name": name}
+    found: Message = {"role": "tool", "content": ""}
+    if isinstance(call, dict) and "id" in call:
+        found["tool_call_id"] = call["id"]
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        found["name"] = call["function"].get("name")
+    return found
 
 
 # ---------------------------------------------------------------- calls and results
@@ -184,9 +226,9 @@ def _as_answers_to_calls(messages: list[Message]) -> list[Message]:
         if role == "tool":
             text = f"<tool_response>\n{text_of(message)}\n</tool_response>"
             if last == "tool":
-                found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{text}"}
+                found[-1] = _joined(found[-1], text)
             else:
-                found.append({"role": "user", "content": text})
+                found.append({"role": "user", "content": _Texts([text])})
         else:
             found.append(message)
         last = role
@@ -267,7 +309,7 @@ def _is_object(arguments: Any) -> bool:
 
 def _instructed(messages: list[Message], text: str) -> list[Message]:
     if messages[0]["role"] == "system":
-        return [_joined(messages[0], text), *messages[1:]]
+        return [messages[0] | {"content": f"{text_of(messages[0])}{BREAK}{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 

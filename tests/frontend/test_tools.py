@@ -152,6 +152,25 @@ def test_arguments_in_a_history_may_be_an_object(family):
     assert found[0].radixrt["session"] == found[1].radixrt["session"]
 
 
+BROKEN = ('{"city": "Par', "null", "", None, ["Paris"], 7, "absent")
+"""Arguments that models write or clients send, and that are no object."""
+
+
+def test_arguments_in_a_history_may_be_anything(family):
+    """A call that was cut, or one of another server, must not end the session."""
+    name, model = family
+    results = [{"role": "tool", "tool_call_id": "abcdefghi", "content": "sunny"}]
+    for arguments in BROKEN:
+        function = {"name": "weather", "arguments": arguments}
+        if arguments == "absent":
+            del function["arguments"]
+        call = {"id": "abcdefghi", "type": "function", "function": function}
+        history = [{"role": "user", "content": "hello"}, {"role": "assistant", "tool_calls": [call]}, *results]
+        assert model.chat("It is sunny.", messages=history, tools=TOOLS).choices[0].message.content == "It is sunny."
+        shown = model.tokenizer.apply_chat(model.answers[0][1])
+        assert "sunny" in shown and ("Par" in shown or "Par" not in str(arguments)), name
+
+
 def calling(arguments: object) -> dict[str, object]:
     """An answer without text that calls a function."""
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -585,7 +604,6 @@ BAD = [
     (turns({"role": "user"}), "messages[1].content"),
     (turns({"role": "user", "content": 3}), "messages[1].content"),
     (turns({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "messages[1].content[0].type"),
-    (turns({"role": "assistant"}), "messages[1].content"),
     (turns({"role": "assistant", "content": "x", "reasoning_content": 3}), "messages[1].reasoning_content"),
     (turns({"role": "assistant", "content": "x", "refusal": 3}), "messages[1].refusal"),
     (turns({"role": "assistant", "content": [{"type": "refusal"}]}), "messages[1].content[0].refusal"),
@@ -600,8 +618,6 @@ BAD = [
     (turns(called(id=None)), "messages[1].tool_calls[0].id"),
     (turns(called(function=None)), "messages[1].tool_calls[0].function"),
     (turns(called(function={"arguments": "{}"})), "messages[1].tool_calls[0].function.name"),
-    (turns(called(function={"name": "f"})), "messages[1].tool_calls[0].function.arguments"),
-    (turns(called(function={"name": "f", "arguments": []})), "messages[1].tool_calls[0].function.arguments"),
 ]
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import gzip
 import json
 import os
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from radixrt.messages import ChatPrompt
+from radixrt.messages import NO_TENANT, ChatPrompt
+from radixrt.tokens import Encoded, Sessions, Tokenizer, load_tokenizer
 from radixrt.tokens.chat import ChatTemplates
 from radixrt.tokens.errors import FieldError
 from radixrt.tokens.histories import short_id
@@ -237,3 +241,101 @@ def test_long_chats_are_shaped_and_checked_in_time(published) -> None:
         began = os.times().user
         assert len(published[name].render(ChatPrompt(chat, [BASH]))) > len(text) * 1800
         assert os.times().user - began < 3
+
+
+# ---------------------------------------------------------------- sessions
+
+
+ENDS = ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>", "<|eot|>", "<｜end▁of▁sentence｜>", "<|end|>", "<|calls|>")
+
+
+@pytest.fixture(scope="module")
+def agents_tokenizer(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A published tokenizer with the special tokens that end answers."""
+    folder = tmp_path_factory.mktemp("phi-2")
+    packed = (shared_data / "tokenizers" / "phi-2" / "tokenizer.json.gz").read_bytes()
+    (folder / "tokenizer.json").write_bytes(gzip.decompress(packed))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"additional_special_tokens": ENDS}))
+    return load_tokenizer(folder)
+
+
+class Agent:
+    """An agent's session with one template: each prompt must begin with the last one's ids and those generated."""
+
+    def __init__(self, tokenizer: Tokenizer, templates: ChatTemplates) -> None:
+        self.tokenizer = Tokenizer(tokenizer._backend, templates, tokenizer.bos_id, tokenizer.eos_ids)
+        self.sessions = Sessions(self.tokenizer)
+        self.messages: list[dict[str, Any]] = []
+        self.seen = b""
+        self.encoded: Encoded | None = None
+
+    def hears(self, *messages: dict[str, Any]) -> Encoded:
+        self.messages += messages
+        self.encoded = self.sessions.encode_chat(NO_TENANT, ChatPrompt(copy.deepcopy(self.messages), [BASH]))
+        assert self.encoded.ids.startswith(self.seen), self.encoded.dropped
+        return self.encoded
+
+    def says(self, message: dict[str, Any], text: str | None = None) -> None:
+        """The model answers in the template's form, or with `text`, in tokens that no encoder would choose."""
+        prompt = ChatPrompt([*self.messages, message], [BASH])
+        written = self.tokenizer.apply_chat(prompt, answer_next=False).removeprefix(self.encoded.text)
+        ends = [(written.rindex(end), end) for end in ENDS if end in written]
+        at, end = max(ends, default=(len(written), ""))
+        text = written[:at] if text is None else text
+        halves = text[: len(text) // 2], text[len(text) // 2 :]
+        ids = [token for half in halves for token in self.tokenizer.encode_continuation(half)]
+        ids += [self.tokenizer.token_id(end)] if end else []
+        generated = array("i", ids).tobytes()
+        self.sessions.remember(self.encoded, message, generated)
+        self.messages.append(message)
+        self.seen = self.encoded.ids + generated
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen-Qwen2.5-7B-Instruct",
+        "meta-llama-Llama-3.1-8B-Instruct",
+        "mistralai-Ministral-3-14B-Reasoning-2512",
+        "google-gemma-2-2b-it",
+        "deepseek-ai-DeepSeek-V3.1",
+        "upstage-Solar-Open-100B",
+        "moonshotai-Kimi-K2",
+        "HuggingFaceTB-SmolLM3-3B",
+    ],
+)
+def test_answers_keep_their_ids_where_messages_are_merged_and_moved(published, agents_tokenizer, name: str) -> None:
+    agent = Agent(agents_tokenizer, published[name])
+    agent.hears(
+        said("system", "Be an agent."),
+        said("developer", "Use tools."),
+        said("user", "List files."),
+        said("system", "No skills."),
+    )
+    agent.says(call("call_1"))
+    agent.hears(result("One file.", "call_1"))
+    agent.says(call("call_2", '{"command": "pwd"}'))
+    agent.hears(result("Here.", "call_2"), said("system", "Do not forget."))
+    agent.says(said("assistant", "There is one file."))
+    agent.hears(said("user", "And now"), said("user", "go on."))
+    agent.says(call("call_3", content="Let me see."))
+    agent.hears(result("Nothing.", "call_3"), said("user", "Stop that."))
+    agent.says(said("assistant", "Stopped."))
+    agent.hears(said("developer", "The mode has changed."), said("user", "Go on."))
+    agent.says(said("assistant", "Done."))
+    assert agent.hears(said("user", "Bye.")).kept_turns == 6
+
+
+def test_an_answer_with_text_and_a_call_keeps_its_ids_where_a_template_writes_them_apart(
+    published, agents_tokenizer
+) -> None:
+    agent = Agent(agents_tokenizer, published["meta-llama-Llama-3.1-8B-Instruct"])
+    agent.hears(said("user", "List files."))
+    agent.says(call(content="Let me see."), 'Let me see. {"name": "bash", "parameters": {"command": "ls"}}')
+    encoded = agent.hears(result("One file."))
+    assert encoded.kept_turns == 1 and "apart" in encoded.respelled[0]
+    other = Agent(agents_tokenizer, published["meta-llama-Llama-3.1-8B-Instruct"])
+    other.hears(said("user", "List files."))
+    other.says(call(content="Let me see."), 'Let me see. {"name": "bash", "parameters": {"command": "rm"}}')
+    other.seen = b""
+    assert other.hears(result("One file.")).dropped
