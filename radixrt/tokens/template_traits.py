@@ -114,7 +114,7 @@ class _Prober:
             results=results,
             forgets_results=calls and not self.shows("UCRAU"),
             text_with_calls=not calls or (self.shows("UTR") and self._shows_call("UTR")) or not self.shows("UACR"),
-            any_arguments=not calls or self._shown(_said("UCR", arguments='{"command": "{}', parsed=False), "1"),
+            any_arguments=not calls or self._shown(_said("UCR", arguments='{"command": "{}'), "1"),
             objects=calls and self._shows_objects(),
             any_ids=not calls or self._shown(_said("UCR", call_id=_FOREIGN_ID)),
             no_text="" if self._shown(_said("UE"), "1") else None,
@@ -244,7 +244,6 @@ def _said(
     *,
     empty: int | None = None,
     arguments: str = "",
-    parsed: bool = True,
     call_id: str = _CALL_ID,
     name: str | None = _NAME,
 ) -> list[Message]:
