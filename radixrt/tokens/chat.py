@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,24 @@ from jinja2 import nodes
 from radixrt.checkpoint.files import are_templates
 from radixrt.messages import ChatPrompt
 from radixrt.tokens.environment import templates_environment
-from radixrt.tokens.errors import FieldError
+from radixrt.tokens.errors import FieldError, Unbounded
+from radixrt.tokens.histories import first_lost, shaped, text_of
 from radixrt.tokens.rewriting import (
     REASONING_KEYS,
     Message,
     functions_of,
     is_parsed,
     style_of,
+    told_functions,
     values_in,
     ways,
     with_calls,
     with_tools,
 )
 from radixrt.tokens.special_text import Escaper
-from radixrt.tokens.turns import Interrupted, Steps, finished, finished_within
+from radixrt.tokens.template_traits import TAKES_ALL, TemplateTraits, probe
+from radixrt.tokens.tool_fields import with_fields
+from radixrt.tokens.turns import Interrupted, Steps, finished, finished_within, in_one_step
 
 NO_TEMPLATE = "this model has no chat template; give one with --chat-template FILE, or send a plain prompt"
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -42,10 +46,13 @@ MAX_SECONDS = 10.0
 PROBE_CHARS = 1 << 20
 PROBE_SECONDS = 1.0
 PROBE_BYTES = 512 << 20
-"""The same for one short message, when it is loaded, and the memory that it may take meanwhile."""
+"""The same for all the short chats with which it is probed, when it is loaded, and the memory that it may take
+meanwhile."""
 STEP_PIECES = 512
 """Pieces of text that a template writes in a step; there are about four for each message."""
 STEP_MESSAGES = 512
+QUOTED_CHARS = 40
+"""So many characters of a message are quoted in an error."""
 
 NO_CALLS: tuple[str, list[Any]] = ("tool_calls", [])
 """Some clients send this empty key; templates test only whether there is the key."""
@@ -90,13 +97,6 @@ def _by_name(template: str | list[dict[str, str]] | dict[str, str] | None) -> di
     return {"default": template} if template else {}
 
 
-class Unbounded(FieldError):
-    """A template has written too much, or taken too long."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__("messages", f"the chat template {why} for these messages")
-
-
 class ChatTemplates:
     """A model's templates, compiled once; `special_tokens` (bos_token, ...) are variables in them."""
 
@@ -110,16 +110,15 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens)
 
     def check(self) -> None:
-        """Raise ValueError if a template takes too long, or writes too much, for one short message."""
+        """Probe what the templates take. Raises ValueError if one takes too long, or writes too much, for them."""
         for name, template in self._templates.items():
-            steps = template.steps([{"role": "user", "content": "hi"}], None, True, self._special_tokens, PROBE_CHARS)
             try:
-                finished_within(PROBE_SECONDS, PROBE_BYTES, steps)
+                for tools in (False, True):
+                    probed = in_one_step(template.traits, tools, self._special_tokens)
+                    finished_within(PROBE_SECONDS, PROBE_BYTES, probed)
             except (Unbounded, Interrupted) as error:
-                problem = f"chat template {name!r} does not come to an end for one short message"
+                problem = f"chat template {name!r} does not come to an end for a short chat"
                 raise ValueError(f"{problem}: {error}") from None
-            except FieldError:
-                pass  # a template may refuse this chat
 
     def render(self, prompt: ChatPrompt, answer_next: bool = True) -> str:
         """The text of a chat prompt, up to where the assistant's answer begins or, with `partial`, continues. Without
@@ -148,18 +147,33 @@ class ChatTemplates:
                 raise FieldError("messages", f"messages: arguments of calls hold more than {MAX_ARGUMENTS} values")
         if not messages:
             raise FieldError("messages", "messages must hold at least one message")
+        traits = template.traits(bool(prompt.tools), self._special_tokens)
         for at in range(0, len(messages), STEP_MESSAGES):
             if at:
                 yield None
             some = messages[at : at + STEP_MESSAGES]
-            messages[at : at + STEP_MESSAGES] = [template.adapted(i, one) for i, one in enumerate(some, at)]
+            messages[at : at + STEP_MESSAGES] = [template.adapted(i, one, traits) for i, one in enumerate(some, at)]
         if prompt.partial:
             _mark_end(messages)
         tools, given = prompt.tools, prompt.template_args
         if self.escaper and self.escaper.is_needed([tools, given]):
             tools, given = self.escaper.values(tools), self.escaper.values(given)
+        tools = with_fields(tools, traits.tool_fields) if tools else tools
         variables = {**self._special_tokens, **given}
-        text = yield from template.steps(messages, tools, answer_next and not prompt.partial, variables)
+
+        def rendered(some: list[Message], answer_next: bool) -> Steps[str]:
+            return template.steps(shaped(some, traits, tools, answer_next), tools, answer_next, variables)
+
+        try:
+            text = yield from rendered(messages, answer_next and not prompt.partial)
+        except Unbounded:
+            raise
+        except FieldError as error:
+            raise (yield from _named(error, messages, rendered)) from error
+        yield None
+        lost = None if traits is TAKES_ALL else (yield from first_lost(messages, text, traits))
+        if lost is not None:
+            raise _about(lost, messages[lost], "the chat template does not show it to the model")
         return _cut_at_mark(text) if prompt.partial else text
 
     def _choose(self, tools: bool) -> _Template:
@@ -177,8 +191,8 @@ class _Template:
 
     takes_parts    it loops over `content`, so a list of parts is passed as it is; otherwise their texts are joined by
                    line feeds
-    takes_objects  it writes tool call `arguments` as JSON, and does not handle strings separately, so OpenAI's JSON
-                   string is parsed for it
+    takes_objects  it handles objects as tool call `arguments`, or writes them as JSON and does not handle strings
+                   separately, so OpenAI's JSON string is parsed for it
     takes_none     it tests whether `content` is none, and never takes its length, so `content` is none in an answer
                    with only tool calls; otherwise it is "" there. In all other messages keys with None are left out
 
@@ -199,29 +213,52 @@ class _Template:
         names = {"arguments", *(node.target.name for node in sets if isinstance(node.target, nodes.Name))}
         uses = {_use(node, names) for node in tree.find_all((nodes.Filter, nodes.Getattr, nodes.Test))}
         whole = _mentions(tree, "tool_calls") and not _mentions(tree, "arguments")
-        self.takes_objects = whole or (bool(uses & {"tojson", "items", "is mapping"}) and "is string" not in uses)
+        writes = bool(uses & {"tojson", "items"}) and "is string" not in uses
+        self.takes_objects = whole or "is mapping" in uses or writes
         uses = {_use(node, ("content",)) for node in tree.find_all((nodes.Filter, nodes.Test))}
         self.takes_none = "is none" in uses and "length" not in uses
         variables = {name.name for name in tree.find_all(nodes.Name)}
         self._calls_style = None if _mentions(tree, "tool_calls") else style_of(source)
         self._xml_tools = "xml_tools" in variables and "tools" not in variables
+        self._told_functions = {"functions", "datetime"} & variables if "tools" not in variables else set()
+        self._traits: dict[bool, TemplateTraits] = {}
+        self._no_tools: list[Any] | None = None
+        """`tools` in a chat without any: some templates loop over them without a test."""
         self._tools_in_system = _mentions(tree, "tools") and "tools" not in variables
 
-    def adapted(self, index: int, message: Message) -> Message:
+    def traits(self, tools: bool, special_tokens: Mapping[str, str]) -> TemplateTraits:
+        """What the template takes in chats with or without tools; probed once. Raises Unbounded."""
+        if tools not in self._traits:
+
+            def render(messages: list[Message], some: list[Any] | None, answer_next: bool) -> str:
+                adapted = [self.adapted(i, message, TAKES_ALL) for i, message in enumerate(messages)]
+                return finished(self.steps(adapted, some, answer_next, special_tokens, PROBE_CHARS))
+
+            found = probe(render, tools)
+            if found is TAKES_ALL and not tools:
+                self._no_tools = []
+                found = probe(render, tools)
+                self._no_tools = None if found is TAKES_ALL else []
+            self._traits[tools] = found
+        return self._traits[tools]
+
+    def adapted(self, index: int, message: Message, traits: TemplateTraits) -> Message:
         """A message as the template expects it: no None values except `content`, parts and arguments in its form."""
         message = {key: value for key, value in message.items() if value is not None and (key, value) != NO_CALLS}
+        if message["role"] == "developer":
+            message["role"] = "system"
         if message["role"] == "assistant" and not message.get("content"):
             message["content"] = None if self.takes_none and message.get("tool_calls") else ""
         if isinstance(message.get("content"), list):
             texts = [_part_text(index, j, part) for j, part in enumerate(message["content"])]
             # Most templates that loop over a user message's parts write a result for each part of a tool message, or
             # print the list.
-            if not self.takes_parts or message["role"] == "tool":
+            if not self.takes_parts or message["role"] not in traits.parts:
                 message["content"] = "\n".join(texts)
         if self._calls_style and message.get("tool_calls") and isinstance(message["content"], str):
             message = with_calls(message, self._calls_style)
-        if self.takes_objects and message.get("tool_calls"):
-            message["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_with_arguments(call, self.takes_objects) for call in message["tool_calls"]]
         reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
         if reasoning is not None:  # templates read it under one name or the other
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
@@ -239,6 +276,8 @@ class _Template:
         FieldError with its reason for the unchanged chat; Unbounded if it does not come to an end."""
         if tools and self._xml_tools and not {"xml_tools", "python_tools"} & variables.keys():
             variables = {**variables, "xml_tools": functions_of(tools)}
+        if self._told_functions:
+            variables = told_functions(tools or []) | dict(variables)
         if tools and self._tools_in_system:
             messages = with_tools(messages, tools)
         limits = _Limits(MAX_CHARS if max_chars is None else max_chars)
@@ -266,10 +305,8 @@ class _Template:
     ) -> Steps[str]:
         written: list[str] = []
         try:
-            context = self._template.new_context(
-                {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": answer_next}
-                | dict(variables)
-            )
+            given = {"messages": messages, "tools": tools or self._no_tools, "documents": None}
+            context = self._template.new_context(given | {"add_generation_prompt": answer_next} | dict(variables))
             pieces = self._template.root_render_func(context)
             while True:
                 block = list(itertools.islice(pieces, STEP_PIECES))
@@ -358,6 +395,29 @@ def _is_named(node: nodes.Node | None, name: str) -> bool:
 # ---------------------------------------------------------------- messages
 
 
+def _named(
+    error: FieldError, messages: list[Message], rendered: Callable[[list[Message], bool], Steps[str]]
+) -> Steps[FieldError]:
+    """The error for refused messages, with the first one with which the template refuses those up to it."""
+    least, most = 1, len(messages)  # it is the last of so many
+    began = time.monotonic()
+    while least < most and time.monotonic() - began < MAX_SECONDS:
+        yield None
+        middle = (least + most) // 2
+        try:
+            yield from rendered(messages[:middle], False)
+            least = middle + 1
+        except FieldError:
+            most = middle
+    return _about(most - 1, messages[most - 1], str(error))
+
+
+def _about(index: int, message: Message, problem: str) -> FieldError:
+    """The error for a message, which is quoted as well: a front end may have made it of others."""
+    quoted = f"{message['role']}: {text_of(message)[:QUOTED_CHARS]!r}"
+    return FieldError(f"messages[{index}]", f"messages[{index}]: {problem} ({quoted})")
+
+
 def _checked(index: int, message: Any) -> Message:
     field = f"messages[{index}]"
     if not isinstance(message, dict):
@@ -388,19 +448,23 @@ def _argument_values(message: Message) -> int:
     return sum(values_in(arguments) for arguments in given if isinstance(arguments, str))
 
 
-def _with_parsed_arguments(call: Any) -> Any:
-    """A tool call with `function.arguments` parsed, if they are a JSON object."""
+def _with_arguments(call: Any, parsed: bool) -> Any:
+    """A tool call with `function.arguments`, an empty object if there are none; `parsed` if they are a JSON object."""
     function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments, str) or not is_parsed(arguments):
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null" if parsed else "")):
+        return {**call, "function": {**function, "arguments": {} if parsed else "{}"}}
+    if not parsed or not isinstance(arguments, str) or not is_parsed(arguments):
         return call
     try:
-        parsed = json.loads(arguments) if arguments else {}
+        found = json.loads(arguments)
         if "\\u" in arguments:
-            json.dumps(parsed, ensure_ascii=False).encode()  # raises UnicodeEncodeError for lone surrogates
+            json.dumps(found, ensure_ascii=False).encode()  # raises UnicodeEncodeError for lone surrogates
     except (ValueError, RecursionError):
         return call  # a model need not have written valid JSON: the template gets the string
-    return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
+    return {**call, "function": {**function, "arguments": found}} if isinstance(found, dict) else call
 
 
 def _mark_end(messages: list[Message]) -> None:

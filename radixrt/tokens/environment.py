@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from datetime import datetime
 from typing import Any, ClassVar, NoReturn
 
@@ -26,11 +26,16 @@ _WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(\d{7,}|\*)")
 _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{7,}|\{)")
 """Formats with a width of millions, or one that is an argument."""
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")
+_FORMATS = ("format", "format_map")
 TOO_LARGE = "the template computes a value that is too large"
 
 
 class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "%"})
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Lists may grow and shrink by one: Kimi K2's template has a queue."""
+        return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Refuse products and powers that would take gigabytes."""
@@ -53,7 +58,8 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Any:
         """As `call`, for `str.format`."""
-        if isinstance(getattr(value, "__self__", None), str) and _width(_WIDE_BRACES, value.__self__):
+        text = getattr(value, "__self__", None)
+        if isinstance(text, str) and value.__name__ in _FORMATS and _width(_WIDE_BRACES, text):
             raise jinja2.TemplateRuntimeError(TOO_LARGE)
         return super().wrap_str_format(value)
 
@@ -116,8 +122,17 @@ def _bounded(work: Callable[..., Any]) -> Callable[..., Any]:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
+    )
     return text.replace("\\ufdd0", ESCAPE) if ensure_ascii else text
+
+
+def _listed(value: Any) -> list[Any]:
+    """What `map` and `select` return."""
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _raise(message: str) -> None:

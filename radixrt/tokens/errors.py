@@ -18,6 +18,13 @@ class FieldError(ValueError):
         self.reason = reason
 
 
+class Unbounded(FieldError):
+    """A chat template has written too much, or taken too long."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__("messages", f"the chat template {why} for these messages")
+
+
 class Room(NamedTuple):
     """The most tokens of prompt and output together, at least `least` of which are for the output."""
 

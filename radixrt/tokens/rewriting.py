@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
@@ -108,6 +109,12 @@ def is_parsed(arguments: str) -> bool:
 def functions_of(tools: list[Message]) -> list[Any]:
     """The functions of tools, as some templates expect them."""
     return [tool.get("function", tool) for tool in tools]
+
+
+def told_functions(tools: list[Message]) -> dict[str, str]:
+    """Variables of Firefunction's template, which has no `tools`."""
+    functions = json.dumps(functions_of(tools), ensure_ascii=False, indent=4)
+    return {"functions": functions, "datetime": datetime.now().strftime("%Y-%m-%d")}
 
 
 def with_tools(messages: list[Message], tools: list[Message]) -> list[Message]:

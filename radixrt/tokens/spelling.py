@@ -18,6 +18,7 @@ import msgspec
 from radixrt.messages import NO_TENANT, TOKEN_BYTES, ChatPrompt, DropReason, Namespace
 from radixrt.tokens.chain import Message, bare
 from radixrt.tokens.errors import FieldError
+from radixrt.tokens.histories import text_of
 from radixrt.tokens.special_text import unescaped
 from radixrt.tokens.tokenizer import Tokenizer
 
@@ -216,6 +217,10 @@ class Speller:
                 self._keep(spelling, index, answer, text, start, end, lost)
             else:
                 spelling.drop(index, DropReason.THINKING, "the template drops its thinking")
+        elif _is_parted(prompt.messages[index], written, whole):
+            spelling.respelled[index] = "the template writes its text and its calls apart"
+            answer.respelled = text[start:end] if start == answer.offset else None
+            self._keep(spelling, index, answer, text, start, end, lost)
         else:
             spelling.drop(index, DropReason.REWRITTEN, "the template writes it differently")
 
@@ -338,6 +343,16 @@ def _call_ids(message: Message) -> tuple[str, ...]:
     unambiguous."""
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     return (calls[0]["id"],) if len(calls) == 1 and isinstance(calls[0].get("id"), str) else ()
+
+
+def _is_parted(message: Message, written: str, whole: str) -> bool:
+    """Whether `written` is `whole` with something of the template's own between the message's text and its calls."""
+    said = bare(text_of(message))
+    if not said or not message.get("tool_calls"):
+        return False
+    before, found, calls = whole.partition(said)
+    rest = written.removeprefix(before + said)
+    return bool(found and calls) and len(rest) < len(written) and rest.endswith(calls)
 
 
 def _lacks_thinking(written: str, whole: str, reasoning: str | None) -> bool:

@@ -297,7 +297,7 @@ BAD = [
     ({"messages": turns([FOUND])}, "messages.0.content.0.type"),
     ({"tools": [WEB]}, "tools.0.type"),
     ({"tools": [WEB, WEB], "tool_choice": {"type": "none"}}, "tools.0.type"),
-    ({"tools": [WEB, TIME, {"name": "f"}]}, "tools.2.input_schema"),
+    ({"tools": [WEB, TIME, {"name": "f", "input_schema": []}]}, "tools.2.input_schema"),
     ({"tools": [WEB, TIME, TIME]}, "tools.2.name"),
     ({"tools": [TIME, WEB | {"type": "web_search"}]}, "tools.1.type"),
     ({"tools": [TIME, {"type": "computer_20250124", "name": "computer"}]}, "tools.1.type"),

@@ -31,6 +31,7 @@ from radixrt.frontend.anthropic.references import References
 from radixrt.frontend.anthropic.tools import template_id
 from radixrt.frontend.generate.media import asking
 from radixrt.frontend.http.errors import one_of, refuse
+from radixrt.frontend.openai.history import arguments_text
 
 Message = dict[str, Any]
 ROLES = ("user", "assistant", "system")
@@ -120,11 +121,11 @@ class History:
     def _call(self, field: str, block: Block) -> dict[str, Any]:
         shown, name = string(field, block, "id"), string(field, block, "name")
         given = block.get("input")
-        if not isinstance(given, dict):
-            refuse(f"{field}.input", "must be an object")
         if shown in self._open:
             refuse(f"{field}.id", f"there are two tool_use blocks {shown!r}")
         self._open[shown] = name
+        if not isinstance(given, dict):  # an agent that keeps what the model wrote
+            given = {} if given is None else {INVALID_JSON: arguments_text(f"{field}.input", given)}
         if block is self._changed:
             given = given | {CHANGE: CHANGE}
         broken = given.get(INVALID_JSON) if len(given) == 1 else None

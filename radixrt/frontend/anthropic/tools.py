@@ -65,10 +65,9 @@ def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     if (defined := DEFINED.get(tool.get("type") or "")) is not None:
         function = {"name": defined.name, "description": defined.description, "parameters": defined.schema}
         return {"type": "function", "function": function}
-    function = {"name": tool["name"]}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
-    return {"type": "function", "function": function | {"parameters": tool["input_schema"]}}
+    names = {"description": "description", "input_schema": "parameters"}
+    about = {name: tool[own] for own, name in names.items() if tool.get(own) is not None}
+    return {"type": "function", "function": {"name": tool["name"]} | about}
 
 
 def _choice(choice: dict[str, Any] | None) -> tuple[str, str, bool]:
@@ -109,10 +108,10 @@ def _tool(field: str, tool: dict[str, Any]) -> Tool | None:
         refuse(f"{field}.name", f"must be a string of 1 to {MAX_NAME} characters")
     if not isinstance(tool.get("description"), str | None):
         refuse(f"{field}.description", "must be a string")
-    if "input_schema" not in tool:
-        refuse(f"{field}.input_schema", "is missing")
-    check_parameters(f"{field}.input_schema", tool["input_schema"])
-    return Tool(name, field, tool["input_schema"] or ANY_OBJECT, _strict(field, tool))
+    schema = tool.get("input_schema")
+    if schema is not None:
+        check_parameters(f"{field}.input_schema", schema)
+    return Tool(name, field, schema or ANY_OBJECT, _strict(field, tool))
 
 
 def _defined(field: str, tool: dict[str, Any], defined: Defined) -> Tool:

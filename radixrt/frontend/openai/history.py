@@ -34,10 +34,10 @@ def checked_messages(messages: list[Message]) -> list[Message]:
 
 
 def _not_null(message: Message) -> Message:
-    """An assistant's message whose content is "" if it is null and there is nothing else: an answer that other servers
-    have left empty."""
+    """An assistant's message whose content is "" if it is null or missing and there is nothing else: an answer that
+    other servers have left empty."""
     others = ("tool_calls", "refusal", "function_call", "audio", *THOUGHTS)
-    if message.get("role") == "assistant" and message.get("content", "") is None and not any(map(message.get, others)):
+    if message.get("role") == "assistant" and message.get("content") is None and not any(map(message.get, others)):
         return message | {"content": ""}
     return message
 
@@ -114,8 +114,8 @@ def _call_ids(field: str, calls: Any) -> set[str]:
 
 
 def _checked_call(field: str, call: Any) -> str:
-    """Check a call; returns its id. Arguments that are an object, as in the history of other libraries, become its
-    JSON."""
+    """Check a call; returns its id. Arguments that are no string, as in the history of other libraries, become their
+    JSON; that of an object if there are none."""
     if not isinstance(call, dict):
         refuse(field, "must be an object")
     if call.get("type", "function") != "function":
@@ -127,15 +127,15 @@ def _checked_call(field: str, call: Any) -> str:
         refuse(f"{field}.function", "must be an object with a name and arguments")
     if not isinstance(function.get("name"), str) or not function["name"]:
         refuse(f"{field}.function.name", "must be a string that is not empty")
-    if isinstance(function.get("arguments"), dict):
-        function["arguments"] = _to_json(f"{field}.function.arguments", function["arguments"])
-    if not isinstance(function.get("arguments"), str):
-        refuse(f"{field}.function.arguments", "must be a string, the arguments as JSON")
+    function["arguments"] = arguments_text(f"{field}.function.arguments", function.get("arguments"))
     return call["id"]
 
 
-def _to_json(field: str, arguments: dict[str, Any]) -> str:
+def arguments_text(field: str, arguments: Any) -> str:
+    """The arguments of a call as text, as the model wrote them, which need not be JSON."""
+    if isinstance(arguments, str):
+        return arguments
     try:
-        return json.dumps(arguments, ensure_ascii=False)
+        return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
     except RecursionError:
         refuse(field, "is nested too deeply")

@@ -17,6 +17,7 @@ from typing import Any
 from radixrt.frontend.formats.tools import flat_name
 from radixrt.frontend.generate.media import placeholder
 from radixrt.frontend.http.errors import refuse
+from radixrt.frontend.openai.history import arguments_text
 from radixrt.frontend.responses.search import search_arguments, search_output
 from radixrt.frontend.responses.tools import SEARCH
 
@@ -42,9 +43,7 @@ def error(text: str) -> str:
 
 def _function(field: str, item: Item) -> Call:
     name = _name(field, item)
-    if not isinstance(item.get("arguments"), str):
-        refuse(f"{field}.arguments", "must be a string, the arguments as JSON")
-    return Call(name, item["arguments"])
+    return Call(name, arguments_text(f"{field}.arguments", item.get("arguments")))
 
 
 def _name(field: str, item: Item) -> str:

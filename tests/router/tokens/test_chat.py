@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ CHATS: dict[str, dict[str, Any]] = {
     },
     "two users": {"messages": [said("user", "a"), said("user", "b")]},
     "no content": {"messages": [{"role": "user"}]},
-    "unknown role": {"messages": [said("wizard", "a")]},
+    "unknown role": {"messages": [said("wizard", "abracadabra")]},
     "continued": {"messages": [said("user", "Count."), said("assistant", "One, two, ")], "partial": True},
     "continued bare": {
         "messages": [said("system", "s"), said("user", "Count."), said("assistant", "One")],
@@ -115,20 +116,45 @@ def pairs(shared_data: Path) -> Iterator[dict[str, tuple[ChatTemplates, Theirs]]
 
 @pytest.mark.parametrize("chat", CHATS)
 def test_text_equals_transformers(pairs, chat: str) -> None:
-    """Where transformers raises, ours is a FieldError; no template may fail on all chats, nor all on a plain chat."""
+    """Where transformers raises, or leaves something out, ours shows everything or is a FieldError; no template may
+    fail on all chats, nor all on a plain chat."""
     prompt = ChatPrompt(**CHATS[chat])
     rendered = 0
     for name, (templates, theirs) in pairs.items():
         try:
             expected = theirs.render(prompt)
         except Exception:  # noqa: BLE001 (theirs are of many kinds)
-            with pytest.raises(FieldError) as caught:
-                templates.render(prompt)
-            assert caught.value.field.startswith("messages"), name
+            expected = ""
+        if expected and not left_out(prompt, expected) and in_order(prompt, expected):
+            assert templates.render(prompt) == expected, name
+            rendered += 1
             continue
-        assert templates.render(prompt) == expected, name
-        rendered += 1
-    assert rendered >= {"two users": 5, "called": 7, "answered": 7, "unknown role": 1}.get(chat, 9)
+        try:
+            found = templates.render(prompt)
+            forgets = name in FORGETFUL and prompt.tools
+            assert found == expected if forgets else not left_out(prompt, found), name
+        except FieldError as error:
+            assert error.field.startswith("messages"), name
+    assert rendered >= {"two users": 5, "called": 5, "answered": 4, "tools": 4, "unknown role": 1}.get(chat, 9)
+
+
+FORGETFUL = ("mistral/chat_templates/v2.jinja", "mistral/chat_templates/v2_spm.jinja")
+"""Templates that leave out results after the next user's message."""
+
+
+def in_order(prompt: ChatPrompt, text: str) -> bool:
+    """Whether the system's text comes before the user's."""
+    said = [message.get("content") for message in prompt.messages if message["role"] in ("system", "user")]
+    return len(said) < 2 or text.find(said[0]) <= text.find(said[1])
+
+
+def left_out(prompt: ChatPrompt, text: str) -> list[str]:
+    """What is to be read in a chat's text and is not; quotes and white space aside."""
+    plain = re.sub(r"\W", "", text)
+    calls = [call["function"] for message in prompt.messages for call in message.get("tool_calls") or ()]
+    wanted = [message["content"] for message in prompt.messages if message.get("content")]
+    wanted += [call["arguments"]["place"] for call in calls] + [tool["function"]["name"] for tool in prompt.tools or ()]
+    return [one for one in wanted if re.sub(r"\W", "", one) not in plain]
 
 
 def test_every_template_renders_most_chats(pairs) -> None:
@@ -155,8 +181,8 @@ def test_messages_are_left_as_they_were(pairs) -> None:
 
 def test_environment_has_what_templates_use() -> None:
     source = (
-        "{% for m in messages %}\n"
-        "    {% if loop.index > 2 %}{% break %}{% endif %}\n"
+        "{% for m in messages + messages %}\n"
+        "    {% if loop.index > messages | length %}{% break %}{% endif %}\n"
         "    {% generation %}{{ m.content }}{% endgeneration %}\n"
         "{% endfor %}\n"
         "{{ strftime_now('%Y') | length }} {{ {'é': '<&'} | tojson }} {{ [1] | tojson(indent=2) }} {{ documents }}"
@@ -164,6 +190,17 @@ def test_environment_has_what_templates_use() -> None:
     prompt = ChatPrompt([said("user", "a"), said("user", "b"), said("user", "c")])
     assert ours(source).render(prompt) == Theirs(source).render(prompt)
     assert ours("{{ ('[1, ' ~ 2 ~ ']' | string) | from_json | length }}").render(prompt) == "2"
+
+
+def test_json_in_a_text_is_no_format() -> None:
+    """Braces within braces would be a width that is an argument, if the text were formatted."""
+    text = ' {"a": {"b": [{"c": 1}]}} '
+    source = "{% for m in messages %}{{ m.content.strip() }}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    assert ours(source).render(ChatPrompt([said("user", text)])) == text.strip() + text
+    with pytest.raises(FieldError, match="too large"):
+        ours("{% for m in messages %}{{ '{:{}}'.format('a', 99999999) }}{% endfor %}").render(
+            ChatPrompt([said("user", "a")])
+        )
 
 
 PARTS = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
@@ -225,6 +262,9 @@ def test_arguments_in_calls_that_are_written_whole(use: str, expected: str | Non
         assert json.loads(found)["arguments"] == '{"x":1}'
 
 
+ARGUMENTS = "{% for call in m.tool_calls or [] %}{{ call.function.arguments }}{% endfor %}"
+
+
 @pytest.mark.parametrize("content", [None, "", "absent"])
 @pytest.mark.parametrize("test", ["m['content'] is none", "m.content is not none"])
 def test_calls_alone_have_content_none_where_templates_ask(content: str | None, test: str) -> None:
@@ -234,7 +274,8 @@ def test_calls_alone_have_content_none_where_templates_ask(content: str | None, 
     call = {key: value for key, value in call.items() if value != "absent"}
     chat = [said("user", "a"), call, said("assistant", "b"), called("{}") | {"content": "c"}, said("user", "")]
     assert ours(source).render(ChatPrompt(chat)) == ("01000" if " is none" in test else "10111")
-    assert ours("{% for m in messages %}{{ m.content }}.{% endfor %}").render(ChatPrompt(chat)) == "a..b.c.."
+    source = "{% for m in messages %}{{ m.content }}." + ARGUMENTS + "{% endfor %}"
+    assert ours(source).render(ChatPrompt(chat)) == "a..{}b.c.{}."
 
 
 @pytest.mark.parametrize(
@@ -248,16 +289,17 @@ def test_calls_alone_have_content_none_where_templates_ask(content: str | None, 
     ],
 )
 def test_calls_alone_are_taken_by_templates_that_want_text(source: str) -> None:
-    source = "{% for m in messages %}" + source + "{% endfor %}"
+    source = "{% for m in messages %}" + source + ARGUMENTS + "{% endfor %}"
     empty = ours(source).render(ChatPrompt([called("{}") | {"content": ""}]))
     assert ours(source).render(ChatPrompt([called("{}")])) == empty
     thoughts = said("assistant", None, reasoning_content="Hm.")
-    assert ours(source).render(ChatPrompt([thoughts])) == empty
+    assert ours(source).render(ChatPrompt([thoughts])) + "{}" == empty
 
 
 ONE_CALL = (
     "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one') }}"
-    "{% endif %}({{ m.content or '' }}){{ m.tool_calls[0].id }}{% else %} {{ m.role }}:{{ m.content }}{% endif %}|"
+    "{% endif %}({{ m.content or '' }}){{ m.tool_calls[0].function.arguments }}"
+    "{{ m.tool_calls[0].id }}{% else %} {{ m.role }}:{{ m.content }}{% endif %}|"
     "{% endfor %}"
 )
 
@@ -271,11 +313,11 @@ def test_several_calls_become_one_each_where_a_template_takes_no_more() -> None:
     }
     results = [said("tool", f"of {id}", tool_call_id=id) for id in "bca"]
     chat = [said("user", "x"), calls, *results, said("tool", "of none", tool_call_id="d"), said("user", "y")]
-    rest = [" tool:of a", "()b", " tool:of b", "()c", " tool:of c", " tool:of none", " user:y", ""]
-    assert ours(ONE_CALL).render(ChatPrompt(chat)).split("|") == [" user:x", "(Both.)a", *rest]
+    rest = [" tool:of a", "(){}b", " tool:of b", "(){}c", " tool:of c", " tool:of none", " user:y", ""]
+    assert ours(ONE_CALL).render(ChatPrompt(chat)).split("|") == [" user:x", "(Both.){}a", *rest]
     unnamed = [calls, *(said("tool", text) for text in ("first", "second"))]
     found = ours(ONE_CALL).render(ChatPrompt(unnamed)).split("|")
-    assert found == ["(Both.)a", " tool:first", "()b", " tool:second", "()c", ""]
+    assert found == ["(Both.){}a", " tool:first", "(){}b", " tool:second", "(){}c", ""]
     with pytest.raises(FieldError, match="refuses these messages: one"):
         ours("{{ raise_exception('one') }}").render(ChatPrompt(chat))
 
@@ -349,7 +391,7 @@ def test_bad_messages_name_the_field(prompt: ChatPrompt, field: str) -> None:
 def test_refusals_of_the_template_are_told(source: str, message: str) -> None:
     with pytest.raises(FieldError, match=message) as caught:
         ours(source).render(ChatPrompt([said("user", "a")]))
-    assert caught.value.field == "messages"
+    assert caught.value.field == "messages[0]"
 
 
 def test_no_template_says_how_to_give_one() -> None:

@@ -375,7 +375,7 @@ LOOP = "{%% for i in range(100000) %%}{%% for j in range(100000) %%}%s{%% endfor
 @pytest.mark.parametrize("source", [LOOP % "{{ i }} xxxxxxxxxxxx", LOOP % ""])
 def test_a_template_without_end_is_not_loaded(source: str, monkeypatch) -> None:
     monkeypatch.setattr("radixrt.tokens.chat.PROBE_SECONDS", 0.1)
-    with pytest.raises(ValueError, match="chat template 'default' does not come to an end for one short message"):
+    with pytest.raises(ValueError, match="chat template 'default' does not come to an end for a short chat"):
         ChatTemplates({"default": source}, {}).check()
 
 
