@@ -149,5 +149,5 @@ def test_an_answer_is_kept_if_it_ended_well(finish):
     last = Delta(1, 0, b"5678", finish=finish, stop=7)
     for delta in (Delta(1, 0, b"1234"), last):
         choice.output.take(delta)
-    assert _whole(choice, last, lambda *answer: kept.append(answer)) is last
+    assert _whole(choice, last, lambda whole: kept.append((whole.ids, whole.text, whole.stop))) is last
     assert kept == ([(b"12345678", "", 7)] if finish in ("stop", "length") else [])

@@ -59,7 +59,7 @@ class _Answer(NamedTuple):
     offset: int
 
 
-def as_chat(messages: Sequence[dict[str, Any]], open: str, tools: Tools) -> ChatPrompt:
+def as_chat(messages: Sequence[dict[str, Any]], open: str, tools: Tools = None) -> ChatPrompt:
     """A prompt of these messages, and of a partial one of the assistant if `open` is not empty."""
     partial = [{"role": "assistant", "content": open}] if open else []
     return ChatPrompt([*messages, *partial], tools, partial=bool(open))
@@ -70,7 +70,7 @@ def bulk_render(
     messages: Sequence[dict[str, Any]],
     open: str | None,
     transcript: Sequence[Segment],
-    tools: Tools,
+    tools: Tools = None,
 ) -> BulkRender | None:
     """The bulk render of a list `transcript` that continues these messages, and the `open` text of the next one. None
     if there are few answers, if the list is not valid, if it has calls or other tools, or if the template does not

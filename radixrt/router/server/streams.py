@@ -95,7 +95,7 @@ class _Choice:
     push: Callable[[bytes], str] | None
     """Returns the text that ids add. Only for a stream without stop strings that is neither kept nor parsed (the fast
     path)."""
-    parsed: ParsedChoice | None
+    parsed: ParsedChoice | None = None
 
 
 @dataclass(slots=True)
