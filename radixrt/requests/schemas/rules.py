@@ -260,7 +260,7 @@ def _contain(made: Array, part: Part) -> None:
     if "maxContains" not in schema and wanted.schema in (True, {}):
         made.least = max(made.least, int(least))
     elif "maxContains" not in schema and made.most == 1 and least == 1:
-        made.least = 1
+        made.least = max(made.least, 1)
         made.prefix[:1] = [(*(made.prefix[0] if made.prefix else made.rest), wanted)]
     else:
         raise Inexact(wanted.path, "is enforced only with maxItems 1")
