@@ -50,7 +50,7 @@ class Output:
     field: str = ""
     """The field of the request that the grammar comes from."""
     unenforced: tuple[str, ...] = ()
-    """Keywords of tools' schemas that the grammar leaves out."""
+    """Keywords of schemas that the grammar leaves out."""
     hidden_ids: frozenset[int] = frozenset()
     """Special tokens that never become text. All others do, since a parser needs them."""
     hidden_marks: frozenset[str] = frozenset()
@@ -124,8 +124,10 @@ class Formats:
         use = NO_TOOLS if self._no_calls and not use.forced else use
         tools = self._tools(use, prompt, partial)
         grammar, field = self._grammar(tools, use, wanted, thinking)
-        forced = use.forced if tools is not None else ()
-        unenforced = tuple(at for tool in forced for at in tool.unenforced)
+        if tools is not None and use.forced:
+            unenforced = tuple(at for tool in use.forced for at in tool.unenforced)
+        else:
+            unenforced = wanted.unenforced if wanted else ()
         output = Output(tools, use, self.reasoning, thinking, grammar, field, unenforced)
         if not output.parses or not skips_special:
             return output

@@ -28,7 +28,7 @@ class BaseReply:
         """See `session_json`."""
         self.reported = Reported()
         self.unenforced: tuple[str, ...] = ()
-        """Keywords of tools' schemas that are not enforced."""
+        """Keywords of schemas that are not enforced."""
         self._tokenizer = tokenizer
 
     @property
