@@ -288,7 +288,7 @@ def object_(parts: list[Part]) -> Object:
         made.properties[name] = tuple(x for part in parts for x in _property(part, name))
     with_patterns = [part for part in parts if part.schema.get("patternProperties")]  # type: ignore[attr-defined]
     listed = any("properties" in part.schema for part in parts)  # type: ignore[operator]
-    if explicit or not (listed or with_patterns):
+    if explicit or not (listed or with_patterns) or (not with_patterns and made.least > len(names)):
         made.others = tuple(x for part in parts if (x := _others(part)) is not None)
     for part in with_patterns:
         elsewhere = tuple(x for other in parts if other is not part and (x := _others(other)) is not None)
