@@ -120,6 +120,12 @@ class ChatTemplates:
                 problem = f"chat template {name!r} does not come to an end for a short chat"
                 raise ValueError(f"{problem}: {error}") from None
 
+    def shows_tools(self) -> bool:
+        """Whether the template for chats with tools shows them. True if there is no template."""
+        if not self._templates:
+            return True
+        return not self._choose(tools=True).traits(True, self._special_tokens).tools
+
     def render(self, prompt: ChatPrompt, answer_next: bool = True) -> str:
         """The text of a chat prompt, up to where the assistant's answer begins or, with `partial`, continues. Without
         `answer_next` it ends with the last message.

@@ -159,6 +159,11 @@ class Tokenizer:
         bad input. Without `answer_next` it ends with the last message, not where an answer begins."""
         return self._templates.render(prompt, answer_next)
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template itself shows tools; otherwise they are told in the system message."""
+        return self._templates.shows_tools()
+
     def escaped_answer(self, text: str) -> str:
         """What the assistant said, as `apply_chat` writes it: special tokens in it are escaped (`special_text.py`)."""
         return self._templates.escaper.own_text(text) if self._templates.escaper else text

@@ -916,7 +916,7 @@ def test_a_template_without_tools_is_told_of(tmp_path):
         ("CohereForAI-c4ai-command-r7b-12-2024-tool_use", Cohere, "<|START_THINKING|>"),
         ("LFM2-8B-A1B", Pythonic, "<think>"),
         ("LFM2.5-Instruct", Pythonic, "<think>"),
-        ("Kimi-K2-Thinking", Kimi, None),
+        ("Kimi-K2-Thinking", Kimi, "<think>"),
     ],
 )
 def test_published_templates_show_their_format(tmp_path, shared_data, template, kind, thoughts):

@@ -103,6 +103,22 @@ def test_parse_of_the_client(model):
     assert model.grammar[1]["properties"]["b"]["type"] == "integer"
 
 
+def test_a_schema_is_enforced_or_refused_and_widened_if_that_is_asked_for(model):
+    """Unless `strict` is false: then a header names what is left out."""
+    own = SCHEMA | {"dependentRequired": {"a": ["b"]}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": own}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        model.chat("never", response_format=form)
+    assert caught.value.param == "response_format.json_schema.schema"
+    assert "#/dependentRequired cannot be enforced" in caught.value.message
+    form["json_schema"]["strict"] = False
+    model.says('{"b": 3}')
+    create = model.client.chat.completions.with_raw_response.create
+    told = create(model="m", messages=[{"role": "user", "content": "x"}], response_format=form).headers
+    assert told["x-radixrt-warning"] == "not enforced: response_format.json_schema.schema#/dependentRequired"
+    assert model.grammar == ("json_schema", SCHEMA)
+
+
 BAD = [
     ({"response_format": {"type": "yaml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),

@@ -363,7 +363,7 @@ def test_who_sends_tools_to_a_model_whose_calls_are_not_parsed_is_told(hermes, s
         return create(model="m", messages=messages, stream=stream, **fields).headers.get("x-radixrt-warning")
 
     assert warning(hermes, tools=TOOLS) is None
-    with scripted("plain", tmp_path) as plain:
+    with scripted("plain", tmp_path, tool_call_parser="none") as plain:
         assert warning(plain) is None
         assert "format of the model's tool calls is not known" in warning(plain, tools=TOOLS)
 

@@ -20,7 +20,6 @@ from radixrt.frontend.formats.tools import NO_TOOLS, ToolUse
 from radixrt.frontend.parsing import (
     OFFER,
     PROBE,
-    PROBE_NAME,
     QUESTION,
     Framed,
     Harmony,
@@ -41,7 +40,7 @@ from radixrt.tokens.stops import Quiet
 
 log = logging.getLogger(__name__)
 
-UNSHOWN = "the chat template does not show tools to the model"
+UNSHOWN = "the chat template does not show tools to the model: its instructions tell of them"
 UNREAD = "the format of the model's tool calls is not known (--tool-call-parser), so calls are content"
 TAIL_TOKENS = 16
 """The last tokens of a prompt in which marks that open or close thoughts are looked for."""
@@ -59,7 +58,7 @@ class Output:
     field: str = ""
     """The field of the request that the grammar comes from."""
     warnings: tuple[str, ...] = ()
-    """What the client should know about its tools."""
+    """What the client should know about its tools and schemas."""
     hidden_ids: frozenset[int] = frozenset()
     """Special tokens that never become text. All others do, since a parser needs them."""
     hidden_marks: frozenset[str] = frozenset()
@@ -130,7 +129,7 @@ class Formats:
         if self._no_calls or isinstance(self.tools, Harmony):
             self.tools = Harmony(thoughts)
         self._tokenizer = tokenizer
-        self._unshown = bool(rendered) and not shows_tools(tokenizer)
+        self._unshown = tokenizer is not None and not tokenizer.shows_tools
         for warning in self._warnings(forced=False) if rendered else ():
             log.warning("requests with tools: %s", warning)
         self._special_ids = tokenizer.special_ids if tokenizer else frozenset()
@@ -144,9 +143,12 @@ class Formats:
         use = NO_TOOLS if self._no_calls and not use.forced else use
         tools = self._tools(use, prompt, partial)
         grammar, field = self._grammar(tools, use, wanted, thinking)
-        forced = use.forced if tools is not None else ()
         warnings = self._warnings(bool(use.forced)) if use.tools else ()
-        if unenforced := [at for tool in forced for at in tool.unenforced]:
+        if tools is not None and use.forced:
+            unenforced = tuple(at for tool in use.forced for at in tool.unenforced)
+        else:
+            unenforced = wanted.unenforced if wanted else ()
+        if unenforced:
             warnings = (*warnings, f"not enforced: {', '.join(unenforced)}")
         output = Output(tools, use, self.reasoning, thinking, grammar, field, warnings)
         if not output.parses or not skips_special:
@@ -220,15 +222,6 @@ class Formats:
             form = self.reasoning.before(thinking, form)
         tag = {"type": "structural_tag", "format": form}
         return Grammar("structural_tag", json.dumps(tag, ensure_ascii=False, separators=(",", ":")))
-
-
-def shows_tools(tokenizer: Tokenizer | None) -> bool:
-    """Whether the chat template writes tools into the prompt."""
-    if tokenizer is None:
-        return False
-    with contextlib.suppress(FieldError):
-        return PROBE_NAME in tokenizer.apply_chat(OFFER)
-    return False
 
 
 def probe_text(tokenizer: Tokenizer | None) -> str:

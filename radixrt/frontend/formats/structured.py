@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.parsing import json_schema
 from radixrt.messages import Grammar
 from radixrt.requests.grammar import MAX_TEXT
+from radixrt.requests.schemas.widen import widened
 
 OBJECT = Grammar("json_schema", '{"type":"object"}')
 
@@ -21,6 +22,8 @@ class Constraint:
 
     grammar: Grammar
     field: str
+    unenforced: tuple[str, ...] = ()
+    """Keywords of a schema that the grammar leaves out."""
 
     def as_format(self) -> dict[str, Any]:
         """The grammar as a part of a structural tag. Raises ApiError (400) if it cannot be one."""
@@ -72,7 +75,8 @@ def _response_format(value: dict[str, Any], field: str) -> Constraint | None:
 
 
 def named_schema(value: Any, field: str) -> Constraint:
-    """The constraint of an object with a name and a schema. Raises ApiError (400) that names an invalid field."""
+    """The constraint of an object with a name and a schema, which is widened if it need not be followed strictly.
+    Raises ApiError (400) that names an invalid field."""
     if not isinstance(value, dict):
         refuse(field, "must be an object with a name and a schema")
     if not isinstance(value.get("name"), str):
@@ -81,7 +85,11 @@ def named_schema(value: Any, field: str) -> Constraint:
         refuse(f"{field}.strict", "must be true or false")
     if not isinstance(value.get("schema"), dict):
         refuse(f"{field}.schema", "must be a JSON schema")
-    return _schema(value["schema"], f"{field}.schema")
+    field += ".schema"
+    if value.get("strict") is not False:
+        return _schema(value["schema"], field)
+    schema, left_out = widened(value["schema"])
+    return replace(_schema(schema, field), unenforced=tuple(field + at for at in left_out))
 
 
 def _structured_outputs(value: Any, field: str) -> Constraint | None:

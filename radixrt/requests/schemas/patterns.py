@@ -14,11 +14,13 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from radixrt.requests.schemas.inexact import Inexact
+
 Ranges = tuple[tuple[int, int], ...]
 """Code points, as sorted ranges with both ends; no surrogates."""
 LAST = 0x10FFFF
-MOST = 1 << 16
-"""The most repetitions that are told from any number."""
+MAX_MATCHED = 256
+"""The longest text that is matched."""
 
 
 class Unsupported(ValueError):
@@ -382,9 +384,52 @@ def in_text(node: Node) -> str:
 
 
 def matches(node: Node, text: str) -> bool:
-    """Whether a text is one of a node's."""
-    pattern = re.sub(r"\\u\{([0-9a-f]+)\}", lambda found: rf"\U{found[1]:0>8}", _written(node, _class))
-    return re.fullmatch(pattern, text) is not None
+    """Whether a text is one of a node's; in time that is polynomial, unlike that of `re`. Raises Inexact for a long
+    text."""
+    if node == ANYTHING:
+        return True
+    if len(text) > MAX_MATCHED:
+        raise Inexact((), f"has names or values of more than {MAX_MATCHED} characters beside patterns")
+    return len(text) in _ends(node, text, 0, {})
+
+
+def _ends(node: Node, text: str, at: int, known: dict[tuple[int, int], set[int]]) -> set[int]:
+    """Where the texts of a node that begin at a place in `text` end."""
+    key = id(node), at
+    if key not in known:
+        known[key] = _find_ends(node, text, at, known)
+    return known[key]
+
+
+def _find_ends(node: Node, text: str, at: int, known: dict[tuple[int, int], set[int]]) -> set[int]:
+    def step(inner: Node, places: set[int]) -> set[int]:
+        return {end for place in places for end in _ends(inner, text, place, known)}
+
+    match node:
+        case Chars(ranges):
+            fits = at < len(text) and any(low <= ord(text[at]) <= high for low, high in ranges)
+            return {at + 1} if fits else set()
+        case Sequence(parts):
+            places = {at}
+            for part in parts:
+                places = step(part, places)
+            return places
+        case Either(parts):
+            return {end for part in parts for end in _ends(part, text, at, known)}
+        case Repeat(inner, least, most):
+            places = {at}
+            for _ in range(least):
+                if (more := step(inner, places)) == places:
+                    break
+                places = more
+            found = new = places
+            for _ in range(len(text) + 1 if most is None else min(most - least, len(text) + 1)):
+                new = step(inner, new) - found
+                if not new:
+                    break
+                found = found | new
+            return found
+    return set()
 
 
 def _written(node: Node, chars: Callable[[Ranges], str]) -> str:

@@ -5,6 +5,7 @@ for these:
   or `patternProperties` are not written where others are named.
 - Numbers with bounds have at most six decimals and no exponent, integers no decimals.
 - A value without a `type` has that which all its keywords are for.
+- A property that tells the branches of `oneOf` apart is always written.
 - Strings whose length is bounded above 128 characters hold no escapes.
 
 xgrammar looks at one keyword of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type`, in this order, and not
@@ -248,6 +249,8 @@ class _Rewriter:
     def _parts_apart(self, one: Parts, other: Parts) -> bool:
         self._count(one[0].path if one else ())
         rules, others = self._all_rules(one), self._all_rules(other)
+        if not rules or not others:
+            return False  # it is in no value, and tells nothing
         return all(self._apart(rule, two) for rule in rules for two in others)
 
     def _all_rules(self, parts: Parts) -> list[Rule]:

@@ -260,7 +260,7 @@ def _contain(made: Array, part: Part) -> None:
     if "maxContains" not in schema and wanted.schema in (True, {}):
         made.least = max(made.least, int(least))
     elif "maxContains" not in schema and made.most == 1 and least == 1:
-        made.least = 1
+        made.least = max(made.least, 1)
         made.prefix[:1] = [(*(made.prefix[0] if made.prefix else made.rest), wanted)]
     else:
         raise Inexact(wanted.path, "is enforced only with maxItems 1")
@@ -288,7 +288,7 @@ def object_(parts: list[Part]) -> Object:
         made.properties[name] = tuple(x for part in parts for x in _property(part, name))
     with_patterns = [part for part in parts if part.schema.get("patternProperties")]  # type: ignore[attr-defined]
     listed = any("properties" in part.schema for part in parts)  # type: ignore[operator]
-    if explicit or not (listed or with_patterns):
+    if explicit or not (listed or with_patterns) or (not with_patterns and made.least > len(names)):
         made.others = tuple(x for part in parts if (x := _others(part)) is not None)
     for part in with_patterns:
         elsewhere = tuple(x for other in parts if other is not part and (x := _others(other)) is not None)
