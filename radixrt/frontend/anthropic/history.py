@@ -29,9 +29,9 @@ from radixrt.frontend.anthropic.blocks import (
 from radixrt.frontend.anthropic.hosted import CALLS, NOTHING, RESULTS, Hosted
 from radixrt.frontend.anthropic.references import References
 from radixrt.frontend.anthropic.tools import template_id
+from radixrt.frontend.formats.tools import arguments_text
 from radixrt.frontend.generate.media import asking
 from radixrt.frontend.http.errors import one_of, refuse
-from radixrt.frontend.openai.history import arguments_text
 
 Message = dict[str, Any]
 ROLES = ("user", "assistant", "system")

@@ -467,9 +467,7 @@ def _json_chars(ranges: Ranges) -> str:
 def _class(ranges: Ranges) -> str:
     if not ranges:
         raise Unsupported("a [ ] holds no character")
-    others = _but(ranges)
-    if len(others) < len(ranges) and others:
-        return f"[^{''.join(map(_range, others))}]"
+    # Never as [^...]: xgrammar would take surrogates, and bytes beyond U+10FFFF, which are no text.
     return f"[{''.join(map(_range, ranges))}]"
 
 
