@@ -365,6 +365,12 @@ def within(node: Node, least: int, most: int | None) -> Node | None:
 ESCAPED = _ranges([(0, 31), (34, 34), (92, 92)])
 """Characters that JSON strings escape."""
 PLAIN = _but(ESCAPED)
+ALIKE: tuple[Ranges, ...] = (
+    ((0, 0x7FF),),
+    ((0x800, 0xFFF), (0x10000, 0x3FFFF)),
+    ((0x1000, 0xFFFF), (0x40000, LAST)),
+)
+"""Characters that may stand in one [ ]: of others together, and of [^...], xgrammar takes bytes that are no UTF-8."""
 HEX = "[0-9a-fA-F]"
 ANY_ESCAPE = (
     rf"\\([\"\\/bfnrt]|u([0-9abcefABCEF]{HEX}{{3}}|[dD]([0-7]{HEX}{{2}}|[89abAB]{HEX}{{2}}\\u[dD][c-fC-F]{HEX}{{2}})))"
@@ -467,8 +473,9 @@ def _json_chars(ranges: Ranges) -> str:
 def _class(ranges: Ranges) -> str:
     if not ranges:
         raise Unsupported("a [ ] holds no character")
-    # Never as [^...]: xgrammar would take surrogates, and bytes beyond U+10FFFF, which are no text.
-    return f"[{''.join(map(_range, ranges))}]"
+    parts = [_common(ranges, alike) for alike in ALIKE]
+    classes = [f"[{''.join(map(_range, part))}]" for part in parts if part]
+    return classes[0] if len(classes) == 1 else f"({'|'.join(classes)})"
 
 
 def _range(ends: tuple[int, int]) -> str:
