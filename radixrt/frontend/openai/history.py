@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from radixrt.frontend.generate.arguments import arguments_text
 from radixrt.frontend.generate.media import SYSTEM, asking, media_kind, placeholder
 from radixrt.frontend.http.errors import one_of, refuse
 
@@ -129,13 +129,3 @@ def _checked_call(field: str, call: Any) -> str:
         refuse(f"{field}.function.name", "must be a string that is not empty")
     function["arguments"] = arguments_text(f"{field}.function.arguments", function.get("arguments"))
     return call["id"]
-
-
-def arguments_text(field: str, arguments: Any) -> str:
-    """The arguments of a call as text, as the model wrote them, which need not be JSON."""
-    if isinstance(arguments, str):
-        return arguments
-    try:
-        return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
-    except RecursionError:
-        refuse(field, "is nested too deeply")
