@@ -63,7 +63,8 @@ class Speaker:
 
 def _told(line: dict) -> tuple[str, str, list]:
     found = line["message"] if "message" in line else {"content": line["response"]} | line
-    return found["content"], found.get("thinking", ""), found.get("tool_calls", [])
+    calls = [call["function"] for call in found.get("tool_calls", [])]  # their ids are random
+    return found["content"], found.get("thinking", ""), calls
 
 
 def _added(lines: list[dict]) -> tuple[str, str, list]:
@@ -114,19 +115,28 @@ def test_arguments_that_were_cut_come_as_text_and_come_back_as_they_were(thinkin
     assert '{"city": "Paris"}'.startswith(call["function"]["arguments"])
 
 
-@pytest.mark.parametrize("keeps", [("role", "content", "tool_calls"), ("role", "content", "tool_calls", "thinking")])
-def test_the_next_turn_hits_all_of_a_call_whose_id_is_lost(thinking, keeps):
-    city = f"Oslo {len(keeps)}"
-    says = PARIS.replace("Paris", city)
-    first = thinking.chat(says, says, tools=TOOLS, messages=[{"role": "user", "content": f"{city}?"}])
-    answer = {name: value for name, value in first["message"].items() if name in keeps}
-    answer["tool_calls"] = [{"function": {"arguments": {"city": city}, "name": "weather"}}]
-    result = {"role": "tool", "tool_name": "weather", "content": "12 °C"}
-    messages = [{"role": "user", "content": f"{city}?"}, answer, result]
-    second = thinking.post("chat", {"messages": messages, "tools": TOOLS, "stream": False}, "Cool.").json()
-    assert second["prompt_eval_cached_count"] >= first["prompt_eval_count"] + first["eval_count"] - 1
-    call, told = thinking.prompt.messages[1]["tool_calls"][0], thinking.prompt.messages[2]
-    assert (told["tool_call_id"], told["name"]) == (call["id"], "weather")
+def hits_all(speaker: Speaker, says: str, keeps_id: bool) -> bool:
+    """Whether the turn after a call hits all of it; the client sends its arguments in its own form."""
+    asked = {"role": "user", "content": f"Oslo {keeps_id}?"}
+    first = speaker.chat(says, messages=[asked], tools=TOOLS)
+    (call,) = first["message"]["tool_calls"]
+    sent = {"function": {"arguments": {"city": "Oslo"}, "name": "weather"}} | ({"id": call["id"]} if keeps_id else {})
+    answer = {"role": "assistant", "content": "", "tool_calls": [sent]}
+    messages = [asked, answer, {"role": "tool", "tool_name": "weather", "content": "12 °C"}]
+    second = speaker.post("chat", {"messages": messages, "tools": TOOLS, "stream": False}, "Cool.").json()
+    (called,), told = speaker.prompt.messages[1]["tool_calls"], speaker.prompt.messages[2]
+    assert (told["tool_call_id"], told["name"]) == (called["id"], "weather")
+    return second["prompt_eval_cached_count"] >= first["prompt_eval_count"] + first["eval_count"] - 1
+
+
+@pytest.mark.parametrize("keeps_id", [True, False], ids=["kept", "lost"])
+def test_the_next_turn_hits_all_of_a_call_whether_its_id_is_kept_or_lost(thinking, keeps_id):
+    assert hits_all(thinking, PARIS.replace("Paris", "Oslo"), keeps_id)
+
+
+def test_the_next_turn_hits_a_call_with_an_id_of_the_models_own(tmp_path):
+    with scripted("mistral_v11", tmp_path) as model:
+        assert hits_all(Speaker(model), '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Oslo"}', True)
 
 
 def test_results_find_their_calls_by_id_by_name_and_by_order(thinking):

@@ -1,8 +1,8 @@
 """Converts messages of Ollama's API to OpenAI's, for the chat template. Every error names the field.
 
-Calls need no ids there, and clients drop them: so they are numbered, and the same conversation has the same ids in each
-of its turns. A tool's result belongs to the call that its tool_call_id names, or to the first one without a result, of
-the tool that tool_name names if it does.
+Calls need no ids there, and many clients drop them: those without one are numbered, so that the same conversation has
+the same ids in each of its turns. A tool's result belongs to the call that its tool_call_id names, or to the first one
+without a result, of the tool that tool_name names if it does.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ class History:
     def __init__(self, messages: list[Message]) -> None:
         self.messages: list[Message] = []
         self._number = 0
-        self._given: dict[str, str] = {}
-        """Our ids of calls, by the client's."""
+        self._ids: set[str] = set()
         self._waiting: dict[str, str] = {}
-        """The names of calls without a result, by our ids."""
+        """The names of calls without a result, by their ids."""
         question = asking([message.get("role") for message in messages])
         for i, message in enumerate(messages):
             field = f"messages[{i}]"
@@ -80,22 +79,20 @@ class History:
         written = written_arguments(arguments) if isinstance(arguments, dict) else None
         if written is None:
             written = arguments_text(f"{field}.function.arguments", arguments)
-        own = call_id(name, self._number)
+        own = call.get("id")
+        if not isinstance(own, str) or not own or own in self._ids:
+            own = call_id(name, self._number)
         self._number += 1
+        self._ids.add(own)
         self._waiting[own] = name
-        if isinstance(call.get("id"), str):
-            self._given[call["id"]] = own
         return {"id": own, "type": "function", "function": {"name": name, "arguments": written}}
 
     def _result(self, field: str, message: Message, content: str) -> None:
         given, name = message.get("tool_call_id"), message.get("tool_name") or message.get("name")
-        own = self._given.get(given) if isinstance(given, str) else None
-        if own not in self._waiting:
-            own = next((one for one, called in self._waiting.items() if called == name), None)
-        if own is None:
-            own = next(iter(self._waiting), None)
-        if own is None:
+        if not self._waiting:
             refuse(field, "no message before this one has a tool call without a result")
+        named = [one for one, called in self._waiting.items() if given == one or called == name]
+        own = given if given in named else (named or [*self._waiting])[0]
         name = self._waiting.pop(own)
         self.messages.append({"role": "tool", "tool_call_id": own, "name": name, "content": content})
 
