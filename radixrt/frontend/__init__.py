@@ -1,4 +1,4 @@
-"""The HTTP front end: OpenAI's API, Anthropic's and the native one. Each process tokenizes; the router gets token ids.
+"""The HTTP front end: OpenAI's, Anthropic's, Ollama's and the native API. Each process tokenizes; the router gets ids.
 
 server      the process: uvicorn, with the application
 app         the application: the routes of all APIs
@@ -6,6 +6,7 @@ http/       connections, bodies, keys, errors, and the routes that are no API's
 openai/     completions and chats, tokenize, LoRA adapters: each API has its schema, replies and exchange
 responses/  OpenAI's Responses API, with stored responses
 anthropic/  Anthropic's Messages API
+ollama/     Ollama's API
 native/     messages of `radixrt.messages` as JSON
 generate/   one generation, of any API
   request     the base of the APIs' requests: what they share, and its conversion to messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hmac
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -28,8 +29,10 @@ from radixrt.frontend.http.codec import parse
 from radixrt.frontend.http.errors import ApiError, api_error
 from radixrt.frontend.http.hosts import RequestFilter
 from radixrt.frontend.http.info_routes import CLEAR_PATHS, InfoRoutes
+from radixrt.frontend.http.ollama_errors import OllamaError
 from radixrt.frontend.http.worker_routes import DRAIN_PATH, WorkerRoutes
 from radixrt.frontend.native.routes import Native
+from radixrt.frontend.ollama.routes import OllamaRoutes
 from radixrt.frontend.openai.exchange import OpenAIExchange
 from radixrt.frontend.openai.lora_routes import ADAPTER_PATHS, AdapterRoutes
 from radixrt.frontend.openai.replies import ChatReply, Reply
@@ -62,6 +65,8 @@ class Frontend:
             config.response_bytes, self._shared_store, self.generation, prompts, self._body, self._tenant
         )
         messages = MessageRoutes(self.generation, prompts, text.tokenizer, self._body)
+        ollama = OllamaRoutes(self.generation, self._link.ask, prompts.formats, self._body)
+        for_ollama = functools.partial(self._guarded, told=OllamaError.wrap)
         tokenization = Tokenization(text, self._link, config.max_model_len, self._body, prompts.namespace)
         posts = {
             "/v1/completions": self._guarded(self.completions),
@@ -73,11 +78,13 @@ class Frontend:
             NATIVE_PATH: Native(self._link, self._admit, self._body, self._restrict).handle,
             "/tokenize": self._guarded(tokenization.tokenize),
             "/detokenize": self._guarded(tokenization.detokenize),
+            **ollama.posts(for_ollama),
         }
         others = [
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.get), methods=["GET"]),
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
+            *ollama.routes(for_ollama),
             *InfoRoutes(self._link.ask).routes(self._guarded, self._guarded_for_admin),
             *AdapterRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
             *WorkerRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),

@@ -198,6 +198,9 @@ def bodies(rng: random.Random, kinds: Kinds) -> list[tuple[str, bytes]]:
         ),
         ("/v1/messages", short | {"messages": says, "stream": True, "thinking": {"type": "disabled"}}),
         ("/v1/messages/count_tokens", {"model": MODEL, "messages": says}),
+        ("/api/chat", {"model": MODEL, "messages": says, "options": {"num_predict": 16, "stop": ["q"]}, "think": True}),
+        ("/api/generate", {"model": MODEL, "prompt": "Once", "format": "json", "options": {"num_predict": 16}}),
+        ("/api/show", {"model": MODEL}),
         ("/tokenize", {"model": MODEL, "prompt": "Hello"}),
         ("/tokenize", {"model": MODEL, "messages": says}),
         ("/detokenize", {"model": MODEL, "tokens": [5, 6, 7]}),
@@ -212,7 +215,7 @@ def bodies(rng: random.Random, kinds: Kinds) -> list[tuple[str, bytes]]:
 
 
 PATHS = (
-    "/v1/models", f"/v1/models/{MODEL}", "/v1/report", "/metrics", "/health", "/ping", "/version", "/",
+    "/v1/models", f"/v1/models/{MODEL}", "/v1/report", "/metrics", "/health", "/ping", "/version", "/api/tags", "/",
     "/v1/responses/resp_1", "/v1/responses/resp_1/input_items?limit=2&after=x", "/openapi.json", "/v1/%ff%00/..//a",
 )  # fmt: skip
 """Paths of GET requests."""

@@ -37,6 +37,8 @@ BODIES = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
     "/v1/responses": {"input": "hello"},
     "/v1/messages": {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4},
+    "/api/chat": {"messages": [{"role": "user", "content": "hello"}]},
+    "/api/generate": {"prompt": "hello"},
 }
 
 

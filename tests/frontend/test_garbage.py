@@ -103,6 +103,8 @@ REFUSED = {
     "a stream of a message": ("/v1/messages", {"model": "m", "max_tokens": 1, "messages": CHAT, "stream": True}),
     "a bad message": ("/v1/messages", {"model": "m", "max_tokens": 1, "messages": CHAT, "thread": {"type": TEXT}}),
     "tokens of a bad message": ("/v1/messages/count_tokens", {"messages": CHAT, "cache_control": {"type": "x"}}),
+    "lines of a message": ("/api/chat", {"messages": CHAT}),
+    "a bad question": ("/api/generate", {"prompt": TEXT, "format": TEXT, "stream": False}),
     "a response": ("/v1/responses", {"input": TEXT}),
     "a response that goes on from none": ("/v1/responses", {"input": TEXT, "previous_response_id": "x"}),
     "a response with a bad tool": ("/v1/responses", {"input": TEXT, "tools": [{"type": "x"}]}),

@@ -19,6 +19,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT | {"max_completion_tokens": 2},
     "/v1/responses": {"input": "hello", "max_output_tokens": 2},
     "/v1/messages": CHAT | {"model": "m", "max_tokens": 2},
+    "/api/chat": CHAT | {"options": {"num_predict": 2}},
 }
 SHARED = {"temperature": 0.5, "top_k": 7, "min_p": 0.25, "seed": 3, "presence_penalty": 1.0, "min_tokens": 1}
 MORE = {"stop_token_ids": [9], "logit_bias": {"8": 1.0}, "allowed_token_ids": [7, 8, 9], "ignore_eos": True}
@@ -54,6 +55,8 @@ def test_a_shared_field_reaches_the_worker_from_each_api(url, runs, path):
 def test_a_priority_out_of_range_is_refused_in_the_apis_format(url, path, priority):
     answer = httpx.post(url + path, json=BODIES[path] | {"priority": priority})
     error = answer.json()["error"]
+    if path == "/api/chat":  # its errors are texts
+        error = {"type": "invalid_request_error", "message": error}
     assert answer.status_code == 400 and error["type"] == "invalid_request_error", answer.text
     assert error.get("param", "priority") == "priority" and "priority" in error["message"]
 

@@ -29,7 +29,7 @@ from radixrt.frontend.anthropic.blocks import (
 from radixrt.frontend.anthropic.hosted import CALLS, NOTHING, RESULTS, Hosted
 from radixrt.frontend.anthropic.references import References
 from radixrt.frontend.anthropic.tools import template_id
-from radixrt.frontend.formats.tools import arguments_text
+from radixrt.frontend.generate.arguments import INVALID_JSON, arguments_text, written_arguments
 from radixrt.frontend.generate.media import asking
 from radixrt.frontend.http.errors import one_of, refuse
 
@@ -37,8 +37,6 @@ Message = dict[str, Any]
 ROLES = ("user", "assistant", "system")
 USER_BLOCKS = ("text", "tool_result")
 ASSISTANT_BLOCKS = ("text", "tool_use", "thinking", "redacted_thinking", *CALLS, *RESULTS, *NOTHING)
-INVALID_JSON = "INVALID_JSON"
-"""The only key of a call's input if the arguments are not a JSON object; its value is what the model wrote."""
 
 
 class History:
@@ -128,8 +126,8 @@ class History:
             given = {} if given is None else {INVALID_JSON: arguments_text(f"{field}.input", given)}
         if block is self._changed:
             given = given | {CHANGE: CHANGE}
-        broken = given.get(INVALID_JSON) if len(given) == 1 else None
-        arguments = broken if isinstance(broken, str) else to_json(f"{field}.input", given)
+        broken = written_arguments(given)
+        arguments = to_json(f"{field}.input", given) if broken is None else broken
         return {"id": template_id(shown), "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _refuse_open(self, index: int) -> None:

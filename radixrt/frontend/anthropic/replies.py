@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.anthropic.history import INVALID_JSON
 from radixrt.frontend.anthropic.tools import shown_id
+from radixrt.frontend.generate.arguments import arguments_object
 from radixrt.frontend.generate.reply import BaseReply
 from radixrt.frontend.http.anthropic_errors import REQUEST_ID, new_request_id
 from radixrt.frontend.http.codec import encode
@@ -55,18 +54,8 @@ class Block:
     def whole(self) -> dict[str, Any]:
         text = "".join(self._texts)
         if self.call is not None:
-            return self.opening() | {"input": _input(text)}
+            return self.opening() | {"input": arguments_object(text)}
         return self.opening() | {self.kind: text} | ({"signature": self.signature} if self.kind == "thinking" else {})
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """The input of a call. Arguments that are not a JSON object, because they were cut or the model made an error, are
-    returned under INVALID_JSON."""
-    try:
-        found = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {INVALID_JSON: arguments}
 
 
 class MessageReply(BaseReply):

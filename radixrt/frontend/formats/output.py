@@ -134,6 +134,16 @@ class Formats:
             log.warning("requests with tools: %s", warning)
         self._special_ids = tokenizer.special_ids if tokenizer else frozenset()
 
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tools are shown to the model, and its calls are parsed."""
+        return not self._no_calls and not self._warnings(forced=False)
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether the model's thoughts are told apart from its answers."""
+        return self.reasoning is not None or (isinstance(self.tools, Harmony) and self.tools.thoughts is not None)
+
     def output(
         self, prompt: bytes, partial: bool, skips_special: bool, use: ToolUse, wanted: Constraint | None
     ) -> Output:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -227,13 +226,3 @@ def _parts(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key in ("items", "additionalProperties", "not"):
         if key in schema and not isinstance(schema[key], list):
             yield f"{field}.{key}", schema[key]
-
-
-def arguments_text(field: str, arguments: Any) -> str:
-    """The arguments of a call as text, as the model wrote them, which need not be JSON."""
-    if isinstance(arguments, str):
-        return arguments
-    try:
-        return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
-    except RecursionError:
-        refuse(field, "is nested too deeply")

@@ -78,7 +78,7 @@ class Generation:
             exchange.cancel()
             raise
         if body.stream:
-            return StreamAnswer(exchange, b"text/event-stream; charset=utf-8", reply.headers)
+            return StreamAnswer(exchange, reply.content_type, reply.headers)
         return WholeAnswer(exchange)
 
     async def check_model(self, model: str | None, key: str) -> None:

@@ -59,7 +59,7 @@ class Prompts:
         self._longest = longest
         self._max_model_len = config.max_model_len
         self._conversations = Conversations(text, config, shared_store)
-        self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
+        self.formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
         self._defaults = sampling_defaults(config.generation_config, text.generation)
 
     async def prepare(
@@ -161,7 +161,7 @@ class Prompts:
     ) -> Output:
         """How the answers to one prompt are constrained and parsed."""
         if isinstance(prompt, ChatPrompt):
-            return self._formats.output(ids, prompt.partial, sampling.skip_special_tokens, use, wanted)
+            return self.formats.output(ids, prompt.partial, sampling.skip_special_tokens, use, wanted)
         return Output(grammar=wanted.grammar, field=wanted.field) if wanted else TEXT
 
 

@@ -18,6 +18,8 @@ class BaseReply:
     """Formats the answer to one HTTP request, which has an `id`."""
 
     id: str
+    content_type = b"text/event-stream; charset=utf-8"
+    """Of a stream."""
     of_content = False
     """Whether log-probabilities are reported for the content's tokens only: not for thoughts, calls, and the token that
     ends the answer."""

@@ -18,6 +18,7 @@ from radixrt.frontend.http.anthropic_errors import REQUEST_ID as ANTHROPIC_REQUE
 from radixrt.frontend.http.anthropic_errors import AnthropicError
 from radixrt.frontend.http.codec import encode
 from radixrt.frontend.http.errors import ApiError
+from radixrt.frontend.http.ollama_errors import OLLAMA_PATH, OllamaError
 from radixrt.frontend.http.unread import UNREAD
 from radixrt.messages import Origin
 
@@ -84,7 +85,9 @@ def origin_of(request: Request) -> Origin:
 
 def told(path: str, error: ApiError) -> ApiError:
     """The error in the format of the API that a path belongs to."""
-    return AnthropicError.wrap(error) if path.startswith(MESSAGES_PATH) else error
+    if path.startswith(MESSAGES_PATH):
+        return AnthropicError.wrap(error)
+    return OllamaError.wrap(error) if path.startswith(OLLAMA_PATH) else error
 
 
 def _other_base(path: str, known: Collection[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.frontend.formats.tools import arguments_text
+from radixrt.frontend.generate.arguments import arguments_text
 from radixrt.frontend.generate.media import SYSTEM, asking, media_kind, placeholder
 from radixrt.frontend.http.errors import one_of, refuse
 
