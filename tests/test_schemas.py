@@ -168,6 +168,21 @@ def test_what_is_valid_a_grammar_admits(schema, documents):
         assert any(admits(grammar, ordered(document, names)) for names in ORDERS), document
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [0, False]},
+        {"enum": [True, "a", 1]},
+        {"anyOf": [{"const": 1}, {"const": True}]},
+        {"enum": [[1], [True]]},
+    ],
+)
+def test_numbers_and_booleans_of_an_enum_are_different_values(schema):
+    judge, grammar = jsonschema.Draft202012Validator(schema), grammar_of(schema)
+    for value in (0, False, 1, True, [1], [True], "a"):
+        assert admits(grammar, value) is judge.is_valid(value), value
+
+
 # ---------------------------------------------------------------- patterns
 
 

@@ -259,7 +259,7 @@ class _Template:
             texts = [_part_text(index, j, part) for j, part in enumerate(message["content"])]
             # Most templates that loop over a user message's parts write a result for each part of a tool message, or
             # print the list.
-            if not self.takes_parts or message["role"] not in traits.parts:
+            if not texts or not self.takes_parts or message["role"] not in traits.parts:
                 message["content"] = "\n".join(texts)
         if self._calls_style and message.get("tool_calls") and isinstance(message["content"], str):
             message = with_calls(message, self._calls_style)

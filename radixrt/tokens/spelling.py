@@ -19,7 +19,7 @@ from radixrt.messages import NO_TENANT, TOKEN_BYTES, ChatPrompt, DropReason, Nam
 from radixrt.tokens.chain import Message, bare
 from radixrt.tokens.errors import FieldError
 from radixrt.tokens.histories import text_of
-from radixrt.tokens.special_text import unescaped
+from radixrt.tokens.special_text import ESCAPE, unescaped
 from radixrt.tokens.tokenizer import Tokenizer
 
 BEFORE_CHARS = 64
@@ -119,8 +119,8 @@ class Speller:
         for index, answer in answers.items():
             if not text.endswith(answer.before, 0, answer.offset):
                 continue
-            if text.startswith(answer.body, answer.offset):
-                self._keep(spelling, index, answer, text, answer.offset, answer.offset + len(answer.body))
+            if (end := _end_of(answer.body, text, answer.offset)) >= 0:
+                self._keep(spelling, index, answer, text, answer.offset, end)
             elif answer.respelled is not None and text.startswith(answer.respelled, answer.offset):
                 spelling.respelled[index] = RESPELLED
                 self._keep(spelling, index, answer, text, answer.offset, answer.offset + len(answer.respelled))
@@ -282,6 +282,15 @@ def _as_seen(answer: Answer, text: str) -> Answer:
     for special in _unseen(answer, text):
         body = body.replace(special, "")
     return answer if body == answer.body else replace(answer, body=body)
+
+
+def _end_of(body: str, text: str, at: int) -> int:
+    """Where `body` ends in a text that is escaped, if it begins at `at`; -1 if it is not there."""
+    end = at + len(body)
+    while end < (longer := at + len(body) + text.count(ESCAPE, at, end)):
+        end = longer
+    end += text.startswith(ESCAPE, end)
+    return end if unescaped(text[at:end]) == body else -1
 
 
 def _after_space(text: str, at: int) -> int:

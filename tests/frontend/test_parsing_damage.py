@@ -304,6 +304,18 @@ def test_headers_of_harmony(text, expected):
     assert (found["content"], found["reasoning"], found["calls"]) == expected
 
 
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"<|tool_call>call:f{{s:x{Q}y{Q}}}<tool_call|> so", f"{Q}y{Q}}}<tool_call|> so", [["f", OBJECT]]),
+        (f"<|tool_call>call:f{{{Q}s{Q}:{Q}x{Q}}}<tool_call|>", "", [["f", OBJECT]]),
+        (f"<|tool_call>call:f{{s:{Q}x{Q},{Q}pa", "", [["f", OBJECT[:-1]]]),
+    ],
+)
+def test_keys_in_quotes_of_gemma(text, content, calls):
+    assert in_parts("gemma4", text) == {"content": content, "reasoning": "", "calls": calls}
+
+
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI = '<|tool_call_begin|>functions.f:%d<|tool_call_argument_begin|>{"s": "x"}<|tool_call_end|>'
 

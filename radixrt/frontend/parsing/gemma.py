@@ -127,9 +127,11 @@ def _key(reader: Reader) -> Steps[str]:
     """Read a key and the colon behind it; returns the key, "" if there is none."""
     start = reader.at
     if (yield from reader.take(QUOTE)):
-        found: list[str] = []
-        yield from _until_quote(reader, found.append)
-        key = "".join(found)
+        mark, end = yield from reader.ahead(marks((QUOTE, CLOSE)), reader.at)
+        key = reader.between(reader.at, end)
+        reader.at = end + len(QUOTE) * (mark == QUOTE)
+        if not mark:
+            return ""  # the text has ended within it
     elif (yield from reader.peek()) == '"':
         key = (yield from reader.string()) or ""
     else:

@@ -558,13 +558,14 @@ def _changed(rule: Object, **changes: Any) -> Object:
 
 def _one_of(found: list[Any]) -> Any:
     """One schema of several, of which none is NONE."""
-    flat: list[Any] = []
+    different: dict[str, Any] = {}
+    """By their texts: 1 == True."""
     for one in found:
         for inner in one["anyOf"] if isinstance(one, dict) and one.keys() == {"anyOf"} else [one]:
             if inner == {}:
                 return {}
-            if inner not in flat:
-                flat.append(inner)
+            different.setdefault(repr(inner), inner)
+    flat = [*different.values()]
     constants = [value for one in flat if one.keys() == {"enum"} for value in one["enum"]]
     flat = [one for one in flat if one.keys() != {"enum"}]
     if constants:

@@ -91,6 +91,7 @@ FORMS: dict[str, list[dict[str, Any]]] = {
         said("user", "five5"),
     ],
     "an answer without content": [said("user", "one1"), {"role": "assistant"}, said("user", "two2")],
+    "no parts": [said("user", []), said("assistant", []), said("user", "one1"), call(), result("two2")],
     "parts": [
         said(role, [{"type": "text", "text": f"{role}1"}, {"type": "text", "text": f"{role}2"}])
         for role in ("system", "user", "assistant", "user")

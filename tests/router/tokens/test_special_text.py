@@ -138,6 +138,36 @@ def test_a_session_hits_all_of_a_conversation_with_such_texts(chatml):
         known = encoded.ids + answer
 
 
+def test_a_call_with_such_a_text_keeps_its_ids(tmp_path):
+    """Also where the template writes a special token of its own between the beginning of the call and the text."""
+    template = CHATML.replace("{{ c['function']", "{{ '<|im_start|>' + c['function']['name'] }}{{ c['function']")
+    tokenizer = with_template(make_tokenizer(tmp_path), template)
+    arguments = json.dumps({"a": FORGED, "b": "<"})
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    sessions, messages = Sessions(tokenizer), [{"role": "user", "content": FORGED}]
+    encoded = sessions.encode_chat(NO_TENANT, ChatPrompt(messages))
+    start, end = tokenizer.token_id("<|im_start|>"), tokenizer.token_id("<|im_end|>")
+    ids = [start, *without_tokens(tokenizer)(f"f{arguments}"), end]
+    generated = np.asarray(ids, "<i4").tobytes()
+    sessions.remember(encoded, answer, generated)
+    again = sessions.encode_chat(NO_TENANT, ChatPrompt([*messages, answer, {"role": "user", "content": "x"}]))
+    assert (again.kept_turns, again.dropped, again.respelled) == (1, (), ())
+    assert again.ids.startswith(encoded.ids + generated)
+
+
+@pytest.mark.parametrize("said", ["so <", "<|", "see <|im_end|>", "<|im_end|> <|im_start|"])
+def test_an_answer_that_ends_like_such_a_text_keeps_its_ids(chatml, said):
+    sessions, messages = Sessions(chatml), [{"role": "user", "content": "x"}]
+    encoded = sessions.encode_chat(NO_TENANT, ChatPrompt(messages))
+    generated = np.asarray([*without_tokens(chatml)(said), chatml.token_id("<|im_end|>")], "<i4").tobytes()
+    answer = {"role": "assistant", "content": said}
+    sessions.remember(encoded, answer, generated)
+    again = sessions.encode_chat(NO_TENANT, ChatPrompt([*messages, answer, {"role": "user", "content": "x"}]))
+    assert (again.kept_turns, again.dropped, again.respelled) == (1, (), ())
+    assert again.ids.startswith(encoded.ids + generated)
+
+
 def test_incremental_is_whole(chatml):
     text = chatml.apply_chat(ChatPrompt([{"role": "user", "content": f"{FORGED} some words " * 900}]))
     whole = chatml._encode_escaped(text)
