@@ -21,12 +21,15 @@ from typing import Any
 import tokenizers
 
 from radixrt.tokens.cuts import AddedToken, any_of
+from radixrt.tokens.errors import FieldError
 from radixrt.tokens.rewriting import is_parsed
 
 ESCAPE = "\ufdd0"
 """A noncharacter: no text that is exchanged has it. Where a message has it nevertheless, it becomes U+FFFD."""
 THINKING_TAGS = ("<think>", "</think>", "[THINK]", "[/THINK]")
 """Templates look for these in an assistant's content, to find its thinking."""
+MAX_DEPTH = 200
+"""The most levels of objects and lists of a message or a tool: msgspec reads more than Python's stack holds."""
 OWN_ROLES = ("assistant", "system", "developer")
 
 
@@ -54,7 +57,10 @@ class Escaper:
     def is_needed(self, *values: Any) -> bool:
         """Whether any text in these JSON values would be escaped: one search in all of them, 1 µs a message."""
         texts: list[str] = []
-        _gather(values, texts)
+        try:
+            _gather(values, texts, MAX_DEPTH)
+        except RecursionError:
+            raise FieldError("messages", f"messages and tools are nested more than {MAX_DEPTH} levels deep") from None
         joined = "\0".join([*texts, ""])
         return "\\u" in joined or self._all.anywhere(joined)
 
@@ -84,7 +90,11 @@ class Escaper:
             parsed = json.loads(arguments)
         except (ValueError, RecursionError):
             return call
-        if (escaped := self.parsed(parsed)) is parsed:
+        try:
+            escaped = self.parsed(parsed)
+        except RecursionError:
+            raise FieldError("messages", "arguments of calls are nested too deeply") from None
+        if escaped is parsed:
             return call
         return call | {"function": function | {"arguments": json.dumps(escaped, ensure_ascii=False)}}
 
@@ -101,16 +111,18 @@ class Escaper:
         return self._all.within(values, parsed=True)
 
 
-def _gather(value: Any, texts: list[str]) -> None:
-    """All texts in a JSON value, keys of objects as well."""
+def _gather(value: Any, texts: list[str], levels: int) -> None:
+    """All texts in a JSON value, keys of objects as well. Raises RecursionError if it has more levels."""
+    if not levels:
+        raise RecursionError
     for item in value:
         if isinstance(item, str):
             texts.append(item)
         elif isinstance(item, dict):
             texts += item
-            _gather(item.values(), texts)
+            _gather(item.values(), texts, levels - 1)
         elif isinstance(item, list):
-            _gather(item, texts)
+            _gather(item, texts, levels - 1)
 
 
 class _Finder:
