@@ -383,6 +383,8 @@ def in_text(node: Node) -> str:
 
 def matches(node: Node, text: str) -> bool:
     """Whether a text is one of a node's."""
+    if node == NEVER:
+        return False
     pattern = re.sub(r"\\u\{([0-9a-f]+)\}", lambda found: rf"\U{found[1]:0>8}", _written(node, _class))
     return re.fullmatch(pattern, text) is not None
 
