@@ -217,6 +217,11 @@ def test_patterns_are_those_of_re(pattern, texts, bounds):
         assert short is None or matches(short, text) is (right and bounds[0] <= len(text) <= bounds[1])
 
 
+def test_a_pattern_that_is_too_long_for_its_bound_matches_nothing():
+    node = within(parsed("^[^a][ab][ab]"), 1, 2)
+    assert node is not None and not any(matches(node, text) for text in ("", "x", "xa"))
+
+
 @pytest.mark.parametrize(
     "pattern", [r"^(?=a)b", r"(?<!a)b", r"(a)\1", r"\bx", r"\p{L}", "(a", "a)", "[a", "*a", "(^a|b$)c", "[]"]
 )
