@@ -4,6 +4,7 @@
 # make test-pythons  runs the tests on the other versions of Python that are found, each in a .venv-VERSION
 # make format        formats the code; make lint checks it; make types checks the types
 # make chaos         kills and stops processes under load, and sends them malformed messages, for up to ten minutes
+# make test-agents   installs Claude Code, Codex and opencode from npm into .agents (1 GB), and runs them on a scripted model
 # make bench         runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
 VERSIONS := 3.11 3.12 3.13
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3.13 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo ok),$(p))))
@@ -18,13 +19,13 @@ GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy ini
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
-.PHONY: demo test tests test-pythons test-slow test-ray chaos format lint types bench clean gpu-wheels gpu-test gpu-bench
+.PHONY: demo test tests test-pythons test-slow test-agents test-ray chaos format lint types bench clean gpu-wheels gpu-test gpu-bench
 
 demo: $(VENV)/installed
 	$(BIN)/python -m radixrt.demo
 
 # Tests start many processes. Let Python cache the bytecode of modules, even if the environment forbids it.
-tests test-slow chaos: export PYTHONDONTWRITEBYTECODE =
+tests test-slow test-agents chaos: export PYTHONDONTWRITEBYTECODE =
 
 test: lint tests
 
@@ -46,6 +47,14 @@ test-slow: $(VENV)/installed-test
 # The same run again, or a shorter one: CHAOS_SEED=7 CHAOS_SECONDS=30 CHAOS_MESSAGES=10000 make chaos
 chaos: $(VENV)/installed-test
 	timeout --signal=INT --kill-after=60 600 $(BIN)/python -m pytest -m chaos tests/chaos
+
+# Other versions: make test-agents AGENTS=@openai/codex@latest
+AGENTS ?= @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33
+AGENTS_FOLDER ?= $(CURDIR)/.agents
+test-agents: $(VENV)/installed-test
+	@if ! command -v npm > /dev/null; then echo "npm is not here, which installs the agents: nothing is tested"; \
+	else npm install --silent --no-audit --no-fund --prefix $(AGENTS_FOLDER) $(AGENTS) && \
+	  AGENTS_FOLDER=$(AGENTS_FOLDER) $(BIN)/python -m pytest -rs -m agents tests/agents; fi
 
 test-ray: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'

@@ -29,6 +29,8 @@ MAX_OPENINGS = 64
 NOT_FOUND = "it cannot be told from the rest of what the template writes"
 RESPELLED = "the template writes its white space, JSON or headers in another way"
 THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>")
+NO_THOUGHTS = "<think></think>"
+"""What templates write before an answer whose thinking they drop, or that has none, without white space."""
 _WHITE_SPACE = re.compile(r"\s*")
 _HEADER = re.compile(r"( to=[^\s<]+)?<\|channel\|>(\w+)( to=[^\s<]+)?(?: ?(?:<\|constrain\|>)?(\w+))?<\|message\|>")
 """The header of a Harmony message (see `frontend.parsing.harmony`): templates write the recipient before the channel,
@@ -99,8 +101,8 @@ class Speller:
 
     Text outside of spans stays as the template wrote it, and a span replaces only text of the same content: apart from
     white space, the formatting of JSON and special tokens that the text has nowhere (see `_unseen`), and with
-    `keep_thinking` from thinking that the template drops. So the meaning of a prompt is always that of the template,
-    wherever spans are found.
+    `keep_thinking` from thinking that the template drops or leaves empty. So the meaning of a prompt is always that of
+    the template, wherever spans are found.
     """
 
     def __init__(self, tokenizer: Tokenizer, keep_thinking: bool) -> None:
@@ -196,12 +198,13 @@ class Speller:
         start, lost = _behind_opening(text, at, end, opening)
         call_ids = _call_ids(prompt.messages[index])
         written, body, whole = (_said(part, call_ids) for part in (text[start:end], answer.body, lost + answer.body))
-        if written != whole:
-            # The model may have begun with what the template writes before `at`: the header of a message.
-            for early in _before_header(text, at, opening, answer):
-                found = _said(text[early:end], call_ids)
+        if written != whole or self._keep_thinking and _gains_thoughts(text, start, answer):
+            for early, late in _around(text, at, end, opening, answer):
+                found = _said(text[early:late], call_ids)
+                if self._keep_thinking and found != body:
+                    found = found.removeprefix(NO_THOUGHTS)
                 if found == body or _lacks_thinking(found, body, answer.reasoning):
-                    start, lost, written, whole = early, "", found, body
+                    start, end, lost, written, whole = early, late, "", found, body
                     break
         if written == whole:
             if text[start:end] != lost + answer.body:
@@ -314,13 +317,25 @@ def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, st
     return at, ""
 
 
-def _before_header(text: str, at: int, opening: str, answer: Answer) -> Iterator[int]:
-    """Where an answer may begin if the template writes a part of it before `at`: at its former place, or after the last
-    opening."""
+def _around(text: str, at: int, end: int, opening: str, answer: Answer) -> Iterator[tuple[int, int]]:
+    """Where an answer may be if the template writes a part of it outside of text[at:end]: before it the header of a
+    message or thoughts, behind it the end of calls of which only the first one's arguments were marked.
+
+    It may begin at its former place, or after the last opening.
+    """
+    ends = [end]
+    if answer.end and (found := text.find(answer.end, end)) > end:
+        ends.append(found)
     if answer.offset < at and text.endswith(answer.before, 0, answer.offset):
-        yield answer.offset
+        yield from ((answer.offset, late) for late in ends)
     if opening.strip() and (found := text.rfind(opening, 0, at)) >= 0:
-        yield found + len(opening)
+        yield from ((found + len(opening), late) for late in ends)
+
+
+def _gains_thoughts(text: str, start: int, answer: Answer) -> bool:
+    """Whether the template ends thoughts before text[start:] that were not there when the answer began."""
+    before = text[max(0, start - BEFORE_CHARS) : start]
+    return before.rstrip().endswith("</think>") and not answer.before.rstrip().endswith("</think>")
 
 
 def _said(text: str, call_ids: Sequence[str]) -> str:

@@ -31,13 +31,19 @@ def folder(tmp_path_factory) -> Path:
 
 @contextmanager
 def serving(
-    folder: Path | None, fake: str = "0,0", workers: int = 2, context: int = 8192, jump_forward: bool = True, **settings
+    folder: Path | None,
+    fake: str = "0,0",
+    workers: int = 2,
+    context: int = 8192,
+    jump_forward: bool = True,
+    model_aliases: tuple[str, ...] = (),
+    **settings,
 ) -> Iterator[FrontendThread]:
-    """Run a front end. `settings` are fields of its configuration; API keys are also for the router. `context` (their
-    max_model_len) and `jump_forward` are for the workers."""
+    """Run a front end. `settings` are fields of its configuration; API keys are also for the router, as are
+    `model_aliases`. `context` (their max_model_len) and `jump_forward` are for the workers."""
     names = {"model": str(folder or ""), "served_model_name": "m", "tokenizer": "" if folder else "none"}
     keys = {name: settings[name] for name in ("api_key", "admin_api_key") if name in settings}
-    router = resolve(RouterConfig(**names, **keys))
+    router = resolve(RouterConfig(**names, model_aliases=model_aliases, **keys))
     own = {"model": str(folder or ""), "served_model_name": "m", "fake": fake}
     worker = WorkerConfig(**own, max_model_len=context, jump_forward=jump_forward)
     with LocalStack(StackConfig(router, worker, FrontendConfig(), workers)) as stack:

@@ -257,7 +257,11 @@ FAMILIES = {
 
 
 def make_family(folder: Path, family: str) -> Path:
-    template, specials = FAMILIES[family]
+    return make_chat(folder, *FAMILIES[family])
+
+
+def make_chat(folder: Path, template: str, specials: tuple[str, ...]) -> Path:
+    """Write a tokenizer with this chat template ("": the test tokenizer's own) and further special tokens."""
     make_tokenizer(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text())
@@ -277,10 +281,17 @@ class Script(FakeRunner):
         super().__init__(**sizes)
         self.texts: deque[list[int]] = deque()
         self.samplings: list[Sampling] = []
+        self.cached: list[int] = []
+        """Tokens of each sequence, in order, that were not computed for it."""
+        self._began: set[int] = set()
         self._said: dict[int, list[int] | None] = {}
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         wait = super().launch(plan)
+        for b, request in enumerate(plan.requests):
+            if request.id not in self._began:
+                self._began.add(request.id)
+                self.cached.append(int(plan.starts[b]))
 
         def finish() -> Result:
             result = wait()
@@ -327,6 +338,7 @@ class Model:
         """Set the texts that the model generates next."""
         self.script.texts = deque(self.tokenizer.encode(text, False) for text in texts)
         self.script.samplings.clear()
+        self.script.cached.clear()
         self.answers.clear()
 
     def chat(self, *texts: str, messages: list | None = None, **fields: Any) -> Any:
@@ -347,11 +359,22 @@ class Model:
 @contextmanager
 def scripted(family: str, folder: Path, num_pages: int = 1 << 16, **settings: Any) -> Iterator[Model]:
     make_family(folder, family)
-    script = Script(vocab_size=512 + len(FAMILIES[family][1]), num_pages=num_pages)
+    with scripted_chat(folder, num_pages=num_pages, **settings) as model:
+        yield model
+
+
+@contextmanager
+def scripted_chat(
+    folder: Path, ends: tuple[str, ...] = (), num_pages: int = 1 << 16, **settings: Any
+) -> Iterator[Model]:
+    """A model of the folder's tokenizer and template, whose answers end also with the special tokens `ends`."""
+    script = Script(vocab_size=json.loads((folder / "config.json").read_text())["vocab_size"], num_pages=num_pages)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(setup, "make_runner", lambda config: script)
-        with serving(folder, workers=1, jump_forward=False, **settings) as frontend:  # the script contains all tokens
+        # The script contains all tokens.
+        with serving(folder, workers=1, jump_forward=False, **settings) as frontend:
             model = Model(frontend.url, folder, script, frontend._server._frontend)
+            script.eos_ids |= {model.tokenizer.token_id(end) for end in ends}
             with model.client:
                 yield model
 

@@ -46,12 +46,22 @@ def chat(content: str, first: str = TOOLS, opening: str = "", end: str = "<|im_e
     return first + "{% for m in messages %}" + turn + "{% endfor %}" + answer
 
 
+EMPTY_THOUGHT = (
+    "{% if m.role == 'assistant' %}"
+    "{{ '<think>' + (m.reasoning_content or '' if loop.index0 > ns.user else '') + '</think>\\n' }}{% endif %}"
+)
+COUNT = (
+    "{% for c in m.tool_calls or [] %}{% set _ = counted.ids.append(c.function.name) %}{% endfor %}"
+    "{% if m.role == 'tool' %}{{ counted.ids.pop(0) if counted.ids else 'unknown' }}: {% endif %}"
+)
 REFUSE = "{% if m.content[:4] == 'turn' %}{{ raise_exception('no') }}{% endif %}"
 TEMPLATES = {
     "plain": chat(CONTENT + CALLS),
     "trim": chat("{{ m.content | trim }}" + CALLS),
     "thinking": chat(THOUGHT + CONTENT + CALLS, LAST_USER),
     "thinks first": chat(THOUGHT + CONTENT + CALLS, LAST_USER, "<think>\\n"),
+    "empty thoughts": chat(EMPTY_THOUGHT + CONTENT + CALLS, LAST_USER),
+    "counts calls": chat(COUNT + CONTENT + CALLS, "{% set counted = namespace(ids=[]) %}"),
     "no thinking": chat(CONTENT, opening="<think>\\n\\n</think>\\n\\n"),
     "switch": chat(CONTENT, opening="' + ('<think>\\n\\n</think>\\n\\n' if 'now' in messages[-1].content else '') + '"),
     "moving": chat("{% if loop.index0 == ns.user %}" + TOOLS + "{% endif %}" + CONTENT, LAST_USER),
@@ -402,6 +412,46 @@ def test_thinking(folder: Path, template: str, echoes: bool, keep: bool) -> None
     again = talk.ask(said("user", "Wait."))
     assert again.ids.startswith(talk.whole) == keep
     assert keep or shown(talk) == again.text
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_thinking_that_a_template_empties_is_dropped_or_kept_in_its_place(folder: Path, keep: bool) -> None:
+    talk = make_talk(folder, "empty thoughts", keep_thinking=keep)
+    talk.ask(said("user", "Who?"))
+    whole = talk.answer("<think>Hm.</think>\nthe dog", said("assistant", "the dog", reasoning_content="Hm."))
+    encoded = talk.ask(said("user", "And?"))
+    assert encoded.ids.startswith(whole) == keep
+    assert shown(talk).count("<think>") == 1 and ("Hm." in shown(talk)) == keep
+    assert [one.reason for one in encoded.dropped] == [] if keep else ["thinking"]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_answer_without_thoughts_gains_the_template_s_empty_ones_or_stays_as_it_was(
+    folder: Path, keep: bool
+) -> None:
+    talk = make_talk(folder, "empty thoughts", keep_thinking=keep)
+    for turn in range(3):
+        encoded = talk.ask(said("user", "Who?"))
+        assert encoded.ids.startswith(talk.whole) == (keep or turn == 0) and not encoded.dropped
+        assert shown(talk).count("<think></think>") == (0 if keep else turn)
+        talk.answer(f"the dog {turn}")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_are_found_where_a_template_counts_them(folder: Path, count: int) -> None:
+    """Without a call the results would be written otherwise, so that only its arguments can be marked."""
+    talk = make_talk(folder, "counts calls")
+    for turn in range(2):
+        calls = [call({"a": turn, "b": i}, f"id{turn}{i}") for i in range(count)]
+        texts = [
+            f'\n<tool_call>\n{{"name":"find","arguments":{{"a":{turn},"b":{i}}}}}\n</tool_call>' for i in range(count)
+        ]
+        talk.ask(said("user", "Find it."))
+        talk.answer("I look." + "".join(texts), said("assistant", "I look.", tool_calls=calls))
+        encoded = talk.ask(*[said("tool", "x", tool_call_id=c["id"]) for c in calls])
+        assert encoded.ids.startswith(talk.whole) and not encoded.dropped
+        assert shown(talk).count("find: x") == count * (turn + 1)
+        talk.answer("the dog")
 
 
 @pytest.mark.parametrize("keep", [False, True])
