@@ -45,6 +45,7 @@ def pages_of(pool: KVPool) -> Pages:
 @pytest.mark.parametrize(("heads", "nope", "rank", "rope"), [(4, 16, 32, 8), (20, 8, 24, 16), (1, 4, 40, 4)])
 def test_append(heads, nope, rank, rope, interleaved, kv_dtype, device):
     """Rows of what it reads lie apart, as those of a part of a product do."""
+    torch.manual_seed(3)  # of the largest values a wrongly rounded one is much of the whole
     tokens, slots = 6, torch.tensor([9, 0, 3, 11, 4, 0], dtype=torch.int32, device=device)
     made = torch.randn(tokens, heads * (nope + rope) + rank + rope, device=device)
     made[3, -rope:] *= 1e6  # beyond FP8
