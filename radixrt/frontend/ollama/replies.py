@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -22,7 +23,7 @@ def head(model: str) -> dict[str, Any]:
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
-class OllamaReply(BaseReply):
+class OllamaReply(BaseReply, ABC):
     """Formats the answer to a request that has come at `started` (perf_counter_ns). A call is told when it is
     complete."""
 
@@ -39,9 +40,9 @@ class OllamaReply(BaseReply):
         """The number of calls in lines."""
 
     @staticmethod
+    @abstractmethod
     def told(content: str = "", thinking: str = "", calls: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """The fields of a line, or of a whole answer, that hold the text."""
-        raise NotImplementedError
 
     def arrived(self) -> None:
         """Tokens have come, which end the computation of the prompt if they are the first."""
