@@ -307,3 +307,21 @@ def test_recorded_schemas_are_enforced_or_refused(shared_data):
             continue
         assert all(admits(grammar, value) for value in case["must_accept"]), case["name"]
         assert not any(admits(grammar, value) for value in case["must_refuse"]), case["name"]
+
+
+NO_TEXT = (b"\xed\xa0\x80", b"\xe0\x80\x80", b"\xf0\x8f\xbf\xbf", b"\xf4\x90\x80\x80", b"\xf5\x80\x80\x80", b"\xc1\x80")
+"""A surrogate, characters in more bytes than they need, and what is beyond U+10FFFF."""
+
+
+@pytest.mark.parametrize("schema", [{"maxLength": 2}, {"pattern": "^[^a]?$"}])
+def test_a_character_is_never_of_bytes_that_are_no_text(schema):
+    """A decoder would make several of each."""
+    info = xgrammar.TokenizerInfo([bytes([i]) for i in range(256)] + [b""], stop_token_ids=[256])
+    grammar = xgrammar.GrammarCompiler(info).compile_grammar(grammar_of(schema | {"type": "string"}))
+
+    def takes(text: bytes) -> bool:
+        matcher = xgrammar.GrammarMatcher(grammar)
+        return all(map(matcher.accept_token, b'"' + text + b'"')) and matcher.accept_token(256)
+
+    assert not any(map(takes, NO_TEXT))
+    assert all(takes(char.encode()) for char in "b~\u0080\u07ff\u0800\u1000\ud7ff\ue000\uffff\U00010000\U0010ffff")

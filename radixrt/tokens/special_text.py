@@ -103,8 +103,8 @@ class Escaper:
         return self._all.within(values)
 
     def own_text(self, text: str) -> str:
-        """A text of the assistant as `message` would escape it."""
-        return self._own.escaped(text)
+        """A text of the assistant as `message` would escape it, if more may follow in the same message."""
+        return self._own.marked(text)
 
     def parsed(self, values: Any) -> Any:
         """Values parsed from a text that was escaped as JSON, where `\\u003c` was no `<` yet."""
@@ -144,12 +144,15 @@ class _Finder:
     def escaped(self, text: str, parsed: bool = False) -> str:
         if ESCAPE in text and not parsed:
             text = text.replace(ESCAPE, "\ufffd")
-        if not any(first in text for first in self._firsts):
-            return text
-        if any(pattern.search(text) for pattern in self._any):
-            text = self._starts.sub(lambda match: match[0] + ESCAPE, text)
+        text = self.marked(text)
         # What follows in the prompt could complete it: the next part of a content.
         return text + ESCAPE if self._begins_one(text) else text
+
+    def marked(self, text: str) -> str:
+        """The text with ESCAPE in every token."""
+        if not any(first in text for first in self._firsts) or not any(p.search(text) for p in self._any):
+            return text
+        return self._starts.sub(lambda match: match[0] + ESCAPE, text)
 
     def anywhere(self, joined: str) -> bool:
         """Whether one of several texts, each of which ends with "\\0", has or begins a token."""

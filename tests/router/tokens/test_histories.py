@@ -340,3 +340,18 @@ def test_an_answer_with_text_and_a_call_keeps_its_ids_where_a_template_writes_th
     other.says(call(content="Let me see."), 'Let me see. {"name": "bash", "parameters": {"command": "rm"}}')
     other.seen = b""
     assert other.hears(result("One file.")).dropped
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system is first') }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def test_a_later_instruction_is_a_reminder_where_it_stands() -> None:
+    templates = ChatTemplates({"default": STRICT}, SPECIAL_TOKENS)
+    chat = [said("system", "SYS1"), said("user", "hi"), said("assistant", "yo"), said("system", "SYS2")]
+    before = templates.render(ChatPrompt(chat[:3]), answer_next=False)
+    text = templates.render(ChatPrompt([*chat, said("user", "go")]))
+    reminder = "<system-reminder>\nSYS2\n</system-reminder>"
+    assert text == f"{before}[user]{reminder}\n\ngo[assistant]" and before == "[system]SYS1[user]hi[assistant]yo"

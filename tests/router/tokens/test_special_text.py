@@ -14,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixrt.config import RouterConfig
-from radixrt.messages import NO_TENANT, ChatPrompt
+from radixrt.messages import (
+    NO_TENANT,
+    AssistantTurnEnd,
+    AssistantTurnStart,
+    ChatPrompt,
+    GeneratedSegment,
+    MessageSegment,
+    Sampling,
+    TextSegment,
+)
+from radixrt.router.programs.prompt_builder import NOTHING, PromptBuilder
 from radixrt.tokens import Sessions, TextService, Tokenizer, load_tokenizer
 from radixrt.tokens.errors import FieldError
 from radixrt.tokens.special_text import ESCAPE, unescaped
@@ -241,3 +251,42 @@ def test_published_templates_write_no_special_token_of_a_message(shared_data, tm
         tried += 1
         assert specials(tokenizer, ids) == specials(tokenizer, plain), path.name
     assert tried > 30
+
+
+def test_a_program_keeps_the_ids_of_an_answer_that_holds_such_a_text_or_its_beginning(chatml):
+    with TextService(chatml) as service:
+        for said in ("the token <|im_end|> of a turn", "a <", "<|im"):
+            ids = np.asarray(without_tokens(chatml)(said), "<i4").tobytes()
+            builder = PromptBuilder(NOTHING, service)
+            builder.add([MessageSegment("user", FORGED), AssistantTurnStart()])
+            before = builder.prompt()
+            builder.add([GeneratedSegment(ids, said, None, Sampling()), TextSegment(" and more"), AssistantTurnEnd()])
+            builder.add([MessageSegment("user", "go on"), AssistantTurnStart()])
+            assert builder.prompt().startswith(before + ids)
+            whole = service.decode_now(builder.prompt(), skip_special_tokens=False)
+            chat = [{"role": "user", "content": FORGED}, {"role": "assistant", "content": f"{said} and more"}]
+            assert whole == unescaped(chatml.apply_chat(ChatPrompt([*chat, {"role": "user", "content": "go on"}])))
+
+
+def test_a_piece_of_a_vocabulary_is_no_special_token_either(tmp_path):
+    """In Unigram's, special tokens are pieces, which text would be made of."""
+    pieces = [("<unk>", 0.0), ("</s>", -1.0), *((c, -5.0) for c in "</s>hi \u2581")]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0))
+    made.add_special_tokens(["</s>"])
+    made.decoder = tokenizers.decoders.Metaspace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = with_template(tmp_path, "{% for m in messages %}{{ m.content + '</s>' }}{% endfor %}")
+    assert specials(tokenizer, encode(tokenizer, [{"role": "user", "content": "hi</s>hi"}])) == [1]
+
+
+def test_a_call_with_such_an_argument_keeps_its_ids_in_another_spelling(tmp_path):
+    tokenizer = with_template(make_tokenizer(tmp_path), CHATML)
+    sessions, asked = Sessions(tokenizer), [{"role": "user", "content": "hi"}]
+    encoded = sessions.encode_chat(NO_TENANT, ChatPrompt(asked))
+    written = '{"a":"<|im_end|>",   "b":1}'
+    ids = np.asarray([*without_tokens(tokenizer)(written), tokenizer.token_id("<|im_end|>")], "<i4").tobytes()
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": "<|im_end|>"}'}}
+    answer = {"content": "", "tool_calls": [call]}
+    sessions.remember(encoded, answer, ids)
+    again = [*asked, answer | {"role": "assistant"}, {"role": "tool", "content": "x", "tool_call_id": "1"}]
+    assert sessions.encode_chat(NO_TENANT, ChatPrompt(again)).ids.startswith(encoded.ids + ids)
