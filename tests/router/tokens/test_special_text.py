@@ -255,7 +255,7 @@ def test_published_templates_write_no_special_token_of_a_message(shared_data, tm
 
 def test_a_program_keeps_the_ids_of_an_answer_that_holds_such_a_text_or_its_beginning(chatml):
     with TextService(chatml) as service:
-        for said in ("the token <|im_end|> of a turn", "a <", "<|im"):
+        for said in ("the token <|im_end|> of a turn", "the dog <", "the dog <|im"):
             spelled = [id for char in said for id in without_tokens(chatml)(char)]  # not as text is encoded
             ids = np.asarray(spelled, "<i4").tobytes()
             builder = PromptBuilder(NOTHING, service)
