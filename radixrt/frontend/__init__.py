@@ -13,7 +13,5 @@ generate/   one generation, of any API
   prepare     the prompts of a request: token ids, sampling, and how their answers are parsed
   generation  runs a request: prepare, send to the router, answer, remember
   exchange    one request in flight: gathers or streams its choices
-  choice      one choice: its text so far, as an assistant's message (message), and its exact ids
-formats/    what an answer must be, in the served model's format: a Grammar for the worker, a parser for each choice
-parsing/    the formats of models: text in; content, reasoning and tool calls out
+  choice      one choice: its text so far, as an assistant's message, and its exact ids
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from msgspec import UNSET, UnsetType
 
@@ -16,6 +16,11 @@ class FieldError(ValueError):
         super().__init__(message)
         self.field = field
         self.reason = reason
+
+
+def refuse(field: str, message: str) -> NoReturn:
+    """Raise FieldError for an invalid `field` of the request."""
+    raise FieldError(field, f"{field}: {message}")
 
 
 class Unbounded(FieldError):

@@ -12,8 +12,8 @@ from typing import Any
 import openai
 import pytest
 
-from radixrt.frontend.parsing import Piece
-from radixrt.frontend.parsing.pieces import CallStart
+from radixrt.formats.parsing import Piece
+from radixrt.formats.parsing.pieces import CallStart
 from radixrt.messages import ChatPrompt, Generate, Sampling
 from radixrt.messages.ranks import RequestInfo
 from radixrt.tokens import Encoded, load_tokenizer

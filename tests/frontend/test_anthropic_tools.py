@@ -10,10 +10,10 @@ from typing import Any
 import anthropic
 import pytest
 
+from radixrt.formats.tools import check_parameters
 from radixrt.frontend.anthropic.blocks import to_json
 from radixrt.frontend.anthropic.defined import DEFINED
 from radixrt.frontend.anthropic.tools import shown_id, template_id
-from radixrt.frontend.formats.tools import check_parameters
 from radixrt.frontend.http.errors import ApiError
 from tests.frontend.scripted import scripted
 from tests.frontend.test_anthropic import (

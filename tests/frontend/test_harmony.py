@@ -14,10 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.frontend.formats.output import Formats, probe_text
-from radixrt.frontend.formats.structured import constraint
-from radixrt.frontend.formats.tools import NO_TOOLS, tool_use
-from radixrt.frontend.parsing import (
+from radixrt.formats.output import Formats, probe_text
+from radixrt.formats.parsing import (
     CallArguments,
     CallStart,
     Content,
@@ -27,6 +25,8 @@ from radixrt.frontend.parsing import (
     Reasoning,
     tool_format,
 )
+from radixrt.formats.structured import constraint
+from radixrt.formats.tools import NO_TOOLS, tool_use
 from radixrt.messages import NO_TENANT, ChatPrompt
 from radixrt.tokens import Sessions, load_tokenizer
 from tests.frontend.scripted import HARMONY, MARKS, Model, gathered, joined, make_family, scripted

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixrt.frontend.formats.output import UNSHOWN, Formats, probe_text
-from radixrt.frontend.formats.tools import Tool, ToolUse
-from radixrt.frontend.generate.choice import Choice
-from radixrt.frontend.parsing import (
+from radixrt.formats.output import UNSHOWN, Formats, probe_text
+from radixrt.formats.parsing import (
     PROBE,
     CallArguments,
     CallStart,
@@ -27,21 +25,23 @@ from radixrt.frontend.parsing import (
     reasoning_format,
     tool_format,
 )
-from radixrt.frontend.parsing.arrays import GRANITE, HUNYUAN, NEMOTRON, PHI, Apertus, Array, Cohere
-from radixrt.frontend.parsing.detect import REASONING_FORMATS, THINK
-from radixrt.frontend.parsing.dsml import Dsml
-from radixrt.frontend.parsing.gemma import Gemma
-from radixrt.frontend.parsing.glm import Glm
-from radixrt.frontend.parsing.hermes import Hermes
-from radixrt.frontend.parsing.hunyuan import Hunyuan
-from radixrt.frontend.parsing.llama import Llama
-from radixrt.frontend.parsing.minimax import MiniMax
-from radixrt.frontend.parsing.mistral import Mistral
-from radixrt.frontend.parsing.olmo import Olmo
-from radixrt.frontend.parsing.pythonic import END, LFM2, START, Pythonic
-from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
-from radixrt.frontend.parsing.sections import DeepSeek, Kimi
-from radixrt.frontend.parsing.solar import Solar
+from radixrt.formats.parsing.arrays import GRANITE, HUNYUAN, NEMOTRON, PHI, Apertus, Array, Cohere
+from radixrt.formats.parsing.detect import REASONING_FORMATS, THINK
+from radixrt.formats.parsing.dsml import Dsml
+from radixrt.formats.parsing.gemma import Gemma
+from radixrt.formats.parsing.glm import Glm
+from radixrt.formats.parsing.hermes import Hermes
+from radixrt.formats.parsing.hunyuan import Hunyuan
+from radixrt.formats.parsing.llama import Llama
+from radixrt.formats.parsing.minimax import MiniMax
+from radixrt.formats.parsing.mistral import Mistral
+from radixrt.formats.parsing.olmo import Olmo
+from radixrt.formats.parsing.pythonic import END, LFM2, START, Pythonic
+from radixrt.formats.parsing.qwen_coder import SEED, QwenCoder
+from radixrt.formats.parsing.sections import DeepSeek, Kimi
+from radixrt.formats.parsing.solar import Solar
+from radixrt.formats.tools import Tool, ToolUse
+from radixrt.frontend.generate.choice import Choice
 from radixrt.messages import Delta, Grammar, Sampling, TokenLogprob, Usage
 from radixrt.requests.schemas.ebnf import compilable
 from radixrt.tokens import TextService, load_tokenizer

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from radixrt.frontend.parsing import CallArguments, CallStart, Content, OutputParser
-from radixrt.frontend.parsing.detect import REASONING_FORMATS, THINK, TOOL_FORMATS
+from radixrt.formats.parsing import CallArguments, CallStart, Content, OutputParser
+from radixrt.formats.parsing.detect import REASONING_FORMATS, THINK, TOOL_FORMATS
 
 CASES = Path(__file__).resolve().parents[3] / "shared" / "cases" / "api"
 FILES = sorted(file for file in CASES.glob("*.json") if "tool_format" in file.read_text())

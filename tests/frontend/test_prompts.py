@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from radixrt.config import FrontendConfig, resolve
-from radixrt.frontend.formats.tools import NO_TOOLS
+from radixrt.formats.tools import NO_TOOLS
 from radixrt.frontend.generate.prepare import Prompts, Ready
 from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.openai.schema import Chat, cut_prompt, parse_completion

@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
+from radixrt.formats.parsing import CallArguments, CallStart, Content, Reasoning
 from radixrt.frontend.generate.logprobs import Tokens
 from radixrt.frontend.http.errors import ApiError
-from radixrt.frontend.parsing import CallArguments, CallStart, Content, Reasoning
 from radixrt.frontend.responses.exchange import ResponseExchange
 from radixrt.frontend.responses.history import messages_of
 from radixrt.frontend.responses.items import page

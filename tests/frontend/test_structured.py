@@ -74,7 +74,7 @@ def test_choices_are_what_was_asked_for():
     import xgrammar
     from xgrammar.testing import _is_grammar_accept_string as accepts
 
-    from radixrt.frontend.formats.structured import constraint
+    from radixrt.formats.structured import constraint
 
     choices = ["a", 'b"', "c\\n", "d\n", "é😀", "]", "#", "root ::= x", "\x01"]
     grammar = xgrammar.Grammar.from_ebnf(constraint({"guided_choice": choices}).grammar.text)

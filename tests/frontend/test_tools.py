@@ -10,10 +10,10 @@ import openai
 import pytest
 
 from radixrt.config import FrontendConfig
-from radixrt.frontend.generate.message import AssistantMessage
+from radixrt.formats.message import AssistantMessage
+from radixrt.formats.parsing import CallArguments, CallStart
 from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.openai.history import checked_messages
-from radixrt.frontend.parsing import CallArguments, CallStart
 from radixrt.frontend.server import make_server
 from radixrt.tokens import TextService
 from tests.frontend.scripted import Model, gathered, scripted

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import anthropic
 import pytest
 
-from radixrt.frontend.generate.message import AssistantMessage
+from radixrt.formats.message import AssistantMessage
+from radixrt.formats.parsing import Content, Reasoning
 from radixrt.frontend.generate.reasoning import reasoning_tokens
-from radixrt.frontend.parsing import Content, Reasoning
 from tests.frontend.scripted import Model, scripted
 
 THOUGHT = "<think>\nHm, let me see.\n</think>"

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.frontend.parsing.detect import PROBE, tool_format
-from radixrt.frontend.parsing.hermes import Hermes
+from radixrt.formats.parsing.detect import PROBE, tool_format
+from radixrt.formats.parsing.hermes import Hermes
 from radixrt.messages import ChatPrompt
 from radixrt.tokens import load_tokenizer
 from radixrt.worker.load.runner import load_runner

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from radixrt.formats.tools import ToolUse
 from radixrt.frontend.anthropic.blocks import CHANGE, Block, blocks
 from radixrt.frontend.anthropic.schema import Counted
 from radixrt.frontend.anthropic.tools import visible
-from radixrt.frontend.formats.tools import ToolUse
 from radixrt.frontend.http.errors import one_of, refuse
 from radixrt.messages import NO_TENANT, ChatPrompt, Namespace
 from radixrt.tokens import Tokenizer

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from radixrt.formats.output import TEXT, Output
+from radixrt.formats.parsing import Piece
 from radixrt.frontend.anthropic.replies import MessageReply, event
-from radixrt.frontend.formats.output import TEXT, Output
 from radixrt.frontend.generate.choice import Choice
 from radixrt.frontend.generate.exchange import Exchange, OnAnswer
 from radixrt.frontend.http.anthropic_errors import AnthropicError
 from radixrt.frontend.http.errors import ApiError
-from radixrt.frontend.parsing import Piece
 from radixrt.messages import TOKEN_BYTES, Generate, TokenLogprob, TokenPrompt
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

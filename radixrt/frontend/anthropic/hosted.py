@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from radixrt.formats.tools import flat_name
 from radixrt.frontend.anthropic.blocks import (
     CHANGE,
     ERROR,
@@ -24,7 +25,6 @@ from radixrt.frontend.anthropic.blocks import (
 )
 from radixrt.frontend.anthropic.references import References
 from radixrt.frontend.anthropic.tools import template_id
-from radixrt.frontend.formats.tools import flat_name
 from radixrt.frontend.generate.media import media_kind, placeholder
 from radixrt.frontend.http.errors import refuse
 

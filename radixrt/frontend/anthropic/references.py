@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
+from radixrt.formats.deferred import definition, found_text
 from radixrt.frontend.anthropic.blocks import CHANGE, Block, string
 from radixrt.frontend.anthropic.tools import served, shown_tool, visible
-from radixrt.frontend.formats.deferred import definition, found_text
 from radixrt.frontend.http.errors import refuse
 
 Part = tuple[str, Block]

@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from radixrt.formats.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.frontend.anthropic.tools import shown_id
 from radixrt.frontend.generate.arguments import arguments_object
 from radixrt.frontend.generate.reply import BaseReply
 from radixrt.frontend.http.anthropic_errors import REQUEST_ID, new_request_id
 from radixrt.frontend.http.codec import encode
-from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.messages import Usage
 from radixrt.tokens import Tokenizer
 

@@ -9,11 +9,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from radixrt.formats.tools import ToolUse
 from radixrt.frontend.anthropic.caching import breakpoints, pinned
 from radixrt.frontend.anthropic.exchange import MessageExchange
 from radixrt.frontend.anthropic.replies import MessageReply
 from radixrt.frontend.anthropic.schema import Counted, Messages
-from radixrt.frontend.formats.tools import ToolUse
 from radixrt.frontend.generate.answers import StreamAnswer, WholeAnswer
 from radixrt.frontend.generate.generation import Generation
 from radixrt.frontend.generate.prepare import Prompts

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
+from radixrt.formats.structured import Constraint
+from radixrt.formats.tools import ToolUse
 from radixrt.frontend.anthropic.blocks import Block
 from radixrt.frontend.anthropic.history import History
 from radixrt.frontend.anthropic.tools import tool_use
-from radixrt.frontend.formats.structured import Constraint
-from radixrt.frontend.formats.tools import ToolUse
 from radixrt.frontend.generate.request import GenerationRequest, Int, thinking_args
 from radixrt.frontend.http.anthropic_errors import NO_THREADS
 from radixrt.frontend.http.errors import ApiError, one_of, refuse

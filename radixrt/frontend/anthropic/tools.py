@@ -13,9 +13,9 @@ import hashlib
 import re
 from typing import Any, NoReturn
 
+from radixrt.formats.deferred import check_deferred
+from radixrt.formats.tools import ANY_OBJECT, MAX_NAME, NO_TOOLS, Tool, ToolUse, check_parameters, read_tools
 from radixrt.frontend.anthropic.defined import DEFINED, Defined
-from radixrt.frontend.formats.deferred import check_deferred
-from radixrt.frontend.formats.tools import ANY_OBJECT, MAX_NAME, NO_TOOLS, Tool, ToolUse, check_parameters, read_tools
 from radixrt.frontend.http.errors import one_of, refuse
 
 CHOICES = ("auto", "any", "tool", "none")

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.formats.output import Output
+from radixrt.formats.message import AssistantMessage
+from radixrt.formats.output import Output
+from radixrt.formats.parsing import Content, Piece
 from radixrt.frontend.generate.logprobs import Offsets, Tokens
-from radixrt.frontend.generate.message import AssistantMessage
-from radixrt.frontend.parsing import Content, Piece
 from radixrt.messages import Delta, Sampling, TokenLogprob, Usage
 from radixrt.tokens import OutputProcessor, TextService
 

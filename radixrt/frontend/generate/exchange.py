@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from radixrt.client.transports import Answer, RouterTransport
-from radixrt.frontend.formats.output import TEXT, Output
+from radixrt.formats.output import TEXT, Output
+from radixrt.formats.parsing import Content, Piece
 from radixrt.frontend.generate.choice import Choice
 from radixrt.frontend.generate.logprobs import Offsets, Tokens, Wanted, limited
 from radixrt.frontend.generate.reasoning import reasoning_tokens
 from radixrt.frontend.generate.reply import BaseReply
 from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.outbox import Outbox
-from radixrt.frontend.parsing import Content, Piece
 from radixrt.messages import TOKEN_BYTES, Cancel, Delta, Error, Generate, Sampling, TokenLogprob, TokenPrompt, Usage
 from radixrt.tokens import TextService
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
-from radixrt.frontend.formats.tools import ToolUse
+from radixrt.formats.tools import ToolUse
 from radixrt.frontend.generate.answers import StreamAnswer, WholeAnswer
 from radixrt.frontend.generate.choice import Choice
 from radixrt.frontend.generate.exchange import Exchange

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from radixrt.frontend.parsing import Content, Piece, Reasoning
+from radixrt.formats.parsing import Content, Piece, Reasoning
 from radixrt.messages import TokenLogprob
 from radixrt.tokens import Tokenizer
 

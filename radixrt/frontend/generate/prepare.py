@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from radixrt.config import FrontendConfig
-from radixrt.frontend.formats.output import TEXT, Formats, Output
-from radixrt.frontend.formats.structured import Constraint
-from radixrt.frontend.formats.tools import ToolUse
+from radixrt.formats.output import TEXT, Formats, Output
+from radixrt.formats.structured import Constraint
+from radixrt.formats.tools import ToolUse
 from radixrt.frontend.generate.bad_words import MAX_BAD_WORDS, MAX_CHARS, spellings
 from radixrt.frontend.generate.defaults import sampling_defaults
 from radixrt.frontend.generate.request import GenerationRequest

@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
 
-from radixrt.frontend.formats.structured import Constraint
-from radixrt.frontend.formats.tools import NO_TOOLS, ToolUse
+from radixrt.formats.structured import Constraint
+from radixrt.formats.tools import NO_TOOLS, ToolUse
 from radixrt.frontend.generate.defaults import Defaults
 from radixrt.frontend.generate.logprobs import Wanted
 from radixrt.frontend.http.errors import one_of, refuse

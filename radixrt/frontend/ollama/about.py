@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from radixrt.frontend.formats.output import Formats
+from radixrt.formats.output import Formats
 
 VERSION = "0.14.0"
 """The version of Ollama whose API this is: clients want at least one with the routes that they use (Codex 0.13.4, for

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from radixrt.client.transports import Answer
-from radixrt.frontend.formats.output import TEXT, Output
+from radixrt.formats.message import ToolCall
+from radixrt.formats.output import TEXT, Output
+from radixrt.formats.parsing import Piece
 from radixrt.frontend.generate.choice import Choice
 from radixrt.frontend.generate.exchange import Exchange, OnAnswer
-from radixrt.frontend.generate.message import ToolCall
 from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.ollama_errors import OllamaError
 from radixrt.frontend.ollama.history import call_id
 from radixrt.frontend.ollama.replies import OllamaReply
-from radixrt.frontend.parsing import Piece
 from radixrt.messages import Generate, TokenLogprob
 
 

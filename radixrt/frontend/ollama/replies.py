@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from radixrt.formats.message import AssistantMessage, ToolCall
+from radixrt.formats.parsing import CallStart, Content, Piece, Reasoning
 from radixrt.frontend.generate.arguments import arguments_object
-from radixrt.frontend.generate.message import AssistantMessage, ToolCall
 from radixrt.frontend.generate.reply import BaseReply
 from radixrt.frontend.http.codec import encode
-from radixrt.frontend.parsing import CallStart, Content, Piece, Reasoning
 from radixrt.messages import Usage
 from radixrt.tokens import Tokenizer
 

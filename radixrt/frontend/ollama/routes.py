@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from radixrt.client import AsyncClient
-from radixrt.frontend.formats.output import Formats
+from radixrt.formats.output import Formats
 from radixrt.frontend.generate.answers import StreamAnswer, WholeAnswer
 from radixrt.frontend.generate.generation import Generation
 from radixrt.frontend.http.auth import Handler, KeyedHandler, json_response

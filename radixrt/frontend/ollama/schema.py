@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.formats.structured import OBJECT, Constraint
-from radixrt.frontend.formats.tools import NO_TOOLS, ToolUse, tool_use
+from radixrt.formats.structured import OBJECT, Constraint
+from radixrt.formats.tools import NO_TOOLS, ToolUse, tool_use
 from radixrt.frontend.generate.request import GenerationRequest, Int, Seed, effort_args, thinking_args
 from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.ollama.history import History, num_calls

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from radixrt.formats.parsing import Piece, Reasoning
 from radixrt.frontend.generate.choice import Choice
 from radixrt.frontend.generate.exchange import Exchange
 from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.openai.replies import Reply
-from radixrt.frontend.parsing import Piece, Reasoning
 from radixrt.messages import TOKEN_BYTES, TokenLogprob
 
 MAX_INLINE_LOGPROBS = 1024

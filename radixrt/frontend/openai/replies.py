@@ -11,12 +11,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from radixrt.formats.message import AssistantMessage
+from radixrt.formats.parsing import CallArguments, CallStart, Content, Piece, Reasoning
 from radixrt.frontend.generate.choice import Choice
 from radixrt.frontend.generate.logprobs import Offsets, finite, token_json, token_text
-from radixrt.frontend.generate.message import AssistantMessage
 from radixrt.frontend.generate.reply import BaseReply
 from radixrt.frontend.http.codec import encode
-from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece, Reasoning
 from radixrt.messages import TokenLogprob, Usage
 from radixrt.tokens import Tokenizer
 

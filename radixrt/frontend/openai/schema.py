@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from radixrt.frontend.formats import structured
-from radixrt.frontend.formats.structured import Constraint
-from radixrt.frontend.formats.tools import NO_TOOLS, ToolUse, tool_use
+from radixrt.formats import structured
+from radixrt.formats.structured import Constraint
+from radixrt.formats.tools import NO_TOOLS, ToolUse, tool_use
 from radixrt.frontend.generate.logprobs import Wanted
 from radixrt.frontend.generate.request import (
     GenerationRequest,

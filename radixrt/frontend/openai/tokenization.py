@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from radixrt.client import token_bytes, token_list
-from radixrt.frontend.formats.tools import tool_use
+from radixrt.formats.tools import tool_use
 from radixrt.frontend.generate.link import RouterLink
 from radixrt.frontend.generate.request import Int
 from radixrt.frontend.http.auth import json_response

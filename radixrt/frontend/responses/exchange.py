@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from radixrt.formats.parsing import Piece
 from radixrt.frontend.generate.choice import Choice
 from radixrt.frontend.generate.exchange import Exchange
 from radixrt.frontend.http.codec import encode
 from radixrt.frontend.http.errors import ApiError
-from radixrt.frontend.parsing import Piece
 from radixrt.frontend.responses.replies import ResponseReply
 from radixrt.messages import TokenLogprob
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.formats.tools import flat_name
+from radixrt.formats.tools import flat_name
 from radixrt.frontend.generate.arguments import arguments_text
 from radixrt.frontend.generate.media import placeholder
 from radixrt.frontend.http.errors import refuse

@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
+from radixrt.formats.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.frontend.generate.logprobs import Tokens, token_json
 from radixrt.frontend.generate.reasoning import reasoning_tokens
 from radixrt.frontend.generate.reply import BaseReply
 from radixrt.frontend.http.codec import encode
-from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.frontend.responses.references import RESPONSE, item_id
 from radixrt.frontend.responses.schema import Create
 from radixrt.frontend.responses.tools import without_hosted

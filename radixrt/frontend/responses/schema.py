@@ -11,15 +11,16 @@ from typing import Any
 
 import msgspec
 
-from radixrt.frontend.formats.structured import OBJECT, Constraint, named_schema
-from radixrt.frontend.formats.tools import Tool, ToolUse, flat_name, tool_use
+from radixrt.formats.structured import OBJECT, Constraint, named_schema
+from radixrt.formats.tools import Tool, ToolUse, flat_name, tool_use
 from radixrt.frontend.generate.defaults import Defaults
 from radixrt.frontend.generate.request import GenerationRequest, Int, check_verbosity, effort_args
-from radixrt.frontend.http.errors import ApiError, refuse
+from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.responses.history import Message, messages_of
 from radixrt.frontend.responses.search import rendered, visible, with_found
 from radixrt.frontend.responses.tools import SEARCH, Listed, chosen_of, field_in, listed
 from radixrt.messages import ChatPrompt, Prompt, Sampling
+from radixrt.tokens.errors import FieldError
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -100,9 +101,9 @@ class Create(GenerationRequest, kw_only=True, dict=True):
         try:
             tools = [one.nested() for one in functions]
             use = tool_use(tools, _nested_choice(self.tool_choice), self.parallel_tool_calls)
-        except ApiError as error:
-            param = _flat_name(functions, error.param)
-            raise ApiError(400, param + error.message.removeprefix(error.param), param) from None
+        except FieldError as error:
+            field = _flat_name(functions, error.field)
+            raise FieldError(field, field + str(error).removeprefix(error.field)) from None
         self.called = {one.name: one.own for one in functions}
         self.kinds = {one.name: one.item_kind for one in functions}
         shown = [one.nested() for one in visible(own)] if use.tools else None

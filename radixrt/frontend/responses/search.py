@@ -12,10 +12,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from radixrt.frontend.formats.deferred import definition, found_text
-from radixrt.frontend.formats.tools import tool_use
-from radixrt.frontend.http.errors import ApiError, refuse
+from radixrt.formats.deferred import definition, found_text
+from radixrt.formats.tools import tool_use
+from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.responses.tools import SEARCH, Listed, field_in, functions_in
+from radixrt.tokens.errors import FieldError
 
 Item = dict[str, Any]
 Message = dict[str, Any]
@@ -49,9 +50,9 @@ def search_output(field: str, item: Item) -> str:
     nested = [one.nested() for one in found]
     try:
         tool_use(nested, None, None)
-    except ApiError as error:
-        place = field_in(found, error.param)
-        raise ApiError(400, place + error.message.removeprefix(error.param), place) from None
+    except FieldError as error:
+        place = field_in(found, error.field)
+        raise FieldError(place, place + str(error).removeprefix(error.field)) from None
     return found_text([definition(one.field, tool) for one, tool in zip(found, nested, strict=True)])
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.formats.deferred import check_deferred
-from radixrt.frontend.formats.tools import MAX_NAME, flat_name
+from radixrt.formats.deferred import check_deferred
+from radixrt.formats.tools import MAX_NAME, flat_name
 from radixrt.frontend.http.errors import one_of, refuse
 
 HOSTED = re.compile(r"(web_search|web_search_preview|file_search|code_interpreter|image_generation)(_\d{4}_\d\d_\d\d)?")

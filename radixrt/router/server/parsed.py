@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 
 from radixrt.config import RouterConfig
-from radixrt.frontend.formats.output import Formats, Output
-from radixrt.frontend.formats.structured import Constraint
-from radixrt.frontend.formats.tools import tool_use
-from radixrt.frontend.generate.message import AssistantMessage
-from radixrt.frontend.http.errors import ApiError
+from radixrt.formats.message import AssistantMessage
+from radixrt.formats.output import Formats, Output
+from radixrt.formats.structured import Constraint
+from radixrt.formats.tools import tool_use
 from radixrt.messages import ChatMessage, Delta, Generate, Sampling, TokenPrompt
 from radixrt.requests.validate import Refused
 from radixrt.tokens import OutputProcessor, TextService, Tokenizer
+from radixrt.tokens.errors import FieldError
 
 
 class ChatFormats:
@@ -41,8 +41,8 @@ class ChatFormats:
             output = self._formats.output(request.prompt.ids, partial, sampling.skip_special_tokens, use, wanted)
             if use.tools and (grammar := await output.checked_grammar(request.api_key)) is not None:
                 request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(sampling, grammar=grammar))
-        except ApiError as problem:
-            raise Refused(problem.param, problem.message, problem.status) from None
+        except FieldError as problem:
+            raise Refused(problem.field, str(problem)) from None
         return request, Parsing(output) if output.parses else None
 
 

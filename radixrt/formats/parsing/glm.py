@@ -15,10 +15,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, in_text, one_after_another, tag
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
-from radixrt.frontend.parsing.tagged import Tags, content_of, read_arguments
+from radixrt.formats.parsing.formats import Function, Functions, in_text, one_after_another, tag
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.tagged import Tags, content_of, read_arguments
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"

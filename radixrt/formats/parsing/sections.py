@@ -15,10 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.calls import begins_object
-from radixrt.frontend.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, sequence, tag
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.calls import begins_object
+from radixrt.formats.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, sequence, tag
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 _WORD = re.compile(r"[^\s<]")
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?")

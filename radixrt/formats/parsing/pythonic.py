@@ -13,8 +13,8 @@ import uuid
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.arrays import read_array
-from radixrt.frontend.parsing.formats import (
+from radixrt.formats.parsing.arrays import read_array
+from radixrt.formats.parsing.formats import (
     Function,
     Functions,
     constant,
@@ -24,9 +24,9 @@ from radixrt.frontend.parsing.formats import (
     sequence,
     tag,
 )
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.python_calls import call_tag, read_call, written
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.python_calls import call_tag, read_call, written
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 START, END = "<|python_start|>", "<|python_end|>"
 LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"

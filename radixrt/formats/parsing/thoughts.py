@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from radixrt.frontend.parsing.formats import Functions, ToolFormat, sequence, tag
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.formats import Functions, ToolFormat, sequence, tag
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 Thinking = Literal["no", "may", "open"]
 """Whether an answer cannot begin with thoughts ("no"), may, or begins inside of them because its prompt has opened them

@@ -6,23 +6,23 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from radixrt.frontend.parsing.arrays import GRANITE, HUNYUAN, NEMOTRON, PHI, Apertus, Array, Cohere
-from radixrt.frontend.parsing.dsml import Dsml
-from radixrt.frontend.parsing.formats import ToolFormat
-from radixrt.frontend.parsing.gemma import Gemma
-from radixrt.frontend.parsing.glm import Glm
-from radixrt.frontend.parsing.harmony import Harmony
-from radixrt.frontend.parsing.hermes import Hermes
-from radixrt.frontend.parsing.hunyuan import Hunyuan
-from radixrt.frontend.parsing.llama import Llama
-from radixrt.frontend.parsing.minimax import MiniMax
-from radixrt.frontend.parsing.mistral import Mistral
-from radixrt.frontend.parsing.olmo import Olmo
-from radixrt.frontend.parsing.pythonic import LFM2, Pythonic
-from radixrt.frontend.parsing.qwen_coder import SEED, QwenCoder
-from radixrt.frontend.parsing.sections import DeepSeek, Kimi
-from radixrt.frontend.parsing.solar import Solar
-from radixrt.frontend.parsing.thoughts import ReasoningFormat
+from radixrt.formats.parsing.arrays import GRANITE, HUNYUAN, NEMOTRON, PHI, Apertus, Array, Cohere
+from radixrt.formats.parsing.dsml import Dsml
+from radixrt.formats.parsing.formats import ToolFormat
+from radixrt.formats.parsing.gemma import Gemma
+from radixrt.formats.parsing.glm import Glm
+from radixrt.formats.parsing.harmony import Harmony
+from radixrt.formats.parsing.hermes import Hermes
+from radixrt.formats.parsing.hunyuan import Hunyuan
+from radixrt.formats.parsing.llama import Llama
+from radixrt.formats.parsing.minimax import MiniMax
+from radixrt.formats.parsing.mistral import Mistral
+from radixrt.formats.parsing.olmo import Olmo
+from radixrt.formats.parsing.pythonic import LFM2, Pythonic
+from radixrt.formats.parsing.qwen_coder import SEED, QwenCoder
+from radixrt.formats.parsing.sections import DeepSeek, Kimi
+from radixrt.formats.parsing.solar import Solar
+from radixrt.formats.parsing.thoughts import ReasoningFormat
 from radixrt.messages import ChatPrompt
 
 TOOL_FORMATS: dict[str, Callable[[], ToolFormat]] = {

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from radixrt.frontend.parsing.formats import (
+from radixrt.formats.parsing.formats import (
     Function,
     Functions,
     Schema,
@@ -25,8 +25,8 @@ from radixrt.frontend.parsing.formats import (
     sequence,
     tag,
 )
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps
 
 _NAME = re.compile(r"[\w.-]")
 _ARGUMENT = re.compile(r"""[^\n=,()\[\]{}"']""")

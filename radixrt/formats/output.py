@@ -15,9 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from radixrt.frontend.formats.structured import Constraint
-from radixrt.frontend.formats.tools import NO_TOOLS, ToolUse
-from radixrt.frontend.parsing import (
+from radixrt.formats.parsing import (
     OFFER,
     PROBE,
     QUESTION,
@@ -31,7 +29,9 @@ from radixrt.frontend.parsing import (
     reasoning_format,
     tool_format,
 )
-from radixrt.frontend.parsing.llama import Llama
+from radixrt.formats.parsing.llama import Llama
+from radixrt.formats.structured import Constraint
+from radixrt.formats.tools import NO_TOOLS, ToolUse
 from radixrt.messages import TOKEN_BYTES, Grammar, Sampling
 from radixrt.requests.grammar import check_aside
 from radixrt.tokens import Tokenizer

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, Schema, read_json
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.formats import Function, Functions, Schema, read_json
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")

@@ -18,9 +18,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.arrays import read_array
-from radixrt.frontend.parsing.calls import begins_object
-from radixrt.frontend.parsing.formats import (
+from radixrt.formats.parsing.arrays import read_array
+from radixrt.formats.parsing.calls import begins_object
+from radixrt.formats.parsing.formats import (
     Function,
     Functions,
     constant,
@@ -30,9 +30,9 @@ from radixrt.frontend.parsing.formats import (
     sequence,
     tag,
 )
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
-from radixrt.frontend.parsing.tagged import Tags, begins, content_of, read_arguments
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.tagged import Tags, begins, content_of, read_arguments
 
 _WORD = re.compile(r"[^<>{\s]")
 FENCE, FENCE_END = "```json", "```"

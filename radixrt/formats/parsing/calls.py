@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps
 
 ARGUMENTS = ("arguments", "parameters")
 NAMES = ("name", "tool_name")

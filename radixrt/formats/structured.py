@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from radixrt.frontend.http.errors import refuse
-from radixrt.frontend.parsing import json_schema
+from radixrt.formats.parsing import json_schema
 from radixrt.messages import Grammar
 from radixrt.requests.grammar import MAX_TEXT
 from radixrt.requests.schemas.widen import widened
+from radixrt.tokens.errors import refuse
 
 OBJECT = Grammar("json_schema", '{"type":"object"}')
 
@@ -26,7 +26,7 @@ class Constraint:
     """Keywords of a schema that the grammar leaves out."""
 
     def as_format(self) -> dict[str, Any]:
-        """The grammar as a part of a structural tag. Raises ApiError (400) if it cannot be one."""
+        """The grammar as a part of a structural tag. Raises FieldError if it cannot be one."""
         text = self.grammar.text
         match self.grammar.kind:
             case "json":
@@ -44,7 +44,7 @@ class Constraint:
 
 
 def constraint(fields: Mapping[str, Any]) -> Constraint | None:
-    """The constraint in the `fields` of a request, if any. Raises ApiError (400) if there are two, or one is
+    """The constraint in the `fields` of a request, if any. Raises FieldError if there are two, or one is
     invalid."""
     found: list[Constraint] = []
     for field, read in _FIELDS.items():
@@ -76,7 +76,7 @@ def _response_format(value: dict[str, Any], field: str) -> Constraint | None:
 
 def named_schema(value: Any, field: str) -> Constraint:
     """The constraint of an object with a name and a schema, which is widened if it need not be followed strictly.
-    Raises ApiError (400) that names an invalid field."""
+    Raises FieldError that names an invalid field."""
     if not isinstance(value, dict):
         refuse(field, "must be an object with a name and a schema")
     if not isinstance(value.get("name"), str):

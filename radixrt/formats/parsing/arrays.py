@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.calls import begins_object, read_call
-from radixrt.frontend.parsing.formats import (
+from radixrt.formats.parsing.calls import begins_object, read_call
+from radixrt.formats.parsing.formats import (
     Framed,
     Function,
     Functions,
@@ -29,8 +29,8 @@ from radixrt.frontend.parsing.formats import (
     sequence,
     tag,
 )
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 GRANITE = ("<|tool_call|>", "")
 PHI = ("<|tool_call|>", "<|/tool_call|>")

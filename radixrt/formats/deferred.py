@@ -12,14 +12,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.http.errors import refuse
+from radixrt.tokens.errors import refuse
 
 FOUND = "These functions can be called now:"
 NONE_FOUND = "No functions were found."
 
 
 def check_deferred(field: str, tool: dict[str, Any]) -> None:
-    """Raise ApiError (400) unless the `defer_loading` of a tool is valid; `field` is that of the tool."""
+    """Raise FieldError unless the `defer_loading` of a tool is valid; `field` is that of the tool."""
     if not isinstance(tool.get("defer_loading"), bool | None):
         refuse(f"{field}.defer_loading", "must be true or false")
 

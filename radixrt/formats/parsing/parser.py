@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import MappingProxyType
 
-from radixrt.frontend.parsing.formats import Functions, ToolFormat
-from radixrt.frontend.parsing.pieces import Content, Piece, Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
-from radixrt.frontend.parsing.thoughts import ReasoningFormat, Thinking
+from radixrt.formats.parsing.formats import Functions, ToolFormat
+from radixrt.formats.parsing.pieces import Content, Piece, Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.thoughts import ReasoningFormat, Thinking
 
 
 class OutputParser:

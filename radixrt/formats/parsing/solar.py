@@ -15,8 +15,8 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.calls import begins_object
-from radixrt.frontend.parsing.formats import (
+from radixrt.formats.parsing.calls import begins_object
+from radixrt.formats.parsing.formats import (
     Framed,
     Function,
     Functions,
@@ -27,8 +27,8 @@ from radixrt.frontend.parsing.formats import (
     sequence,
     tag,
 )
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 BEGIN, THINK, CONTENT, CALLS = "<|begin|>", "<|think|>", "<|content|>", "<|tool_calls|>"
 END, CALLS_END = "<|end|>", "<|calls|>"

@@ -15,10 +15,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from radixrt.frontend.parsing.calls import begins_object
-from radixrt.frontend.parsing.formats import Framed, Function, Functions, either, in_text, json_schema, sequence, tag
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.calls import begins_object
+from radixrt.formats.parsing.formats import Framed, Function, Functions, either, in_text, json_schema, sequence, tag
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from radixrt.frontend.http.errors import refuse
-from radixrt.frontend.parsing import Function, Functions
+from radixrt.formats.parsing import Function, Functions
 from radixrt.requests.schemas.widen import widened
+from radixrt.tokens.errors import refuse
 
 MAX_TOOLS = 1024
 MAX_NAME = 256
@@ -72,7 +72,7 @@ def flat_name(namespace: Any, name: str) -> str:
 
 
 def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
-    """The ToolUse of `tools`, `tool_choice` and `parallel_tool_calls` of OpenAI's API. Raises ApiError (400) that names
+    """The ToolUse of `tools`, `tool_choice` and `parallel_tool_calls` of OpenAI's API. Raises FieldError that names
     an invalid field."""
     found = read_tools(tools or [], "tools[{}]", _tool)
     chosen = _choice(choice)
@@ -183,7 +183,7 @@ def _tool(field: str, tool: dict[str, Any]) -> Tool:
 
 
 def check_parameters(field: str, schema: Any) -> None:
-    """Raise ApiError (400) unless `schema` has the form of a JSON schema of an object."""
+    """Raise FieldError unless `schema` has the form of a JSON schema of an object."""
     if not isinstance(schema, dict):
         refuse(field, "must be the JSON schema of an object")
     if schema.get("type", "object") != "object":

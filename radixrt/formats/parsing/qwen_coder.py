@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, in_text, one_after_another, tag
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
-from radixrt.frontend.parsing.tagged import Tags, begins, content_of, read_arguments, read_closes
+from radixrt.formats.parsing.formats import Function, Functions, in_text, one_after_another, tag
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.tagged import Tags, begins, content_of, read_arguments, read_closes
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, in_text, one_after_another, read_section, tag
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.python_calls import call_tag, read_call
-from radixrt.frontend.parsing.reader import Reader, Steps
+from radixrt.formats.parsing.formats import Function, Functions, in_text, one_after_another, read_section, tag
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.python_calls import call_tag, read_call
+from radixrt.formats.parsing.reader import Reader, Steps
 
 OPEN, CLOSE = "<function_calls>", "</function_calls>"
 

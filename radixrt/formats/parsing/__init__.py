@@ -19,12 +19,12 @@ text ──> OutputParser ──> Content, Reasoning, CallStart, CallArguments
 detect     chooses formats by a model's chat template
 """
 
-from radixrt.frontend.parsing.detect import OFFER, PROBE, PROBE_NAME, QUESTION, reasoning_format, tool_format
-from radixrt.frontend.parsing.formats import Framed, Function, Functions, ToolFormat, either, json_schema
-from radixrt.frontend.parsing.harmony import Harmony
-from radixrt.frontend.parsing.parser import OutputParser
-from radixrt.frontend.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
-from radixrt.frontend.parsing.thoughts import ReasoningFormat, Thinking
+from radixrt.formats.parsing.detect import OFFER, PROBE, PROBE_NAME, QUESTION, reasoning_format, tool_format
+from radixrt.formats.parsing.formats import Framed, Function, Functions, ToolFormat, either, json_schema
+from radixrt.formats.parsing.harmony import Harmony
+from radixrt.formats.parsing.parser import OutputParser
+from radixrt.formats.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from radixrt.formats.parsing.thoughts import ReasoningFormat, Thinking
 
 __all__ = [
     "OFFER",

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from radixrt import messages
-from radixrt.frontend.parsing import CallArguments, CallStart, Content, Piece
+from radixrt.formats.parsing import CallArguments, CallStart, Content, Piece
 from radixrt.messages import ChatMessage
 
 

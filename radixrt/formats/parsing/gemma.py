@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.formats import (
+from radixrt.formats.parsing.formats import (
     Function,
     Functions,
     Schema,
@@ -26,9 +26,9 @@ from radixrt.frontend.parsing.formats import (
     sequence,
     tag,
 )
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.python_calls import in_order, some
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.python_calls import in_order, some
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 CALL = "call:"

@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.calls import read_call
-from radixrt.frontend.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, tag
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.calls import read_call
+from radixrt.formats.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, tag
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 PYTHON = "<|python_tag|>"
 

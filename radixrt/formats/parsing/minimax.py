@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from radixrt.frontend.parsing.formats import Function, Functions, in_text, one_after_another, read_section, tag
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps
-from radixrt.frontend.parsing.tagged import QUOTED, Tags, content_of, read_call
+from radixrt.formats.parsing.formats import Function, Functions, in_text, one_after_another, read_section, tag
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps
+from radixrt.formats.parsing.tagged import QUOTED, Tags, content_of, read_call
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE, INVOKE_END = '<invoke name="', "</invoke>"

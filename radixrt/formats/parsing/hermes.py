@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.calls import read_call
-from radixrt.frontend.parsing.formats import (
+from radixrt.formats.parsing.calls import read_call
+from radixrt.formats.parsing.formats import (
     Function,
     Functions,
     in_text,
@@ -17,8 +17,8 @@ from radixrt.frontend.parsing.formats import (
     read_again,
     tag,
 )
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -13,11 +13,11 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from radixrt.frontend.parsing.arrays import call_tag, read_array
-from radixrt.frontend.parsing.calls import begins_object
-from radixrt.frontend.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, sequence, tag
-from radixrt.frontend.parsing.pieces import Sink
-from radixrt.frontend.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.arrays import call_tag, read_array
+from radixrt.formats.parsing.calls import begins_object
+from radixrt.formats.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, sequence, tag
+from radixrt.formats.parsing.pieces import Sink
+from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.:/-]")

@@ -1,1 +1,0 @@
-"""How answers are constrained and parsed, in the formats of the served model."""
