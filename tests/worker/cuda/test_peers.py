@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
 pytest.importorskip("triton")
 
@@ -16,6 +17,7 @@ from radixrt.worker.cuda.comm.group import CustomAllReduceGroup  # noqa: E402
 from radixrt.worker.cuda.elementwise import kernels  # noqa: E402
 from radixrt.worker.model.layers.fp8 import Fp8Scaling  # noqa: E402
 from radixrt.worker.model.layers.norms import NoNorm, Norm  # noqa: E402
+from radixrt.worker.model.parallel.sharding import Shard  # noqa: E402
 from tests.worker.cuda.peers_rank import DTYPE, HIDDEN, MAX_ROWS, TILE, added  # noqa: E402
 from tests.worker.cuda.test_compile import run  # noqa: E402
 
@@ -24,7 +26,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixrt.worker.cuda import peers
+from radixrt.worker.cuda.comm import custom_all_reduce as peers
 
 
 def build(capability, kernel, types, constants, ranks=4, warps=8):
@@ -160,6 +162,18 @@ def test_a_sum_may_be_followed_by_no_norm_or_another_one(norm):
     expected = residual + 3
     found = of_ranks.add(0, peers[0].buffer(0, 3), residual, norm, kernels)
     assert torch.equal(residual, expected) and torch.equal(found, norm(expected, kernels))
+
+
+def test_a_group_without_peer_access_sums_by_collectives(monkeypatch):
+    """Three ranks have no kernel. The other two have the same parts."""
+    monkeypatch.setattr(CustomAllReduceGroup, "_has_met", False)
+    monkeypatch.setattr(distributed, "all_reduce", lambda x, op=None: x if op else x.mul_(3))
+    of_ranks = CustomAllReduceGroup(Shard(0, 3), torch.device("cpu"), exact=False)
+    of_ranks.meet(HIDDEN, MAX_ROWS, DTYPE)
+    residual = torch.zeros(2, HIDDEN, dtype=DTYPE)
+    part = of_ranks.buffer(0, residual).fill_(1)
+    of_ranks.add(0, part, residual, NoNorm(), kernels)
+    assert torch.equal(residual, torch.full_like(residual, 3))
 
 
 def test_turns_alternate_and_rows_fit():

@@ -19,7 +19,7 @@ log = logging.getLogger("radixrt.cuda")
 class CustomAllReduceGroup(TorchGroup):
     """A TorchGroup that adds small sums by peer access, where GPUs can read each other's memory."""
 
-    _peers: CustomAllReduce | None = None
+    _all_reduce: CustomAllReduce | None = None
     _has_met: ClassVar[bool] = False
     """Symmetric memory can be set up once in a process: torch knows groups by name, all have the same name, and a
     second group would wait for the ranks of the first."""
