@@ -268,6 +268,26 @@ def test_an_answer_with_text_and_a_call_keeps_its_ids_where_a_template_writes_th
     assert other.hears(result("One file.")).dropped
 
 
+def test_thoughts_are_parts_of_an_answer_where_a_template_looks_for_them_there(published, agents_tokenizer) -> None:
+    """As Mistral's do; in answers, beside calls, and before an answer that is continued."""
+    agent = Agent(agents_tokenizer, published["mistralai-Ministral-3-14B-Reasoning-2512"])
+    agent.hears(said("user", "List files."))
+    agent.says(call(content="Let me see.") | {"reasoning_content": "I call it."})
+    agent.hears(result("One file."))
+    agent.says(call() | {"reasoning_content": "Again."})
+    agent.hears(result("One file."))
+    agent.says(said("assistant", "There is one.", reasoning_content="It is there."))
+    encoded = agent.hears(said("user", "Thanks."))
+    assert encoded.kept_turns == 3 and not encoded.dropped
+    thoughts = ("[THINK]I call it.[/THINK]Let me see.[TOOL_CALLS]", "[THINK]Again.[/THINK][TOOL_CALLS]")
+    assert all(one in encoded.text for one in (*thoughts, "[THINK]It is there.[/THINK]There is one."))
+    templates = published["mistralai-Ministral-3-14B-Reasoning-2512"]
+    begun = [said("user", "Who?"), said("assistant", "It is", reasoning_content="Me.")]
+    assert templates.render(ChatPrompt(begun, partial=True)).endswith("[THINK]Me.[/THINK]It is")
+    with pytest.raises(FieldError, match="only an assistant message with content can be continued"):
+        templates.render(ChatPrompt([begun[0], begun[1] | {"content": ""}], partial=True))
+
+
 STRICT = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('system is first') }}"
     "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
