@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from radixrt.config import FrontendConfig, resolve
 from radixrt.frontend.app import Frontend
-from radixrt.messages import ClientReply, ClientRequest, Delta, Deltas, Error, Generate, Info, Usage
+from radixrt.messages import ClientReply, ClientRequest, Delta, Deltas, Error, Generate, Usage
 from radixrt.tokens import TextService
 from radixrt.tokens.errors import FieldError
 
@@ -32,8 +32,7 @@ class Router:
         asyncio.get_running_loop().call_soon(lambda: self._deliver(self._reply(message)))
 
     def _reply(self, message: ClientRequest) -> ClientReply:
-        if not isinstance(message, Generate):
-            return Info(message.id, {"max_model_len": 1 << 20, "models": ["m"], "aliases": []})
+        assert isinstance(message, Generate)
         try:
             self.ids = self._text.encode_now(message.prompt)
         except FieldError as problem:
