@@ -13,7 +13,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from radixrt.formats.output import probe_text
-from radixrt.formats.parsing import CallStart, Harmony, ReasoningFormat, ToolFormat, reasoning_format, tool_format
+from radixrt.formats.parsing import (
+    CallStart,
+    Function,
+    Harmony,
+    ReasoningFormat,
+    ToolFormat,
+    reasoning_format,
+    tool_format,
+)
 from radixrt.formats.parsing.detect import REASONING_FORMATS, TOOL_FORMATS
 from radixrt.frontend.generate.request import thinking_args
 from radixrt.messages import ChatPrompt
@@ -151,10 +159,11 @@ def _sample(kind: str) -> str:
 
 
 def names_of(form: ToolFormat) -> str:
-    """The names of a format; of one of its kind, if it has none."""
+    """The names of a format, by the grammar of its calls; of one of its kind, if it has none."""
     made = {name: make() for name, make in TOOL_FORMATS.items()}
     alike = [name for name, one in made.items() if type(one) is type(form)]
-    return codes([name for name in alike if vars(made[name]) == vars(form)] or alike)
+    one_call = [Function("f", True)], True
+    return codes([name for name in alike if made[name].forced(*one_call) == form.forced(*one_call)] or alike)
 
 
 def thoughts() -> str:
