@@ -199,6 +199,7 @@ class _Template:
                    line feeds
     takes_objects  it handles objects as tool call `arguments`, or writes them as JSON and does not handle strings
                    separately, so OpenAI's JSON string is parsed for it
+    takes_thoughts it tests whether a part is one of thoughts, so these are a part of the content, before its text
     takes_none     it tests whether `content` is none, and never takes its length, so `content` is none in an answer
                    with only tool calls; otherwise it is "" there. In all other messages keys with None are left out
 
@@ -223,6 +224,7 @@ class _Template:
         self.takes_objects = whole or "is mapping" in uses or writes
         uses = {_use(node, ("content",)) for node in tree.find_all((nodes.Filter, nodes.Test))}
         self.takes_none = "is none" in uses and "length" not in uses
+        self.takes_thoughts = any(map(_looks_for_thoughts, tree.find_all(nodes.Compare)))
         variables = {name.name for name in tree.find_all(nodes.Name)}
         self._calls_style = None if _mentions(tree, "tool_calls") else style_of(source)
         self._xml_tools = "xml_tools" in variables and "tools" not in variables
@@ -268,6 +270,8 @@ class _Template:
         reasoning = next((message[key] for key in REASONING_KEYS if key in message), None)
         if reasoning is not None:  # templates read it under one name or the other
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+        if reasoning and self.takes_thoughts and "assistant" in traits.parts:
+            message["content"] = [{"type": "thinking", "thinking": reasoning}, *_parts(message["content"])]
         return message
 
     def steps(
@@ -373,6 +377,12 @@ def _use(node: nodes.Node, names: Collection[str]) -> str | None:
     return node.name
 
 
+def _looks_for_thoughts(node: nodes.Compare) -> bool:
+    """Whether it is `part.type == 'thinking'`."""
+    looked_for = (one.expr.value for one in node.ops if one.op == "eq" and isinstance(one.expr, nodes.Const))
+    return _is_named(node.expr, "type") and "thinking" in looked_for
+
+
 def _first(node: nodes.Node) -> nodes.Node:
     """The first operand of `or`: `x` of `x or {}`; any other expression itself."""
     return node.left if isinstance(node, nodes.Or) else node
@@ -437,6 +447,13 @@ def _checked(index: int, message: Any) -> Message:
     return message
 
 
+def _parts(content: str | list[Any] | None) -> list[Any]:
+    """A content as parts, none of which is empty."""
+    if isinstance(content, list):
+        return content
+    return [{"type": "text", "text": content}] if content else []
+
+
 def _part_text(index: int, position: int, part: Any) -> str:
     field = f"messages[{index}].content[{position}]"
     kind = part.get("type") if isinstance(part, dict) else None
@@ -476,7 +493,8 @@ def _with_arguments(call: Any, parsed: bool) -> Any:
 def _mark_end(messages: list[Message]) -> None:
     """Mark the end of the last message, so that what the template writes after it can be cut off."""
     last = messages[-1]
-    if last["role"] != "assistant" or not last.get("content"):
+    content = last.get("content")
+    if last["role"] != "assistant" or not content or (isinstance(content, list) and "text" not in content[-1]):
         raise FieldError("messages", "only an assistant message with content can be continued, and it must be last")
     if isinstance(last["content"], str):
         last["content"] += CONTINUE_MARK

@@ -68,7 +68,7 @@ class Conversations:
 
     async def _missing(self, sessions: Sessions, namespace: Namespace, prompt: ChatPrompt) -> list[Key]:
         """The keys of answers that only other processes may know; of a long chat, they are computed in a thread."""
-        if is_short_chat(prompt.messages):
+        if is_short_chat(prompt):
             return sessions.missing(namespace, prompt)
         work = in_one_step(sessions.missing, namespace, prompt)
         return await self._text.run(namespace, work, "messages")

@@ -103,6 +103,10 @@ class Agent:
     """An installed agent in a home and a folder of its own."""
 
     name = ""
+    package = ""
+    """Its name at npm; the Makefile has the version."""
+    route = ""
+    """By which it asks the model."""
     calls: list[tuple[str, dict[str, str]]] = []
     """Calls that do the task, with the agent's own tools; FILE is the file's path."""
     show: tuple[str, dict[str, str]]
@@ -149,6 +153,8 @@ class Agent:
 
 class ClaudeCode(Agent):
     name = "claude"
+    package = "@anthropic-ai/claude-code"
+    route = "/v1/messages"
     calls = [
         ("Write", {"file_path": "FILE", "content": "hello"}),
         ("Bash", {"command": "cat hello.txt", "description": "Shows it"}),
@@ -177,6 +183,8 @@ class ClaudeCode(Agent):
 
 class Codex(Agent):
     name = "codex"
+    package = "@openai/codex"
+    route = "/v1/responses"
     calls = [("exec_command", {"cmd": "echo hello > hello.txt"}), ("exec_command", {"cmd": "cat hello.txt"})]
     show = ("exec_command", {"cmd": "cat ./hello.txt"})
 
@@ -203,6 +211,8 @@ class Codex(Agent):
 
 class OpenCode(Agent):
     name = "opencode"
+    package = "opencode-ai"
+    route = "/v1/chat/completions"
     calls = [
         ("write", {"filePath": "FILE", "content": "hello"}),
         ("bash", {"command": "cat hello.txt", "description": "Shows it"}),
@@ -228,7 +238,10 @@ class OpenCode(Agent):
         return sum(t["input"] for t in tokens) + cached, cached
 
 
-@pytest.fixture(params=[ClaudeCode, Codex, OpenCode], ids=lambda kind: kind.name)
+AGENTS = (ClaudeCode, Codex, OpenCode)
+
+
+@pytest.fixture(params=AGENTS, ids=lambda kind: kind.name)
 def agent(request, served, tmp_path) -> Agent:
     return request.param(tmp_path, served.model.url)
 
@@ -253,6 +266,7 @@ def test_an_agent_does_its_task_and_each_turn_hits_all_but_its_new_tokens(served
     events = agent.run(TASK)
     assert agent.file.read_text().strip() == "hello"
     assert len(model.answers) == 3 and model.script.cached[1:] == computed(model)[:2]
+    assert model.routes == {agent.route}
     assert agent.usage(events) == (sum(prompts(model)), sum(model.script.cached)), "the agent is told the same"
 
     question, whole = prompts(model)[0], computed(model)[-1]

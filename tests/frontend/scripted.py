@@ -322,17 +322,23 @@ class Model:
         self.tokenizer = load_tokenizer(folder)
         self.client = openai.OpenAI(base_url=url + "/v1", api_key="any", max_retries=0)
         self.answers: list[tuple[Generate, ChatPrompt, dict, list[int]]] = []
+        self.routes: set[str] = set()
+        """By which it was asked."""
         self.attach(frontend)
 
     def attach(self, frontend: Any) -> None:
         """Record the answers of a front end."""
-        remember = frontend.generation.on_answer
+        remember, answer = frontend.generation.on_answer, frontend.generation.answer
+
+        async def noting(request: Any, *args: Any) -> Any:
+            self.routes.add(request.url.path)
+            return await answer(request, *args)
 
         def on_answer(request: Generate, prompt: ChatPrompt, encoded: Encoded, message: dict, ids: bytes) -> None:
             self.answers.append((request, prompt, message, memoryview(ids).cast("i").tolist()))
             remember(request, prompt, encoded, message, ids)
 
-        frontend.generation.on_answer = on_answer
+        frontend.generation.on_answer, frontend.generation.answer = on_answer, noting
 
     def says(self, *texts: str) -> None:
         """Set the texts that the model generates next."""
@@ -340,6 +346,7 @@ class Model:
         self.script.samplings.clear()
         self.script.cached.clear()
         self.answers.clear()
+        self.routes.clear()
 
     def chat(self, *texts: str, messages: list | None = None, **fields: Any) -> Any:
         """The client's response if the model generates `texts`."""

@@ -23,6 +23,12 @@ ai_anthropic = pytest.importorskip("pydantic_ai.models.anthropic")
 ai_providers = pytest.importorskip("pydantic_ai.providers.openai")
 ai_anthropic_provider = pytest.importorskip("pydantic_ai.providers.anthropic")
 
+FRAMEWORKS = {
+    "langchain-openai": ("/v1/chat/completions", "/v1/responses"),
+    "pydantic-ai-slim": ("/v1/chat/completions", "/v1/responses", "/v1/messages"),
+}
+"""By the names of packages: the routes by which they are tested."""
+CHAT, RESPONSES, MESSAGES = FRAMEWORKS["pydantic-ai-slim"]
 CITY = '{"city": "Paris", "degrees": 3}'
 THOUGHT = "<think>\nHm, hm.\n</think>\n\n"
 
@@ -68,7 +74,7 @@ def computed(model: Model) -> list[int]:
 # ---------------------------------------------------------------- langchain-openai
 
 
-@pytest.fixture(params=[False, True], ids=["chat completions", "responses"])
+@pytest.fixture(params=FRAMEWORKS["langchain-openai"])
 def chain(request, model, monkeypatch) -> Iterator[Callable[..., Any]]:
     """Makes a client of langchain's."""
     monkeypatch.setenv("LANGSMITH_TRACING", "false")
@@ -77,10 +83,10 @@ def chain(request, model, monkeypatch) -> Iterator[Callable[..., Any]]:
         def make(**fields: Any) -> Any:
             return langchain.ChatOpenAI(
                 model="m", base_url=model.url + "/v1", api_key="any", http_client=http, max_retries=0,
-                use_responses_api=request.param, **fields,
+                use_responses_api=make.responses, **fields,
             )  # fmt: skip
 
-        make.responses = request.param
+        make.route, make.responses = request.param, request.param == RESPONSES
         yield make
 
 
@@ -97,6 +103,7 @@ def test_langchain_chats_and_streams(model, chain):
         usage = answer.usage_metadata
         assert (usage["input_tokens"], usage["output_tokens"]) == (prompts(model)[0], len(model.answers[0][3]))
     assert gathered.usage_metadata["input_token_details"]["cache_read"] == prompts(model)[0] - 1
+    assert model.routes == {chain.route}
     if chain.responses:
         assert [block["type"] for block in whole.content] == ["reasoning", "text"]
 
@@ -193,23 +200,21 @@ def test_langchain_is_told_what_is_wrong(model, chain):
 
 # ---------------------------------------------------------------- pydantic-ai
 
-AGENTS = ("chat completions", "responses", "messages")
-
 
 @asynccontextmanager
 async def served(model: Model, api: str) -> AsyncIterator[Any]:
     """The model as pydantic-ai knows it."""
-    if api == "messages":
+    if api == MESSAGES:
         async with anthropic.AsyncAnthropic(base_url=model.url, api_key="any", max_retries=0) as client:
             provider = ai_anthropic_provider.AnthropicProvider(anthropic_client=client)
             yield ai_anthropic.AnthropicModel("m", provider=provider)
         return
-    kind = {"chat completions": ai_openai.OpenAIChatModel, "responses": ai_openai.OpenAIResponsesModel}[api]
+    kind = {CHAT: ai_openai.OpenAIChatModel, RESPONSES: ai_openai.OpenAIResponsesModel}[api]
     async with openai.AsyncOpenAI(base_url=model.url + "/v1", api_key="any", max_retries=0) as client:
         yield kind("m", provider=ai_providers.OpenAIProvider(openai_client=client))
 
 
-@pytest.fixture(params=AGENTS)
+@pytest.fixture(params=FRAMEWORKS["pydantic-ai-slim"])
 def agent(request, model) -> Callable[..., Any]:
     """Runs `work` with an agent that is made with `fields`."""
 
@@ -237,6 +242,7 @@ def test_pydantic_ai_chats(model, agent):
     raw = (thought.provider_details or {}).get("raw_content", [thought.content])  # thoughts that are no summary
     assert result.output == text.content == "It is me." and raw == ["Hm, hm."]
     assert spent(answer)[::2] == (prompts(model)[0], len(model.answers[0][3]))
+    assert model.routes == {agent.api}
 
 
 def test_pydantic_ai_streams(model, agent):
@@ -281,7 +287,7 @@ def test_pydantic_ai_streams_tools(model, agent):
 @pytest.mark.parametrize("way", ["tool", "native", "prompted"])
 def test_pydantic_ai_structures_answers(model, agent, way):
     pytest.importorskip("xgrammar")
-    if (agent.api, way) == ("messages", "native"):
+    if (agent.api, way) == (MESSAGES, "native"):
         pytest.skip("pydantic-ai asks for it of Anthropic's own models only")
     kind = {"tool": ai.ToolOutput, "native": ai.NativeOutput, "prompted": ai.PromptedOutput}[way](Answer)
     text = called("final_result", CITY) if way == "tool" else CITY
@@ -309,12 +315,12 @@ def test_pydantic_ai_asks_again_for_what_it_cannot_read(model, agent):
 
 
 OPTIONS = {
-    "chat completions": {"openai_reasoning_effort": "low", "openai_service_tier": "auto", "openai_logprobs": True,
+    CHAT: {"openai_reasoning_effort": "low", "openai_service_tier": "auto", "openai_logprobs": True,
                          "openai_top_logprobs": 2, "openai_store": True, "openai_prompt_cache_key": "k"},
-    "responses": {"openai_reasoning_effort": "low", "openai_reasoning_summary": "auto", "openai_truncation": "auto",
+    RESPONSES: {"openai_reasoning_effort": "low", "openai_reasoning_summary": "auto", "openai_truncation": "auto",
                   "openai_send_reasoning_ids": True, "openai_previous_response_id": "auto",
                   "openai_include_encrypted_content": True, "openai_store": True},
-    "messages": {"anthropic_thinking": {"type": "enabled", "budget_tokens": 1024},
+    MESSAGES: {"anthropic_thinking": {"type": "enabled", "budget_tokens": 1024},
                  "anthropic_metadata": {"user_id": "u"}, "anthropic_cache_instructions": True,
                  "anthropic_cache_tool_definitions": True, "anthropic_cache_messages": True},
 }  # fmt: skip

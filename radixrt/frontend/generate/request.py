@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import msgspec
@@ -167,7 +168,12 @@ _PLAIN = tuple(
 _plain = operator.attrgetter(*_PLAIN)
 
 
-_getter = functools.cache(lambda names: operator.attrgetter(*names))
+@functools.cache
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """Gets the values of fields, in a tuple however many they are."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda body: tuple(getattr(body, name) for name in names)
 
 
 @functools.cache

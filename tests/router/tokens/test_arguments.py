@@ -53,4 +53,12 @@ def test_arguments_of_too_many_values_stay_a_string() -> None:
 )
 def test_parts_and_calls_count_as_text(message: dict) -> None:
     """A chat with many of them is not rendered on the event loop."""
-    assert not is_short_chat([message])
+    assert not is_short_chat(ChatPrompt([message]))
+
+
+def test_tools_and_arguments_of_the_template_count_as_well() -> None:
+    hello = [{"role": "user", "content": "hello"}]
+    tool = {"type": "function", "function": {"name": "f", "description": "x" * 1000}}
+    assert is_short_chat(ChatPrompt(hello, [tool] * 50, template_args={"enable_thinking": True}))
+    assert not is_short_chat(ChatPrompt(hello, [tool] * 200))
+    assert not is_short_chat(ChatPrompt(hello, template_args={"notes": "x" * 200_000}))

@@ -18,36 +18,7 @@ from radixrt.tokens import Encoded, Sessions, Tokenizer, load_tokenizer
 from radixrt.tokens.chat import ChatTemplates
 from radixrt.tokens.errors import FieldError
 from radixrt.tokens.histories import short_id
-
-SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-BASH = {
-    "type": "function",
-    "function": {
-        "name": "bash",
-        "description": "run",
-        "parameters": {"type": "object", "properties": {"command": {"type": "string", "description": "what"}}},
-    },
-}
-MOVES = {
-    "Qwen-Qwen3-0.6B": "it closes an empty thought before the last answer",
-    "Qwen3.5-4B": "it drops thoughts before the last question",
-    "mistralai-Mistral-Nemo-Instruct-2407": "it shows tools before the last question",
-    "openai-gpt-oss-120b": "it drops what was said beside calls before an answer",
-}
-"""Templates with which the text of a chat changes when it goes on, whatever its messages."""
-
-
-def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
-
-
-def call(call_id: str = "call_0123456789", arguments: Any = '{"command": "ls"}', content: Any = None) -> dict[str, Any]:
-    function = {"name": "bash", "arguments": arguments}
-    return said("assistant", content, tool_calls=[{"id": call_id, "type": "function", "function": function}])
-
-
-def result(text: str, call_id: str = "call_0123456789") -> dict[str, Any]:
-    return said("tool", text, tool_call_id=call_id)
+from tests.histories import BASH, MOVES, SPECIAL_TOKENS, call, result, said, words
 
 
 @pytest.fixture(scope="module")
@@ -73,51 +44,6 @@ def test_every_text_reaches_the_prompt(published, cases) -> None:
         for name, templates in published.items():
             text = templates.render(ChatPrompt(case["messages"], case.get("tools")))
             assert [need for need in case["needs"] if need not in text] == [], (name, case["name"])
-
-
-FORMS: dict[str, list[dict[str, Any]]] = {
-    "developer": [said("developer", "one1"), said("user", "two2")],
-    "system and developer": [said("system", "one1"), said("developer", "two2"), said("user", "three3")],
-    "system alone": [said("system", "one1")],
-    "system last": [said("system", "one1"), said("user", "two2"), said("developer", "three3")],
-    "two answers": [said("user", "one1"), said("assistant", "two2"), said("assistant", "three3"), said("user", "4th")],
-    "answer last": [said("user", "one1"), said("assistant", "two2")],
-    "system, then an answer": [said("system", "one1"), said("assistant", "two2"), said("user", "three3")],
-    "system after a result": [said("user", "one1"), call(), result("two2"), said("system", "three3")],
-    "a call without a result": [said("user", "one1"), call(), said("user", "two2")],
-    "text beside a call": [said("user", "one1"), call(content="two2"), result("three3"), said("assistant", "four4")],
-    "a call after an answer": [
-        said("user", "one1"), said("assistant", "two2"), call(), result("three3"), said("assistant", "four4"),
-        said("user", "five5"),
-    ],
-    "an answer without content": [said("user", "one1"), {"role": "assistant"}, said("user", "two2")],
-    "no parts": [said("user", []), said("assistant", []), said("user", "one1"), call(), result("two2")],
-    "parts": [
-        said(role, [{"type": "text", "text": f"{role}1"}, {"type": "text", "text": f"{role}2"}])
-        for role in ("system", "user", "assistant", "user")
-    ],
-    **{
-        f"arguments {arguments!r}": [said("user", "one1"), call(arguments=arguments), result("two2")]
-        for arguments in ('{"command": "l', "null", "", None, "[1, 2]", '"ls"', "{}", {"command": "ls"}, "7")
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_is_taken(published, form: str) -> None:
-    messages = FORMS[form]
-    for name, templates in published.items():
-        if name == "openai-gpt-oss-120b" and form == "text beside a call":
-            continue  # see MOVES
-        text = templates.render(ChatPrompt(messages, [BASH]))
-        assert [word for word in words(messages) if word not in text] == [], name
-
-
-def words(messages: list[dict[str, Any]]) -> list[str]:
-    """The texts of messages, in order."""
-    contents = [message.get("content") or [] for message in messages]
-    parts = [[content] if isinstance(content, str) else [part["text"] for part in content] for content in contents]
-    return [text for some in parts for text in some]
 
 
 TOOLS: dict[str, dict[str, Any]] = {
@@ -340,6 +266,26 @@ def test_an_answer_with_text_and_a_call_keeps_its_ids_where_a_template_writes_th
     other.says(call(content="Let me see."), 'Let me see. {"name": "bash", "parameters": {"command": "rm"}}')
     other.seen = b""
     assert other.hears(result("One file.")).dropped
+
+
+def test_thoughts_are_parts_of_an_answer_where_a_template_looks_for_them_there(published, agents_tokenizer) -> None:
+    """As Mistral's do; in answers, beside calls, and before an answer that is continued."""
+    agent = Agent(agents_tokenizer, published["mistralai-Ministral-3-14B-Reasoning-2512"])
+    agent.hears(said("user", "List files."))
+    agent.says(call(content="Let me see.") | {"reasoning_content": "I call it."})
+    agent.hears(result("One file."))
+    agent.says(call() | {"reasoning_content": "Again."})
+    agent.hears(result("One file."))
+    agent.says(said("assistant", "There is one.", reasoning_content="It is there."))
+    encoded = agent.hears(said("user", "Thanks."))
+    assert encoded.kept_turns == 3 and not encoded.dropped
+    thoughts = ("[THINK]I call it.[/THINK]Let me see.[TOOL_CALLS]", "[THINK]Again.[/THINK][TOOL_CALLS]")
+    assert all(one in encoded.text for one in (*thoughts, "[THINK]It is there.[/THINK]There is one."))
+    templates = published["mistralai-Ministral-3-14B-Reasoning-2512"]
+    begun = [said("user", "Who?"), said("assistant", "It is", reasoning_content="Me.")]
+    assert templates.render(ChatPrompt(begun, partial=True)).endswith("[THINK]Me.[/THINK]It is")
+    with pytest.raises(FieldError, match="only an assistant message with content can be continued"):
+        templates.render(ChatPrompt([begun[0], begun[1] | {"content": ""}], partial=True))
 
 
 STRICT = (
