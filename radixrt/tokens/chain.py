@@ -25,16 +25,20 @@ time."""
 STEP_MESSAGES = 512
 """Messages that are hashed in a step."""
 
+ISSUED_ID = re.compile(r"call_[0-9a-f]{24}|[0-9A-Za-z]{9}")
+"""The ids of calls that the server makes (`new_id` of `formats.parsing`). They are random: no other chat has them."""
+
 _to_json = msgspec.json.Encoder(order="sorted").encode
 _WHITE_SPACE = re.compile(r"\s+")
 
 
-def keys_of(namespace: Namespace, prompt: ChatPrompt) -> list[Key]:
-    """The keys of a chat's prefixes of 0, 1, 2, ... all messages. Chats with the same key are the same conversation."""
-    return finished(keys_in_steps(namespace, prompt))
+def keys_of(namespace: Namespace, prompt: ChatPrompt, by_id: bool = False) -> list[Key]:
+    """The keys of a chat's prefixes of 0, 1, 2, ... all messages. Chats with the same key are the same conversation;
+    `by_id`: whatever the arguments of calls with an ISSUED_ID are."""
+    return finished(keys_in_steps(namespace, prompt, by_id))
 
 
-def keys_in_steps(namespace: Namespace, prompt: ChatPrompt) -> Steps[list[Key]]:
+def keys_in_steps(namespace: Namespace, prompt: ChatPrompt, by_id: bool = False) -> Steps[list[Key]]:
     """`keys_of` in steps."""
     key = _hashed(b"", _to_json([namespace.key, prompt.tools, prompt.template_args]))
     keys = [key]
@@ -42,16 +46,16 @@ def keys_in_steps(namespace: Namespace, prompt: ChatPrompt) -> Steps[list[Key]]:
         if at:
             yield None
         for message in prompt.messages[at : at + STEP_MESSAGES]:
-            keys.append(key := next_key(key, message))
+            keys.append(key := next_key(key, message, by_id))
     return keys
 
 
-def next_key(key: Key, message: Message) -> Key:
+def next_key(key: Key, message: Message, by_id: bool = False) -> Key:
     """The key of a chain with one more message. White space around an assistant's text and thinking are ignored."""
     if message["role"] != "assistant":
         more = {name: value for name, value in message.items() if value is not None and name != "content"}
         return _hashed(key, _to_json([_text(message), more]))
-    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    calls = [_call(call, by_id) for call in message.get("tool_calls") or ()]
     return _hashed(key, _to_json([_text(message).strip(), calls]))
 
 
@@ -59,6 +63,11 @@ def reasoning_of(message: Message) -> str | None:
     """The thinking in a message; None if it has none."""
     found = next((message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)), None)
     return found.strip() if found else None
+
+
+def arguments_of(message: Message) -> list[Any]:
+    """The arguments of a message's calls, in the normal form."""
+    return [_call(call)[2] for call in message.get("tool_calls") or ()]
 
 
 def _hashed(key: Key, data: bytes) -> Key:
@@ -73,12 +82,15 @@ def _text(message: Message) -> str:
     return "".join(part["text"] if part.get("type") == "text" else _to_json(part).decode() for part in content)
 
 
-def _call(call: Any) -> Any:
-    """A tool call without fields that clients add, its arguments parsed."""
+def _call(call: Any, by_id: bool = False) -> Any:
+    """A tool call without fields that clients add, its arguments parsed; `by_id`: without them if its id says all."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
-    return [call.get("id"), function.get("name"), _arguments(function.get("arguments"))]
+    call_id = call.get("id")
+    if by_id and isinstance(call_id, str) and ISSUED_ID.fullmatch(call_id):
+        return [call_id, function.get("name")]
+    return [call_id, function.get("name"), _arguments(function.get("arguments"))]
 
 
 def _arguments(arguments: Any) -> Any:

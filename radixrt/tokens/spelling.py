@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,7 +44,8 @@ class Answer:
     `body` + `end` is the text of `ids`, special tokens included: `end` is the text of the last token if that is
     special, and `end_id` its id. `offset` is the length of the text of its prompt, after which it began, and `before`
     the end of that text. `respelled` is what the template last wrote in place of `body`. `specials` are the texts of
-    the special tokens in `body`, which clients do not see.
+    the special tokens in `body`, which clients do not see. `arguments` are those of its calls, if they are kept, and
+    `issued` says whether all ids of these calls are the server's, not the model's.
     """
 
     ids: bytes
@@ -56,6 +57,8 @@ class Answer:
     before: str
     respelled: str | None = None
     specials: tuple[str, ...] = ()
+    arguments: tuple[Any, ...] = ()
+    issued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
