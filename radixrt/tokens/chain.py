@@ -55,7 +55,7 @@ def next_key(key: Key, message: Message, by_id: bool = False) -> Key:
     if message["role"] != "assistant":
         more = {name: value for name, value in message.items() if value is not None and name != "content"}
         return _hashed(key, _to_json([_text(message), more]))
-    calls = [_call(call, by_id) for call in message.get("tool_calls") or ()]
+    calls = [_call_by_id(call) if by_id else _call(call) for call in message.get("tool_calls") or ()]
     return _hashed(key, _to_json([_text(message).strip(), calls]))
 
 
@@ -63,11 +63,6 @@ def reasoning_of(message: Message) -> str | None:
     """The thinking in a message; None if it has none."""
     found = next((message[name] for name in REASONING_KEYS if isinstance(message.get(name), str)), None)
     return found.strip() if found else None
-
-
-def arguments_of(message: Message) -> list[Any]:
-    """The arguments of a message's calls, in the normal form."""
-    return [_call(call)[2] for call in message.get("tool_calls") or ()]
 
 
 def _hashed(key: Key, data: bytes) -> Key:
@@ -82,18 +77,16 @@ def _text(message: Message) -> str:
     return "".join(part["text"] if part.get("type") == "text" else _to_json(part).decode() for part in content)
 
 
-def _call(call: Any, by_id: bool = False) -> Any:
-    """A tool call without fields that clients add, its arguments parsed; `by_id`: without them if its id says all."""
+def _call(call: Any) -> Any:
+    """A tool call without fields that clients add, its arguments parsed."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
-    call_id = call.get("id")
-    if by_id and isinstance(call_id, str) and ISSUED_ID.fullmatch(call_id):
-        return [call_id, function.get("name")]
-    return [call_id, function.get("name"), _arguments(function.get("arguments"))]
+    return [call.get("id"), function.get("name"), arguments_of(function.get("arguments"))]
 
 
-def _arguments(arguments: Any) -> Any:
+def arguments_of(arguments: Any) -> Any:
+    """The arguments of a call in a normal form: what they say as JSON or, if they are none, their text."""
     if not isinstance(arguments, str):
         return _plain_numbers(arguments) if arguments is not None else {}
     if not is_parsed(arguments):
@@ -115,6 +108,14 @@ def _number(text: str) -> float | int:
 
 def _plain_numbers(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_float=_number)
+
+
+def _call_by_id(call: Any) -> Any:
+    """A tool call without its arguments if its id may be the server's."""
+    call_id = call.get("id") if isinstance(call, dict) else None
+    if not isinstance(call_id, str) or not ISSUED_ID.fullmatch(call_id) or not isinstance(call.get("function"), dict):
+        return _call(call)
+    return [call_id, call["function"].get("name")]
 
 
 # ---------------------------------------------------------------- texts

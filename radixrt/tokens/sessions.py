@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -275,12 +275,16 @@ def _named(error: ValueError) -> FieldError:
 def _has_calls(answer: Answer, message: Message) -> bool:
     """Whether the calls of a message with the key of an answer are the answer's. Ids that the model has written may be
     those of another answer."""
-    return answer.issued or not answer.arguments or _arguments_of(answer) == arguments_of(message)
+    return answer.issued or not answer.arguments or _has_arguments(answer, message)
 
 
-def _arguments_of(answer: Answer) -> list[Any]:
-    """See `arguments_of`."""
-    return arguments_of({"tool_calls": [{"function": {"arguments": given}} for given in answer.arguments]})
+def _has_arguments(answer: Answer, message: Message) -> bool:
+    """Whether the arguments of a message's calls are those that were generated for these calls."""
+    given = (call["function"].get("arguments") for call in message["tool_calls"])
+    return all(
+        own == other or arguments_of(own) == arguments_of(other)
+        for own, other in zip(answer.arguments, given, strict=True)
+    )
 
 
 def _with_calls(prompt: ChatPrompt, answers: dict[int, Answer]) -> tuple[ChatPrompt, set[int]]:
@@ -291,7 +295,7 @@ def _with_calls(prompt: ChatPrompt, answers: dict[int, Answer]) -> tuple[ChatPro
         if not (answer.issued and answer.arguments):
             continue
         calls = messages[index]["tool_calls"]
-        if _arguments_of(answer) != arguments_of(messages[index]):
+        if not _has_arguments(answer, messages[index]):
             changed.add(index)
         messages[index] = messages[index] | {
             "tool_calls": [
