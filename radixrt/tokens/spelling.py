@@ -138,6 +138,7 @@ class Speller:
             else:
                 spelling.drop(index, DropReason.NOT_FOUND, NOT_FOUND)
         self._part(spelling)
+        _respace(spelling, answers, text)
         for index in spelling.spans:
             if unseen := _unseen(answers[index], text):
                 spelling.respelled.setdefault(index, f"the template leaves out {', '.join(unseen)}")
@@ -274,6 +275,39 @@ class Speller:
                 spelling.drop(index, DropReason.NOT_FOUND, NOT_FOUND)
             else:
                 at = span.end
+
+
+def _respace(spelling: Spelling, answers: Mapping[int, Answer], text: str) -> None:
+    """Write what is before an answer with the white space of the prompt that it answered: some templates write the last
+    message otherwise than when more follow."""
+    at = 0
+    for index, span in sorted(spelling.spans.items(), key=lambda item: item[1].start):
+        before = answers[index].before.removesuffix(span.head)
+        if not text.endswith(before, 0, span.start):
+            start, head = _spaced(text, span.start, before)
+            if start >= at and (start, head) != (span.start, ""):
+                spelling.spans[index] = replace(span, start=start, head=head + span.head)
+                spelling.respelled.setdefault(index, "the template writes other white space before it")
+        at = span.end
+
+
+def _spaced(text: str, end: int, before: str) -> tuple[int, str]:
+    """Where text[:end] begins to be `before` with other white space, and what that says from there; (end, "") if more
+    is different."""
+    at, to = end, len(before)
+    start, kept = end, to
+    while to:
+        if at and text[at - 1] == before[to - 1]:
+            at, to = at - 1, to - 1
+            continue
+        if at and text[at - 1].isspace():
+            at -= 1
+        elif before[to - 1].isspace():
+            to -= 1
+        else:
+            return end, ""
+        start, kept = at, to
+    return start, before[kept:]
 
 
 def _unseen(answer: Answer, text: str) -> list[str]:

@@ -68,6 +68,7 @@ TEMPLATES = {
     "switch": chat(CONTENT, opening="' + ('<think>\\n\\n</think>\\n\\n' if 'now' in messages[-1].content else '') + '"),
     "moving": chat("{% if loop.index0 == ns.user %}" + TOOLS + "{% endif %}" + CONTENT, LAST_USER),
     "spaced": chat(CONTENT, end=" <|im_end|>"),
+    "spaces last": chat(CONTENT + CALLS + "{{ '' if loop.last else ' \\n' }}"),
     "twice": chat(CONTENT + " " + CONTENT),
     "changes": chat("{{ m.content | upper }}"),
     "refuses": chat(REFUSE + "{{ m.content | trim }}"),
@@ -571,6 +572,17 @@ def test_an_only_call_may_gain_an_id_and_one_of_two_may_not(checkpoints, shared_
         encoded = talk.ask(*[said("tool", "x", tool_call_id=c["id"]) for c in calls])
         assert encoded.kept_turns == (count == 1) == encoded.ids.startswith(talk.whole)
         assert len(encoded.dropped) == count - 1
+
+
+def test_white_space_before_an_answer_is_that_of_its_prompt(folder: Path) -> None:
+    """The template writes the last message otherwise than when more follow."""
+    talk = make_talk(folder, "spaces last")
+    for turn in range(4):
+        encoded = talk.ask(said("user", "Who is it, and where? " * (turn % 2) + "No?"))
+        assert encoded.ids.startswith(talk.whole) and encoded.kept_turns == turn and not encoded.dropped
+        assert (encoded.text.count(" \n<|im_end|>"), shown(talk).count(" \n<|im_end|>")) == (2 * turn, 0)
+        talk.answer(f"the dog, {turn}")
+    assert encoded.respelled[0] == "message 1: the template writes white space behind it"
 
 
 # ---------------------------------------------------------------- calls that a client has rewritten
