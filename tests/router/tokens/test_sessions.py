@@ -695,6 +695,22 @@ def test_only_the_same_calls_of_the_same_caller_are_as_generated(
     assert encoded.text == talk.tokenizer.apply_chat(ChatPrompt(talk.messages))
 
 
+def test_calls_that_another_process_has_generated_are_as_generated(folder: Path) -> None:
+    """Two in one answer, of which the client changes the second."""
+    one, other = (make_talk(folder, "plain", keep_calls=True) for _ in range(2))
+    encoded = one.ask(said("user", "Change it."))
+    calls = [call(json.dumps(EDIT), f"call_{i:024}", "Edit") for i in range(2)]
+    whole = one.answer(as_hermes("Edit", EDIT) * 2, said("assistant", "", tool_calls=calls))
+    key = one.sessions.remember(encoded, one.messages[-1], whole[len(encoded.ids) :])
+    changed = call(json.dumps(EDIT | {"replace_all": False}), calls[1]["id"], "Edit")
+    results = [said("tool", "done", tool_call_id=one["id"]) for one in calls]
+    other.messages = [one.messages[0], said("assistant", "", tool_calls=[calls[0], changed])]
+    assert other.sessions.missing(HERE, ChatPrompt(other.messages)) == [key]
+    other.sessions.learn(HERE, key, one.sessions.export(key))
+    encoded = other.ask(*results)
+    assert encoded.ids.startswith(whole) and encoded.kept_turns == 1 and "replace_all" not in shown(other)
+
+
 @pytest.mark.parametrize("call_id", ["functions.Edit:0", "abcdefghi"])
 def test_calls_with_ids_of_the_model_are_told_apart_by_their_arguments(folder: Path, call_id: str) -> None:
     """Two answers to one question may have the same ones."""
