@@ -87,6 +87,10 @@ REASONING_PARSER = (
     "olmo3, gemma4, cohere_command, apertus, hy_v3, solar_open, openai_gptoss"
 )
 KEEP_THINKING = "keep the thinking of earlier answers in the prompt even if the chat template drops it"
+KEEP_CALLS = (
+    "show tool calls of earlier answers as they were generated, also where the client sends them back with other "
+    "arguments, as Claude Code does; calls are known by their ids"
+)
 SPLIT_SPECIAL = (
     "encode the text of special tokens in messages as text, so that no tool's result ends its turn or begins another"
 )
@@ -249,6 +253,7 @@ class RouterConfig:
     )
     session_tokens: int = setting(4_000_000, SESSION_TOKENS, least=0)
     keep_thinking: bool = setting(False, KEEP_THINKING)
+    keep_generated_calls: bool = setting(False, KEEP_CALLS)
     split_special_tokens: bool = setting(True, SPLIT_SPECIAL)
     tool_call_parser: str = setting("auto", TOOL_CALL_PARSER)
     reasoning_parser: str = setting("auto", REASONING_PARSER)
@@ -313,6 +318,7 @@ class FrontendConfig:
     )
     session_tokens: int = setting(4_000_000, SESSION_TOKENS, least=0)
     keep_thinking: bool = setting(False, KEEP_THINKING)
+    keep_generated_calls: bool = setting(False, KEEP_CALLS)
     split_special_tokens: bool = setting(True, SPLIT_SPECIAL)
     response_bytes: int = setting(256 << 20, RESPONSE_BYTES, least=0)
     share_sessions: bool = setting(

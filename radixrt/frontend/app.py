@@ -39,6 +39,7 @@ from radixrt.frontend.openai.replies import ChatReply, Reply
 from radixrt.frontend.openai.schema import Chat, cut_prompt, parse_completion
 from radixrt.frontend.openai.tokenization import Tokenization
 from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
+from radixrt.frontend.responses.sealed import Seals
 from radixrt.messages import ChangeAdapter, DrainWorker
 from radixrt.requests.validate import parse_api_keys
 from radixrt.tokens import TextService
@@ -62,7 +63,13 @@ class Frontend:
         prompts = Prompts(config, text, self._shared_store, self._tenant, self._link.max_model_len)
         self.generation = Generation(prompts, self._link, text, self._shared_store, config.served_model_name)
         responses = Responses(
-            config.response_bytes, self._shared_store, self.generation, prompts, self._body, self._tenant
+            config.response_bytes,
+            self._shared_store,
+            self.generation,
+            prompts,
+            self._body,
+            self._tenant,
+            Seals(self._tenants),
         )
         messages = MessageRoutes(self.generation, prompts, text.tokenizer, self._body)
         ollama = OllamaRoutes(self.generation, self._link.ask, prompts.formats, self._body)

@@ -25,16 +25,20 @@ time."""
 STEP_MESSAGES = 512
 """Messages that are hashed in a step."""
 
+ISSUED_ID = re.compile(r"call_[0-9a-f]{24}|[0-9A-Za-z]{9}")
+"""The ids of calls that the server makes (`new_id` of `formats.parsing`). They are random: no other chat has them."""
+
 _to_json = msgspec.json.Encoder(order="sorted").encode
 _WHITE_SPACE = re.compile(r"\s+")
 
 
-def keys_of(namespace: Namespace, prompt: ChatPrompt) -> list[Key]:
-    """The keys of a chat's prefixes of 0, 1, 2, ... all messages. Chats with the same key are the same conversation."""
-    return finished(keys_in_steps(namespace, prompt))
+def keys_of(namespace: Namespace, prompt: ChatPrompt, by_id: bool = False) -> list[Key]:
+    """The keys of a chat's prefixes of 0, 1, 2, ... all messages. Chats with the same key are the same conversation;
+    `by_id`: whatever the arguments of calls with an ISSUED_ID are."""
+    return finished(keys_in_steps(namespace, prompt, by_id))
 
 
-def keys_in_steps(namespace: Namespace, prompt: ChatPrompt) -> Steps[list[Key]]:
+def keys_in_steps(namespace: Namespace, prompt: ChatPrompt, by_id: bool = False) -> Steps[list[Key]]:
     """`keys_of` in steps."""
     key = _hashed(b"", _to_json([namespace.key, prompt.tools, prompt.template_args]))
     keys = [key]
@@ -42,16 +46,16 @@ def keys_in_steps(namespace: Namespace, prompt: ChatPrompt) -> Steps[list[Key]]:
         if at:
             yield None
         for message in prompt.messages[at : at + STEP_MESSAGES]:
-            keys.append(key := next_key(key, message))
+            keys.append(key := next_key(key, message, by_id))
     return keys
 
 
-def next_key(key: Key, message: Message) -> Key:
+def next_key(key: Key, message: Message, by_id: bool = False) -> Key:
     """The key of a chain with one more message. White space around an assistant's text and thinking are ignored."""
     if message["role"] != "assistant":
         more = {name: value for name, value in message.items() if value is not None and name != "content"}
         return _hashed(key, _to_json([_text(message), more]))
-    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    calls = [_call_by_id(call) if by_id else _call(call) for call in message.get("tool_calls") or ()]
     return _hashed(key, _to_json([_text(message).strip(), calls]))
 
 
@@ -78,10 +82,11 @@ def _call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
-    return [call.get("id"), function.get("name"), _arguments(function.get("arguments"))]
+    return [call.get("id"), function.get("name"), arguments_of(function.get("arguments"))]
 
 
-def _arguments(arguments: Any) -> Any:
+def arguments_of(arguments: Any) -> Any:
+    """The arguments of a call in a normal form: what they say as JSON or, if they are none, their text."""
     if not isinstance(arguments, str):
         return _plain_numbers(arguments) if arguments is not None else {}
     if not is_parsed(arguments):
@@ -103,6 +108,14 @@ def _number(text: str) -> float | int:
 
 def _plain_numbers(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_float=_number)
+
+
+def _call_by_id(call: Any) -> Any:
+    """A tool call without its arguments if its id may be the server's."""
+    call_id = call.get("id") if isinstance(call, dict) else None
+    if not isinstance(call_id, str) or not ISSUED_ID.fullmatch(call_id) or not isinstance(call.get("function"), dict):
+        return _call(call)
+    return [call_id, call["function"].get("name")]
 
 
 # ---------------------------------------------------------------- texts

@@ -38,7 +38,8 @@ class Conversations:
         self._text = text
         self._shared_store = shared_store
         kept, tokenizer = config.session_tokens, text.tokenizer
-        self._sessions = Sessions(tokenizer, kept, config.keep_thinking) if tokenizer is not None and kept > 0 else None
+        options = {"keep_thinking": config.keep_thinking, "keep_calls": config.keep_generated_calls}
+        self._sessions = Sessions(tokenizer, kept, **options) if tokenizer is not None and kept > 0 else None
 
     @property
     def num_tokens(self) -> int:

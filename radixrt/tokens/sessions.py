@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from radixrt.messages import NO_TENANT, TOKEN_BYTES, ChatPrompt, Namespace
-from radixrt.tokens.chain import Key, Message, keys_in_steps, keys_of, next_key, reasoning_of
+from radixrt.tokens.chain import Key, Message, arguments_of, keys_in_steps, keys_of, next_key, reasoning_of
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.incremental import PendingText
 from radixrt.tokens.quota import Shares
@@ -22,6 +22,7 @@ MIN_TOKENS = 32
 """The fewest tokens that an answer counts for: it takes about 600 bytes beside its tokens."""
 MAX_VARIANTS = 8
 """The most answers that are kept with the same text but different thinking."""
+AS_GENERATED = "its calls are as generated: the client has changed their arguments"
 
 NO_MESSAGES = (TypeError, ValueError, KeyError, AttributeError, RecursionError)
 """What `keys_of` raises for invalid messages, or too deeply nested ones."""
@@ -59,7 +60,8 @@ class Sessions:
 
     Answers are found by namespace, tools, template arguments and all messages up to them. Then they are compared with
     what the template renders for the client's message. With `keep_thinking` an answer keeps thinking that the template
-    would drop.
+    would drop. With `keep_calls` an answer whose calls have the server's ids is shown with the arguments that were
+    generated, whatever the client has made of them.
     """
 
     def __init__(
@@ -68,10 +70,12 @@ class Sessions:
         max_tokens: int = MEMORY_TOKENS,
         keep_thinking: bool = False,
         *,
+        keep_calls: bool = False,
         least_tokens: int = MIN_TOKENS,
     ) -> None:
         self._tokenizer = tokenizer
         self._speller = Speller(tokenizer, keep_thinking)
+        self._keep_calls = keep_calls
         self._max_bytes, self._least_bytes = max_tokens * TOKEN_BYTES, least_tokens * TOKEN_BYTES
         self._shares = Shares()
         self._answers: dict[Key, list[Answer]] = {}
@@ -102,15 +106,17 @@ class Sessions:
     def _start(self, namespace: Namespace, prompt: ChatPrompt, room: Room | None) -> Steps[PendingChat]:
         tokenizer = self._tokenizer
         try:
-            keys = yield from keys_in_steps(namespace, prompt)
+            keys = yield from keys_in_steps(namespace, prompt, self._keep_calls)
         except NO_MESSAGES:  # rendering the template will raise a better error
             keys = None
         answers = self._find(namespace.tenant, prompt, keys) if keys else {}
         prompt = _with_thinking(prompt, answers)
+        prompt, changed = _with_calls(prompt, answers)
         text = yield from tokenizer.chat_steps(prompt)
         if not answers:
             tokenizer.check_room(text, room)
         spelling = self._speller.find(prompt, text, answers, namespace) if answers else Spelling()
+        spelling.respelled |= dict.fromkeys(changed & spelling.spans.keys(), AS_GENERATED)
         key = None if prompt.partial or keys is None else keys[-1]
         return PendingChat(tokenizer, text, spelling, key, namespace)
 
@@ -120,18 +126,19 @@ class Sessions:
         `export`."""
         if encoded.key is None or not generated or len(generated) > self._max_bytes:
             return None
-        key = next_key(encoded.key, message | {"role": "assistant"})
+        key = next_key(encoded.key, message | {"role": "assistant"}, self._keep_calls)
         answer = self._answer(encoded, message, generated)
         with self._lock:
             kept = self._answers.get(key, [])
-            others = [other for other in kept if other.reasoning != answer.reasoning][1 - MAX_VARIANTS :]
+            own = answer.reasoning, answer.arguments
+            others = [other for other in kept if (other.reasoning, other.arguments) != own][1 - MAX_VARIANTS :]
             self._put(encoded.tenant, key, [*others, answer])
         return key
 
     def missing(self, namespace: Namespace, prompt: ChatPrompt) -> list[Key]:
         """The keys of the answers in a chat that are not kept here; empty if the chat is invalid."""
         try:
-            keys = keys_of(namespace, prompt)[1:]
+            keys = keys_of(namespace, prompt, self._keep_calls)[1:]
             answers = [key for key, m in zip(keys, prompt.messages, strict=True) if m["role"] == "assistant"]
         except NO_MESSAGES:
             return []
@@ -177,6 +184,7 @@ class Sessions:
         body = b"".join(map(tokenizer.token_bytes, inner)).decode("utf-8", "replace")
         if body.startswith(" ") and last in tokenizer.special_ids and tokenizer.puts_space_after(last):
             body = body[1:]
+        calls = (message.get("tool_calls") or ()) if self._keep_calls else ()
         return Answer(
             ids=generated,
             body=body,
@@ -186,6 +194,8 @@ class Sessions:
             offset=len(encoded.text),
             before=encoded.text[-BEFORE_CHARS:],
             specials=tuple(map(tokenizer.token_text, sorted(tokenizer.special_ids.intersection(inner)))),
+            arguments=tuple(call["function"]["arguments"] for call in calls),
+            issued=not any((call.get("id") or "") in body for call in calls),
         )
 
     def _find(self, tenant: str, prompt: ChatPrompt, keys: list[Key]) -> dict[int, Answer]:
@@ -198,7 +208,7 @@ class Sessions:
                     self._used[tenant].move_to_end(keys[index + 1])
                     wanted = reasoning_of(message)
                     fitting = (t for t in reversed(variants) if wanted is None or t.reasoning in (wanted, None))
-                    if answer := next(fitting, None):
+                    if answer := next((t for t in fitting if _has_calls(t, message)), None):
                         found[index] = answer
         return found
 
@@ -260,6 +270,40 @@ class PendingChat:
 
 def _named(error: ValueError) -> FieldError:
     return error if isinstance(error, FieldError) else FieldError("messages", str(error))
+
+
+def _has_calls(answer: Answer, message: Message) -> bool:
+    """Whether the calls of a message with the key of an answer are the answer's. Ids that the model has written may be
+    those of another answer."""
+    return answer.issued or not answer.arguments or _has_arguments(answer, message)
+
+
+def _has_arguments(answer: Answer, message: Message) -> bool:
+    """Whether the arguments of a message's calls are those that were generated for these calls."""
+    given = (call["function"].get("arguments") for call in message["tool_calls"])
+    return all(
+        own == other or arguments_of(own) == arguments_of(other)
+        for own, other in zip(answer.arguments, given, strict=True)
+    )
+
+
+def _with_calls(prompt: ChatPrompt, answers: dict[int, Answer]) -> tuple[ChatPrompt, set[int]]:
+    """The chat with the arguments that were generated, in answers that keep them. Returns also the indices of those
+    messages where that is something else."""
+    messages, changed = list(prompt.messages), set()
+    for index, answer in answers.items():
+        if not (answer.issued and answer.arguments):
+            continue
+        calls = messages[index]["tool_calls"]
+        if not _has_arguments(answer, messages[index]):
+            changed.add(index)
+        messages[index] = messages[index] | {
+            "tool_calls": [
+                call | {"function": call["function"] | {"arguments": given}}
+                for call, given in zip(calls, answer.arguments, strict=True)
+            ]
+        }
+    return msgspec.structs.replace(prompt, messages=messages), changed
 
 
 def _with_thinking(prompt: ChatPrompt, answers: dict[int, Answer]) -> ChatPrompt:

@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -44,7 +44,8 @@ class Answer:
     `body` + `end` is the text of `ids`, special tokens included: `end` is the text of the last token if that is
     special, and `end_id` its id. `offset` is the length of the text of its prompt, after which it began, and `before`
     the end of that text. `respelled` is what the template last wrote in place of `body`. `specials` are the texts of
-    the special tokens in `body`, which clients do not see.
+    the special tokens in `body`, which clients do not see. `arguments` are those of its calls, if they are kept, and
+    `issued` says whether all ids of these calls are the server's, not the model's.
     """
 
     ids: bytes
@@ -56,6 +57,8 @@ class Answer:
     before: str
     respelled: str | None = None
     specials: tuple[str, ...] = ()
+    arguments: tuple[Any, ...] = ()
+    issued: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ class Speller:
             else:
                 spelling.drop(index, DropReason.NOT_FOUND, NOT_FOUND)
         self._part(spelling)
+        _respace(spelling, answers, text)
         for index in spelling.spans:
             if unseen := _unseen(answers[index], text):
                 spelling.respelled.setdefault(index, f"the template leaves out {', '.join(unseen)}")
@@ -271,6 +275,39 @@ class Speller:
                 spelling.drop(index, DropReason.NOT_FOUND, NOT_FOUND)
             else:
                 at = span.end
+
+
+def _respace(spelling: Spelling, answers: Mapping[int, Answer], text: str) -> None:
+    """Write what is before an answer with the white space of the prompt that it answered: some templates write the last
+    message otherwise than when more follow."""
+    at = 0
+    for index, span in sorted(spelling.spans.items(), key=lambda item: item[1].start):
+        before = answers[index].before.removesuffix(span.head)
+        if not text.endswith(before, 0, span.start):
+            start, head = _spaced(text, span.start, before)
+            if start >= at and (start, head) != (span.start, ""):
+                spelling.spans[index] = replace(span, start=start, head=head + span.head)
+                spelling.respelled.setdefault(index, "the template writes other white space before it")
+        at = span.end
+
+
+def _spaced(text: str, end: int, before: str) -> tuple[int, str]:
+    """Where text[:end] begins to be `before` with other white space, and what that says from there; (end, "") if more
+    is different."""
+    at, to = end, len(before)
+    start, kept = end, to
+    while to:
+        if at and text[at - 1] == before[to - 1]:
+            at, to = at - 1, to - 1
+            continue
+        if at and text[at - 1].isspace():
+            at -= 1
+        elif before[to - 1].isspace():
+            to -= 1
+        else:
+            return end, ""
+        start, kept = at, to
+    return start, before[kept:]
 
 
 def _unseen(answer: Answer, text: str) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import pytest
 
+from radixrt.tokens.chain import ISSUED_ID
 from tests.frontend.scripted import DEEPSEEK_MARKS, KIMI_MARKS, Model, gathered, scripted
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -106,7 +106,7 @@ def test_ids(family):
     elif name == "kimi":
         assert ids == ["functions.weather:0", "functions.weather:1"]
     else:
-        assert len(set(ids)) == 2 and all(re.fullmatch("call_[0-9a-f]{24}", id) for id in ids)
+        assert len(set(ids)) == 2 and all(ISSUED_ID.fullmatch(id) for id in ids)
 
 
 def test_marks_do_not_show(family):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,6 +21,8 @@ from radixrt.messages import TokenLogprob, Usage
 from radixrt.tokens import Tokenizer
 
 Event = dict[str, Any]
+Seal = Callable[[str], str]
+"""Returns the `encrypted_content` of a reasoning text."""
 _IDS = {
     "message": "msg_",
     "reasoning": "rs_",
@@ -41,12 +43,14 @@ class Item:
         index: int,
         call: CallStart | None = None,
         called: dict[str, str] | None = None,
+        seal: Seal | None = None,
     ) -> None:
         self.id = item_id(_IDS[kind], response_id, index)
         self.kind = kind
         self.index = index
         self.text = ""
         self._call = call
+        self._seal = seal
         self._called = called or ({"name": call.name} if call else {})
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
@@ -98,7 +102,8 @@ class Item:
             return about | {"call_id": self._call.id} | self._called | given_to(self.kind, self.text)
         content = [self._part()] if status != "in_progress" else []
         if self.kind == "reasoning":
-            return about | {"summary": [], "content": content}
+            sealed = {"encrypted_content": self._seal(self.text)} if self._seal and content else {}
+            return about | {"summary": [], "content": content} | sealed
         return about | {"role": "assistant", "content": content}
 
     def _part(self) -> dict[str, Any]:
@@ -141,10 +146,11 @@ def custom_input(arguments: str) -> str:
 class ResponseReply(BaseReply):
     """Formats one response, with its items in order."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, asked: Create) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer | None, asked: Create, seal: Seal | None = None) -> None:
         super().__init__(model, tokenizer)
         self.id = RESPONSE + uuid.uuid4().hex
         self.asked = asked
+        self._seal = seal
         self._created = int(time.time())
         self._items: list[Item] = []
         self._done: list[dict[str, Any]] = []
@@ -172,7 +178,7 @@ class ResponseReply(BaseReply):
     def _open(self, kind: str, call: CallStart | None = None) -> list[Event]:
         closing = self._close("completed")
         called = self.asked.called.get(call.name) if call else None
-        self._items.append(Item(self.id, kind, len(self._items), call, called))
+        self._items.append(Item(self.id, kind, len(self._items), call, called, self._seal))
         return closing + self._items[-1].opening()
 
     def _close(self, status: str) -> list[Event]:

@@ -22,6 +22,7 @@ from radixrt.frontend.responses.items import page
 from radixrt.frontend.responses.references import is_reference, resolved
 from radixrt.frontend.responses.replies import ResponseReply
 from radixrt.frontend.responses.schema import Create
+from radixrt.frontend.responses.sealed import Seals
 from radixrt.frontend.responses.shared import SharedResponses
 from radixrt.frontend.responses.store import LocalResponses
 from radixrt.frontend.responses.tools import listed
@@ -34,7 +35,8 @@ _create = msgspec.json.Decoder(Create)
 
 
 class Responses:
-    """`generation`, `prompts` and `read` are the front end's; `tenant` returns the tenant of a key."""
+    """`generation`, `prompts` and `read` are the front end's; `tenant` returns the tenant of a key; `seals` sign
+    reasoning that clients keep."""
 
     def __init__(
         self,
@@ -44,12 +46,14 @@ class Responses:
         prompts: Prompts,
         read: Callable[[Request], Awaitable[bytes]],
         tenant: Callable[[str], str],
+        seals: Seals,
     ) -> None:
         self._store = SharedResponses(shared_store) if shared_store and max_bytes else LocalResponses(max_bytes)
         self._generation = generation
         self._prompts = prompts
         self._read = read
         self._tenant = tenant
+        self._seals = seals
 
     async def create(self, request: Request, key: str) -> StreamAnswer | WholeAnswer:
         asked, turns = await self._read_asked(request, key)
@@ -59,7 +63,8 @@ class Responses:
             if asked.stores:
                 self._store.put(namespace, response_id, data, turns, [*asked.added, message], key)
 
-        reply_of = functools.partial(ResponseReply, asked=asked)
+        seal = functools.partial(self._seals.seal, namespace, key) if asked.seals_reasoning else None
+        reply_of = functools.partial(ResponseReply, asked=asked, seal=seal)
         exchange_of = functools.partial(ResponseExchange, keep=keep)
         return await self._generation.answer(request, key, asked, reply_of, exchange_of)
 
@@ -79,7 +84,13 @@ class Responses:
         turns, before = await self._before(namespace, body.previous_response_id, key)
         if isinstance(body.input, list) and any(map(is_reference, body.input)):
             body.input = await resolved(body.input, lambda response: self._store.body(namespace, response, key))
-        await apart(is_large(request) or len(before) > MAX_INLINE_CHAIN_MESSAGES, lambda: body.follow(before))
+
+        def follow() -> None:
+            if isinstance(body.input, list):
+                body.input = self._seals.restored(namespace, key, body.input)
+            body.follow(before)
+
+        await apart(is_large(request) or len(before) > MAX_INLINE_CHAIN_MESSAGES, follow)
         return body, turns
 
     async def get(self, request: Request, key: str) -> Response:

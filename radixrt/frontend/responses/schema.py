@@ -17,6 +17,7 @@ from radixrt.frontend.generate.defaults import Defaults
 from radixrt.frontend.generate.request import GenerationRequest, Int, check_verbosity, effort_args
 from radixrt.frontend.http.errors import refuse
 from radixrt.frontend.responses.history import Message, messages_of
+from radixrt.frontend.responses.sealed import ENCRYPTED
 from radixrt.frontend.responses.search import rendered, visible, with_found
 from radixrt.frontend.responses.tools import SEARCH, Listed, chosen_of, field_in, listed
 from radixrt.messages import ChatPrompt, Prompt, Sampling
@@ -71,6 +72,11 @@ class Create(GenerationRequest, kw_only=True, dict=True):
     @property
     def stores(self) -> bool:
         return self.store is not False
+
+    @property
+    def seals_reasoning(self) -> bool:
+        """Whether reasoning items are to have an `encrypted_content`."""
+        return ENCRYPTED in (self.include or ())
 
     def check_served(self) -> None:
         super().check_served()

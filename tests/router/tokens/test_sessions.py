@@ -6,6 +6,7 @@ import copy
 import json
 import random
 from array import array
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import islice
@@ -20,6 +21,7 @@ from radixrt.tokens.chain import bare, keys_of
 from radixrt.tokens.chat import ChatTemplates
 from radixrt.tokens.errors import FieldError
 from tests.checkpoints import make_tokenizer
+from tests.frontend.scripted import make_chat
 from tests.recorded import chats, client_echo
 
 HERE = Namespace("n")
@@ -66,6 +68,7 @@ TEMPLATES = {
     "switch": chat(CONTENT, opening="' + ('<think>\\n\\n</think>\\n\\n' if 'now' in messages[-1].content else '') + '"),
     "moving": chat("{% if loop.index0 == ns.user %}" + TOOLS + "{% endif %}" + CONTENT, LAST_USER),
     "spaced": chat(CONTENT, end=" <|im_end|>"),
+    "spaces last": chat(CONTENT + CALLS + "{{ '' if loop.last else ' \\n' }}"),
     "twice": chat(CONTENT + " " + CONTENT),
     "changes": chat("{{ m.content | upper }}"),
     "refuses": chat(REFUSE + "{{ m.content | trim }}"),
@@ -569,6 +572,163 @@ def test_an_only_call_may_gain_an_id_and_one_of_two_may_not(checkpoints, shared_
         encoded = talk.ask(*[said("tool", "x", tool_call_id=c["id"]) for c in calls])
         assert encoded.kept_turns == (count == 1) == encoded.ids.startswith(talk.whole)
         assert len(encoded.dropped) == count - 1
+
+
+def test_white_space_before_an_answer_is_that_of_its_prompt(folder: Path) -> None:
+    """The template writes the last message otherwise than when more follow."""
+    talk = make_talk(folder, "spaces last")
+    for turn in range(4):
+        encoded = talk.ask(said("user", "Who is it, and where? " * (turn % 2) + "No?"))
+        assert encoded.ids.startswith(talk.whole) and encoded.kept_turns == turn and not encoded.dropped
+        assert (encoded.text.count(" \n<|im_end|>"), shown(talk).count(" \n<|im_end|>")) == (2 * turn, 0)
+        talk.answer(f"the dog, {turn}")
+    assert encoded.respelled[0] == "message 1: the template writes white space behind it"
+
+
+# ---------------------------------------------------------------- calls that a client has rewritten
+
+
+CODER, GLM = "Qwen3-Coder", "GLM-4.6"
+PUBLISHED = {CODER: ("<|im_end|>", ()), GLM: ("<|observation|>", ("<|user|>", "<|assistant|>", "<|system|>"))}
+EDIT = {"file_path": "/w/a.py", "old_string": "dog", "new_string": "fox"}
+BASH = {"command": "cd /w && ls", "description": "List"}
+REWRITTEN = {
+    "edit": ("Edit", EDIT, EDIT | {"replace_all": False}),
+    "bash": ("Bash", BASH, BASH | {"command": "ls"}),
+}
+"""What Claude Code makes of its calls: (name, arguments as generated, arguments as it sends them back)."""
+ISSUED = "call_" + "0123456789ab" * 2
+
+
+@pytest.fixture(params=["plain", CODER, GLM])
+def kept_calls(request, folder: Path, shared_data: Path, tmp_path: Path) -> tuple[str, Callable[[bool], Talk]]:
+    """(template, function that makes a talk, with the option or without)."""
+
+    def make(keep: bool) -> Talk:
+        if request.param == "plain":
+            return make_talk(folder, "plain", keep_calls=keep)
+        end, specials = PUBLISHED[request.param]
+        source = (shared_data / "chat_templates" / f"{request.param}.jinja").read_text()
+        tokenizer = load_tokenizer(make_chat(tmp_path, source, (end, *specials)))
+        return Talk(tokenizer, Sessions(tokenizer, keep_calls=keep))
+
+    return request.param, make
+
+
+def as_hermes(name: str, arguments: dict[str, str]) -> str:
+    return f'\n<tool_call>\n{{"name": "{name}",  "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def as_coder(name: str, arguments: dict[str, str]) -> str:
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def as_glm(name: str, arguments: dict[str, str]) -> str:
+    pairs = "".join(f"<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n" for k, v in arguments.items())
+    return f"\n<think></think>\n<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def called(talk: Talk, name: str, arguments: Any, call_id: str = ISSUED, template: str = "plain") -> bytes:
+    """The model calls a tool in the template's format."""
+    message = said("assistant", "", tool_calls=[call(json.dumps(arguments), call_id, name)])
+    writes = {"plain": as_hermes, CODER: as_coder, GLM: as_glm}[template]
+    return talk.answer(writes(name, arguments), message, PUBLISHED.get(template, ["<|im_end|>"])[0])
+
+
+def sent_back(talk: Talk, arguments: Any, **changes: Any) -> None:
+    """The client sends its last message back with other arguments, and a result."""
+    function = talk.messages[-1]["tool_calls"][0]["function"]
+    one = talk.messages[-1]["tool_calls"][0] | {"function": function | {"arguments": json.dumps(arguments)}}
+    talk.messages[-1] = talk.messages[-1] | {"tool_calls": [one]} | changes
+
+
+@pytest.mark.parametrize("rewriting", REWRITTEN)
+def test_calls_with_issued_ids_are_as_generated_if_that_is_wanted(kept_calls, rewriting: str) -> None:
+    name, generated, client = REWRITTEN[rewriting]
+    template, make = kept_calls
+    for keep in (True, False):
+        talk = make(keep)
+        talk.ask(said("user", "Change it."))
+        for turn in range(3):
+            call_id = f"call_{turn:024}"
+            whole = called(talk, name, generated, call_id, template)
+            sent_back(talk, client)
+            encoded = talk.ask(said("tool", "done", tool_call_id=call_id))
+            theirs = talk.tokenizer.apply_chat(ChatPrompt(talk.messages))
+            assert encoded.ids.startswith(whole) == keep
+            assert encoded.kept_turns == (turn + 1) * keep
+            assert (encoded.text == theirs) == (not keep)
+            assert bare(shown(talk)) == bare(encoded.text)
+        marks = {"edit": "replace_all", "bash": "cd /w"}
+        assert (marks[rewriting] in shown(talk)) == ((rewriting == "edit") != keep)
+        notes = [
+            f"message {at}: its calls are as generated: the client has changed their arguments" for at in (1, 3, 5)
+        ]
+        assert list(encoded.respelled) == notes * keep
+
+
+@pytest.mark.parametrize(
+    ("change", "namespace"),
+    [
+        (lambda m: m | {"content": "Other."}, HERE),
+        (lambda m: m | {"tool_calls": [call("{}", ISSUED, "Write")]}, HERE),
+        (lambda m: m | {"tool_calls": [call("{}", ISSUED[:-1] + "c", "Edit")]}, HERE),
+        (lambda m: m | {"tool_calls": [call("{}", ISSUED, "Edit"), call("{}", ISSUED[:-1] + "c", "Edit")]}, HERE),
+        (lambda m: m | {"tool_calls": [call("{}", "functions.Edit:0", "Edit")]}, HERE),
+        (lambda m: m, Namespace("other")),
+        (lambda m: m, Namespace("n", salt="s")),
+    ],
+    ids=["content", "name", "id", "number", "numbered id", "tenant", "salt"],
+)
+def test_only_the_same_calls_of_the_same_caller_are_as_generated(
+    folder: Path, change: Any, namespace: Namespace
+) -> None:
+    talk = make_talk(folder, "plain", keep_calls=True)
+    talk.ask(said("user", "Change it."))
+    called(talk, "Edit", EDIT)
+    sent_back(talk, EDIT | {"replace_all": False})
+    assert copy.copy(talk).ask(said("tool", "x", tool_call_id=ISSUED)).kept_turns == 1
+    talk.messages[1:] = [change(talk.messages[1]), said("tool", "x", tool_call_id=ISSUED)]
+    encoded = talk.ask(namespace=namespace)
+    assert encoded.kept_turns == 0
+    assert encoded.text == talk.tokenizer.apply_chat(ChatPrompt(talk.messages))
+
+
+def test_calls_that_another_process_has_generated_are_as_generated(folder: Path) -> None:
+    """Two in one answer, of which the client changes the second."""
+    one, other = (make_talk(folder, "plain", keep_calls=True) for _ in range(2))
+    encoded = one.ask(said("user", "Change it."))
+    calls = [call(json.dumps(EDIT), f"call_{i:024}", "Edit") for i in range(2)]
+    whole = one.answer(as_hermes("Edit", EDIT) * 2, said("assistant", "", tool_calls=calls))
+    key = one.sessions.remember(encoded, one.messages[-1], whole[len(encoded.ids) :])
+    changed = call(json.dumps(EDIT | {"replace_all": False}), calls[1]["id"], "Edit")
+    results = [said("tool", "done", tool_call_id=one["id"]) for one in calls]
+    other.messages = [one.messages[0], said("assistant", "", tool_calls=[calls[0], changed])]
+    assert other.sessions.missing(HERE, ChatPrompt(other.messages)) == [key]
+    other.sessions.learn(HERE, key, one.sessions.export(key))
+    encoded = other.ask(*results)
+    assert encoded.ids.startswith(whole) and encoded.kept_turns == 1 and "replace_all" not in shown(other)
+
+
+@pytest.mark.parametrize("call_id", ["functions.Edit:0", "abcdefghi"])
+def test_calls_with_ids_of_the_model_are_told_apart_by_their_arguments(folder: Path, call_id: str) -> None:
+    """Two answers to one question may have the same ones."""
+    talk = make_talk(folder, "plain", keep_calls=True)
+    first, wholes = talk.ask(said("user", "Change it.")), []
+    answers = [EDIT, EDIT | {"old_string": "cat"}]
+    for arguments in answers:
+        talk.messages, talk.encoded = talk.messages[:1], first
+        message = said("assistant", "", tool_calls=[call(json.dumps(arguments), call_id, "Edit")])
+        written = {"name": "Edit", "arguments": arguments, "id": call_id}
+        wholes.append(talk.answer(f"<tool_call>\n{json.dumps(written)}\n</tool_call>", message))
+    for arguments, whole in zip((*answers, EDIT | {"replace_all": False}), (*wholes, None), strict=True):
+        talk.messages = talk.messages[:2]
+        sent_back(talk, arguments)
+        encoded = talk.ask(said("tool", "x", tool_call_id=call_id))
+        assert encoded.kept_turns == (whole is not None)
+        assert whole is None or encoded.ids.startswith(whole)
+        assert encoded.text == talk.tokenizer.apply_chat(ChatPrompt(talk.messages))
 
 
 # ---------------------------------------------------------------- chains
