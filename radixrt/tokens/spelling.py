@@ -28,13 +28,27 @@ BEFORE_CHARS = 64
 MAX_OPENINGS = 64
 NOT_FOUND = "it cannot be told from the rest of what the template writes"
 RESPELLED = "the template writes its white space, JSON or headers in another way"
-THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>")
-NO_THOUGHTS = "<think></think>"
-"""What templates write before an answer whose thinking they drop, or that has none, without white space."""
+KEPT_THINKING = "its thinking is kept, which the template drops"
+NO_THINKING = "it has no thoughts, which the template writes in another way"
+TEXT_AS_THOUGHTS = "the template writes its text as thoughts, and its thoughts nowhere"
+NEXT_MESSAGE = "<|end|><|start|>assistant"
+"""What stands between two messages of one answer in Harmony's format."""
+THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>", NEXT_MESSAGE)
+NO_THOUGHTS = (
+    "<think></think>", "<seed:think></seed:think>", "[THINK][/THINK]", "<thinking></thinking>",
+    "<reasoning></reasoning>", "<|channel>thought<channel|>", "<|START_THINKING|><|END_THINKING|>",
+    "<|inner_prefix|><|inner_suffix|>", f"<|channel|>analysis<|message|>{NEXT_MESSAGE}",
+)  # fmt: skip
+"""What templates write, or leave out, before an answer that has no thoughts, or whose thoughts they drop; without white
+space."""
+ENDED = "</think>"
+"""The same of prompts that do not begin thoughts and end them."""
 _WHITE_SPACE = re.compile(r"\s*")
 _HEADER = re.compile(r"( to=[^\s<]+)?<\|channel\|>(\w+)( to=[^\s<]+)?(?: ?(?:<\|constrain\|>)?(\w+))?<\|message\|>")
 """The header of a Harmony message (see `frontend.parsing.harmony`): templates write the recipient before the channel,
 models after it."""
+_UNADDRESSED = re.compile(r"<\|channel\|>(\w+)<\|message\|>(.*)", re.DOTALL)
+"""A Harmony message that is no call, without white space: its channel and its text."""
 
 
 @dataclass(slots=True)
@@ -100,9 +114,12 @@ class Speller:
     """Finds answers in the texts of one tokenizer's chat template.
 
     Text outside of spans stays as the template wrote it, and a span replaces only text of the same content: apart from
-    white space, the formatting of JSON and special tokens that the text has nowhere (see `_unseen`), and with
-    `keep_thinking` from thinking that the template drops or leaves empty. So the meaning of a prompt is always that of
-    the template, wherever spans are found.
+    white space, the formatting of JSON, empty thoughts and special tokens that the text has nowhere (see `_unseen`),
+    and with `keep_thinking` from thinking that the template drops or leaves empty. So the meaning of a prompt is always
+    that of the template, wherever spans are found.
+
+    gpt-oss' template cannot write text and thoughts beside a call: it writes the text as thoughts. There, too, an
+    answer stands as it was generated.
     """
 
     def __init__(self, tokenizer: Tokenizer, keep_thinking: bool) -> None:
@@ -110,6 +127,7 @@ class Speller:
         self._keep_thinking = keep_thinking
         self._openings: dict[str, str] = {}
         """By namespace and kind of message."""
+        self._writes_text_as_thoughts: bool | None = None
 
     def find(
         self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], namespace: Namespace = NO_TENANT
@@ -198,34 +216,68 @@ class Speller:
         start, lost = _behind_opening(text, at, end, opening)
         call_ids = _call_ids(prompt.messages[index])
         written, body, whole = (_said(part, call_ids) for part in (text[start:end], answer.body, lost + answer.body))
-        if written != whole or self._keep_thinking and _gains_thoughts(text, start, answer):
+        if written != whole or _gains_thoughts(text, start, answer):
             for early, late in _around(text, at, end, opening, answer):
-                found = _said(text[early:late], call_ids)
-                if self._keep_thinking and found != body:
-                    found = found.removeprefix(NO_THOUGHTS)
-                if found == body or _lacks_thinking(found, body, answer.reasoning):
+                found = _without_no_thoughts(_said(text[early:late], call_ids), body)
+                if found == body or _lacks_thinking(found, body, answer.reasoning) or self._recasts(found, body):
                     start, end, lost, written, whole = early, late, "", found, body
                     break
         if written == whole:
             if text[start:end] != lost + answer.body:
-                spelling.respelled[index] = RESPELLED
-                answer.respelled = text[start:end] if start == answer.offset else None
+                self._respell(spelling, index, answer, text, start, end, RESPELLED)
+            self._keep(spelling, index, answer, text, start, end, lost)
+        elif whole.endswith(written) and whole[: len(whole) - len(written)] in (*NO_THOUGHTS, ENDED):
+            spelling.respelled[index] = NO_THINKING
             self._keep(spelling, index, answer, text, start, end, lost)
         elif written == body and not self._keep_thinking:
             spelling.drop(index, DropReason.OPENING, f"the template drops {lost.strip()!r} before it")
             self._keep(spelling, index, answer, text, start, end)
         elif written == body or _lacks_thinking(written, whole, answer.reasoning):
             if self._keep_thinking:
-                spelling.respelled[index] = "its thinking is kept, which the template drops"
+                spelling.respelled[index] = KEPT_THINKING
                 self._keep(spelling, index, answer, text, start, end, lost)
             else:
                 spelling.drop(index, DropReason.THINKING, "the template drops its thinking")
+        elif self._recasts(written, whole):
+            self._respell(spelling, index, answer, text, start, end, TEXT_AS_THOUGHTS)
+            self._keep(spelling, index, answer, text, start, end, lost)
         elif _is_parted(prompt.messages[index], written, whole):
-            spelling.respelled[index] = "the template writes its text and its calls apart"
-            answer.respelled = text[start:end] if start == answer.offset else None
+            self._respell(spelling, index, answer, text, start, end, "the template writes its text and its calls apart")
             self._keep(spelling, index, answer, text, start, end, lost)
         else:
             spelling.drop(index, DropReason.REWRITTEN, "the template writes it differently")
+
+    def _respell(
+        self, spelling: Spelling, index: int, answer: Answer, text: str, start: int, end: int, note: str
+    ) -> None:
+        spelling.respelled[index] = note
+        answer.respelled = text[start:end] if start == answer.offset else None
+
+    def _recasts(self, written: str, whole: str) -> bool:
+        """Whether `written` is `whole` without its thoughts, and with its text in their place.
+
+        whole    <|channel|>analysis<|message|> thoughts ... <|channel|>commentary<|message|> text ... call
+        written  <|channel|>analysis<|message|> text ... call
+        """
+        (*thoughts, call), (*parts, same) = written.split(NEXT_MESSAGE), whole.split(NEXT_MESSAGE)
+        found = [_UNADDRESSED.fullmatch(part) for part in parts]
+        said = "".join(match[2] for match in found if match and match[1] != "analysis")
+        recast = thoughts == [f"<|channel|>analysis<|message|>{said}"] and bool(said)
+        return recast and call == same and all(found) and self._text_goes_with_thoughts()
+
+    def _text_goes_with_thoughts(self) -> bool:
+        """Whether the template writes text beside a call as it writes thoughts there, and drops it where it drops
+        these. So where it writes such a text, it would write the thoughts. Found once."""
+        if self._writes_text_as_thoughts is None:
+            try:
+                self._writes_text_as_thoughts = all(
+                    self._tokenizer.apply_chat(ChatPrompt([*_called(content="mark"), *more]))
+                    == self._tokenizer.apply_chat(ChatPrompt([*_called(reasoning_content="mark"), *more]))
+                    for more in ((), _DONE)
+                )
+            except FieldError:
+                self._writes_text_as_thoughts = False
+        return self._writes_text_as_thoughts
 
     def _keep(
         self, spelling: Spelling, index: int, answer: Answer, text: str, start: int, end: int, head: str = ""
@@ -336,6 +388,26 @@ def _gains_thoughts(text: str, start: int, answer: Answer) -> bool:
     """Whether the template ends thoughts before text[start:] that were not there when the answer began."""
     before = text[max(0, start - BEFORE_CHARS) : start]
     return before.rstrip().endswith("</think>") and not answer.before.rstrip().endswith("</think>")
+
+
+_DONE: list[Message] = [{"role": "assistant", "content": "done"}, {"role": "user", "content": "more"}]
+
+
+def _called(**said: str) -> list[Message]:
+    """A chat in which a call is answered; the message with the call says something else as well."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": None, "tool_calls": [call]} | said,
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "told"},
+    ]
+
+
+def _without_no_thoughts(written: str, body: str) -> str:
+    """`written` without the empty thoughts with which a template begins it, unless `body` begins so as well."""
+    if written == body:
+        return written
+    return next((written[len(none) :] for none in NO_THOUGHTS if written.startswith(none)), written)
 
 
 def _said(text: str, call_ids: Sequence[str]) -> str:
