@@ -19,6 +19,7 @@ from radixrt.messages import NO_TENANT, TOKEN_BYTES, ChatPrompt, DropReason, Nam
 from radixrt.tokens.chain import Message, bare
 from radixrt.tokens.errors import FieldError
 from radixrt.tokens.histories import text_of
+from radixrt.tokens.rewriting import REASONING_KEYS
 from radixrt.tokens.special_text import ESCAPE, unescaped
 from radixrt.tokens.tokenizer import Tokenizer
 
@@ -160,9 +161,10 @@ class Speller:
 
     def _places(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> dict[int, tuple[int, int]]:
         """Where the template writes these messages: found by rendering marks in place of everything in them or, if the
-        template refuses that, in place of their content, or of the arguments of their first call."""
+        template refuses that or then writes what is before otherwise, in place of all but their thinking, or in place
+        of their content, or of the arguments of their first call."""
         places: dict[int, tuple[int, int]] = {}
-        for marked in (_marked, _marked_within):
+        for marked in (_marked, _marked_behind_thoughts, _marked_within):
             if others := {index: answer for index, answer in answers.items() if index not in places}:
                 places |= self._marks(prompt, text, others, marked)
         return places
@@ -423,6 +425,10 @@ def _one_header(match: re.Match[str]) -> str:
 
 def _marked(message: Message, mark: str) -> Message:
     return {"role": "assistant", "content": mark}
+
+
+def _marked_behind_thoughts(message: Message, mark: str) -> Message:
+    return _marked(message, mark) | {name: message[name] for name in REASONING_KEYS if name in message}
 
 
 def _marked_within(message: Message, mark: str) -> Message:
