@@ -78,10 +78,11 @@ def _call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
-    return [call.get("id"), function.get("name"), _arguments(function.get("arguments"))]
+    return [call.get("id"), function.get("name"), arguments_of(function.get("arguments"))]
 
 
-def _arguments(arguments: Any) -> Any:
+def arguments_of(arguments: Any) -> Any:
+    """The arguments of a call in a normal form: what they say as JSON or, if they are none, their text."""
     if not isinstance(arguments, str):
         return _plain_numbers(arguments) if arguments is not None else {}
     if not is_parsed(arguments):

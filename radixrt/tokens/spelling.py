@@ -7,16 +7,17 @@ ids     of the text              | as generated      | of the text
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from radixrt.messages import NO_TENANT, TOKEN_BYTES, ChatPrompt, DropReason, Namespace
-from radixrt.tokens.chain import Message, bare
+from radixrt.tokens.chain import Message, arguments_of, bare
 from radixrt.tokens.errors import FieldError
 from radixrt.tokens.histories import text_of
 from radixrt.tokens.rewriting import REASONING_KEYS
@@ -44,6 +45,7 @@ NO_THOUGHTS = (
 space."""
 ENDED = "</think>"
 """The same of prompts that do not begin thoughts and end them."""
+_THINKING_BEGIN = re.compile(r"(<\w*:?think\w*>|\[THINK\])\s*(</think>\s*)?$")
 _WHITE_SPACE = re.compile(r"\s*")
 _HEADER = re.compile(r"( to=[^\s<]+)?<\|channel\|>(\w+)( to=[^\s<]+)?(?: ?(?:<\|constrain\|>)?(\w+))?<\|message\|>")
 """The header of a Harmony message (see `frontend.parsing.harmony`): templates write the recipient before the channel,
@@ -162,9 +164,9 @@ class Speller:
     def _places(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> dict[int, tuple[int, int]]:
         """Where the template writes these messages: found by rendering marks in place of everything in them or, if the
         template refuses that or then writes what is before otherwise, in place of all but their thinking, or in place
-        of their content, or of the arguments of their first call."""
+        of their content, or of the arguments of their first call, or of the first one of these."""
         places: dict[int, tuple[int, int]] = {}
-        for marked in (_marked, _marked_behind_thoughts, _marked_within):
+        for marked in (_marked, _marked_behind_thoughts, _marked_within, _marked_value):
             if others := {index: answer for index, answer in answers.items() if index not in places}:
                 places |= self._marks(prompt, text, others, marked)
         return places
@@ -185,7 +187,7 @@ class Speller:
             marked = self._tokenizer.apply_chat(msgspec.structs.replace(prompt, messages=messages))
         except FieldError:
             return {}
-        first, *rest = re.split(rf'(?:\{{"mark":\s*")?turn{nonce}x([0-9]+)x(?:"\}})?', marked)
+        first, *rest = re.split(rf'(?:\{{"mark":\s*)?"?turn{nonce}x([0-9]+)x"?(?:(?<=")\}})?', marked)
         indices, between = list(map(int, rest[::2])), rest[1::2]
         if indices != sorted(set(indices)) or not text.startswith(first.rstrip()):
             return {}
@@ -219,10 +221,12 @@ class Speller:
         call_ids = _call_ids(prompt.messages[index])
         written, body, whole = (_said(part, call_ids) for part in (text[start:end], answer.body, lost + answer.body))
         if written != whole or _gains_thoughts(text, start, answer):
-            for early, late in _around(text, at, end, opening, answer):
-                found = _without_no_thoughts(_said(text[early:late], call_ids), body)
-                if found == body or _lacks_thinking(found, body, answer.reasoning) or self._recasts(found, body):
-                    start, end, lost, written, whole = early, late, "", found, body
+            for early, late, rest in _around(text, at, end, opening, answer):
+                said = _said(rest, ()) + body
+                found = _without_no_thoughts(_said(text[early:late], call_ids), said)
+                found = found.removeprefix(ENDED) if said.startswith(NO_THOUGHTS) else found
+                if found == said or _lacks_thinking(found, said, answer.reasoning) or self._recasts(found, said):
+                    start, end, lost, written, whole = early, late, rest, found, said
                     break
         if written == whole:
             if text[start:end] != lost + answer.body:
@@ -371,19 +375,24 @@ def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, st
     return at, ""
 
 
-def _around(text: str, at: int, end: int, opening: str, answer: Answer) -> Iterator[tuple[int, int]]:
+def _around(text: str, at: int, end: int, opening: str, answer: Answer) -> Iterator[tuple[int, int, str]]:
     """Where an answer may be if the template writes a part of it outside of text[at:end]: before it the header of a
     message or thoughts, behind it the end of calls of which only the first one's arguments were marked.
 
-    It may begin at its former place, or after the last opening.
+    It may begin at its former place, or after the last opening, or after all of that but the beginning of thoughts.
+    Yields (where it begins, where it ends, the rest of the opening).
     """
     ends = [end]
     if answer.end and (found := text.find(answer.end, end)) > end:
         ends.append(found)
     if answer.offset < at and text.endswith(answer.before, 0, answer.offset):
-        yield from ((answer.offset, late) for late in ends)
-    if opening.strip() and (found := text.rfind(opening, 0, at)) >= 0:
-        yield from ((found + len(opening), late) for late in ends)
+        yield from ((answer.offset, late, "") for late in ends)
+    header = _THINKING_BEGIN.sub("", opening)
+    rest = opening[len(header) :]
+    header = header if header.strip() else answer.before.removesuffix(rest)
+    for begin, behind in {opening: "", header: rest}.items():
+        if begin.strip() and (found := text.rfind(begin, 0, at)) >= 0:
+            yield from ((found + len(begin), late, behind) for late in ends)
 
 
 def _gains_thoughts(text: str, start: int, answer: Answer) -> bool:
@@ -432,11 +441,21 @@ def _marked_behind_thoughts(message: Message, mark: str) -> Message:
 
 
 def _marked_within(message: Message, mark: str) -> Message:
-    """A message with the mark as its content, or as an argument of its first call."""
+    """A message with the mark as its content, or as the only argument of its first call."""
+    return _with_arguments(message, mark, lambda _: {"mark": mark})
+
+
+def _marked_value(message: Message, mark: str) -> Message:
+    """The same with the mark as the call's first argument: some templates do not write arguments as JSON."""
+    return _with_arguments(message, mark, lambda arguments: arguments | dict.fromkeys(list(arguments)[:1], mark))
+
+
+def _with_arguments(message: Message, mark: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
     first, *more = message.get("tool_calls") or (None,)
     if not isinstance(first, dict) or not isinstance(first.get("function"), dict):
         return message | {"content": mark}
-    function = first["function"] | {"arguments": f'{{"mark": "{mark}"}}'}
+    given = arguments_of(first["function"].get("arguments"))
+    function = first["function"] | {"arguments": json.dumps(change(given if isinstance(given, dict) else {}))}
     return message | {"tool_calls": [first | {"function": function}, *more]}
 
 

@@ -54,6 +54,14 @@ COUNT = (
     "{% for c in m.tool_calls or [] %}{% set _ = counted.ids.append(c.function.name) %}{% endfor %}"
     "{% if m.role == 'tool' %}{{ counted.ids.pop(0) if counted.ids else 'unknown' }}: {% endif %}"
 )
+XML_CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ '\\n\\n<function=' + c.function.name + '>' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ '<parameter=' + k + '>' + v + '</parameter>' }}{% endfor %}"
+    "{{ '</function>' }}{% endfor %}"
+)
+NO_ORPHANS = (
+    "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+)
 REFUSE = "{% if m.content[:4] == 'turn' %}{{ raise_exception('no') }}{% endif %}"
 TEMPLATES = {
     "plain": chat(CONTENT + CALLS),
@@ -61,6 +69,7 @@ TEMPLATES = {
     "thinking": chat(THOUGHT + CONTENT + CALLS, LAST_USER),
     "thinks first": chat(THOUGHT + CONTENT + CALLS, LAST_USER, "<think>\\n"),
     "empty thoughts": chat(EMPTY_THOUGHT + CONTENT + CALLS, LAST_USER),
+    "xml calls": chat(NO_ORPHANS + THOUGHT + CONTENT + XML_CALLS, LAST_USER, "<think>\\n"),
     "counts calls": chat(COUNT + CONTENT + CALLS, "{% set counted = namespace(ids=[]) %}"),
     "no thinking": chat(CONTENT, opening="<think>\\n\\n</think>\\n\\n"),
     "reasons": chat(CONTENT, opening="These are my reasons:\\n"),
@@ -448,6 +457,26 @@ def test_empty_thoughts_that_were_generated_stay(talk: Talk) -> None:
     assert meant(shown(talk)) == meant(encoded.text)
     talk.answer("unfinished", said("assistant", "unfinished"))
     assert talk.ask(said("user", "And?")).ids.startswith(encoded.ids) == (head != "\n"), "it is in open thoughts"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_white_space_before_a_call_loses_nothing_where_calls_are_no_json(folder: Path, keep: bool) -> None:
+    """And results need their calls: only the value of an argument can be marked. Thoughts go with a new question."""
+    talk = make_talk(folder, "xml calls", keep_thinking=keep)
+    for turn in range(2):
+        talk.ask(said("user", "Find it."))
+        assert talk.encoded.ids.startswith(talk.whole) == (keep or turn == 0)
+        for number in range(2):
+            made = call({"city": f"Rome {number}", "unit": "C"})
+            generated = f"{REASONING}\n</think>\nI look.\n<function=find><parameter=city>Rome {number}</parameter>"
+            message = said("assistant", "I look.", tool_calls=[made], reasoning_content=REASONING)
+            talk.answer(f"{generated}<parameter=unit>C</parameter></function>", message)
+            encoded = talk.ask(said("tool", "found", tool_call_id="abcdefghi"))
+            assert encoded.ids.startswith(talk.whole)
+            assert [one.reason for one in encoded.dropped] == ([] if keep or turn == 0 else ["thinking"] * 3)
+        talk.answer(
+            f"{REASONING}\n</think>\n\nIt is there.", said("assistant", "It is there.", reasoning_content=REASONING)
+        )
 
 
 @pytest.mark.parametrize("count", [1, 2])
