@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -442,21 +442,26 @@ def _marked_behind_thoughts(message: Message, mark: str) -> Message:
 
 def _marked_within(message: Message, mark: str) -> Message:
     """A message with the mark as its content, or as the only argument of its first call."""
-    return _with_arguments(message, mark, lambda _: {"mark": mark})
+    return _in_call(message, mark, lambda _: {"arguments": json.dumps({"mark": mark})})
 
 
 def _marked_value(message: Message, mark: str) -> Message:
-    """The same with the mark as the call's first argument: some templates do not write arguments as JSON."""
-    return _with_arguments(message, mark, lambda arguments: arguments | dict.fromkeys(list(arguments)[:1], mark))
+    """The same with the mark as the call's first argument, or as its name if it has none: some templates do not write
+    arguments as JSON."""
+
+    def marked(function: Message) -> Message:
+        given = arguments_of(function.get("arguments"))
+        first = list(given)[:1] if isinstance(given, dict) else []
+        return {"arguments": json.dumps(given | dict.fromkeys(first, mark))} if first else {"name": mark}
+
+    return _in_call(message, mark, marked)
 
 
-def _with_arguments(message: Message, mark: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Message:
+def _in_call(message: Message, mark: str, marked: Callable[[Message], Message]) -> Message:
     first, *more = message.get("tool_calls") or (None,)
     if not isinstance(first, dict) or not isinstance(first.get("function"), dict):
         return message | {"content": mark}
-    given = arguments_of(first["function"].get("arguments"))
-    function = first["function"] | {"arguments": json.dumps(change(given if isinstance(given, dict) else {}))}
-    return message | {"tool_calls": [first | {"function": function}, *more]}
+    return message | {"tool_calls": [first | {"function": first["function"] | marked(first["function"])}, *more]}
 
 
 def _call_ids(message: Message) -> tuple[str, ...]:

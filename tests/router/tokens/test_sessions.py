@@ -466,11 +466,10 @@ def test_white_space_before_a_call_loses_nothing_where_calls_are_no_json(folder:
     for turn in range(2):
         talk.ask(said("user", "Find it."))
         assert talk.encoded.ids.startswith(talk.whole) == (keep or turn == 0)
-        for number in range(2):
-            made = call({"city": f"Rome {number}", "unit": "C"})
-            generated = f"{REASONING}\n</think>\nI look.\n<function=find><parameter=city>Rome {number}</parameter>"
-            message = said("assistant", "I look.", tool_calls=[made], reasoning_content=REASONING)
-            talk.answer(f"{generated}<parameter=unit>C</parameter></function>", message)
+        for arguments in ({"city": "Rome", "unit": "C"}, {}):
+            written = "".join(f"<parameter={key}>{value}</parameter>" for key, value in arguments.items())
+            message = said("assistant", "I look.", tool_calls=[call(arguments)], reasoning_content=REASONING)
+            talk.answer(f"{REASONING}\n</think>\nI look.\n<function=find>{written}</function>", message)
             encoded = talk.ask(said("tool", "found", tool_call_id="abcdefghi"))
             assert encoded.ids.startswith(talk.whole)
             assert [one.reason for one in encoded.dropped] == ([] if keep or turn == 0 else ["thinking"] * 3)
