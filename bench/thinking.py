@@ -12,7 +12,7 @@ prompts and answers of the session, as a cache does that forgets nothing. Tokens
               THOUGHT_SHARE, as in the recorded sessions that count them (`tracelab_examples`)
 
 prompt    tokens of all prompts: what attention reads, and what a client is billed for
-computed  tokens of them that no earlier request of the session left in the cache
+computed  tokens of them, first prompts aside, that no earlier request of the session left in the cache
 kept      tokens that the session leaves in the cache, all branches
 longest   tokens of the longest prompt
 """
@@ -195,7 +195,7 @@ class Played:
                 hit = max((common(prompt, other) for other in seen[-4:]), default=0)
                 self.turns += 1
                 self.prompt += len(prompt)
-                self.computed += len(prompt) - hit
+                self.computed += (len(prompt) - hit) * bool(seen)
                 self.longest = max(self.longest, len(prompt))
                 seen.append(np.frombuffer(encoded.ids + ids[:-4], "<i4"))  # the last token is not computed
                 self.kept += len(seen[-1]) - hit

@@ -166,15 +166,20 @@ class Speller:
         template refuses that or then writes what is before otherwise, in place of all but their thinking, or in place
         of their content, or of the arguments of their first call, or of the first one of these."""
         places: dict[int, tuple[int, int]] = {}
+        refused = False
         for marked in (_marked, _marked_behind_thoughts, _marked_within, _marked_value):
-            if others := {index: answer for index, answer in answers.items() if index not in places}:
-                places |= self._marks(prompt, text, others, marked)
+            others = {index: answer for index, answer in answers.items() if index not in places}
+            if others and not (refused and marked is _marked_behind_thoughts):  # thoughts would not change its mind
+                found = self._marks(prompt, text, others, marked)
+                refused = found is None
+                places |= found or {}
         return places
 
     def _marks(
         self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], marked_as: Callable[[Message, str], Message]
-    ) -> dict[int, tuple[int, int]]:
-        """Where the messages are in the text, found by rendering each as `marked_as` returns it with a mark.
+    ) -> dict[int, tuple[int, int]] | None:
+        """Where the messages are in the text, found by rendering each as `marked_as` returns it with a mark. None if
+        the template refuses that.
 
         marked  ......<|im_start|>assistant\\n MARK <|im_end|>\\n.....      white space before a mark may be its own
         text    ......<|im_start|>assistant (\\n answer) <|im_end|>\\n.....
@@ -186,7 +191,7 @@ class Speller:
         try:
             marked = self._tokenizer.apply_chat(msgspec.structs.replace(prompt, messages=messages))
         except FieldError:
-            return {}
+            return None
         first, *rest = re.split(rf'(?:\{{"mark":\s*)?"?turn{nonce}x([0-9]+)x"?(?:(?<=")\}})?', marked)
         indices, between = list(map(int, rest[::2])), rest[1::2]
         if indices != sorted(set(indices)) or not text.startswith(first.rstrip()):
