@@ -130,6 +130,7 @@ bench: $(VENV)/installed-test
 	$(BIN)/python -m bench.front
 	$(BIN)/python -m bench.tokens
 	$(BIN)/python -m bench.sessions
+	$(BIN)/python -m bench.thinking
 	$(BIN)/python -m bench.grammar
 	$(BIN)/python -m bench.lang
 
