@@ -132,6 +132,7 @@ bench: $(VENV)/installed-test
 	$(BIN)/python -m bench.tokens
 	$(BIN)/python -m bench.sessions
 	$(BIN)/python -m bench.calls
+	$(BIN)/python -m bench.thinking
 	$(BIN)/python -m bench.grammar
 	$(BIN)/python -m bench.lang
 

@@ -7,6 +7,7 @@ ids     of the text              | as generated      | of the text
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from radixrt.messages import NO_TENANT, TOKEN_BYTES, ChatPrompt, DropReason, Namespace
-from radixrt.tokens.chain import Message, bare
+from radixrt.tokens.chain import Message, arguments_of, bare
 from radixrt.tokens.errors import FieldError
 from radixrt.tokens.histories import text_of
+from radixrt.tokens.rewriting import REASONING_KEYS
 from radixrt.tokens.special_text import ESCAPE, unescaped
 from radixrt.tokens.tokenizer import Tokenizer
 
@@ -28,13 +30,28 @@ BEFORE_CHARS = 64
 MAX_OPENINGS = 64
 NOT_FOUND = "it cannot be told from the rest of what the template writes"
 RESPELLED = "the template writes its white space, JSON or headers in another way"
-THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>")
-NO_THOUGHTS = "<think></think>"
-"""What templates write before an answer whose thinking they drop, or that has none, without white space."""
+KEPT_THINKING = "its thinking is kept, which the template drops"
+NO_THINKING = "it has no thoughts, which the template writes in another way"
+TEXT_AS_THOUGHTS = "the template writes its text as thoughts, and its thoughts nowhere"
+NEXT_MESSAGE = "<|end|><|start|>assistant"
+"""What stands between two messages of one answer in Harmony's format."""
+THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>", NEXT_MESSAGE)
+NO_THOUGHTS = (
+    "<think></think>", "<seed:think></seed:think>", "[THINK][/THINK]", "<thinking></thinking>",
+    "<reasoning></reasoning>", "<|channel>thought<channel|>", "<|START_THINKING|><|END_THINKING|>",
+    "<|inner_prefix|><|inner_suffix|>", f"<|channel|>analysis<|message|>{NEXT_MESSAGE}",
+)  # fmt: skip
+"""What templates write, or leave out, before an answer that has no thoughts, or whose thoughts they drop; without white
+space."""
+ENDED = "</think>"
+"""The same of prompts that do not begin thoughts and end them."""
+_THINKING_BEGIN = re.compile(r"(<\w*:?think\w*>|\[THINK\])\s*(</think>\s*)?$")
 _WHITE_SPACE = re.compile(r"\s*")
 _HEADER = re.compile(r"( to=[^\s<]+)?<\|channel\|>(\w+)( to=[^\s<]+)?(?: ?(?:<\|constrain\|>)?(\w+))?<\|message\|>")
 """The header of a Harmony message (see `frontend.parsing.harmony`): templates write the recipient before the channel,
 models after it."""
+_UNADDRESSED = re.compile(r"<\|channel\|>(\w+)<\|message\|>(.*)", re.DOTALL)
+"""A Harmony message that is no call, without white space: its channel and its text."""
 
 
 @dataclass(slots=True)
@@ -103,9 +120,12 @@ class Speller:
     """Finds answers in the texts of one tokenizer's chat template.
 
     Text outside of spans stays as the template wrote it, and a span replaces only text of the same content: apart from
-    white space, the formatting of JSON and special tokens that the text has nowhere (see `_unseen`), and with
-    `keep_thinking` from thinking that the template drops or leaves empty. So the meaning of a prompt is always that of
-    the template, wherever spans are found.
+    white space, the formatting of JSON, empty thoughts and special tokens that the text has nowhere (see `_unseen`),
+    and with `keep_thinking` from thinking that the template drops or leaves empty. So the meaning of a prompt is always
+    that of the template, wherever spans are found.
+
+    gpt-oss' template cannot write text and thoughts beside a call: it writes the text as thoughts. There, too, an
+    answer stands as it was generated.
     """
 
     def __init__(self, tokenizer: Tokenizer, keep_thinking: bool) -> None:
@@ -113,6 +133,7 @@ class Speller:
         self._keep_thinking = keep_thinking
         self._openings: dict[str, str] = {}
         """By namespace and kind of message."""
+        self._writes_text_as_thoughts: bool | None = None
 
     def find(
         self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], namespace: Namespace = NO_TENANT
@@ -146,17 +167,23 @@ class Speller:
 
     def _places(self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer]) -> dict[int, tuple[int, int]]:
         """Where the template writes these messages: found by rendering marks in place of everything in them or, if the
-        template refuses that, in place of their content, or of the arguments of their first call."""
+        template refuses that or then writes what is before otherwise, in place of all but their thinking, or in place
+        of their content, or of the arguments of their first call, or of the first one of these."""
         places: dict[int, tuple[int, int]] = {}
-        for marked in (_marked, _marked_within):
-            if others := {index: answer for index, answer in answers.items() if index not in places}:
-                places |= self._marks(prompt, text, others, marked)
+        refused = False
+        for marked in (_marked, _marked_behind_thoughts, _marked_within, _marked_value):
+            others = {index: answer for index, answer in answers.items() if index not in places}
+            if others and not (refused and marked is _marked_behind_thoughts):  # thoughts would not change its mind
+                found = self._marks(prompt, text, others, marked)
+                refused = found is None
+                places |= found or {}
         return places
 
     def _marks(
         self, prompt: ChatPrompt, text: str, answers: Mapping[int, Answer], marked_as: Callable[[Message, str], Message]
-    ) -> dict[int, tuple[int, int]]:
-        """Where the messages are in the text, found by rendering each as `marked_as` returns it with a mark.
+    ) -> dict[int, tuple[int, int]] | None:
+        """Where the messages are in the text, found by rendering each as `marked_as` returns it with a mark. None if
+        the template refuses that.
 
         marked  ......<|im_start|>assistant\\n MARK <|im_end|>\\n.....      white space before a mark may be its own
         text    ......<|im_start|>assistant (\\n answer) <|im_end|>\\n.....
@@ -168,8 +195,8 @@ class Speller:
         try:
             marked = self._tokenizer.apply_chat(msgspec.structs.replace(prompt, messages=messages))
         except FieldError:
-            return {}
-        first, *rest = re.split(rf'(?:\{{"mark":\s*")?turn{nonce}x([0-9]+)x(?:"\}})?', marked)
+            return None
+        first, *rest = re.split(rf'(?:\{{"mark":\s*)?"?turn{nonce}x([0-9]+)x"?(?:(?<=")\}})?', marked)
         indices, between = list(map(int, rest[::2])), rest[1::2]
         if indices != sorted(set(indices)) or not text.startswith(first.rstrip()):
             return {}
@@ -202,34 +229,70 @@ class Speller:
         start, lost = _behind_opening(text, at, end, opening)
         call_ids = _call_ids(prompt.messages[index])
         written, body, whole = (_said(part, call_ids) for part in (text[start:end], answer.body, lost + answer.body))
-        if written != whole or self._keep_thinking and _gains_thoughts(text, start, answer):
-            for early, late in _around(text, at, end, opening, answer):
-                found = _said(text[early:late], call_ids)
-                if self._keep_thinking and found != body:
-                    found = found.removeprefix(NO_THOUGHTS)
-                if found == body or _lacks_thinking(found, body, answer.reasoning):
-                    start, end, lost, written, whole = early, late, "", found, body
+        if written != whole or _gains_thoughts(text, start, answer):
+            for early, late, rest in _around(text, at, end, opening, answer):
+                said = _said(rest, ()) + body
+                found = _without_no_thoughts(_said(text[early:late], call_ids), said)
+                found = found.removeprefix(ENDED) if said.startswith(NO_THOUGHTS) else found
+                if found == said or _lacks_thinking(found, said, answer.reasoning) or self._recasts(found, said):
+                    start, end, lost, written, whole = early, late, rest, found, said
                     break
         if written == whole:
             if text[start:end] != lost + answer.body:
-                spelling.respelled[index] = RESPELLED
-                answer.respelled = text[start:end] if start == answer.offset else None
+                self._respell(spelling, index, answer, text, start, end, RESPELLED)
+            self._keep(spelling, index, answer, text, start, end, lost)
+        elif whole.endswith(written) and whole[: len(whole) - len(written)] in (*NO_THOUGHTS, ENDED):
+            spelling.respelled[index] = NO_THINKING
             self._keep(spelling, index, answer, text, start, end, lost)
         elif written == body and not self._keep_thinking:
             spelling.drop(index, DropReason.OPENING, f"the template drops {lost.strip()!r} before it")
             self._keep(spelling, index, answer, text, start, end)
         elif written == body or _lacks_thinking(written, whole, answer.reasoning):
             if self._keep_thinking:
-                spelling.respelled[index] = "its thinking is kept, which the template drops"
+                spelling.respelled[index] = KEPT_THINKING
                 self._keep(spelling, index, answer, text, start, end, lost)
             else:
                 spelling.drop(index, DropReason.THINKING, "the template drops its thinking")
+        elif self._recasts(written, whole):
+            self._respell(spelling, index, answer, text, start, end, TEXT_AS_THOUGHTS)
+            self._keep(spelling, index, answer, text, start, end, lost)
         elif _is_parted(prompt.messages[index], written, whole):
-            spelling.respelled[index] = "the template writes its text and its calls apart"
-            answer.respelled = text[start:end] if start == answer.offset else None
+            self._respell(spelling, index, answer, text, start, end, "the template writes its text and its calls apart")
             self._keep(spelling, index, answer, text, start, end, lost)
         else:
             spelling.drop(index, DropReason.REWRITTEN, "the template writes it differently")
+
+    def _respell(
+        self, spelling: Spelling, index: int, answer: Answer, text: str, start: int, end: int, note: str
+    ) -> None:
+        spelling.respelled[index] = note
+        answer.respelled = text[start:end] if start == answer.offset else None
+
+    def _recasts(self, written: str, whole: str) -> bool:
+        """Whether `written` is `whole` without its thoughts, and with its text in their place.
+
+        whole    <|channel|>analysis<|message|> thoughts ... <|channel|>commentary<|message|> text ... call
+        written  <|channel|>analysis<|message|> text ... call
+        """
+        (*thoughts, call), (*parts, same) = written.split(NEXT_MESSAGE), whole.split(NEXT_MESSAGE)
+        found = [_UNADDRESSED.fullmatch(part) for part in parts]
+        said = "".join(match[2] for match in found if match and match[1] != "analysis")
+        recast = thoughts == [f"<|channel|>analysis<|message|>{said}"] and bool(said)
+        return recast and call == same and all(found) and self._text_goes_with_thoughts()
+
+    def _text_goes_with_thoughts(self) -> bool:
+        """Whether the template writes text beside a call as it writes thoughts there, and drops it where it drops
+        these. So where it writes such a text, it would write the thoughts. Found once."""
+        if self._writes_text_as_thoughts is None:
+            try:
+                self._writes_text_as_thoughts = all(
+                    self._tokenizer.apply_chat(ChatPrompt([*_called(content="mark"), *more]))
+                    == self._tokenizer.apply_chat(ChatPrompt([*_called(reasoning_content="mark"), *more]))
+                    for more in ((), _DONE)
+                )
+            except FieldError:
+                self._writes_text_as_thoughts = False
+        return self._writes_text_as_thoughts
 
     def _keep(
         self, spelling: Spelling, index: int, answer: Answer, text: str, start: int, end: int, head: str = ""
@@ -354,25 +417,50 @@ def _behind_opening(text: str, at: int, end: int, opening: str) -> tuple[int, st
     return at, ""
 
 
-def _around(text: str, at: int, end: int, opening: str, answer: Answer) -> Iterator[tuple[int, int]]:
+def _around(text: str, at: int, end: int, opening: str, answer: Answer) -> Iterator[tuple[int, int, str]]:
     """Where an answer may be if the template writes a part of it outside of text[at:end]: before it the header of a
     message or thoughts, behind it the end of calls of which only the first one's arguments were marked.
 
-    It may begin at its former place, or after the last opening.
+    It may begin at its former place, or after the last opening, or after all of that but the beginning of thoughts.
+    Yields (where it begins, where it ends, the rest of the opening).
     """
     ends = [end]
     if answer.end and (found := text.find(answer.end, end)) > end:
         ends.append(found)
     if answer.offset < at and text.endswith(answer.before, 0, answer.offset):
-        yield from ((answer.offset, late) for late in ends)
-    if opening.strip() and (found := text.rfind(opening, 0, at)) >= 0:
-        yield from ((found + len(opening), late) for late in ends)
+        yield from ((answer.offset, late, "") for late in ends)
+    header = _THINKING_BEGIN.sub("", opening)
+    rest = opening[len(header) :]
+    header = header if header.strip() else answer.before.removesuffix(rest)
+    for begin, behind in {opening: "", header: rest}.items():
+        if begin.strip() and (found := text.rfind(begin, 0, at)) >= 0:
+            yield from ((found + len(begin), late, behind) for late in ends)
 
 
 def _gains_thoughts(text: str, start: int, answer: Answer) -> bool:
     """Whether the template ends thoughts before text[start:] that were not there when the answer began."""
     before = text[max(0, start - BEFORE_CHARS) : start]
     return before.rstrip().endswith("</think>") and not answer.before.rstrip().endswith("</think>")
+
+
+_DONE: list[Message] = [{"role": "assistant", "content": "done"}, {"role": "user", "content": "more"}]
+
+
+def _called(**said: str) -> list[Message]:
+    """A chat in which a call is answered; the message with the call says something else as well."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    return [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": None, "tool_calls": [call]} | said,
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "told"},
+    ]
+
+
+def _without_no_thoughts(written: str, body: str) -> str:
+    """`written` without the empty thoughts with which a template begins it, unless `body` begins so as well."""
+    if written == body:
+        return written
+    return next((written[len(none) :] for none in NO_THOUGHTS if written.startswith(none)), written)
 
 
 def _said(text: str, call_ids: Sequence[str]) -> str:
@@ -390,13 +478,32 @@ def _marked(message: Message, mark: str) -> Message:
     return {"role": "assistant", "content": mark}
 
 
+def _marked_behind_thoughts(message: Message, mark: str) -> Message:
+    return _marked(message, mark) | {name: message[name] for name in REASONING_KEYS if name in message}
+
+
 def _marked_within(message: Message, mark: str) -> Message:
-    """A message with the mark as its content, or as an argument of its first call."""
+    """A message with the mark as its content, or as the only argument of its first call."""
+    return _in_call(message, mark, lambda _: {"arguments": json.dumps({"mark": mark})})
+
+
+def _marked_value(message: Message, mark: str) -> Message:
+    """The same with the mark as the call's first argument, or as its name if it has none: some templates do not write
+    arguments as JSON."""
+
+    def marked(function: Message) -> Message:
+        given = arguments_of(function.get("arguments"))
+        first = list(given)[:1] if isinstance(given, dict) else []
+        return {"arguments": json.dumps(given | dict.fromkeys(first, mark))} if first else {"name": mark}
+
+    return _in_call(message, mark, marked)
+
+
+def _in_call(message: Message, mark: str, marked: Callable[[Message], Message]) -> Message:
     first, *more = message.get("tool_calls") or (None,)
     if not isinstance(first, dict) or not isinstance(first.get("function"), dict):
         return message | {"content": mark}
-    function = first["function"] | {"arguments": f'{{"mark": "{mark}"}}'}
-    return message | {"tool_calls": [first | {"function": function}, *more]}
+    return message | {"tool_calls": [first | {"function": first["function"] | marked(first["function"])}, *more]}
 
 
 def _call_ids(message: Message) -> tuple[str, ...]:

@@ -44,10 +44,10 @@ def qwen_call(name: str, arguments: dict[str, str], number: int) -> str:
 
 
 def harmony_call(name: str, arguments: dict[str, str], number: int) -> str:
-    header = (
-        f"<|channel|>analysis<|message|>I call it.<|end|><|start|>assistant<|channel|>commentary to=functions.{name}"
-    )
-    return f"{header} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
+    thought = "<|channel|>analysis<|message|>It wants a call.<|end|><|start|>assistant"
+    said = "<|channel|>commentary<|message|>I call it.<|end|><|start|>assistant"
+    header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return f"{thought}{said}{header}{json.dumps(arguments)}<|call|>"
 
 
 def glm_call(name: str, arguments: dict[str, str], number: int) -> str:

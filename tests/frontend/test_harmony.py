@@ -322,6 +322,81 @@ def test_a_loop_of_tools_hits_to_the_last_token(model):
                      {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}]  # fmt: skip
 
 
+class Loop:
+    """A loop of tools through one API; a client sends what it got, with or without the thoughts."""
+
+    def __init__(self, model: Model, question: str, echoes: bool) -> None:
+        self.model, self.echoes = model, echoes
+        self.history: list[Any] = [{"role": "user", "content": question}]
+
+    def ask(self, text: str) -> int:
+        """The model generates `text`; the history goes on with the answer, the result of its call, and a question if
+        it has none. Returns how many tokens of the prompt were cached."""
+        self.model.says(text)
+        cached, answer, call_id = self.asked()
+        self.history += answer + [self.result(call_id) if call_id else {"role": "user", "content": "And then?"}]
+        return cached
+
+    def asked(self) -> tuple[int, list[Any], str]:
+        answer = self.model.client.chat.completions.create(model="m", messages=self.history, tools=[WEATHER])
+        message = answer.choices[0].message.model_dump(exclude_none=True)
+        if not self.echoes:
+            message.pop("reasoning_content", None)
+        call_id = message["tool_calls"][0]["id"] if "tool_calls" in message else ""
+        return answer.usage.prompt_tokens_details.cached_tokens, [message], call_id
+
+    def result(self, call_id: str) -> Any:
+        return {"role": "tool", "tool_call_id": call_id, "content": "sunny"}
+
+
+class MessagesLoop(Loop):
+    def asked(self) -> tuple[int, list[Any], str]:
+        tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+        fields = {"thinking": {"type": "enabled", "budget_tokens": 100}, "model": "m", "max_tokens": 200}
+        with anthropic.Anthropic(base_url=self.model.url, api_key="any", max_retries=0) as client:
+            answer = client.messages.create(messages=self.history, tools=tools, **fields)
+        content = [part for part in answer.content if self.echoes or part.type != "thinking"]
+        call_id = next((part.id for part in content if part.type == "tool_use"), "")
+        return answer.usage.cache_read_input_tokens, [{"role": "assistant", "content": content}], call_id
+
+    def result(self, call_id: str) -> Any:
+        return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call_id, "content": "sunny"}]}
+
+
+class ResponsesLoop(Loop):
+    def asked(self) -> tuple[int, list[Any], str]:
+        tools = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+        answer = self.model.client.responses.create(model="m", input=self.history, tools=tools)
+        items = [item.model_dump(exclude_none=True) for item in answer.output]
+        items = [item for item in items if self.echoes or item["type"] != "reasoning"]
+        call_id = next((item["call_id"] for item in items if item["type"] == "function_call"), "")
+        return answer.usage.input_tokens_details.cached_tokens, items, call_id
+
+    def result(self, call_id: str) -> Any:
+        return {"type": "function_call_output", "call_id": call_id, "output": "sunny"}
+
+
+@pytest.mark.parametrize("echoes", [True, False], ids=["thinking comes back", "thinking stays away"])
+@pytest.mark.parametrize("channel", ["commentary", "final"])
+@pytest.mark.parametrize("loop", [Loop, MessagesLoop, ResponsesLoop], ids=["chat", "messages", "responses"])
+def test_thoughts_and_text_before_a_call_hit_to_the_last_token(model, loop, channel, echoes):
+    """The template can write only one of them, and writes the text as thoughts: the prompt has both, as generated."""
+    talk = loop(model, f"{loop.__name__}, {channel}, {echoes}?", echoes)
+    said = f"<|channel|>{channel}<|message|>I look.<|end|><|start|>assistant"
+    talk.ask(THOUGHT + said + CALL)
+    turns = [THOUGHT + CALL, THOUGHT + said + THOUGHT + said + CALL, said + CALL, THOUGHT + ANSWER]
+    if loop is ResponsesLoop:  # the second text would be an item of its own, which is read as another answer
+        del turns[1]
+    for text in turns:
+        request, _, _, ids = model.answers[0]
+        whole = [*memoryview(request.prompt.ids).cast("i"), *ids]
+        assert talk.ask(text) == len(whole) - 1
+        assert [*memoryview(model.answers[0][0].prompt.ids).cast("i")][: len(whole)] == whole
+    talk.ask(THOUGHT + ANSWER)
+    last = model.tokenizer.decode([*memoryview(model.answers[0][0].prompt.ids).cast("i")], False)
+    assert "think" not in last and "I look" not in last and "It is sunny." in last, "all is dropped with the answer"
+
+
 def test_log_probabilities_of_two_messages(model):
     """The empty line between them is said by no token."""
     told = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + ANSWER
@@ -434,12 +509,35 @@ def test_an_answer_without_thoughts_hits(tmp_path):
 
 
 def test_text_and_thoughts_beside_a_call_are_no_reason_to_refuse(tmp_path):
-    """The template does refuse both; the thoughts go then."""
+    """The template does refuse both; of an unknown answer the thoughts go then."""
     talk = Talk(tmp_path, False)
+    talk.ask(USER, called_message(content="One moment.", **THINKING), TOOL)
+    assert "One moment." in talk.shown() and "think" not in talk.shown()
+
+
+@pytest.mark.parametrize("changed", ["text", "call"])
+@pytest.mark.parametrize("template", ["", "published"])
+def test_text_and_thoughts_that_were_generated_stay_unless_the_client_changes_them(
+    tmp_path, request, template, changed
+):
+    if template:
+        template = str(request.getfixturevalue("shared_data") / "chat_templates" / "openai-gpt-oss-120b.jinja")
+    talk = Talk(tmp_path, False, template)
+    talk.tools[0]["function"]["description"] = "Of a city."
     talk.ask(USER)
     said = "<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant"
-    talk.answer(THOUGHT + said + CALL, called_message(content="One moment.", **THINKING))
-    assert "One moment." in talk.ask(TOOL).text and "think" not in talk.encoded.text
+    talk.answer(
+        THOUGHT + said + CALL, called_message(content="One moment.", **THINKING), called_message(content="One moment.")
+    )
+    encoded = talk.ask(TOOL)
+    assert encoded.ids.startswith(talk.ids[-1]) and not encoded.dropped
+    assert encoded.respelled == ("message 1: the template writes its text as thoughts, and its thoughts nowhere",)
+    assert talk.ask().ids == encoded.ids
+    talk.messages[1] = json.loads(json.dumps(talk.messages[1]).replace(*CHANGES[changed]))
+    assert not talk.ask().kept_turns and talk.shown() == talk.encoded.text and "think" not in talk.encoded.text
+
+
+CHANGES = {"text": ("One moment.", "Wait."), "call": ("Paris", "Rome")}
 
 
 def test_another_call_is_another(tmp_path):

@@ -18,7 +18,7 @@ from radixrt.messages import ChatPrompt, DropReason
 from radixrt.tokens import Encoded, TextService, load_tokenizer
 from radixrt.tokens.chat_history import Conversations, facts
 from radixrt.tokens.spelling import Dropped
-from tests.frontend.scripted import FAMILIES, HERMES, Model, make_family, scripted
+from tests.frontend.scripted import FAMILIES, HERMES, Model, make_chat, make_family, scripted, scripted_chat
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "weather",  "arguments": {"city": "Paris", "days": 2.0}}\n</tool_call>'
@@ -58,7 +58,7 @@ def cached(answer: Any) -> int:
     return answer.usage.prompt_tokens_details.cached_tokens
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
@@ -254,6 +254,39 @@ def test_anthropic(hermes):
     assert second.usage.cache_read_input_tokens == len(sequences(hermes)[0])
     assert second.model_extra["radixrt"]["session"]["kept_turns"] == 1
     assert counted.input_tokens == second.usage.input_tokens + second.usage.cache_read_input_tokens
+
+
+HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+QWEN_CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+@pytest.mark.parametrize(("name", "call"), [("Qwen-Qwen3-0.6B", HERMES_CALL), ("Qwen3.5-4B", QWEN_CALL)])
+def test_published_templates_over_messages(shared_data, tmp_path, name, call, thinks):
+    """Without `thinking` the prompt ends with an empty thought, which the template drops later: nothing is computed
+    again. Of white space before a call, the template writes another."""
+    folder = make_chat(tmp_path, (shared_data / "chat_templates" / f"{name}.jinja").read_text(), ())
+    tools = [{"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}]
+    fields: Any = {"model": "m", "max_tokens": 200, "tools": tools}
+    thought = ""
+    if thinks:
+        fields["thinking"] = {"type": "enabled", "budget_tokens": 100}
+        thought = "Hm.\n</think>\n\n" if name == "Qwen3.5-4B" else "<think>\nHm.\n</think>\n\n"
+    messages: list[Any] = [user("How is Paris?")]
+    with (
+        scripted_chat(folder) as model,
+        anthropic.Anthropic(base_url=model.url, api_key="any", max_retries=0) as client,
+    ):
+        for text in (f"I look.\n{call}", f"\n{call}", "It is sunny.", "Rain.", "More rain."):
+            model.script.texts = deque([odd(model, thought + text)])
+            answer = client.messages.create(messages=messages, **fields)
+            if len(messages) > 1 and not (thinks and messages[-1] == user("And then?")):
+                assert answer.usage.cache_read_input_tokens == len(sequences(model)[-2]), text
+            messages.append({"role": "assistant", "content": answer.content})
+            called = [part.id for part in answer.content if part.type == "tool_use"]
+            results = [{"type": "tool_result", "tool_use_id": id, "content": "sunny"} for id in called]
+            messages.append(user(results or "And then?"))
+    assert answer.model_extra["radixrt"]["session"]["kept_turns"] == (0 if thinks else 4)
 
 
 @pytest.mark.parametrize("streams", [False, True])

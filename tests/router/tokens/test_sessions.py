@@ -56,6 +56,14 @@ COUNT = (
     "{% for c in m.tool_calls or [] %}{% set _ = counted.ids.append(c.function.name) %}{% endfor %}"
     "{% if m.role == 'tool' %}{{ counted.ids.pop(0) if counted.ids else 'unknown' }}: {% endif %}"
 )
+XML_CALLS = (
+    "{% for c in m.tool_calls or [] %}{{ '\\n\\n<function=' + c.function.name + '>' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ '<parameter=' + k + '>' + v + '</parameter>' }}{% endfor %}"
+    "{{ '</function>' }}{% endfor %}"
+)
+NO_ORPHANS = (
+    "{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
+)
 REFUSE = "{% if m.content[:4] == 'turn' %}{{ raise_exception('no') }}{% endif %}"
 TEMPLATES = {
     "plain": chat(CONTENT + CALLS),
@@ -63,8 +71,10 @@ TEMPLATES = {
     "thinking": chat(THOUGHT + CONTENT + CALLS, LAST_USER),
     "thinks first": chat(THOUGHT + CONTENT + CALLS, LAST_USER, "<think>\\n"),
     "empty thoughts": chat(EMPTY_THOUGHT + CONTENT + CALLS, LAST_USER),
+    "xml calls": chat(NO_ORPHANS + THOUGHT + CONTENT + XML_CALLS, LAST_USER, "<think>\\n"),
     "counts calls": chat(COUNT + CONTENT + CALLS, "{% set counted = namespace(ids=[]) %}"),
     "no thinking": chat(CONTENT, opening="<think>\\n\\n</think>\\n\\n"),
+    "reasons": chat(CONTENT, opening="These are my reasons:\\n"),
     "switch": chat(CONTENT, opening="' + ('<think>\\n\\n</think>\\n\\n' if 'now' in messages[-1].content else '') + '"),
     "moving": chat("{% if loop.index0 == ns.user %}" + TOOLS + "{% endif %}" + CONTENT, LAST_USER),
     "spaced": chat(CONTENT, end=" <|im_end|>"),
@@ -429,15 +439,46 @@ def test_thinking_that_a_template_empties_is_dropped_or_kept_in_its_place(folder
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_answer_without_thoughts_gains_the_template_s_empty_ones_or_stays_as_it_was(
-    folder: Path, keep: bool
-) -> None:
+def test_an_answer_without_thoughts_gains_none_of_the_template_s_empty_ones(folder: Path, keep: bool) -> None:
     talk = make_talk(folder, "empty thoughts", keep_thinking=keep)
     for turn in range(3):
         encoded = talk.ask(said("user", "Who?"))
-        assert encoded.ids.startswith(talk.whole) == (keep or turn == 0) and not encoded.dropped
-        assert shown(talk).count("<think></think>") == (0 if keep else turn)
+        assert encoded.ids.startswith(talk.whole) and encoded.kept_turns == turn and not encoded.dropped
+        assert shown(talk).count("<think></think>") == 0 and encoded.text.count("<think></think>") == turn
         talk.answer(f"the dog {turn}")
+
+
+@pytest.mark.parametrize("talk", ["thinking", "thinks first"], indirect=True)
+def test_empty_thoughts_that_were_generated_stay(talk: Talk) -> None:
+    """The template drops them, and there was nothing in them."""
+    talk.ask(said("user", "Who?"))
+    head = "\n" if talk.encoded.text.endswith("<think>\n") else "<think>\n\n"
+    whole = talk.answer(f"{head}</think>\n\nthe dog", said("assistant", "the dog"))
+    encoded = talk.ask(said("user", "And?"))
+    assert encoded.ids.startswith(whole) and encoded.kept_turns == 1 and not encoded.dropped
+    assert encoded.respelled == ("message 1: it has no thoughts, which the template writes in another way",)
+    assert meant(shown(talk)) == meant(encoded.text)
+    talk.answer("unfinished", said("assistant", "unfinished"))
+    assert talk.ask(said("user", "And?")).ids.startswith(encoded.ids) == (head != "\n"), "it is in open thoughts"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_white_space_before_a_call_loses_nothing_where_calls_are_no_json(folder: Path, keep: bool) -> None:
+    """And results need their calls: only the value of an argument can be marked. Thoughts go with a new question."""
+    talk = make_talk(folder, "xml calls", keep_thinking=keep)
+    for turn in range(2):
+        talk.ask(said("user", "Find it."))
+        assert talk.encoded.ids.startswith(talk.whole) == (keep or turn == 0)
+        for arguments in ({"city": "Rome", "unit": "C"}, {}):
+            written = "".join(f"<parameter={key}>{value}</parameter>" for key, value in arguments.items())
+            message = said("assistant", "I look.", tool_calls=[call(arguments)], reasoning_content=REASONING)
+            talk.answer(f"{REASONING}\n</think>\nI look.\n<function=find>{written}</function>", message)
+            encoded = talk.ask(said("tool", "found", tool_call_id="abcdefghi"))
+            assert encoded.ids.startswith(talk.whole)
+            assert [one.reason for one in encoded.dropped] == ([] if keep or turn == 0 else ["thinking"] * 3)
+        talk.answer(
+            f"{REASONING}\n</think>\n\nIt is there.", said("assistant", "It is there.", reasoning_content=REASONING)
+        )
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -458,16 +499,26 @@ def test_calls_are_found_where_a_template_counts_them(folder: Path, count: int) 
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_an_opening_that_the_template_drops(folder: Path, keep: bool) -> None:
-    """The prompt ended with an empty thought, which the history leaves out."""
+def test_an_empty_thought_of_the_prompt_that_the_template_drops_stays(folder: Path, keep: bool) -> None:
+    """The prompt ended with one, which the history leaves out."""
     talk = make_talk(folder, "no thinking", keep_thinking=keep)
+    for turn in range(3):
+        encoded = talk.ask(said("user", "Who?"))
+        assert encoded.ids.startswith(talk.whole) and encoded.kept_turns == turn and not encoded.dropped
+        assert shown(talk).count("<think>") == turn + 1 and encoded.text.count("<think>") == 1
+        talk.answer("the lazy dog")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_opening_that_the_template_drops(folder: Path, keep: bool) -> None:
+    """It says something: it goes, and the answer keeps its ids."""
+    talk = make_talk(folder, "reasons", keep_thinking=keep)
     talk.ask(said("user", "Who?"))
     whole = talk.answer("the lazy dog")
     encoded = talk.ask(said("user", "And?"))
-    assert encoded.ids.startswith(whole) == keep
-    assert encoded.kept_turns == 1
+    assert encoded.ids.startswith(whole) == keep and encoded.kept_turns == 1
     if not keep:
-        assert tuple(map(str, encoded.dropped)) == ("message 1: the template drops '<think>\\n\\n</think>' before it",)
+        assert tuple(map(str, encoded.dropped)) == ("message 1: the template drops 'These are my reasons:' before it",)
         assert shown(talk) == encoded.text
 
 
@@ -932,16 +983,22 @@ NASTY = (
 )
 
 
+def meant(text: str) -> str:
+    """A text without white space and empty thoughts."""
+    return bare(text).replace("<think></think>", "")
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_prompt_means_what_the_template_makes_of_it(folder: Path, template: str) -> None:
-    """Whatever was generated, by whom, and however it comes back: but for white space, the text is the template's."""
+    """Whatever was generated, by whom, and however it comes back: but for white space, and empty thoughts, the text is
+    the template's."""
     talk, kept = make_talk(folder, template), 0
     for seed in range(40):
         rng = random.Random(seed)
         talk.messages = []
         for _ in range(4):
             talk.ask(*[said("user", "".join(rng.choices(NASTY, k=3))) for _ in range(rng.randint(0, 2) or 1)])
-            assert bare(shown(talk)) == bare(talk.encoded.text)
+            assert meant(shown(talk)) == meant(talk.encoded.text)
             kept += talk.encoded.kept_turns
             content = "".join(rng.choices(NASTY, k=rng.randrange(4)))
             thought = rng.choice((None, "the dog", "o"))
