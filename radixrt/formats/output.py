@@ -107,7 +107,7 @@ class Output:
                 if not tool.strict:
                     continue
                 part = Grammar("json_schema", json.dumps(tool.function().schema, ensure_ascii=False))
-                await check_aside(part, f"{tool.field}.parameters", key)
+                await check_aside(part, tool.schema_field, key)
             raise
         return self.grammar
 
@@ -160,6 +160,8 @@ class Formats:
             unenforced = wanted.unenforced if wanted else ()
         if unenforced:
             warnings = (*warnings, f"not enforced: {', '.join(unenforced)}")
+        if malformed := [f"{tool.schema_field}{at}" for tool in use.tools for at in tool.malformed]:
+            warnings = (*warnings, f"malformed, and left out: {', '.join(malformed)}")
         output = Output(tools, use, self.reasoning, thinking, grammar, field, warnings)
         if not output.parses or not skips_special:
             return output

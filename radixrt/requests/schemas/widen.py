@@ -9,6 +9,7 @@ from typing import Any
 from radixrt.requests.schemas.inexact import Inexact, place
 from radixrt.requests.schemas.patterns import in_json
 from radixrt.requests.schemas.rewrite import rewrite
+from radixrt.requests.schemas.shape import well_formed
 
 MAX_DROPPED = 64
 """The most keywords that are dropped; with more, the schema is."""
@@ -25,8 +26,11 @@ def widened(schema: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def _widened(text: str) -> tuple[str, tuple[str, ...]]:
-    schema = json.loads(text)
-    dropped: list[str] = []
+    try:
+        schema, malformed = well_formed(json.loads(text))
+    except Inexact:
+        return json.dumps({"type": "object"}), ("#",)
+    dropped = [one.place for one in malformed]
     while len(dropped) <= MAX_DROPPED:
         try:
             rewrite(schema, in_json)
