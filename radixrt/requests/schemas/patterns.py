@@ -23,6 +23,10 @@ MAX_MATCHED = 256
 """The longest text that is matched."""
 
 
+MAX_COUNTED = 128
+"""The most characters that an automaton counts: each is a state with a mask of its own."""
+
+
 class Unsupported(ValueError):
     """A pattern that cannot be followed; says which part."""
 
@@ -379,7 +383,10 @@ ANY_ESCAPE = (
 
 
 def in_json(node: Node) -> str:
-    """The pattern of the text between the quotes of a JSON string, for an automaton that knows nothing of JSON."""
+    """The pattern of the text between the quotes of a JSON string, for an automaton that knows nothing of JSON. If it
+    would count far, a note of how far: `ebnf` counts in blocks."""
+    if isinstance(node, Repeat) and node.inner == Chars(ALL) and max(node.least, node.most or 0) > MAX_COUNTED:
+        return f"counted {node.least} {'' if node.most is None else node.most}"
     return f"^{_written(node, _json_chars)}$"
 
 
