@@ -15,6 +15,8 @@ from radixrt.tokens.errors import refuse
 MAX_TOOLS = 1024
 MAX_NAME = 256
 CHOICES = ("auto", "none", "required")
+Arguments = Callable[[dict[str, Any]], Any]
+"""Writes arguments of a schema; see `parsing.ToolFormat`."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 SEPARATOR = "__"
 """Between the namespace and the name of a function."""
@@ -39,17 +41,21 @@ class Tool:
     def schema_field(self) -> str:
         return f"{self.field}.{self.own}"
 
-    def function(self, *, loose: bool = False) -> Function:
-        """The Function for a grammar. If it is not strict, its schema is the nearest wider one that can be enforced;
-        with `loose`, that of any object."""
+    def function(self, arguments: Arguments, *, loose: bool = False) -> Function:
+        """The Function for a grammar whose arguments are written by `arguments`. If it is not strict, its schema is the
+        nearest wider one that can be enforced; with `loose`, that of any object. Raises FieldError if it is strict and
+        cannot be enforced."""
         if not self.strict:
-            return Function(self.name, ANY_OBJECT if loose else widened(self.schema)[0])
+            return Function(self.name, ANY_OBJECT if loose else widened(self.schema, arguments)[0])
+        try:
+            arguments(self.schema)
+        except Inexact as problem:
+            refuse(self.schema_field, f"the JSON schema cannot be enforced: {problem}")
         return Function(self.name, self.schema)
 
-    @property
-    def unenforced(self) -> list[str]:
+    def unenforced(self, arguments: Arguments) -> list[str]:
         """JSON pointers to the keywords of the schema that `function` leaves out."""
-        return [] if self.strict else [f"{self.schema_field}{at}" for at in widened(self.schema)[1]]
+        return [] if self.strict else [f"{self.schema_field}{at}" for at in widened(self.schema, arguments)[1]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,18 @@ import re
 from typing import Any
 
 from radixrt.messages import Grammar
-from radixrt.requests.schemas.patterns import characters, in_json, in_text
+from radixrt.requests.schemas.patterns import NOTE, in_json, in_text
 from radixrt.requests.schemas.rewrite import rewrite
 
 JSON_PATTERN = re.compile(r'(Regex\("(?:\\.|[^"\\])*", json_string=)true\)')
-COUNTED = re.compile(r'Regex\("counted (\d+) (\d*)", json_string=\w+\)')
+COUNTED = re.compile(rf'Regex\("{NOTE}([0-9a-f]+)", json_string=\w+\)')
 BLOCK = 64
 """The characters of a block: more take longer to compile, fewer have more tokens that end in the next block, which are
 tried out one by one for a mask."""
+RAW = "raw"
+"""The style of strings of a format without quotes."""
+QUOTED = re.compile(r'^(root ::= .*?)"\\"" (.*) "\\""', re.M)
+ESCAPED_QUOTE = r'"\\" "\""', r'"\""'
 PLAIN_KEYS = {"type", "json_schema"}
 """Keys of a format of a structural tag whose text is JSON."""
 
@@ -43,17 +47,21 @@ def _tag(value: Any, any_space: bool) -> Any:
     if value.get("type") == "json_schema" and "json_schema" in value:
         if value.keys() == PLAIN_KEYS:
             return {"type": "grammar", "grammar": _ebnf(value["json_schema"], any_space)}
+        if value.get("style") == RAW:
+            return {"type": "grammar", "grammar": _ebnf(value["json_schema"], any_space, quoted=False)}
         return value | {"json_schema": rewrite(value["json_schema"], in_text)}
     return {key: _tag(inner, any_space) for key, inner in value.items()}
 
 
-def _ebnf(schema: Any, any_space: bool) -> str:
+def _ebnf(schema: Any, any_space: bool, quoted: bool = True) -> str:
+    """The EBNF of a schema; unless `quoted`, of the text of strings of a format."""
     import xgrammar
 
     text = json.dumps(rewrite(schema, in_json), ensure_ascii=False)
     grammar = xgrammar.Grammar.from_json_schema(text, any_whitespace=any_space)
     # xgrammar would leave all escapes out of the automaton of a pattern; `in_json` has those that are right.
-    return _with_counts(JSON_PATTERN.sub(r"\1false)", of_four_digits(str(grammar))))
+    ebnf = _with_counts(JSON_PATTERN.sub(r"\1false)", of_four_digits(str(grammar))))
+    return ebnf if quoted else QUOTED.sub(r"\1\2", ebnf).replace(*ESCAPED_QUOTE)
 
 
 def _with_counts(ebnf: str) -> str:
@@ -63,19 +71,27 @@ def _with_counts(ebnf: str) -> str:
     """
     rules: dict[str, str] = {}
 
-    def counted(least: int, most: int | None) -> str:
-        pattern = json.dumps(in_json(characters(least, most)))
-        return rules.setdefault(f"Regex({pattern}, json_string=false)", f"counted{len(rules)}")
+    def rule(pattern: str) -> str:
+        if not pattern:
+            return '""'
+        return rules.setdefault(f"Regex({json.dumps(pattern)}, json_string=false)", f"counted{len(rules)}")
+
+    def counted(one: str, least: int, most: int | None) -> str:
+        def some(low: int, high: int | None) -> str:
+            return rule("" if high == 0 else f"{one}{{{low},{'' if high is None else high}}}")
+
+        blocks, least = divmod(least, BLOCK)
+        most = most if most is None else most - blocks * BLOCK
+        begin = f"{some(BLOCK, BLOCK)}{{{blocks}}} " if blocks else ""
+        if most is None or most < 2 * BLOCK:
+            return begin + some(least, most)
+        last, rest = divmod(most, BLOCK)
+        ways = some(least, BLOCK - 1), f"{some(BLOCK, BLOCK)}{{1,{last - 1}}} {some(0, BLOCK - 1)}"
+        return f"{begin}({' | '.join(ways)} | {some(BLOCK, BLOCK)}{{{last}}} {some(0, rest)})"
 
     def written(note: re.Match[str]) -> str:
-        blocks, least = divmod(int(note[1]), BLOCK)
-        more = int(note[2]) - blocks * BLOCK if note[2] else None
-        begin = f"{counted(BLOCK, BLOCK)}{{{blocks}}} " if blocks else ""
-        if more is None or more < 2 * BLOCK:
-            return begin + counted(least, more)
-        last, rest = divmod(more, BLOCK)
-        ways = counted(least, BLOCK - 1), f"{counted(BLOCK, BLOCK)}{{1,{last - 1}}} {counted(0, BLOCK - 1)}"
-        return f"{begin}({' | '.join(ways)} | {counted(BLOCK, BLOCK)}{{{last}}} {counted(0, rest)})"
+        parts = json.loads(bytes.fromhex(note[1]))
+        return " ".join(rule(part) if isinstance(part, str) else counted(*part) for part in parts)
 
     ebnf = COUNTED.sub(written, ebnf)
     return "\n".join([ebnf, *(f"{name} ::= {pattern}" for pattern, name in rules.items())]) if rules else ebnf
