@@ -15,7 +15,7 @@ from typing import Any
 
 from radixrt.formats.parsing.formats import Schema, constant, either, json_schema, sequence
 from radixrt.requests.schemas.inexact import Inexact
-from radixrt.requests.schemas.patterns import ALL, Chars, Node, Ranges, Repeat, counts_far, in_text, other_than, without
+from radixrt.requests.schemas.patterns import ALL, Chars, Node, Ranges, Repeat, in_text, other_than, without
 from radixrt.requests.schemas.rewrite import DEFINED, rewrite
 
 Form = dict[str, Any]
@@ -152,7 +152,7 @@ class Writer(ABC):
         node = self._nodes[schema["pattern"]]
         if isinstance(node, Repeat) and node.inner == Chars(ALL):
             return _of_length(node.least, node.most, path)
-        if (kept := without(node, "<")) is None or counts_far(node):
+        if (kept := without(node, "<")) is None:
             raise Inexact((*path, "pattern"), CANNOT)
         return {"type": "regex", "pattern": in_text(kept)[1:-1]}
 

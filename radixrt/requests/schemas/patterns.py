@@ -133,7 +133,8 @@ def other_than(words: Iterable[str], first: Ranges = ALL, more: Ranges = ALL, em
     for char, rest in rests.items():
         if char and (begin := _common(_of(char), first)):
             parts.append(Sequence((Chars(begin), other_than(rest, more, more))))
-    return Either((*parts, Sequence((Chars(_common(first, _but(firsts))), Repeat(Chars(more), 0, None)))))
+    other = Sequence((Chars(_common(first, _but(firsts))), Repeat(Chars(more), 0, None)))
+    return Either((*parts, other)) if parts else other
 
 
 def without(node: Node, chars: str) -> Node | None:
@@ -409,7 +410,7 @@ ANY_ESCAPE = (
 def in_json(node: Node) -> str:
     """The pattern of the text between the quotes of a JSON string, for an automaton that knows nothing of JSON. If it
     would count far, a note of its parts: `ebnf` counts in blocks."""
-    if not counts_far(node):
+    if not _counts_far(node):
         return f"^{_written(node, _json_chars)}$"
     note = [
         [_json_chars(part.inner.ranges), part.least, part.most] if _is_far(part) else _written(part, _json_chars)  # type: ignore[union-attr]
@@ -418,14 +419,12 @@ def in_json(node: Node) -> str:
     return NOTE + json.dumps(note).encode().hex()  # in hexadecimal, as xgrammar reads it as a pattern
 
 
-def counts_far(node: Node) -> bool:
-    """Whether an automaton would have to count more than MAX_COUNTED characters."""
-    return any(map(_is_far, _parts(node)))
-
-
-def is_countable(node: Node) -> bool:
-    """Whether all that is counted far are characters, between other parts."""
-    return all(_is_far(part) and isinstance(part.inner, Chars) or not _repeats_far(part) for part in _parts(node))  # type: ignore[union-attr]
+def _counts_far(node: Node) -> bool:
+    """Whether an automaton would have to count more than MAX_COUNTED characters, between parts that count less."""
+    return any(map(_is_far, _parts(node))) and all(
+        _is_far(part) and isinstance(part.inner, Chars) or not _repeats_far(part)  # type: ignore[union-attr]
+        for part in _parts(node)
+    )
 
 
 def _parts(node: Node) -> tuple[Node, ...]:

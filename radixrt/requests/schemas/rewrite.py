@@ -27,11 +27,9 @@ from radixrt.requests.schemas.formats import ENFORCED
 from radixrt.requests.schemas.inexact import Inexact, Part
 from radixrt.requests.schemas.patterns import (
     ANYTHING,
-    MAX_COUNTED,
     NEVER,
     Node,
     characters,
-    is_countable,
     matches,
     other_than,
     within,
@@ -424,8 +422,6 @@ class _Rewriter:
         node = within(patterns[0][0], *bounds)
         if node is None:
             raise Inexact(rule.path, f"cannot be enforced beside the pattern {patterns[0][1].schema!r}")
-        if not is_countable(node):
-            raise Inexact(patterns[0][1].path, f"repeats more than {MAX_COUNTED} times what is no single character")
         return NONE if node == NEVER else {"type": "string", "pattern": self._pattern(node)}
 
     def _array(self, rule: Array) -> Any:
