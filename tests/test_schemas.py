@@ -277,7 +277,7 @@ ADMITTED = [
     (OBJECT | {"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
     (OBJECT | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"a": 1, "b": 1}], [{}]),
     ({"type": "string", "minLength": 1}, ['"', "a\n"], [""]),
-    ({"type": "string", "maxLength": 200}, ["", "a" * 200], ["a" * 201]),
+    ({"type": "string", "minLength": 200}, ["\n" * 200, "a" * 999], ["a" * 199]),
     ({"type": "string", "format": "date"}, ["2024-02-29"], ["2023-02-29", "2024-04-31"]),
     ({"type": "string", "format": "uri", "minLength": 1, "default": 3, "examples": [3]}, ["http://a.b/c"], ["a b"]),
     ({"type": "string", "format": "phone"}, ["any"], []),
@@ -295,6 +295,16 @@ def test_what_agents_ask_for_is_enforced(schema, right, wrong):
     grammar = grammar_of(schema)
     assert all(admits(grammar, value) for value in right)
     assert not any(admits(grammar, value) for value in wrong)
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 129), (63, 191), (130, 140), (100, 1000), (1000, 1000), (0, 100_000)])
+def test_long_strings_are_counted_in_characters(least, most):
+    """An escape is one."""
+    grammar = grammar_of({"type": "string", "minLength": least, "maxLength": most})
+    for length in {0, least - 1, least, least + 1, 127, 128, 192, (least + most) // 2, most - 1, most, most + 1}:
+        for char in ("a", "😀", r"\n", r"\"", r"\ud83d\ude00")[: 1 if length > 500 else 5]:
+            assert length < 0 or accepts(grammar, f'"{char * length}"') is (least <= length <= most), (length, char)
+    assert not accepts(grammar, '"' + "a" * least + '\t"'), "it is escaped in JSON"
 
 
 def test_recorded_schemas_are_enforced_or_refused(shared_data):

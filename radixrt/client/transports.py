@@ -34,6 +34,7 @@ from radixrt.messages import (
     Scored,
     Tokens,
 )
+from radixrt.messages.surrogates import NO_TEXT, surrogate_field
 
 log = logging.getLogger("radixrt.client.transports")
 
@@ -49,6 +50,15 @@ NATIVE_PATH = "/v1/native"
 
 Answer = Delta | Scored | Tokens | Info | Error | Done
 OnAnswer = Callable[[Answer], None]
+
+
+def _encoded(encode: Callable[[Any], bytes], request: Any) -> bytes:
+    """Raises ServerError (400) that names a text which is none."""
+    try:
+        return encode(request)
+    except UnicodeEncodeError:
+        field = (surrogate_field(request) or "").removeprefix("prompt.")
+        raise ServerError(400, f"{field}: {NO_TEXT}", field) from None
 
 
 class ServerError(Exception):
@@ -270,7 +280,7 @@ class ZmqTransport(RouterTransport):
             pending.fail(request_id, "the router cannot be reached")
 
     def _post(self, message: ClientRequest) -> bool:
-        return self._socket.send(wire.encode(message))
+        return self._socket.send(_encoded(wire.encode, message))
 
     def _disconnect(self) -> None:
         self._socket.close()
@@ -330,7 +340,7 @@ class HttpTransport:
         self.check()
         request.id = next(self._ids)
         pending = _Pending(request, on_answer)
-        work = self._post(request.id, self._encode(request), pending)
+        work = self._post(request.id, _encoded(self._encode, request), pending)
         self._open[request.id] = asyncio.get_running_loop().create_task(work), pending
         return request.id
 

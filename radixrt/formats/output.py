@@ -106,8 +106,8 @@ class Output:
             for tool in self.use.tools:
                 if not tool.strict:
                     continue
-                part = Grammar("json_schema", json.dumps(tool.function().schema, ensure_ascii=False))
-                await check_aside(part, f"{tool.field}.parameters", key)
+                part = Grammar("json_schema", json.dumps(tool.schema, ensure_ascii=False))
+                await check_aside(part, tool.schema_field, key)
             raise
         return self.grammar
 
@@ -155,11 +155,13 @@ class Formats:
         grammar, field = self._grammar(tools, use, wanted, thinking)
         warnings = self._warnings(bool(use.forced)) if use.tools else ()
         if tools is not None and use.forced:
-            unenforced = tuple(at for tool in use.forced for at in tool.unenforced)
+            unenforced = tuple(at for tool in use.forced for at in tool.unenforced(tools.arguments))
         else:
             unenforced = wanted.unenforced if wanted else ()
         if unenforced:
             warnings = (*warnings, f"not enforced: {', '.join(unenforced)}")
+        if malformed := [f"{tool.schema_field}{at}" for tool in use.tools for at in tool.malformed]:
+            warnings = (*warnings, f"malformed, and left out: {', '.join(malformed)}")
         output = Output(tools, use, self.reasoning, thinking, grammar, field, warnings)
         if not output.parses or not skips_special:
             return output
@@ -209,7 +211,7 @@ class Formats:
         """The grammar of an answer, and the field that it comes from."""
         if tools is not None and use.forced:
             # `wanted` constrains the text, and with forced calls there is none.
-            form = tools.forced([tool.function() for tool in use.forced], use.parallel)
+            form = tools.forced([tool.function(tools.arguments) for tool in use.forced], use.parallel)
             return self._tagged(form, thinking), "tool_choice"
         if wanted is not None:
             if thinking == "no" and tools is None:
@@ -218,12 +220,12 @@ class Formats:
             if isinstance(tools, Framed):
                 form = tools.with_text(form)
             if tools is not None and use.tools:
-                calls = tools.forced([tool.function(loose=True) for tool in use.tools], use.parallel)
+                calls = tools.forced([tool.function(tools.arguments, loose=True) for tool in use.tools], use.parallel)
                 form = either(calls, form)
             return self._tagged(form, thinking), wanted.field
         strict = [tool for tool in use.tools if tool.strict]
         if tools is not None and (strict or use.limited):
-            form = tools.free([tool.function(loose=True) for tool in use.tools], use.parallel)
+            form = tools.free([tool.function(tools.arguments, loose=True) for tool in use.tools], use.parallel)
             return self._tagged(form, thinking), f"{strict[0].field}.strict" if strict else "tool_choice"
         return None, ""
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from radixrt.formats.parsing import Function, Functions
+from radixrt.requests.schemas.inexact import Inexact
+from radixrt.requests.schemas.shape import well_formed
 from radixrt.requests.schemas.widen import widened
 from radixrt.tokens.errors import refuse
 
 MAX_TOOLS = 1024
 MAX_NAME = 256
-MAX_DEPTH = 64
-TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 CHOICES = ("auto", "none", "required")
+Arguments = Callable[[dict[str, Any]], Any]
+"""Writes arguments of a schema; see `parsing.ToolFormat`."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 SEPARATOR = "__"
 """Between the namespace and the name of a function."""
@@ -27,21 +29,33 @@ class Tool:
     name: str
     field: str
     schema: dict[str, Any]
-    """The JSON schema of its arguments."""
+    """The JSON schema of its arguments, an object."""
     strict: bool = False
     """Whether arguments must follow the schema even if the model is free to call the function or not."""
-
-    def function(self, *, loose: bool = False) -> Function:
-        """The Function for a grammar. If it is not strict, its schema is the nearest wider one that can be enforced;
-        with `loose`, that of any object."""
-        if not self.strict:
-            return Function(self.name, ANY_OBJECT if loose else widened(ANY_OBJECT | self.schema)[0])
-        return Function(self.name, ANY_OBJECT | self.schema)
+    malformed: tuple[str, ...] = ()
+    """JSON pointers to what the schema lacks of the client's, as it was no JSON schema."""
+    own: str = "parameters"
+    """The client's name for the schema."""
 
     @property
-    def unenforced(self) -> list[str]:
+    def schema_field(self) -> str:
+        return f"{self.field}.{self.own}"
+
+    def function(self, arguments: Arguments, *, loose: bool = False) -> Function:
+        """The Function for a grammar whose arguments are written by `arguments`. If it is not strict, its schema is the
+        nearest wider one that can be enforced; with `loose`, that of any object. Raises FieldError if it is strict and
+        cannot be enforced."""
+        if not self.strict:
+            return Function(self.name, ANY_OBJECT if loose else widened(self.schema, arguments)[0])
+        try:
+            arguments(self.schema)
+        except Inexact as problem:
+            refuse(self.schema_field, f"the JSON schema cannot be enforced: {problem}")
+        return Function(self.name, self.schema)
+
+    def unenforced(self, arguments: Arguments) -> list[str]:
         """JSON pointers to the keywords of the schema that `function` leaves out."""
-        return [] if self.strict else [f"{self.field}.parameters{at}" for at in widened(ANY_OBJECT | self.schema)[1]]
+        return [] if self.strict else [f"{self.schema_field}{at}" for at in widened(self.schema, arguments)[1]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +157,15 @@ def _function_name(chosen: Any, place: str) -> tuple[str, str]:
 
 
 def read_tools(
-    tools: list[dict[str, Any]], place: str, read: Callable[[str, dict[str, Any]], Tool | None]
+    tools: list[dict[str, Any]], at: str, read: Callable[[str, dict[str, Any]], Tool | None]
 ) -> tuple[Tool, ...]:
-    """All tools of a request. `read` parses one, given its field (`place` with its number); None leaves it out. Names
+    """All tools of a request. `read` parses one, given its field (`at` with its number); None leaves it out. Names
     must differ."""
     if len(tools) > MAX_TOOLS:
         refuse("tools", f"at most {MAX_TOOLS} tools")
     found: dict[str, Tool] = {}
     for i, tool in enumerate(tools):
-        if (one := read(place.format(i), tool)) is None:
+        if (one := read(at.format(i), tool)) is None:
             continue
         if one.name in found:
             refuse(f"{one.field}.name", f"there are two tools {one.name!r}")
@@ -173,56 +187,34 @@ def _tool(field: str, tool: dict[str, Any]) -> Tool:
         refuse(f"{field}.description", "must be a string")
     if not isinstance(function.get("strict"), bool | None):
         refuse(f"{field}.strict", "must be true or false")
-    schema = function.get("parameters")
-    if schema is not None:
-        check_parameters(f"{field}.parameters", schema)
-    return Tool(name, field, schema or ANY_OBJECT, bool(function.get("strict")))
+    strict = bool(function.get("strict"))
+    schema, malformed = read_parameters(f"{field}.parameters", function.get("parameters"), strict)
+    return Tool(name, field, schema, strict, malformed)
 
 
 # ---------------------------------------------------------------- JSON schemas
 
 
-def check_parameters(field: str, schema: Any) -> None:
-    """Raise FieldError unless `schema` has the form of a JSON schema of an object."""
+def read_parameters(field: str, schema: Any, strict: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(the JSON schema of a function's arguments, without what is malformed in it; JSON pointers to that). Raises
+    FieldError if it is none of an object, or if anything is malformed and the function is `strict`."""
+    if schema is None:
+        return ANY_OBJECT, ()
     if not isinstance(schema, dict):
         refuse(field, "must be the JSON schema of an object")
-    if schema.get("type", "object") != "object":
-        refuse(f"{field}.type", f"must be 'object', not {schema['type']!r}")
-    _check_schema(field, schema, MAX_DEPTH)
+    try:
+        found, malformed = well_formed(schema)
+    except Inexact as problem:
+        refuse(field, str(problem))
+    for one in malformed if strict else ():
+        refuse(field + _dotted(one.path), one.why)
+    kind = found.get("type", "object")
+    if kind == ["object"] or (not strict and "object" in kind):  # arguments are no other value
+        kind = "object"
+    if kind != "object":
+        refuse(f"{field}.type", f"must be 'object', not {kind!r}")
+    return ANY_OBJECT | found | {"type": kind}, tuple(one.place for one in malformed)
 
 
-def _check_schema(field: str, schema: Any, depth: int) -> None:
-    if isinstance(schema, bool):
-        return
-    if not isinstance(schema, dict):
-        refuse(field, "must be a JSON schema")
-    if not depth:
-        refuse(field, f"schemas may be nested {MAX_DEPTH} deep")
-    kinds = schema.get("type")
-    for kind in kinds if isinstance(kinds, list) else () if kinds is None else (kinds,):
-        if kind not in TYPES:
-            refuse(f"{field}.type", f"must be of {', '.join(TYPES)}, not {kind!r}")
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        refuse(f"{field}.required", "must be a list of names")
-    if not isinstance(schema.get("enum", []), list):
-        refuse(f"{field}.enum", "must be a list")
-    for path, part in _parts(field, schema):
-        _check_schema(path, part, depth - 1)
-
-
-def _parts(field: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas within a schema, each with its field."""
-    for key in ("properties", "$defs", "definitions", "patternProperties"):
-        many = schema.get(key, {})
-        if not isinstance(many, dict):
-            refuse(f"{field}.{key}", "must be an object of schemas")
-        yield from ((f"{field}.{key}.{name}", part) for name, part in many.items())
-    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        many = schema.get(key, [])
-        if not isinstance(many, list):
-            refuse(f"{field}.{key}", "must be a list of schemas")
-        yield from ((f"{field}.{key}[{i}]", part) for i, part in enumerate(many))
-    for key in ("items", "additionalProperties", "not"):
-        if key in schema and not isinstance(schema[key], list):
-            yield f"{field}.{key}", schema[key]
+def _dotted(path: tuple[str | int, ...]) -> str:
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)

@@ -222,7 +222,7 @@ class _Prober:
         except FieldError:
             return False
         properties = (tool["function"].get("parameters") or {}).get("properties") or {}
-        return all(name in text for name in (_NAME, *properties))
+        return all(name in text for name in (_NAME, *(properties if isinstance(properties, dict) else ())))
 
     def _shown(self, messages: list[Message], *more: str) -> bool:
         """Whether the texts come out in order, and `more` marks, by their numbers, somewhere."""

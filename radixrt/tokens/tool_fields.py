@@ -56,8 +56,32 @@ def _open(schema: Any) -> Any:
     return {"properties": {}, "additionalProperties": {}, **schema} if is_object else schema
 
 
-def _everywhere(change: Callable[[Any], Any]) -> Callable[[Schema], Schema]:
-    """A change of the schemas of all parameters, and of those within them."""
+_TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
+_READ: dict[str, Callable[[Any], bool]] = {
+    "type": lambda x: all(isinstance(kind, str) and kind in _TYPES for kind in (x if isinstance(x, list) else [x])),
+    "description": lambda x: isinstance(x, str),
+    "properties": lambda x: isinstance(x, dict),
+    "required": lambda x: isinstance(x, list),
+    "enum": lambda x: isinstance(x, list),
+    "items": lambda x: isinstance(x, dict | bool | list),
+    "additionalProperties": lambda x: isinstance(x, dict | bool),
+    "anyOf": lambda x: isinstance(x, list),
+    "oneOf": lambda x: isinstance(x, list),
+    "allOf": lambda x: isinstance(x, list),
+}
+"""Which values of keywords that templates read are those of JSON Schema."""
+
+
+def _well_formed(schema: Any) -> Any:
+    """A schema without keywords whose values are none of theirs; {} for what is no schema."""
+    if isinstance(schema, bool):
+        return schema
+    kept = schema.items() if isinstance(schema, dict) else ()
+    return {key: value for key, value in kept if key not in _READ or _READ[key](value)}
+
+
+def _everywhere(change: Callable[[Any], Any], itself: bool = False) -> Callable[[Schema], Schema]:
+    """A change of the schemas of all parameters, and of those within them; `itself`: of the whole schema as well."""
 
     def changed(schema: Any) -> Any:
         if isinstance(found := change(schema), dict):
@@ -78,12 +102,31 @@ def _everywhere(change: Callable[[Any], Any]) -> Callable[[Schema], Schema]:
 
     def of_function(function: Schema) -> Schema:
         parameters = function.get("parameters")
-        return {**function, "parameters": within(parameters)} if isinstance(parameters, dict) else function
+        if not isinstance(parameters, dict):
+            return function
+        return {**function, "parameters": (changed if itself else within)(parameters)}
 
     return of_function
 
 
+MALFORMED: tuple[Any, ...] = (
+    {"type": "float", "description": None, "enum": None, "required": True},
+    {"type": "array", "description": 3, "items": None},
+    {"type": "object", "description": "what", "properties": [{}], "required": None, "oneOf": None},
+    "string",
+)
+_LISTED: Schema = {"type": "object", "properties": [{"name": "command", "type": "string"}]}
+"""Schemas as some clients send them."""
+
+
+def _malformed() -> dict[str, Any]:
+    properties = {f"argument{i}": schema for i, schema in enumerate(MALFORMED)}
+    return _tool(description="run", parameters={"type": "object", "properties": properties, "required": None})
+
+
 OPTIONAL: dict[str, tuple[dict[str, Any], Callable[[Schema], Schema]]] = {
+    "well-formed": (_malformed(), _everywhere(_well_formed, itself=True)),
+    "named properties": (_tool(description="run", parameters=_LISTED), _everywhere(_well_formed, itself=True)),
     "description": (_tool(parameters=TOOL["function"]["parameters"]), _described),
     "parameters": (_tool(description="run"), _with_parameters),
     "properties": (_tool(description="run", parameters={}), _with_properties),

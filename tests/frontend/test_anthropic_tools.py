@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from radixrt.formats.tools import check_parameters
+from radixrt.formats.tools import read_parameters
 from radixrt.frontend.anthropic.blocks import to_json
 from radixrt.frontend.anthropic.defined import DEFINED
 from radixrt.frontend.anthropic.tools import shown_id, template_id
@@ -367,7 +367,7 @@ def test_tools_that_anthropic_defines(hermes, kind):
     (shown,) = hermes.prompt.tools
     function = shown["function"]
     assert (function["name"], shown["type"]) == (name, "function") and function["description"]
-    check_parameters("parameters", function["parameters"])
+    read_parameters("parameters", function["parameters"], strict=True)
     assert set(function["parameters"].get("required", ())) <= {"command", "path"}
     assert all(one["description"] for one in function["parameters"]["properties"].values())
 

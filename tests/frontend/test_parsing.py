@@ -774,7 +774,12 @@ def test_olmo_s_tags_are_no_larger_than_what_they_are_for():
         ),
         ({"properties": MANY}, ["", "p0=1", "p19=1, p3=2", "p3=2, p19=1"], ["q=1", "p1=x", "p1=1,p2=2"]),
         ({"properties": {"a b": {"type": "integer"}}}, ["a b=1", ""], ["a=1"]),
-        ({"properties": {}}, ["", "x=1", "x=[1, {}], _y2=null"], ["1", "x=", "x=y", "2x=1"]),
+        ({"properties": {}}, [""], ["x=1"]),
+        (
+            {"properties": {}, "additionalProperties": True},
+            ["", "x=1", "x=[1, {}], _y2=null"],
+            ["1", "x=", "x=y", "2x=1"],
+        ),
         ({"properties": {}, "additionalProperties": False}, [""], ["x=1"]),
     ],
 )

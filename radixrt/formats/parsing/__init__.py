@@ -14,6 +14,7 @@ text ──> OutputParser ──> Content, Reasoning, CallStart, CallArguments
            python_calls       such a call, used by these two
            arrays             the calls of Granite 3, Phi-4-mini, Nemotron, Hunyuan A13B, Apertus and Cohere
            calls              a call as a JSON object, used by the first three
+           writing            grammars of arguments that are not one JSON object
            reader             reads text that arrives in parts
            pieces             the results
 detect     chooses formats by a model's chat template

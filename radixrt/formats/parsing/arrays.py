@@ -31,6 +31,7 @@ from radixrt.formats.parsing.formats import (
 )
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.writing import Json
 
 GRANITE = ("<|tool_call|>", "")
 PHI = ("<|tool_call|>", "<|/tool_call|>")
@@ -43,7 +44,7 @@ RESPONSE = ("<|START_RESPONSE|>", "<|START_TEXT|>", "<|END_RESPONSE|>", "<|END_T
 Read = Callable[[Reader, Sink], Steps[bool]]
 
 
-class Array:
+class Array(Json):
     """See `formats.ToolFormat`. `marks` are those before and after an array; the second may be "". A single call
     without an array is accepted as well."""
 

@@ -21,7 +21,7 @@ from typing import Any
 from radixrt.formats.parsing.formats import Function, Functions, in_text, one_after_another, read_section, tag
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps
-from radixrt.formats.parsing.tagged import QUOTED, Tags, content_of, read_call
+from radixrt.formats.parsing.tagged import QUOTED, Tags, Written, read_call
 
 DSML = "｜DSML｜"
 """A token of its own."""
@@ -39,6 +39,7 @@ class Dsml:
     """See `formats.ToolFormat`."""
 
     marks = (DSML,)
+    arguments = Written(ARGUMENT.begin, '" string="true">', f"{ARGUMENT.end}\n", _NAME, '" string="false">').arguments
 
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
@@ -67,4 +68,4 @@ class Dsml:
         return tag(f"{before}{OPEN}\n", calls, f"\n{CLOSE}")
 
     def _tag(self, function: Function) -> dict[str, Any]:
-        return tag(f"{INVOKE}{function.name}{QUOTED}\n", content_of(function, "deepseek_xml"), INVOKE_END)
+        return tag(f"{INVOKE}{function.name}{QUOTED}\n", self.arguments(function.schema), INVOKE_END)

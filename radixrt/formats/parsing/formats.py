@@ -39,6 +39,10 @@ class ToolFormat(Protocol):
     def read(self, reader: Reader, sink: Sink, functions: Functions, hidden: frozenset[str]) -> Steps[None]:
         """Read an answer to its end. Text that turns out to be no call is content, without the marks in `hidden`."""
 
+    @property
+    def arguments(self) -> Callable[[dict[str, Any]], dict[str, Any]]:
+        """A structural tag's format for arguments of a schema, exactly. Raises Inexact."""
+
     def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         """A structural tag's format for one call of these functions, or several if `parallel`, and nothing else."""
 

@@ -20,15 +20,15 @@ from radixrt.formats.parsing.formats import (
     constant,
     either,
     in_text,
-    json_schema,
     one_after_another,
     read_json,
     sequence,
     tag,
 )
 from radixrt.formats.parsing.pieces import Sink
-from radixrt.formats.parsing.python_calls import in_order, some
 from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.writing import CANNOT, Writer, counted, joined, one_of, optional, repeated
+from radixrt.requests.schemas.inexact import Inexact
 
 OPEN, CLOSE, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 CALL = "call:"
@@ -43,7 +43,7 @@ root ::= value
 value ::= string | number | "true" | "false" | "null" | object | array
 string ::= {json.dumps(QUOTE)} char* {json.dumps(QUOTE)}
 char ::= [^<] | "<" [^|]
-number ::= "-"? [0-9]+ ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
+number ::= "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
 object ::= "{{" (member ("," member)*)? "}}"
 member ::= [a-zA-Z_] [a-zA-Z0-9_.-]* ":" value
 array ::= "[" (value ("," value)*)? "]"
@@ -91,11 +91,19 @@ class Gemma:
 
     # ------------------------------------------------------------ writing
 
+    @staticmethod
+    def arguments(schema: Schema) -> dict[str, Any]:
+        """See `formats.ToolFormat`."""
+        return _Writer(schema).written()
+
     def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        return one_after_another([_tag(function) for function in functions], "", parallel)
+        return one_after_another([self._tag(function) for function in functions], "", parallel)
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        return in_text([OPEN], [_tag(function) for function in functions], parallel)
+        return in_text([OPEN], [self._tag(function) for function in functions], parallel)
+
+    def _tag(self, function: Function) -> dict[str, Any]:
+        return tag(f"{OPEN}{CALL}{function.name}{{", self.arguments(function.schema), "}" + CLOSE)
 
 
 Write = Callable[[str], None]
@@ -235,51 +243,56 @@ def _as_json(bare: str) -> str:
 # ---------------------------------------------------------------- writing
 
 
-def _tag(function: Function) -> dict[str, Any]:
-    """A structural tag's format for a call of the function."""
-    members = _members(function.schema, function.schema, MAX_DEPTH)
-    return tag(f"{OPEN}{CALL}{function.name}{{", members, "}" + CLOSE)
+class _Writer(Writer):
+    """Members are in the order of templates, by name."""
 
+    separator = ","
+    name = _KEY
 
-def _members(schema: Schema, root: Schema, depth: int) -> dict[str, Any]:
-    """A structural tag's format for the members of an object, in the order of templates, by name."""
-    if not isinstance(schema, dict) or not (parts := schema.get("properties")):
-        closed = isinstance(schema, dict) and schema.get("additionalProperties") is False
-        name = {"type": "regex", "pattern": "[a-zA-Z_][a-zA-Z0-9_.-]*:"}
-        return constant("") if closed else some(sequence(name, _anything()), ",")
-    values = {
-        name: sequence(constant(f"{name}:"), _written(parts[name], root, depth))
-        for name in sorted(parts, key=str.lower)
-    }
-    return in_order(values, schema.get("required", ()), ",")
+    def ordered(self, properties: dict[str, Any]) -> list[tuple[str, Any]]:
+        return sorted(properties.items(), key=lambda item: item[0].lower())
 
+    def member(self, name: str | None, more: dict[str, Any], value: Any, path: tuple[str | int, ...]) -> dict[str, Any]:
+        begin = sequence(more, constant(":")) if name is None else constant(f"{name}:")
+        return sequence(begin, self._value(value, path))
 
-def _anything() -> dict[str, Any]:
-    return {"type": "grammar", "grammar": _ANYTHING}
+    def _value(self, schema: Any, path: tuple[str | int, ...]) -> dict[str, Any]:
+        if len(path) > 2 * MAX_DEPTH:
+            raise Inexact(path, f"is nested deeper than what {CANNOT}")
+        if isinstance(schema, dict) and "$ref" in schema:
+            with self.inside(schema, path) as inner:
+                return self._value(inner, path)
+        if isinstance(schema, dict) and "anyOf" in schema:
+            return either(*(self._value(one, path) for one in schema["anyOf"]))
+        if schema in ({}, True):
+            return {"type": "grammar", "grammar": _ANYTHING}
+        if "enum" in schema:
+            return one_of([self._constant(value, path) for value in schema["enum"]])
+        match schema["type"]:
+            case "string":
+                return tag(QUOTE, self.text(schema, path), QUOTE)
+            case "array":
+                return tag("[", self._items(schema, path), "]")
+            case "object":
+                return tag("{", self.members(schema, path), "}")
+        return self.json(schema)
 
+    def _constant(self, value: Any, path: tuple[str | int, ...]) -> dict[str, Any]:
+        if isinstance(value, str) and any(mark in value for mark in (QUOTE, CLOSE)):
+            raise Inexact((*path, "enum"), f"holds a mark of calls, which {CANNOT}")
+        return constant(f"{QUOTE}{value}{QUOTE}" if isinstance(value, str) else json.dumps(value))
 
-def _written(schema: Schema, root: Schema, depth: int) -> dict[str, Any]:
-    """A structural tag's format for a value; any value where the schema has more than types, constants and parts."""
-    if not isinstance(schema, dict) or not depth:
-        return _anything()
-    if match := re.fullmatch(r"#/(\$defs|definitions)/([^/]+)", str(schema.get("$ref", ""))):
-        whole = root if isinstance(root, dict) else {}
-        return _written((whole.get(match[1]) or {}).get(match[2], True), root, depth // 2)
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
-    if values and not any(isinstance(value, (dict, list)) for value in values):
-        return either(*(constant(f"{QUOTE}{v}{QUOTE}" if isinstance(v, str) else json.dumps(v)) for v in values))
-    if parts := schema.get("anyOf") or schema.get("oneOf"):
-        return either(*(_written(part, root, depth // 2) for part in parts))
-    kinds = schema.get("type")
-    if isinstance(kinds, list):
-        return either(*(_written({**schema, "type": kind}, root, depth // 2) for kind in kinds))
-    match kinds:
-        case "string":
-            return tag(QUOTE, {"type": "any_text"}, QUOTE)
-        case "integer" | "number" | "boolean" | "null":
-            return json_schema(schema)
-        case "array":
-            return tag("[", some(_written(schema.get("items", True), root, depth // 2), ","), "]")
-        case "object":
-            return tag("{", _members(schema, root, depth // 2), "}")
-    return _anything()
+    def _items(self, schema: dict[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:
+        prefix = [self._value(one, (*path, "prefixItems", i)) for i, one in enumerate(schema.get("prefixItems", ()))]
+        rest = schema.get("items", True)
+        others = None if rest is False else self._value(rest, (*path, "items"))
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if not prefix:
+            return constant("") if others is None else counted(others, ",", least, most)
+        more = [] if others is None else [
+            repeated(joined(",", others), max(least - len(prefix), 0), None if most is None else most - len(prefix))
+        ]  # fmt: skip
+        for i in range(len(prefix) - 1, -1, -1):
+            one = sequence(joined(",", prefix[i]) if i else prefix[i], *more)
+            more = [one if i < least else optional(one)]
+        return more[0]

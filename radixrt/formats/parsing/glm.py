@@ -18,7 +18,7 @@ from typing import Any
 from radixrt.formats.parsing.formats import Function, Functions, in_text, one_after_another, tag
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
-from radixrt.formats.parsing.tagged import Tags, content_of, read_arguments
+from radixrt.formats.parsing.tagged import Tags, Written, read_arguments
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -37,7 +37,8 @@ class Glm:
     marks = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
 
     def __init__(self, lines: bool = True) -> None:
-        self._line_end = "\n" if lines else ""
+        self._line_end = end = "\n" if lines else ""
+        self.arguments = Written(KEY, f"{KEY_END}{end}{VALUE}", f"{VALUE_END}{end}", ARGUMENT.name).arguments
 
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
@@ -77,4 +78,4 @@ class Glm:
         return in_text([OPEN], [self._tag(function) for function in functions], parallel)
 
     def _tag(self, function: Function) -> dict[str, Any]:
-        return tag(f"{OPEN}{function.name}{self._line_end}", content_of(function, "glm_xml"), CLOSE)
+        return tag(f"{OPEN}{function.name}{self._line_end}", self.arguments(function.schema), CLOSE)

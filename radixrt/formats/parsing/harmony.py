@@ -19,6 +19,7 @@ from radixrt.formats.parsing.calls import begins_object
 from radixrt.formats.parsing.formats import Framed, Function, Functions, either, in_text, json_schema, sequence, tag
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.writing import Json
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -40,7 +41,7 @@ class Header(NamedTuple):
     recipient: str
 
 
-class Harmony(Framed):
+class Harmony(Framed, Json):
     """See `formats.ToolFormat`. With `thoughts` it parses reasoning as well, which is content otherwise. `opened`: the
     part of the first message's header that is in the prompt."""
 

@@ -19,11 +19,12 @@ from radixrt.formats.parsing.formats import (
 )
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.writing import Json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class Hermes:
+class Hermes(Json):
     """See `formats.ToolFormat`."""
 
     marks = (OPEN, CLOSE)

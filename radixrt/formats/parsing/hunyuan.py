@@ -23,16 +23,13 @@ from radixrt.formats.parsing.calls import begins_object
 from radixrt.formats.parsing.formats import (
     Function,
     Functions,
-    constant,
     in_text,
-    json_schema,
     one_after_another,
-    sequence,
     tag,
 )
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
-from radixrt.formats.parsing.tagged import Tags, begins, content_of, read_arguments
+from radixrt.formats.parsing.tagged import Tags, Written, begins, read_arguments
 
 _WORD = re.compile(r"[^<>{\s]")
 FENCE, FENCE_END = "```json", "```"
@@ -52,6 +49,8 @@ class Hunyuan:
             ("</tool_call" + suffix + ">", "</tool_calls"), self._call, (self._separator,), re.compile(r"[^<>]"),
             name_end="</arg_key",
         )  # fmt: skip
+        middle, end = f"</{key}>\n<{value}>", f"</{value}>\n"
+        self.arguments = Written(self._argument.begin, middle, end, self._argument.name).arguments
         self.marks: tuple[str, ...] = (
             self._open, self._close, self._call, self._call_end, self._separator,
             f"<{key}>", f"</{key}>", f"<{value}>", f"</{value}>",
@@ -135,20 +134,4 @@ class Hunyuan:
         return in_text([self._open], [self.forced(functions, parallel)], several=False)
 
     def _tag(self, function: Function) -> dict[str, Any]:
-        begin = f"{self._call}{function.name}{self._separator}\n"
-        if self._suffix:  # xgrammar's style has no suffixes
-            return tag(begin, self._written(function), self._call_end)
-        return tag(begin, content_of(function, "glm_xml"), self._call_end)
-
-    def _written(self, function: Function) -> dict[str, Any]:
-        """Arguments between tags with a suffix, in the order of the schema."""
-        schema = function.schema if isinstance(function.schema, dict) else {}
-        shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
-        parts = []
-        for name, part in (schema.get("properties") or {}).items():
-            key, end = f"{self._argument.begin}{name}</arg_key{self._suffix}>\n", f"{self._argument.end}\n"
-            text = isinstance(part, dict) and part.get("type") == "string" and "enum" not in part
-            value = {"type": "any_text"} if text else json_schema(part | shared if isinstance(part, dict) else part)
-            one = tag(f"{key}{self._argument.between[0]}", value, end)
-            parts.append(one if name in schema.get("required", ()) else {"type": "optional", "content": one})
-        return sequence(*parts) if parts else constant("")
+        return tag(f"{self._call}{function.name}{self._separator}\n", self.arguments(function.schema), self._call_end)

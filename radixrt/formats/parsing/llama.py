@@ -12,11 +12,12 @@ from radixrt.formats.parsing.calls import read_call
 from radixrt.formats.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, tag
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.writing import Json
 
 PYTHON = "<|python_tag|>"
 
 
-class Llama:
+class Llama(Json):
     """See `formats.ToolFormat`."""
 
     marks = (PYTHON,)

@@ -20,7 +20,7 @@ from typing import Any
 from radixrt.formats.parsing.formats import Function, Functions, in_text, one_after_another, read_section, tag
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps
-from radixrt.formats.parsing.tagged import QUOTED, Tags, content_of, read_call
+from radixrt.formats.parsing.tagged import QUOTED, Tags, Written, read_call
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 INVOKE, INVOKE_END = '<invoke name="', "</invoke>"
@@ -35,6 +35,7 @@ class MiniMax:
     """See `formats.ToolFormat`."""
 
     marks = (OPEN, CLOSE)
+    arguments = Written(ARGUMENT.begin, QUOTED, f"{ARGUMENT.end}\n", _NAME).arguments
 
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
@@ -59,4 +60,4 @@ class MiniMax:
         return in_text([OPEN], [section], several=False)
 
     def _tag(self, function: Function) -> dict[str, Any]:
-        return tag(f"{INVOKE}{function.name}{QUOTED}\n", content_of(function, "minimax_xml"), INVOKE_END)
+        return tag(f"{INVOKE}{function.name}{QUOTED}\n", self.arguments(function.schema), INVOKE_END)

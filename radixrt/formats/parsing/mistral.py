@@ -18,6 +18,7 @@ from radixrt.formats.parsing.calls import begins_object
 from radixrt.formats.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, sequence, tag
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.writing import Json
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[\w.:/-]")
@@ -26,7 +27,7 @@ _ID = re.compile("[a-zA-Z0-9]{9}")
 """Mistral's templates refuse other ids."""
 
 
-class Mistral:
+class Mistral(Json):
     """See `formats.ToolFormat`. `opening` is the beginning of the array of calls; None for the forms without one.
     `names_calls`: whether calls have ids (version 11)."""
 

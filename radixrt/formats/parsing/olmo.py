@@ -15,13 +15,13 @@ from typing import Any
 
 from radixrt.formats.parsing.formats import Function, Functions, in_text, one_after_another, read_section, tag
 from radixrt.formats.parsing.pieces import Sink
-from radixrt.formats.parsing.python_calls import call_tag, read_call
+from radixrt.formats.parsing.python_calls import Python, read_call
 from radixrt.formats.parsing.reader import Reader, Steps
 
 OPEN, CLOSE = "<function_calls>", "</function_calls>"
 
 
-class Olmo:
+class Olmo(Python):
     """See `formats.ToolFormat`."""
 
     marks = (OPEN, CLOSE)
@@ -36,7 +36,7 @@ class Olmo:
         yield from read_section(reader, sink, self.marks, hidden, partial(read_call, reader, sink, functions))
 
     def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        return tag(OPEN, one_after_another([call_tag(function) for function in functions], "\n", parallel), CLOSE)
+        return tag(OPEN, one_after_another([self.call_tag(function) for function in functions], "\n", parallel), CLOSE)
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         section = self.forced(functions, parallel)

@@ -12,7 +12,7 @@ import contextlib
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 from radixrt.formats.parsing.formats import (
@@ -20,24 +20,16 @@ from radixrt.formats.parsing.formats import (
     Functions,
     Schema,
     constant,
-    json_schema,
     read_json,
     sequence,
     tag,
 )
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps
+from radixrt.formats.parsing.writing import Writer
 
 _NAME = re.compile(r"[\w.-]")
 _ARGUMENT = re.compile(r"""[^\n=,()\[\]{}"']""")
-_ANY_NAME = "[a-zA-Z_][a-zA-Z0-9_]*"
-"""In grammars: the name of an argument that the schema does not define."""
-_DEFINITIONS = ("$defs", "definitions")
-MAX_ORDERED_ARGUMENTS = 16
-"""The most optional arguments for which a grammar fixes the order, that of the schema: its size is quadratic in
-them."""
-MAX_WRITTEN_BYTES = 1 << 20
-"""The most bytes of definitions, counted for each argument, for which a grammar fixes the order of arguments."""
 _UNREADABLE = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
@@ -124,59 +116,26 @@ class _Constants(ast.NodeTransformer):
 # ---------------------------------------------------------------- writing
 
 
-def call_tag(function: Function) -> dict[str, Any]:
-    """A structural tag's format for a call of the function."""
-    return tag(f"{function.name}(", written(function.schema), ")")
+class Python:
+    """How formats write arguments in Python syntax."""
+
+    @staticmethod
+    def arguments(schema: Schema) -> dict[str, Any]:
+        """See `formats.ToolFormat`: required ones first, in the order of the schema."""
+        return _Writer(schema).written()
+
+    def call_tag(self, function: Function) -> dict[str, Any]:
+        """A structural tag's format for a call of the function."""
+        return tag(f"{function.name}(", self.arguments(function.schema), ")")
 
 
-def written(schema: Schema) -> dict[str, Any]:
-    """A structural tag's format for named arguments: required ones first, in the order of the schema."""
-    values = dict(_named_values(schema))
-    if values and len(values) * len(json.dumps(_shared(schema))) > MAX_WRITTEN_BYTES:
-        return _anything()
-    if not values:
-        closed = isinstance(schema, dict) and schema.get("additionalProperties") is False
-        return constant("") if closed else _anything()
-    return in_order(values, schema.get("required", ()) if isinstance(schema, dict) else (), ", ")
+class _Writer(Writer):
+    separator = ", "
+    name = _ARGUMENT
 
-
-def in_order(values: dict[str, dict[str, Any]], names: Collection[str], separator: str) -> dict[str, Any]:
-    """A structural tag's format for arguments, given those of each: the required ones, `names`, come first."""
-    required = [name for name in values if name in names]
-    others = [
-        {"type": "optional", "content": sequence(constant(separator), values[x])} for x in values if x not in required
-    ]
-    first = [part for name in required for part in (constant(separator), values[name])][1:]
-    if required:
-        return sequence(*first, *others)
-    if len(values) > MAX_ORDERED_ARGUMENTS:
-        return some({"type": "or", "elements": list(values.values())}, separator)
-    # Any of the optional arguments may be the first.
-    begins = [sequence(value, *others[n + 1 :]) for n, value in enumerate(values.values())]
-    return {"type": "optional", "content": {"type": "or", "elements": begins}}
-
-
-def _named_values(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The formats of `name=value` for the arguments that the schema defines."""
-    shared = _shared(schema)
-    for name, part in _properties(schema).items():
-        value = part | shared if isinstance(part, dict) else part
-        yield name, sequence(constant(f"{name}="), json_schema(value))
-
-
-def _anything() -> dict[str, Any]:
-    return some(sequence({"type": "regex", "pattern": f"{_ANY_NAME}="}, json_schema(True)))
-
-
-def some(one: dict[str, Any], separator: str = ", ") -> dict[str, Any]:
-    """Any number of `one`, also none."""
-    more = {"type": "star", "content": sequence(constant(separator), one)}
-    return {"type": "optional", "content": sequence(one, more)}
-
-
-def _shared(schema: Schema) -> dict[str, Any]:
-    """The definitions that the arguments' schemas may refer to."""
-    return {key: schema[key] for key in _DEFINITIONS if key in schema} if isinstance(schema, dict) else {}
+    def member(self, name: str | None, more: dict[str, Any], value: Any, path: tuple[str | int, ...]) -> dict[str, Any]:
+        begin = sequence(more, constant("=")) if name is None else constant(f"{name}=")
+        return sequence(begin, self.json(value))
 
 
 def _properties(schema: Schema) -> dict[str, Schema]:

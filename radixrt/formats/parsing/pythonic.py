@@ -25,7 +25,7 @@ from radixrt.formats.parsing.formats import (
     tag,
 )
 from radixrt.formats.parsing.pieces import Sink
-from radixrt.formats.parsing.python_calls import call_tag, read_call, written
+from radixrt.formats.parsing.python_calls import Python, read_call
 from radixrt.formats.parsing.reader import Reader, Steps, marks
 
 START, END = "<|python_start|>", "<|python_end|>"
@@ -33,7 +33,7 @@ LFM2 = "<|tool_call_start|>", "<|tool_call_end|>"
 STARTS, ENDS = (START, LFM2[0]), (END, LFM2[1])
 
 
-class Pythonic:
+class Pythonic(Python):
     """See `formats.ToolFormat`. Lists between all marks are parsed; `around`: those that are to be written."""
 
     marks = (*STARTS, *ENDS)
@@ -76,16 +76,16 @@ class Pythonic:
     # ------------------------------------------------------------ writing
 
     def forced(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
-        calls = one_after_another([call_tag(function) for function in functions], ", ", parallel)
+        calls = one_after_another([self.call_tag(function) for function in functions], ", ", parallel)
         return tag(f"{self._open}[", calls, f"]{self._close}")
 
     def free(self, functions: Sequence[Function], parallel: bool) -> dict[str, Any]:
         """A list begins with the name of a function, since any text may have brackets."""
         if self._open:
             return in_text([self._open], [self.forced(functions, parallel)], several=False)
-        more = sequence(constant(", "), either(*map(call_tag, functions)))
+        more = sequence(constant(", "), either(*map(self.call_tag, functions)))
         end = [constant(")"), *([{"type": "star", "content": more}] if parallel else [])]
-        tags = [tag(f"[{f.name}(", sequence(written(f.schema), *end), "]") for f in functions]
+        tags = [tag(f"[{f.name}(", sequence(self.arguments(f.schema), *end), "]") for f in functions]
         return in_text([f"[{f.name}(" for f in functions], tags, several=False)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from radixrt.formats.parsing.formats import Function, Functions, in_text, one_after_another, tag
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
-from radixrt.formats.parsing.tagged import Tags, begins, content_of, read_arguments, read_closes
+from radixrt.formats.parsing.tagged import Tags, Written, begins, read_arguments, read_closes
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -42,6 +42,8 @@ class QwenCoder:
         self._open, self._close = marks
         closes = ARGUMENT.closes[0], self._close.removesuffix(">")
         self._argument = replace(ARGUMENT, closes=closes, lines=lines)
+        end = "\n" * lines
+        self.arguments = Written(ARGUMENT.begin, f">{end}", f"{end}{ARGUMENT.end}\n", _NAME).arguments
 
     def new_id(self) -> str:
         return "call_" + uuid.uuid4().hex[:24]
@@ -88,4 +90,4 @@ class QwenCoder:
 
     def _tag(self, function: Function) -> dict[str, Any]:
         begin = f"{self._open}\n{FUNCTION}{function.name}>\n"
-        return tag(begin, content_of(function, "qwen_xml"), f"{FUNCTION_END}\n{self._close}")
+        return tag(begin, self.arguments(function.schema), f"{FUNCTION_END}\n{self._close}")

@@ -19,13 +19,14 @@ from radixrt.formats.parsing.calls import begins_object
 from radixrt.formats.parsing.formats import Function, Functions, in_text, json_schema, one_after_another, sequence, tag
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.writing import Json
 
 _WORD = re.compile(r"[^\s<]")
 _KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::[0-9]+)?")
 FENCE, FENCE_END = "```json", "```"
 
 
-class _Sections(ABC):
+class _Sections(Json, ABC):
     """The common part of both families. `section`, `call`, `separator`, and their ends, are a family's marks."""
 
     section: str

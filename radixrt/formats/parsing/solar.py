@@ -29,6 +29,7 @@ from radixrt.formats.parsing.formats import (
 )
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.writing import Json
 
 BEGIN, THINK, CONTENT, CALLS = "<|begin|>", "<|think|>", "<|content|>", "<|tool_calls|>"
 END, CALLS_END = "<|end|>", "<|calls|>"
@@ -40,7 +41,7 @@ _ID = re.compile("[a-z0-9]{10}")
 _WORD = re.compile(r"[^\s<]")
 
 
-class Solar(Framed):
+class Solar(Framed, Json):
     """See `formats.ToolFormat`. A call's id is the one that the model wrote, which its template writes again."""
 
     marks = (BEGIN, THINK, CONTENT, CALLS, END, CALLS_END, CALL, NAME, ARGS, CALL_END)

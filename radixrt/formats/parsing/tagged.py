@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.formats.parsing.formats import Function, Functions, Schema, read_json
+from radixrt.formats.parsing.formats import Functions, Schema, constant, either, read_json, sequence, tag
 from radixrt.formats.parsing.pieces import Sink
 from radixrt.formats.parsing.reader import Reader, Steps, marks
+from radixrt.formats.parsing.writing import AMBIGUOUS, ANY_TEXT, Writer, one_of
+from radixrt.requests.schemas.inexact import Inexact
 
 DEFINITIONS = ("$defs", "definitions")
 _REFERENCE = re.compile(r"#/(\$defs|definitions)/([^/]+)")
@@ -25,8 +27,6 @@ MAX_EXAMPLE_CHARS = 1 << 13
 """The most characters of a call that is an example in a value: so much is held back until that is known."""
 MAX_REPEATS = 4
 """How often the tag after a value may be there."""
-MAX_SPACE_CHARS = 2
-"""The most consecutive white-space characters that a grammar allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,8 @@ def _kind(reader: Reader, schema: Schema, tags: Tags) -> Steps[Schema | None]:
         return schema
     for mark, is_string in tags.kinds:
         if (yield from reader.take(mark)):
-            return {"type": "string"} if is_string else {} if kinds(schema) == {"string"} else schema
+            others = kinds(schema) - {"string"}
+            return {"type": "string"} if is_string else {} if "any" in others or not others else {"type": [*others]}
     return None
 
 
@@ -308,14 +309,102 @@ def _tag_end(reader: Reader) -> Steps[None]:
 # ---------------------------------------------------------------- writing
 
 
-def content_of(function: Function, style: str) -> dict[str, Any]:
-    """A structural tag's format for arguments in a `style` of xgrammar, optionally followed by a line feed."""
-    return {
-        "type": "json_schema",
-        "json_schema": function.schema,
-        "style": style,
-        "max_whitespace_cnt": MAX_SPACE_CHARS,
-    }
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How a grammar has arguments written: begin, name, middle, value, end. `of_json`: the middle before what is no
+    string, where that is told."""
+
+    begin: str
+    middle: str
+    end: str
+    name: re.Pattern[str]
+    of_json: str = ""
+
+    def arguments(self, schema: Schema) -> dict[str, Any]:
+        """See `formats.ToolFormat`."""
+        return _Writer(schema, self).written()
+
+
+class _Writer(Writer):
+    def __init__(self, schema: Schema, tags: Written) -> None:
+        super().__init__(schema)
+        self._tags = tags
+        self.name = tags.name
+
+    def member(self, name: str | None, more: dict[str, Any], value: Any, path: tuple[str | int, ...]) -> dict[str, Any]:
+        tags, own = self._tags, _of_key(self.given, name) if name is not None else {}
+        branches = [*self.branches(value, path)]
+        told = bool(tags.of_json)
+        texts = self._texts(branches, own, told, path)
+        others = self._others(branches, own, told)
+        if not texts and not others:
+            raise Inexact(path, f"is of values that {AMBIGUOUS}")
+        forms = [tag(tags.middle, form, tags.end) for form in texts]
+        forms += [tag(tags.of_json or tags.middle, form, tags.end) for form in others]
+        if name is None:
+            return sequence(constant(tags.begin), more, one_of(forms))
+        return one_of([form | {"begin": f"{tags.begin}{name}{form['begin']}"} for form in forms])
+
+    def _texts(self, branches: list[Any], own: Schema, told: bool, path: tuple[str | int, ...]) -> list[dict[str, Any]]:
+        """The strings among the values; if it is not `told` that they are, those that are read as such."""
+        if any(one in ({}, True) for one in branches):
+            return [ANY_TEXT]
+        words = [word for one in branches for word in one.get("enum", ()) if isinstance(word, str)]
+        forms = [constant(word) for word in words if word and "<" not in word and (told or _reads(word, own) == word)]
+        if "" in words and (told or _reads("", own) == ""):
+            forms.append(constant(""))
+        known = {"string"} if told else kinds(own)
+        for one in branches:
+            if one.get("type") == "string":
+                forms.append(self._text(one, branches, known, path))
+        return forms
+
+    def _text(self, schema: dict[str, Any], branches: list[Any], known: set[str], path: tuple[str | int, ...]) -> Any:
+        if known == {"string"}:
+            return self.text(schema, path)
+        present = {str(one.get("type")) for one in branches} | {
+            "null" for one in branches if None in one.get("enum", ())
+        }
+        if "any" in known or known & {"null", "boolean"} - present:
+            raise Inexact(path, f"is of strings and others that {AMBIGUOUS}")
+        if not known & {"array", "object"}:
+            return self.text(schema, path)
+        if schema != {"type": "string"}:
+            raise Inexact(path, f"is of strings and others that {AMBIGUOUS}")
+        return either(constant(""), sequence({"type": "regex", "pattern": r"[^ \t\n\r\f\v\[{<]"}, ANY_TEXT))
+
+    def _others(self, branches: list[Any], own: Schema, told: bool) -> list[dict[str, Any]]:
+        """The values that are no strings, as JSON; if it is not `told`, those that are not read as strings."""
+        forms = []
+        scalars_are_texts = not told and "string" in kinds(own)
+        for one in branches:
+            if one in ({}, True):
+                forms += [self.json(one)] * told
+            elif "enum" in one:
+                values = [value for value in one["enum"] if not isinstance(value, str)]
+                texts = [
+                    text for value in values for text in _texts_of(value) if told or _same(_reads(text, own), value)
+                ]
+                forms += [constant(text) for text in dict.fromkeys(texts)]
+            elif one["type"] in ("integer", "number"):
+                forms += [] if scalars_are_texts else [self.json(one)]
+            elif one["type"] != "string":
+                forms.append(self.json(one))
+        return forms
+
+
+def _texts_of(value: Any) -> list[str]:
+    """How a constant may be written."""
+    return [json.dumps(value, ensure_ascii=False), *([str(value)] if isinstance(value, bool) else [])]
+
+
+def _reads(text: str, schema: Schema) -> Any:
+    """What a text is read as."""
+    return text if kinds(schema) == {"string"} else json.loads(_as_json(text, schema))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)
 
 
 # ---------------------------------------------------------------- what a text stands for
@@ -373,9 +462,12 @@ def _as_json(text: str, schema: Schema) -> str:
         value = read_json(plain)
     except ValueError:
         return _of_python(plain, allowed) or json.dumps(text, ensure_ascii=False)
-    if isinstance(value, str) or ("string" in allowed and not isinstance(value, (dict, list))):
+    if isinstance(value, str) or ("string" in allowed and not allowed & _CONTAINERS.get(type(value), set())):
         return json.dumps(text, ensure_ascii=False)
     return plain
+
+
+_CONTAINERS: dict[type, set[str]] = {dict: {"object", "any"}, list: {"array", "any"}}
 
 
 def _of_python(text: str, allowed: set[str]) -> str:

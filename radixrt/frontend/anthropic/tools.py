@@ -14,7 +14,7 @@ import re
 from typing import Any, NoReturn
 
 from radixrt.formats.deferred import check_deferred
-from radixrt.formats.tools import ANY_OBJECT, MAX_NAME, NO_TOOLS, Tool, ToolUse, check_parameters, read_tools
+from radixrt.formats.tools import MAX_NAME, NO_TOOLS, Tool, ToolUse, read_parameters, read_tools
 from radixrt.frontend.anthropic.defined import DEFINED, Defined
 from radixrt.frontend.http.errors import one_of, refuse
 
@@ -108,10 +108,9 @@ def _tool(field: str, tool: dict[str, Any]) -> Tool | None:
         refuse(f"{field}.name", f"must be a string of 1 to {MAX_NAME} characters")
     if not isinstance(tool.get("description"), str | None):
         refuse(f"{field}.description", "must be a string")
-    schema = tool.get("input_schema")
-    if schema is not None:
-        check_parameters(f"{field}.input_schema", schema)
-    return Tool(name, field, schema or ANY_OBJECT, _strict(field, tool))
+    strict = _strict(field, tool)
+    schema, malformed = read_parameters(f"{field}.input_schema", tool.get("input_schema"), strict)
+    return Tool(name, field, schema, strict, malformed, "input_schema")
 
 
 def _defined(field: str, tool: dict[str, Any], defined: Defined) -> Tool:

@@ -23,6 +23,11 @@ MAX_MATCHED = 256
 """The longest text that is matched."""
 
 
+MAX_COUNTED = 128
+"""The most characters that an automaton counts: each is a state with a mask of its own."""
+NOTE = "counted "
+
+
 class Unsupported(ValueError):
     """A pattern that cannot be followed; says which part."""
 
@@ -118,15 +123,36 @@ def characters(least: int, most: int | None) -> Node:
     return Repeat(Chars(ALL), least, most)
 
 
-def other_than(words: Iterable[str]) -> Node:
-    """All texts but some."""
+def other_than(words: Iterable[str], first: Ranges = ALL, more: Ranges = ALL, empty: bool = True) -> Node:
+    """All texts but some: of a `first` character and `more`, or `empty`."""
     rests: dict[str, list[str]] = {}
     for word in words:
         rests.setdefault(word[:1], []).append(word[1:])
     firsts = _of("".join(rests))
-    parts: list[Node] = [] if "" in rests else [EMPTY]
-    parts += [Sequence((Chars(_of(char)), other_than(rest))) for char, rest in rests.items() if char]
-    return Either((*parts, Sequence((Chars(_but(firsts)), ANYTHING))))
+    parts: list[Node] = [EMPTY] if empty and "" not in rests else []
+    for char, rest in rests.items():
+        if char and (begin := _common(_of(char), first)):
+            parts.append(Sequence((Chars(begin), other_than(rest, more, more))))
+    other = Sequence((Chars(_common(first, _but(firsts))), Repeat(Chars(more), 0, None)))
+    return Either((*parts, other)) if parts else other
+
+
+def without(node: Node, chars: str) -> Node | None:
+    """The texts of a node that hold none of some characters; None if there are none."""
+    match node:
+        case Chars(ranges):
+            kept = _common(ranges, _but(_of(chars)))
+            return Chars(kept) if kept else None
+        case Sequence(parts):
+            found = [without(part, chars) for part in parts]
+            return None if None in found else Sequence(tuple(x for x in found if x is not None))
+        case Either(parts):
+            left = tuple(x for part in parts if (x := without(part, chars)) is not None)
+            return Either(left) if left else None
+        case Repeat(inner, least, most):
+            one = without(inner, chars)
+            return Repeat(one, least, most) if one is not None else EMPTY if least == 0 else None
+    return node
 
 
 # ---------------------------------------------------------------- parsing
@@ -160,6 +186,8 @@ class _Parser:
         while self._take(r"\|"):
             parts.append(self._sequence())
         self._depth -= 1
+        if all(isinstance(part, Chars) for part in parts):
+            return Chars(_ranges(pair for part in parts for pair in part.ranges))  # type: ignore[union-attr]
         return parts[0] if len(parts) == 1 else Either(tuple(parts))
 
     def _sequence(self) -> Node:
@@ -290,19 +318,20 @@ def _anchored(node: Node) -> Node:
     for at in (0, -1):
         # An edge of an alternative: each alternative is anchored for itself.
         if parts and isinstance(parts[at], Either) and _has_edge(parts[at]):
-            whole = []
+            ways = []
             for one in parts[at].parts:  # type: ignore[union-attr]
                 inner = one.parts if isinstance(one, Sequence) else (one,)
                 rest = (*inner, *parts[1:]) if at == 0 else (*parts[:-1], *inner)
-                whole.append(Sequence((*[Edge(True)] * begins, *rest, *[Edge(False)] * ends)))
-            return _anchored(Either(tuple(whole)))
+                ways.append(Sequence((*[Edge(True)] * begins, *rest, *[Edge(False)] * ends)))
+            return _anchored(Either(tuple(ways)))
         if parts and isinstance(parts[at], Sequence) and _has_edge(parts[at]):
             inner = parts[at].parts  # type: ignore[union-attr]
             rest = (*inner, *parts[1:]) if at == 0 else (*parts[:-1], *inner)
             return _anchored(Sequence((*[Edge(True)] * begins, *rest, *[Edge(False)] * ends)))
     if any(map(_has_edge, parts)):
         raise Unsupported("^ or $ is within it")
-    return Sequence((*([] if begins else [ANYTHING]), *parts, *([] if ends else [ANYTHING])))
+    whole: tuple[Node, ...] = (*([] if begins else [ANYTHING]), *parts, *([] if ends else [ANYTHING]))
+    return whole[0] if len(whole) == 1 else Sequence(whole)
 
 
 # ---------------------------------------------------------------- lengths
@@ -379,8 +408,40 @@ ANY_ESCAPE = (
 
 
 def in_json(node: Node) -> str:
-    """The pattern of the text between the quotes of a JSON string, for an automaton that knows nothing of JSON."""
-    return f"^{_written(node, _json_chars)}$"
+    """The pattern of the text between the quotes of a JSON string, for an automaton that knows nothing of JSON. If it
+    would count far, a note of its parts: `ebnf` counts in blocks."""
+    if not _counts_far(node):
+        return f"^{_written(node, _json_chars)}$"
+    note = [
+        [_json_chars(part.inner.ranges), part.least, part.most] if _is_far(part) else _written(part, _json_chars)  # type: ignore[union-attr]
+        for part in _parts(node)
+    ]  # fmt: skip
+    return NOTE + json.dumps(note).encode().hex()  # in hexadecimal, as xgrammar reads it as a pattern
+
+
+def _counts_far(node: Node) -> bool:
+    """Whether an automaton would have to count more than MAX_COUNTED characters, between parts that count less."""
+    return any(map(_is_far, _parts(node))) and all(
+        _is_far(part) and isinstance(part.inner, Chars) or not _repeats_far(part)  # type: ignore[union-attr]
+        for part in _parts(node)
+    )
+
+
+def _parts(node: Node) -> tuple[Node, ...]:
+    return node.parts if isinstance(node, Sequence) else (node,)
+
+
+def _is_far(node: Node) -> bool:
+    return isinstance(node, Repeat) and max(node.least, node.most or 0) > MAX_COUNTED
+
+
+def _repeats_far(node: Node) -> bool:
+    match node:
+        case Sequence(parts) | Either(parts):
+            return any(map(_repeats_far, parts))
+        case Repeat(inner):
+            return _is_far(node) or _repeats_far(inner)
+    return False
 
 
 def in_text(node: Node) -> str:

@@ -6,7 +6,6 @@ for these:
 - Numbers with bounds have at most six decimals and no exponent, integers no decimals.
 - A value without a `type` has that which all its keywords are for.
 - A property that tells the branches of `oneOf` apart is always written.
-- Strings whose length is bounded above 128 characters hold no escapes.
 
 xgrammar looks at one keyword of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type`, in this order, and not
 at those beside it; what it writes for `allOf` is any value. So conjunctions are resolved first, by type (`rules`).
@@ -26,7 +25,15 @@ from urllib.parse import unquote
 from radixrt.requests.schemas import shape
 from radixrt.requests.schemas.formats import ENFORCED
 from radixrt.requests.schemas.inexact import Inexact, Part
-from radixrt.requests.schemas.patterns import ANYTHING, NEVER, Node, characters, matches, other_than, within
+from radixrt.requests.schemas.patterns import (
+    ANYTHING,
+    NEVER,
+    Node,
+    characters,
+    matches,
+    other_than,
+    within,
+)
 from radixrt.requests.schemas.rules import (
     LARGEST,
     Array,
@@ -53,8 +60,6 @@ MAX_WIDTH = 10_000
 """The widest range in which xgrammar looks for multiples of a number."""
 MAX_MULTIPLE = 1024
 MAX_REPEAT = (1 << 31) - 1
-MAX_COUNTED = 128
-"""The most characters that an automaton counts: each is a state with a mask of its own."""
 MAX_UNIQUE = 4
 """The most values of the items of an array with `uniqueItems` whose permutations are written out."""
 DEFINED = "#/$defs/"
@@ -413,18 +418,11 @@ class _Rewriter:
                 raise Inexact(rule.path, f"cannot be enforced beside the format {rule.format}")
             return {"type": "string", "format": rule.format}
         if not patterns:
-            return {"type": "string"} | self._of_length(*bounds)
+            return {"type": "string"} | ({} if bounds == (0, None) else {"pattern": self._pattern(characters(*bounds))})
         node = within(patterns[0][0], *bounds)
         if node is None:
             raise Inexact(rule.path, f"cannot be enforced beside the pattern {patterns[0][1].schema!r}")
         return NONE if node == NEVER else {"type": "string", "pattern": self._pattern(node)}
-
-    def _of_length(self, least: int, most: int | None) -> dict[str, Any]:
-        """The keywords of strings of a length."""
-        if max(least, most or 0) <= MAX_COUNTED:
-            return {} if least == 0 and most is None else {"pattern": self._pattern(characters(least, most))}
-        # xgrammar lets these hold no escapes.
-        return {"minLength": min(least, MAX_REPEAT)} | ({} if most is None else {"maxLength": min(most, MAX_REPEAT)})
 
     def _array(self, rule: Array) -> Any:
         most, prefix = rule.most, []

@@ -14,9 +14,9 @@ from typing import Any
 from radixrt.requests.schemas.formats import ENFORCED, PATTERNS, UNSERVED
 from radixrt.requests.schemas.inexact import Inexact, Part
 from radixrt.requests.schemas.patterns import Node, Unsupported, first_text, matches, parsed
+from radixrt.requests.schemas.shape import TYPES
 
 Parts = tuple[Part, ...]
-TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 OF_TYPE = {
     "object": {
         "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
@@ -111,13 +111,11 @@ def types_of(parts: list[Part], guess: bool) -> tuple[str, ...]:
     """The types that schemas allow. If none says so and `guess`, the one that all their keywords are for."""
     found = set(TYPES)
     named = False
-    for schema, path in parts:
+    for schema, _ in parts:
         if "type" in schema:  # type: ignore[operator]
             kinds = schema["type"]  # type: ignore[index]
             named = True
             kinds = set(kinds if isinstance(kinds, list) else [kinds])
-            if not kinds <= set(TYPES):
-                raise Inexact((*path, "type"), f"must be of {', '.join(TYPES)}")
             found &= kinds | ({"integer"} if "number" in kinds else set())
     if not named and guess:
         keys = {key for part in parts for key in part.schema}  # type: ignore[attr-defined]
