@@ -48,7 +48,7 @@ ENDED = "</think>"
 _THINKING_BEGIN = re.compile(r"(<\w*:?think\w*>|\[THINK\])\s*(</think>\s*)?$")
 _WHITE_SPACE = re.compile(r"\s*")
 _HEADER = re.compile(r"( to=[^\s<]+)?<\|channel\|>(\w+)( to=[^\s<]+)?(?: ?(?:<\|constrain\|>)?(\w+))?<\|message\|>")
-"""The header of a Harmony message (see `frontend.parsing.harmony`): templates write the recipient before the channel,
+"""The header of a Harmony message (see `formats.parsing.harmony`): templates write the recipient before the channel,
 models after it."""
 _UNADDRESSED = re.compile(r"<\|channel\|>(\w+)<\|message\|>(.*)", re.DOTALL)
 """A Harmony message that is no call, without white space: its channel and its text."""
