@@ -228,8 +228,8 @@ class Late(HostPool):
 def test_states_come_back_before_they_are_read(tmp_path, monkeypatch):
     """A step in which other requests decode does not wait for them; the device has room for two of three requests."""
     for name, value in (
-        ("cache.state_checkpoints.MIN_CHECKPOINT_TOKENS", 2),
-        ("cache.state_checkpoints.TAIL", 2),
+        ("scheduler.state_checkpoints.MIN_CHECKPOINT_TOKENS", 2),
+        ("scheduler.state_checkpoints.TAIL", 2),
         ("scheduler.scheduler.MIN_FETCHED_TOKENS", 1),
     ):
         monkeypatch.setattr(f"radixrt.worker.{name}", value)
