@@ -35,7 +35,7 @@ NO_THINKING = "it has no thoughts, which the template writes in another way"
 TEXT_AS_THOUGHTS = "the template writes its text as thoughts, and its thoughts nowhere"
 NEXT_MESSAGE = "<|end|><|start|>assistant"
 """What stands between two messages of one answer in Harmony's format."""
-THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>", NEXT_MESSAGE)
+THINKING_ENDS = ("</think>", "[/THINK]", "</thinking>", "</reasoning>", "<channel|>", NEXT_MESSAGE)
 NO_THOUGHTS = (
     "<think></think>", "<seed:think></seed:think>", "[THINK][/THINK]", "<thinking></thinking>",
     "<reasoning></reasoning>", "<|channel>thought<channel|>", "<|START_THINKING|><|END_THINKING|>",
@@ -45,7 +45,7 @@ NO_THOUGHTS = (
 space."""
 ENDED = "</think>"
 """The same of prompts that do not begin thoughts and end them."""
-_THINKING_BEGIN = re.compile(r"(<\w*:?think\w*>|\[THINK\])\s*(</think>\s*)?$")
+_THINKING_BEGIN = re.compile(r"(<\w*:?think\w*>|\[THINK\]|<\|channel>thought)\s*((</think>|<channel\|>)\s*)?$")
 _WHITE_SPACE = re.compile(r"\s*")
 _HEADER = re.compile(r"( to=[^\s<]+)?<\|channel\|>(\w+)( to=[^\s<]+)?(?: ?(?:<\|constrain\|>)?(\w+))?<\|message\|>")
 """The header of a Harmony message (see `formats.parsing.harmony`): templates write the recipient before the channel,

@@ -157,3 +157,17 @@ def hits(tokenizer: Tokenizer, name: str) -> int:
             ids = encoded.ids + answered
             history.append(answer)
     return found
+
+
+@pytest.mark.parametrize("thinking", [{}, {"enable_thinking": True}, {"enable_thinking": False}], ids=str)
+def test_a_call_of_gemma_4_keeps_its_ids_after_its_result(
+    tokenizer: Tokenizer, templates: dict[str, str], thinking: dict[str, bool]
+) -> None:
+    """Its template drops the empty thoughts before a call that the prompt had begun with."""
+    own = with_template(tokenizer, templates["google-gemma-4-31B-it"])
+    sessions, answer = Sessions(own), {"role": "assistant", "content": "", **called(0, "x y")}
+    encoded = sessions.encode_chat(HERE, ChatPrompt([QUESTION], TOOLS, template_args=thinking))
+    ids = array("i", odd_ids(own, '<|tool_call>call:find{a:<|"|>x y<|"|>}<tool_call|>')).tobytes()
+    sessions.remember(encoded, answer, ids + array("i", [own.token_id("<|tool_response>")]).tobytes())
+    after = sessions.encode_chat(HERE, ChatPrompt([QUESTION, answer, result(0)], TOOLS, template_args=thinking))
+    assert after.ids.startswith(encoded.ids + ids)
