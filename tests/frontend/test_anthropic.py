@@ -575,7 +575,7 @@ BAD = [
     ({"tools": [TIME, {"name": "f", "input_schema": 3}]}, "tools.1.input_schema"),
     ({"tools": [{"input_schema": {}}]}, "tools.0.name"),
     ({"tools": [TIME, TIME]}, "tools.1.name"),
-    ({"tools": [{"name": "f", "input_schema": SCHEMA}]}, "tools.0.input_schema.properties.a.type"),
+    ({"tools": [{"name": "f", "input_schema": SCHEMA, "strict": True}]}, "tools.0.input_schema.properties.a.type"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "required"}}, "tool_choice.type"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),

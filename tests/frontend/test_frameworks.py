@@ -193,9 +193,15 @@ def test_langchain_is_told_what_is_wrong(model, chain):
     for fields, talk, name in (({}, lonely, "call_id"), ({"temperature": -1}, "x", "temperature")):
         with pytest.raises(openai.BadRequestError, match=name):
             chain(**fields).invoke(talk)
-    bad = {"title": "f", "type": "object", "properties": {"a": {"type": "wrong"}}}
+    bad = {
+        "title": "f",
+        "description": "F.",
+        "type": "object",
+        "properties": {"a": {"type": "wrong"}},
+        "required": ["a"],
+    }
     with pytest.raises(openai.BadRequestError, match="properties.a.type"):
-        chain().bind_tools([bad]).invoke("x")
+        chain().bind_tools([bad], strict=True).invoke("x")
 
 
 # ---------------------------------------------------------------- pydantic-ai
