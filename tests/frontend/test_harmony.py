@@ -537,6 +537,17 @@ def test_text_and_thoughts_that_were_generated_stay_unless_the_client_changes_th
     assert not talk.ask().kept_turns and talk.shown() == talk.encoded.text and "think" not in talk.encoded.text
 
 
+def test_thoughts_stay_away_from_a_template_that_never_writes_them(tmp_path):
+    """Though it writes the text before a call as thoughts."""
+    (tmp_path / "chat.jinja").write_text(HARMONY.replace("(m.content or m.thinking)", "m.content"))
+    talk = Talk(tmp_path, False, str(tmp_path / "chat.jinja"))
+    talk.ask(USER)
+    said = "<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant"
+    talk.answer(THOUGHT + said + CALL, called_message(content="One moment."))
+    assert "One moment." in talk.ask(TOOL).text
+    assert not talk.encoded.kept_turns and talk.shown() == talk.encoded.text
+
+
 CHANGES = {"text": ("One moment.", "Wait."), "call": ("Paris", "Rome")}
 
 
