@@ -36,8 +36,8 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """`metadata`: values by key, arrays as lists; that of the first file if the model was split. `tensors`: those of all
-    files, by name."""
+    """`metadata`: values by key, arrays as lists; that of the first file if the model was split. `tensors`: those of
+    all files, by name."""
 
     path: Path
     metadata: dict[str, Any]

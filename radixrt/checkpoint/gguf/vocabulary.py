@@ -85,7 +85,7 @@ def _templates(file: GgufFile) -> dict[str, Any]:
     found |= {name: file.metadata.get(f"{key}.{name}") for name in file.metadata.get(f"{key}s") or ()}
     templates = {name: text for name, text in found.items() if isinstance(text, str) and text}
     if set(templates) <= {"default"}:
-        return {"chat_template": text for text in templates.values()}
+        return {"chat_template": templates["default"]} if templates else {}
     return {"chat_template": [{"name": name, "template": text} for name, text in templates.items()]}
 
 
