@@ -170,7 +170,12 @@ def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 
 
 def _bpe(vocabulary: dict[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
-    plain = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
+    plain: dict[str, Any] = {
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+    }
     plain |= {"fuse_unk": False, "byte_fallback": False, "ignore_merges": False}
     return {"type": "BPE"} | plain | options | {"vocab": vocabulary, "merges": merges}
 
