@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixrt.checkpoint.files import check_files, check_model
+from radixrt.checkpoint.hub import find_here
 from radixrt.checkpoint.lora_modules import check_lora_modules
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
 from radixrt.launch import launcher
@@ -141,7 +142,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="start router, workers and HTTP front ends")
     serve.add_argument(
-        "model", metavar="MODEL", help="checkpoint folder, hub name, or nano, a small model that is included"
+        "model", metavar="MODEL", help="checkpoint folder, GGUF file, hub name, or nano, a small model that is included"
     )
     for config in (StackConfig, WorkerConfig, RouterConfig, FrontendConfig):
         add_fields(serve, config, leave_out=INTERNAL)
@@ -195,10 +196,10 @@ def _check_model_here(name: str, fake: str, impl: str) -> None:
 
 
 def _check_here(check: Callable[[str], None], name: str) -> None:
-    """Call `check` for a checkpoint folder before any process is started. Does nothing if the folder does not exist, as
-    for a hub name."""
-    if name and Path(folder := model_folder(name)).is_dir():
-        check(folder)
+    """Call `check` for a checkpoint folder, or that of a GGUF file, before any process is started. Does nothing for a
+    hub name."""
+    if name and (folder := find_here(model_folder(name))) is not None:
+        check(str(folder))
 
 
 def _check_adapters(config: WorkerConfig) -> None:

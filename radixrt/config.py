@@ -190,7 +190,9 @@ class WorkerConfig:
     speculative_num_draft_tokens: int = setting(8, "most draft tokens per request and step", least=1, most=1 << 10)
     enforce_eager: bool = setting(False, "do not use CUDA graphs")
     cpu_threads: int = setting(0, "compute threads of each rank on a CPU (0: torch's default)", least=0, most=1 << 12)
-    load_format: str = setting("auto", "weights: auto (safetensors files), dummy (random, from config.json alone)")
+    load_format: str = setting(
+        "auto", "weights: auto (safetensors, or of a GGUF file), dummy (random, from config.json alone)"
+    )
     seed: int = setting(0, "seed of dummy weights", least=0, most=(1 << 63) - 1)
     watchdog_timeout: float = setting(
         300.0,
@@ -395,7 +397,8 @@ def resolve(config: AnyConfig) -> AnyConfig:
     """Fill in all defaults that depend on the machine or on other settings. Idempotent."""
     changes: dict[str, Any] = {"model": model_folder(config.model)}
     if not config.served_model_name:
-        changes["served_model_name"] = os.path.basename(os.path.normpath(config.model)) if config.model else ""
+        name = os.path.basename(os.path.normpath(config.model)) if config.model else ""
+        changes["served_model_name"] = name.removesuffix(".gguf")
     if isinstance(config, WorkerConfig):
         on_gpu = config.device.startswith("cuda") or (config.device == "auto" and gpu_count() > 0 and not config.fake)
         if config.device == "auto":

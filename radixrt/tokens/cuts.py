@@ -32,7 +32,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from radixrt.checkpoint.vocabularies import SPACE
+from radixrt.checkpoint.vocabularies import CASED_WORDS, GPT2_WORDS, SHORT_FORMS, SPACE, WORDS
 
 ANCHOR = "a"
 VISIBLE = "".join(map(chr, range(0x21, 0x7F)))
@@ -48,22 +48,14 @@ MAX_CHARS = 2048
 SPAN_CHARS = 16_384
 """Length of a span, the unit in which text that was seen before is looked up first."""
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CASED = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
-    r"|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = _SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 REGEXES = frozenset(
     {
-        _GPT2,
-        _WORDS % "{1,3}",  # llama 3
-        _WORDS % "",  # qwen 2 and 3
-        _CASED % ("", "", ""),  # mistral's tekken
-        _CASED % (_SHORT + "?", _SHORT + "?", "{1,3}"),  # gpt-oss
-        _SHORT + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+        GPT2_WORDS,
+        WORDS % "{1,3}",  # llama 3
+        WORDS % "",  # qwen 2 and 3
+        CASED_WORDS % ("", "", ""),  # mistral's tekken
+        CASED_WORDS % (SHORT_FORMS + "?", SHORT_FORMS + "?", "{1,3}"),  # gpt-oss
+        SHORT_FORMS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
         r"|\s*[\r\n]+|\s+(?!\S)|\s+",  # qwen 3.5
     }
 )

@@ -11,6 +11,7 @@ from typing import Any
 import tokenizers
 
 from radixrt.checkpoint.files import SENTENCEPIECE_FILES, SPECIAL_NAMES, read_file
+from radixrt.checkpoint.hub import find_here
 from radixrt.messages import NO_TENANT, ChatPrompt, Namespace
 from radixrt.tokens.backends import Backend, JsonBackend, load_sentencepiece
 from radixrt.tokens.chat import ChatTemplates, read_templates
@@ -187,7 +188,7 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path, chat_template_file: str = "", *, split_special_tokens: bool = True) -> Tokenizer:
-    """Load from a checkpoint folder or hub name: `tokenizer.json`, else a SentencePiece model, else whatever
+    """Load from a checkpoint folder, GGUF file or hub name: `tokenizer.json`, else a SentencePiece model, else whatever
     transformers can load (imported only then). `chat_template_file` replaces the checkpoint's chat template. With
     `split_special_tokens` the text of special tokens in messages is encoded as text (`special_text.py`). Raises
     ValueError if there is no tokenizer or a file is invalid."""
@@ -341,9 +342,9 @@ def _ids(value: int | list[int] | None) -> list[int]:
 
 
 def _local(folder: str | Path) -> Path:
-    """The folder itself, or the tokenizer files of a hub name, downloaded."""
-    if Path(folder).is_dir():
-        return Path(folder)
+    """The folder itself, that of a GGUF file, or the tokenizer files of a hub name, downloaded."""
+    if (here := find_here(str(folder))) is not None:
+        return here
     from huggingface_hub import snapshot_download
 
     try:

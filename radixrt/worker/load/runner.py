@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from radixrt.checkpoint.gguf.folder import WEIGHTS as GGUF
 from radixrt.checkpoint.lora_modules import lora_modules, most_loaded, num_slots
 from radixrt.config import WorkerConfig
 from radixrt.worker.execution.torch_runner import ModelRunner, TorchRunner
@@ -35,6 +36,7 @@ from radixrt.worker.model.model import Model
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.model.spec.spec import ModelSpec
 from radixrt.worker.model.weights.checkpoint import SafetensorsWeights
+from radixrt.worker.model.weights.gguf import GgufWeights
 from radixrt.worker.model.weights.quantized import Products, block_size, is_expanded, quantization_of, stored_as
 from radixrt.worker.model.weights.random_weights import RandomWeights
 from radixrt.worker.model.weights.weight_loader import loader_of
@@ -44,7 +46,7 @@ from radixrt.worker.plan import Runner
 
 log = logging.getLogger("radixrt.loading")
 
-Weights = SafetensorsWeights | RandomWeights
+Weights = SafetensorsWeights | GgufWeights | RandomWeights
 
 
 def load_runner(config: WorkerConfig) -> Runner:
@@ -267,6 +269,8 @@ def open_weights(
     """The weights in the configured `load_format`. Raises ValueError for an unknown one."""
     quantization = quantization_of(loaded.hf_config)
     match config.load_format:
+        case "auto" | "gguf" if (loaded.folder / GGUF).is_file():
+            return GgufWeights(loaded.folder / GGUF, loaded.dtype, loaded.device, progress)
         case "auto" | "safetensors":
             block = block_size(loaded.hf_config)
             return SafetensorsWeights(
@@ -274,4 +278,4 @@ def open_weights(
             )
         case "dummy":
             return RandomWeights(config.seed, loaded.dtype, loaded.device, products, packed, quantization)
-    raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors or dummy")
+    raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors, gguf (of a GGUF file) or dummy")
