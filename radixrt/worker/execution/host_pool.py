@@ -12,6 +12,7 @@ import torch
 from radixrt.config import WorkerConfig, gpu_count
 from radixrt.worker.execution.kv_pool import KVPool, StatePool, zeros
 from radixrt.worker.execution.memory import available_bytes
+from radixrt.worker.execution.pool_sizes import num_states
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.plan import Moves
 
@@ -20,14 +21,11 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.25
 """Share of the available memory of a machine that is used by default, by all its GPUs together."""
-STATE_SHARE = 0.5
-"""Share of the memory for a cache, on the device or the host, that recurrent states take. One state takes as much as
-the KV of thousands of tokens, and a prefix can be continued only where there is one."""
 
 
 class HostPool:
-    """Slots of a page of `pool` each, all its layers, and slots of one of `states` each, if the model has any: at most
-    `most_states`, in at most STATE_SHARE of `memory`, uint8[bytes], and as many pages as fit beside them. With a group
+    """Slots of a page of `pool` each, all its layers, and slots of one of `states` each, if the model has any:
+    `num_states` of `memory`, uint8[bytes], at most `most_states`, and as many pages as fit beside them. With a group
     there are as many on all ranks. Slots 0 are not used."""
 
     def __init__(
@@ -47,7 +45,7 @@ class HostPool:
         if states is not None:
             self._state_planes = states.planes()
             size = sum(x.shape[1] for x in self._state_planes)
-            count = _smallest(group, min(most_states, int(STATE_SHARE * len(memory)) // size))
+            count = _smallest(group, num_states(len(memory), size, most_states))
             self.num_states = count + 1
             self._states = memory[len(memory) - count * size :].view(count, size)
             memory = memory[: len(memory) - count * size]

@@ -29,6 +29,7 @@ from radixrt.worker.cuda.recurrent.delta_step import chunk_bytes
 from radixrt.worker.cuda.runner import CudaRunner
 from radixrt.worker.cuda.sampling.sampler import Thresholds, find_thresholds
 from radixrt.worker.execution.kv_pool import KVPool, StatePool
+from radixrt.worker.execution.pool_sizes import GRAPH_BYTES, row_bytes
 from radixrt.worker.load.kv_scales import Scales
 from radixrt.worker.load.options import Loaded
 from radixrt.worker.load.pools import make_pool, make_states, pool_tokens
@@ -40,8 +41,6 @@ from radixrt.worker.scheduler.scheduler import Limits, Scheduler
 
 log = logging.getLogger("radixrt.cuda")
 
-GRAPH_BYTES = 1 << 30
-"""Bytes that are reserved for CUDA graphs, beside their logits and `piecewise_graphs.kept_bytes`."""
 GROUP_TOKENS = 1024
 """The most tokens of a step that has graphs, with several ranks: longer steps are summed by NCCL, which has not been
 tried in so many graphs."""
@@ -67,7 +66,7 @@ def make_cuda_runner(
     reserved = tokens * loaded.token_bytes
     if not tokens:
         step = step_bytes(config, loaded, model, flashinfer, full, group)
-        rows = 4 * config.max_num_seqs * loaded.spec.vocab_size  # counts of penalized tokens; logits of graphs
+        rows = row_bytes(config.max_num_seqs, loaded.spec.vocab_size)  # counts of penalized tokens; logits of graphs
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
         kinds = 2 if model.has_adapters else 1  # of decode graphs
         staging = 0 if config.kv_offloading_size == "none" else STAGING_BYTES

@@ -27,6 +27,8 @@ log = logging.getLogger("radixrt.loading")
 
 BACKENDS = ("auto", "flashinfer", "triton", "torch")
 QUANTIZATIONS = ("auto", "fp8", "none")
+CAPABILITY = 8, 0
+"""The compute capability that kernels need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Loaded:
     @property
     def token_bytes(self) -> int:
         """Bytes that a token takes in pages, all layers."""
-        return self.spec.kv_elements * self.kv_dtype.itemsize + self.spec.index_elements * self.dtype.itemsize
+        return self.spec.token_bytes(self.kv_dtype.itemsize, self.dtype.itemsize)
 
 
 def check_settings(config: WorkerConfig) -> None:
@@ -169,11 +171,10 @@ def uses_kernels(config: WorkerConfig, loaded: Loaded) -> bool:
 
 def no_kernels(loaded: Loaded) -> str:
     """The reason why this GPU cannot run the kernels; "" if it can."""
-    major, minor = torch.cuda.get_device_capability(loaded.device)
-    if major < 8:
-        return f"the GPU has compute capability {major}.{minor}, the kernels need 8.0"
-    if loaded.kv_dtype == torch.float8_e4m3fn and (major, minor) < (8, 9):
-        return f"the GPU has compute capability {major}.{minor}, kernels with e4m3 pages need 8.9"
+    capability, needed = torch.cuda.get_device_capability(loaded.device), capability_for(loaded.kv_dtype)
+    if capability < needed:
+        kernels = "kernels with e4m3 pages" if needed > CAPABILITY else "the kernels"
+        return "the GPU has compute capability {}.{}, {} need {}.{}".format(*capability, kernels, *needed)
     try:
         import triton  # noqa: F401
     except ImportError as error:
@@ -188,6 +189,11 @@ def no_kernels(loaded: Loaded) -> str:
 
         return experts.no_kernels(loaded.spec.experts)
     return ""
+
+
+def capability_for(kv_dtype: torch.dtype) -> tuple[int, int]:
+    """The compute capability that kernels with pages of this dtype need."""
+    return (8, 9) if kv_dtype == torch.float8_e4m3fn else CAPABILITY
 
 
 def choose_dtype(name: str, hf_config: dict[str, Any], device: torch.device) -> torch.dtype:
@@ -223,12 +229,18 @@ def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Pr
     `auto`: those of weights that the checkpoint stores in FP8 for this purpose, if there are `kernels` and the GPU can
     multiply FP8. Raises ValueError for an unknown name, or if `fp8` is not possible.
     """
+    capability = torch.cuda.get_device_capability(loaded.device) if kernels and loaded.device.type == "cuda" else None
+    return products_on(capability, name, loaded, exact)
+
+
+def products_on(capability: tuple[int, int] | None, name: str, loaded: Loaded, exact: bool) -> Products:
+    """As `choose_products`, on a GPU of this compute capability, with its kernels; None: without."""
     if name not in QUANTIZATIONS:
         raise ValueError(f"quantization {name!r}: expected one of {', '.join(QUANTIZATIONS)}")
     missing = ""
-    if not kernels or loaded.device.type != "cuda":
+    if capability is None:
         missing = "a GPU and its kernels"
-    elif torch.cuda.get_device_capability(loaded.device) < (8, 9):
+    elif capability < (8, 9):
         missing = "compute capability 8.9"
     elif loaded.dtype != torch.bfloat16:
         missing = "dtype bfloat16"
@@ -246,16 +258,20 @@ def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Pr
 def keeps_packed(name: str, loaded: Loaded, kernels: bool) -> bool:
     """Whether weights that are stored in MXFP4 (of experts) or INT4 are kept so: if the GPU's `kernels` are used, in
     bfloat16 (INT4: or float16), and the option quantization is not none (INT4: nor fp8)."""
-    form = stored_as(loaded.hf_config)
-    if name == "none" or not kernels or loaded.device.type != "cuda":
+    if not kernels or loaded.device.type != "cuda" or not may_stay_packed(name, loaded):
         return False
     from radixrt.worker.cuda.linear import int4 as int4_kernels
     from radixrt.worker.cuda.moe import packed_experts
 
-    if form == "MXFP4" and loaded.dtype == torch.bfloat16:
+    if stored_as(loaded.hf_config) == "MXFP4":
         return packed_experts.there(loaded.device)
-    if has_int4(loaded.hf_config) and name != "fp8" and loaded.dtype in int4.DTYPES:
-        if loaded.spec.experts is not None and not packed_experts.there(loaded.device, loaded.dtype):
-            return False
-        return int4_kernels.there(loaded.device, loaded.dtype)
-    return False
+    if loaded.spec.experts is not None and not packed_experts.there(loaded.device, loaded.dtype):
+        return False
+    return int4_kernels.there(loaded.device, loaded.dtype)
+
+
+def may_stay_packed(name: str, loaded: Loaded) -> bool:
+    """As `keeps_packed`, on a GPU whose kernels work."""
+    if stored_as(loaded.hf_config) == "MXFP4":
+        return name != "none" and loaded.dtype == torch.bfloat16
+    return has_int4(loaded.hf_config) and name not in ("none", "fp8") and loaded.dtype in int4.DTYPES

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import torch
 
 from radixrt.config import WorkerConfig
-from radixrt.worker.execution.host_pool import STATE_SHARE, HostPool, host_bytes, plain_memory
+from radixrt.worker.execution.host_pool import HostPool, host_bytes, plain_memory
 from radixrt.worker.execution.kv_pool import IndexPool, KVPool, StatePool
 from radixrt.worker.execution.mixed_pool import MixedKVPool
+from radixrt.worker.execution.pool_sizes import STATES, cache_bytes, num_states
 from radixrt.worker.load.options import Loaded
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.parallel.group import TorchGroup
@@ -23,9 +24,6 @@ CPU_MEMORY_SHARE = 0.25
 """Share of the machine's free memory that KV pages take on a CPU, unless `max_total_tokens` sets their number."""
 CPU_MAX_TOKENS = 1 << 18
 """Upper limit of the token slots chosen that way."""
-STATES = 8
-"""The most recurrent states that are allocated by default, and the most in host memory, as a multiple of the most
-running requests."""
 
 
 def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
@@ -46,8 +44,8 @@ def make_states(
 ) -> StatePool | None:
     """The pool of recurrent states; None if the model has none. It has as many slots on all ranks.
 
-    Its size is `max_mamba_cache_size` states, and by default as many as fit in STATE_SHARE of the memory for the cache
-    (see `pool_tokens`, also for `reserved`), at most STATES times `max_num_seqs`: beyond that, pages are worth more.
+    Its size is `max_mamba_cache_size` states, and by default `num_states` of the memory for the cache (see
+    `pool_tokens`, also for `reserved`).
     """
     if loaded.spec.recurrent is None:
         return None
@@ -55,7 +53,7 @@ def make_states(
     if not count:
         each = loaded.spec.recurrent.state_bytes(loaded.dtype.itemsize)
         memory = _cache_bytes(loaded, config.gpu_memory_utilization, reserved, group)
-        count = max(1, min(int(STATE_SHARE * memory) // each, STATES * config.max_num_seqs))
+        count = max(1, num_states(memory, each, STATES * config.max_num_seqs))
         count = count if group is None else group.smallest(count)
     return StatePool(loaded.spec.recurrent, count + 1, loaded.dtype, loaded.device)
 
@@ -125,7 +123,7 @@ def _cache_bytes(loaded: Loaded, gpu_share: float, reserved: int, group: TorchGr
     """The memory for KV pages and recurrent states in bytes (see `pool_tokens`); negative if there is none."""
     free = _free_bytes(loaded.device)
     if loaded.device.type == "cuda":
-        return int(free - reserved - (1 - gpu_share) * torch.cuda.mem_get_info(loaded.device)[1])
+        return cache_bytes(free, torch.cuda.mem_get_info(loaded.device)[1], gpu_share, reserved)
     return int(CPU_MEMORY_SHARE * free / (group.shard.size if group else 1)) - reserved
 
 

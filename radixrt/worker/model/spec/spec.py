@@ -237,6 +237,11 @@ class ModelSpec:
         """Elements of index keys that are stored for one token, all layers."""
         return len(self.index.layers) * self.index.dim if self.index else 0
 
+    def token_bytes(self, kv_itemsize: int, itemsize: int) -> int:
+        """Bytes that a token takes in pages, all layers: elements of K and V have `kv_itemsize` bytes, index keys are
+        in the model's dtype of `itemsize` bytes. Layers with a sliding window keep all their tokens."""
+        return self.kv_elements * kv_itemsize + self.index_elements * itemsize
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention, at the end that of `predicts`. Others have no K and V, and pools and `Attend`
