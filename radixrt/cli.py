@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixrt.checkpoint.files import check_files, check_model
-from radixrt.checkpoint.hub import find_here
+from radixrt.checkpoint.hub import find_files, is_hub_name
 from radixrt.checkpoint.lora_modules import check_lora_modules
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
 from radixrt.launch import launcher
@@ -198,8 +198,8 @@ def _check_model_here(name: str, fake: str, impl: str) -> None:
 def _check_here(check: Callable[[str], None], name: str) -> None:
     """Call `check` for a checkpoint folder, or that of a GGUF file, before any process is started. Does nothing for a
     hub name."""
-    if name and (folder := find_here(model_folder(name))) is not None:
-        check(str(folder))
+    if name and not is_hub_name(folder := model_folder(name)):
+        check(str(find_files(folder)))
 
 
 def _check_adapters(config: WorkerConfig) -> None:

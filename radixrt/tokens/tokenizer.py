@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from radixrt.checkpoint.files import SENTENCEPIECE_FILES, SPECIAL_NAMES, read_file
-from radixrt.checkpoint.hub import find_here
+from radixrt.checkpoint.hub import find_files
 from radixrt.messages import NO_TENANT, ChatPrompt, Namespace
 from radixrt.tokens.backends import Backend, JsonBackend, load_sentencepiece
 from radixrt.tokens.chat import ChatTemplates, read_templates
@@ -24,7 +24,6 @@ from radixrt.tokens.turns import Steps
 
 LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 LINE = "\n"
-HUB_FILES = ["*.json", "*.jinja", "*.model", "tokenizer*", "merges.txt", "vocab.txt"]
 
 
 class Tokenizer:
@@ -192,7 +191,7 @@ def load_tokenizer(folder: str | Path, chat_template_file: str = "", *, split_sp
     transformers can load (imported only then). `chat_template_file` replaces the checkpoint's chat template. With
     `split_special_tokens` the text of special tokens in messages is encoded as text (`special_text.py`). Raises
     ValueError if there is no tokenizer or a file is invalid."""
-    folder = _local(folder)
+    folder = find_files(folder)
     config = read_file(folder / "tokenizer_config.json")
     special = read_file(folder / "special_tokens_map.json")
     # A configuration that declares its tokens is newer than special_tokens_map.json.
@@ -339,15 +338,3 @@ def _added_tokens(folder: Path, config: Mapping[str, Any]) -> dict[int, AddedTok
 
 def _ids(value: int | list[int] | None) -> list[int]:
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _local(folder: str | Path) -> Path:
-    """The folder itself, that of a GGUF file, or the tokenizer files of a hub name, downloaded."""
-    if (here := find_here(str(folder))) is not None:
-        return here
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(folder), allow_patterns=HUB_FILES))
-    except Exception as error:  # no network, an unknown name, an invalid name: callers need not distinguish
-        raise ValueError(f"{folder} is neither a folder nor a model that the hub gave: {error}") from error

@@ -73,7 +73,7 @@ def test_broken_files_are_named(folder):
         ({"dtype": "int4"}, "dtype 'int4'"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype 'fp4'"),
         ({"load_format": "pickle"}, "load_format 'pickle'"),
-        ({"model": "/nowhere/at all"}, "neither a folder nor a model"),
+        ({"model": "/nowhere/at all"}, "there is no folder /nowhere/at all"),
     ],
 )
 def test_settings_that_cannot_be_served_are_named(folder, settings, words):

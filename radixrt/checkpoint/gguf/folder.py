@@ -30,7 +30,7 @@ def unpacked(path: Path) -> Path:
     """The folder: config.json, the tokenizer's files, and WEIGHTS. It is made if there is none for this state of the
     file. ValueError if there is no such file, or it is not served."""
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"there is no file {path}; give one, or ORG/NAME as at the hub")
     path = path.resolve()
     folder = cache_folder() / f"{path.name.removesuffix(SUFFIX)}-{_digest(path)}"
     if not folder.is_dir():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from radixrt.checkpoint.files import FAMILIES, check_model
-from radixrt.checkpoint.hub import find
+from radixrt.checkpoint.hub import find, find_files
 from radixrt.config import WorkerConfig
 from radixrt.worker.execution.kv_pool import DTYPES
 from radixrt.worker.load.kv_scales import SOURCES
@@ -67,16 +67,20 @@ def check_settings(config: WorkerConfig) -> None:
 
 
 def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B008
-    """Reads the configuration of the checkpoint, not its weights. Raises ValueError if it cannot be served."""
-    folder = find(config.model)
+    """Reads the configuration of the checkpoint, not its weights, which of a hub name are downloaded last. Raises
+    ValueError if it cannot be served."""
+    folder = find_files(config.model)
     hf_config = checkpoint.read_json(folder / "config.json")
     if not hf_config:
         raise ValueError(f"{folder} holds no config.json: it is no checkpoint")
     check_model(folder, config.model_impl)
     try:
-        return _look_up(config, shard, folder, hf_config)
+        loaded = _look_up(config, shard, folder, hf_config)
     except (TypeError, AttributeError, IndexError, ArithmeticError) as error:
         raise ValueError(f"{folder}/config.json: a value is not of the kind that is expected ({error})") from error
+    if config.load_format != "dummy":
+        find(config.model)
+    return loaded
 
 
 def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[str, Any]) -> Loaded:

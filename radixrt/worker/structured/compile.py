@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from radixrt.checkpoint.hub import find
+from radixrt.checkpoint.hub import find_files
 from radixrt.messages import Grammar, GrammarKind
 from radixrt.requests.grammar_errors import explained, plain
 from radixrt.requests.schemas.ebnf import compilable
@@ -242,7 +242,7 @@ def _size(future: Future[Compiled]) -> int:
 def _folder(model: str) -> Path:
     if not model:
         raise ValueError("structured output needs the tokenizer's files, and this worker has no checkpoint")
-    return find(model)
+    return find_files(model)
 
 
 def _compile_by(compiler: Any) -> dict[GrammarKind, Callable[[str], Any]]:

@@ -1,0 +1,144 @@
+"""Models of the hub: their names, the order of their files, what is refused before weights, and what the cache is good
+for. The hub is a small HTTP server here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from radixrt.checkpoint.hub import find_files
+from radixrt.config import NANO
+
+COMMIT = "c" * 40
+NAME = "acme/nano-1"
+LOOK_UP = f"look_up(WorkerConfig({NAME!r}, device='cpu')).folder"
+
+
+@dataclass
+class Hub:
+    """A hub with one model."""
+
+    files: dict[str, bytes]
+    asked: list[str] = field(default_factory=list)
+    """The files whose content was asked for, in order, with the first byte that was wanted."""
+    breaks: dict[str, int] = field(default_factory=dict)
+    """After how many bytes the connection breaks, for each file, once."""
+    url: str = ""
+
+    def answer(self, http: BaseHTTPRequestHandler) -> None:
+        if f"/api/models/{NAME}/tree/" in http.path:
+            return self._json(http, [self._entry(path) for path in self.files])
+        if http.path.startswith(f"/api/models/{NAME}"):
+            return self._json(http, {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": f} for f in self.files]})
+        path = http.path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
+        if path not in self.files:
+            http.send_response(404)
+            http.send_header("X-Error-Code", "RepoNotFound")
+            http.send_header("Content-Length", "0")
+            http.end_headers()
+            return
+        self._file(http, path)
+
+    def _entry(self, path: str) -> dict[str, object]:
+        content = self.files[path]
+        return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+    def _json(self, http: BaseHTTPRequestHandler, answer: object) -> None:
+        body = json.dumps(answer).encode()
+        http.send_response(200)
+        http.send_header("Content-Type", "application/json")
+        http.send_header("Content-Length", str(len(body)))
+        http.end_headers()
+        http.wfile.write(body)
+
+    def _file(self, http: BaseHTTPRequestHandler, path: str) -> None:
+        content = self.files[path]
+        first = int((re.search(r"bytes=(\d+)", http.headers.get("Range", "")) or [0, 0])[1])
+        http.send_response(206 if first else 200)
+        http.send_header("Content-Length", str(len(content) - first))
+        http.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        http.send_header("X-Repo-Commit", COMMIT)
+        if first:
+            http.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
+        http.end_headers()
+        if http.command == "GET":
+            self.asked.append(f"{path}@{first}" if first else path)
+            end = self.breaks.pop(path, len(content))
+            http.wfile.write(content[first:end])
+            http.close_connection = True
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    found = Hub({path.name: path.read_bytes() for path in NANO.iterdir() if path.suffix in (".json", ".safetensors")})
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found.answer(self)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    found.url = f"http://127.0.0.1:{server.server_port}"
+    yield found
+    server.shutdown()
+    server.server_close()
+
+
+def look_up(hub: Hub, home: Path, call: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+    """What a worker does before it reads weights, or `call`, in a process of its own: the hub's address is read at
+    import."""
+    code = (
+        "from radixrt.checkpoint.hub import find_files; from radixrt.config import WorkerConfig\n"
+        "from radixrt.worker.load.options import look_up\n"
+        f"try: print({call or LOOK_UP})\n"
+        "except ValueError as error: print(error)"
+    )
+    env = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1"} | more
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+
+
+def test_weights_come_last_and_serve_offline(hub, tmp_path):
+    hub.breaks["model.safetensors"] = 1_000_000
+    done = look_up(hub, tmp_path)
+    assert hub.asked.count("config.json") == 1 and hub.asked[-2:] == ["model.safetensors"] * 2, (
+        "after a lost connection"
+    )
+    assert (Path(done.stdout.strip()) / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
+    assert "HTTP" not in done.stderr
+    hub.asked.clear()
+    again = look_up(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:1")
+    assert again.stdout == done.stdout and not hub.asked
+
+
+def test_what_is_not_served_is_refused_before_its_weights(hub, tmp_path):
+    config = json.loads(hub.files["config.json"]) | {"hidden_size": "wide"}
+    hub.files["config.json"] = json.dumps(config).encode()
+    assert "hidden_size is 'wide'" in look_up(hub, tmp_path).stdout
+    assert "config.json" in hub.asked and "model.safetensors" not in hub.asked
+
+
+def test_a_model_of_which_a_part_is_here_is_named_offline(hub, tmp_path):
+    look_up(hub, tmp_path, f"find_files({NAME!r})")
+    (said,) = look_up(hub, tmp_path, HF_HUB_OFFLINE="1").stdout.splitlines()
+    assert said.startswith(f"{NAME}: ") and "nor has its cache all files" in said and not hub.asked[4:]
+
+
+@pytest.mark.parametrize("path", ["./nosuch", "x.gguf", "/nowhere/at"])
+def test_a_path_is_not_asked_for_at_the_hub(path):
+    with pytest.raises(ValueError, match=f"^there is no (file|folder) {Path(path)}; give one"):
+        find_files(path)
