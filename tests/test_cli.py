@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
-from pathlib import Path
 
 import pytest
 
 from radixrt import cli
 from radixrt.client import ServerError
 from radixrt.config import WorkerConfig
-
-README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.fixture(params=["report", "run"])
@@ -111,15 +107,6 @@ def test_a_file_without_one_key(told, tmp_path, capsys, content, words):
 
 
 # ---------------------------------------------------------------- flags
-
-
-def test_all_flags_in_the_readme_exist(capsys):
-    known: set[str] = set()
-    for command in ("serve", "router", "worker", "frontend", "report", "run", "drain", "keygen"):
-        with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
-        known.update(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
-    assert set(re.findall(r"--[a-z][a-z-]*", README.read_text())) <= known | {"--help"}
 
 
 @pytest.mark.parametrize(("flags", "jumps"), [([], True), (["--no-jump-forward"], False), (["--jump-forward"], True)])
