@@ -19,8 +19,7 @@ import runpy
 import sys
 import time
 import traceback
-import typing
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from radixrt.checkpoint.files import check_files, check_model
 from radixrt.checkpoint.hub import find_files, is_hub_name
 from radixrt.checkpoint.lora_modules import check_lora_modules
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
+from radixrt.flags import Parser, add_fields, add_model, add_notes, from_args, parse
 from radixrt.launch import launcher
 from radixrt.launch.process_main import ROLES, check_role, follow_parent, read_config, run_role
 from radixrt.process.shutdown import Pulse
@@ -40,53 +40,15 @@ if TYPE_CHECKING:
 
 INTERNAL = {"router", "name", "shares_port"}
 """Fields that `serve` sets itself."""
-ALIASES = {
-    "workers": ["--data-parallel-size", "--dp-size"],
-    "tensor_parallel_size": ["--tp-size"],
-    "max_model_len": ["--context-length"],
-    "max_num_seqs": ["--max-running-requests"],
-    "gpu_memory_utilization": ["--mem-fraction-static"],
-}
-"""Names that users of vLLM and SGLang know."""
 log = logging.getLogger("radixrt.cli")
 
+LOG_LEVEL: dict[str, Any] = {"type": str.lower, "choices": ("debug", "info", "warning", "error")}
 RESTART_SECONDS = 600.0
 """How long `radixrt drain --restart` waits until the worker serves again."""
 DEFAULT_URL = "tcp://127.0.0.1:5555"
 
 
-# ---------------------------------------------------------------- flags from fields
-
-
-def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: Set[str] = frozenset()) -> None:
-    """Add a flag for each field of `config` that has a help text, unless the parser has that flag already: for a field
-    `max_num_seqs` the flag `--max-num-seqs`."""
-    types = typing.get_type_hints(config)
-    known = {action.dest for action in parser._actions}
-    for field in dataclasses.fields(config):
-        if field.name in known | leave_out or "help" not in field.metadata:
-            continue
-        kind = types[field.name]
-        flags = ["--" + field.name.replace("_", "-"), *ALIASES.get(field.name, ())]
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
-        if kind is bool and field.default:  # with a flag --no-... as well
-            options["help"] += " (default: on)"
-            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
-        elif kind is bool:
-            parser.add_argument(*flags, action="store_true", **options)
-        elif typing.get_origin(kind) is tuple:
-            options |= {"action": "extend", "nargs": "+"} if field.metadata["several"] else {"action": "append"}
-            parser.add_argument(*flags, metavar=field.name.upper(), **options)
-        else:
-            options["help"] += "" if field.default in ("", 0) else f" (default: {field.default})"
-            parser.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **options)
-
-
-def from_args(config: type, args: argparse.Namespace) -> Any:
-    """Make a `config` from the flags that were given; other fields keep their defaults."""
-    given = vars(args)
-    changes = {f.name: given[f.name] for f in dataclasses.fields(config) if f.name in given}
-    return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()})
+# ---------------------------------------------------------------- keys
 
 
 def read_keys(args: argparse.Namespace) -> None:
@@ -134,25 +96,29 @@ def _keys_in(path: str) -> list[str]:
     return keys
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="radixrt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+# ---------------------------------------------------------------- flags
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="radixrt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"radixrt {__version__}")
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--log-level", default="info", **LOG_LEVEL)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="start router, workers and HTTP front ends")
-    serve.add_argument(
-        "model", metavar="MODEL", help="checkpoint folder, GGUF file, hub name, or nano, a small model that is included"
-    )
+    add_model(serve, "checkpoint folder, GGUF file, hub name, or nano, a small model that is included")
     for config in (StackConfig, WorkerConfig, RouterConfig, FrontendConfig):
         add_fields(serve, config, leave_out=INTERNAL)
+    add_notes(serve)
     serve.set_defaults(run=_serve)
 
     for role, kind in ROLES.items():
         command = commands.add_parser(role, help=(kind.__doc__ or "").splitlines()[0])
         command.add_argument("--config-from-stdin", action="store_true", help=argparse.SUPPRESS)
         command.add_argument("--pulse", type=int, metavar="FD", help=argparse.SUPPRESS)
+        add_model(command, "checkpoint folder, GGUF file, hub name, or nano")
         add_fields(command, kind)
+        add_notes(command)
         command.set_defaults(run=_role, role=role)
 
     report = commands.add_parser("report", help="print the hit-rate report of a running stack")
@@ -174,6 +140,8 @@ def build_parser() -> argparse.ArgumentParser:
     keygen = commands.add_parser("keygen", help="make a CURVE key for ZMQ beyond loopback")
     keygen.add_argument("file", metavar="FILE", help="secret key file to write; give it to --curve-secret-key")
     keygen.set_defaults(run=_keygen)
+    for command in commands.choices.values():
+        command.add_argument("--log-level", default=argparse.SUPPRESS, **LOG_LEVEL)
     return parser
 
 
@@ -181,6 +149,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if "model" not in args:
+        raise ValueError("which model? radixrt serve MODEL, or --model MODEL; nano is a small one that is included")
     read_keys(args)
     read_admin_key(args)
     _check_model_here(args.model, vars(args).get("fake", ""), vars(args).get("model_impl", "auto"))
@@ -331,12 +301,14 @@ def _keygen(args: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `radixrt`. Returns its exit code: 0 success, 1 it failed while running, 2 it could not start."""
-    args = build_parser().parse_args(arguments)
+    args = parse(build_parser(), arguments)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
     )
     if args.log_level == "info":  # httpx writes a line for each request of a client at this level
         logging.getLogger("httpx").setLevel(logging.WARNING)
+    for note in vars(args).get("notes", ()):
+        log.info("%s", note)
     try:
         return args.run(args)
     except KeyboardInterrupt:

@@ -82,8 +82,6 @@ def test_fp8_pages_are_the_default_from_hopper_on(monkeypatch):
         assert options.choose_kv_dtype("auto", torch.bfloat16, gpu) == expected
     assert options.choose_kv_dtype("auto", torch.float32, torch.device("cpu")) == torch.float32
     assert options.choose_kv_dtype("fp8", torch.float32, gpu) == torch.float8_e4m3fn
-    with pytest.raises(ValueError, match="kv_cache_dtype 'int3'"):
-        options.choose_kv_dtype("int3", torch.float32, gpu)
 
 
 def test_out_of_memory_names_numbers_and_flags(folder, monkeypatch):

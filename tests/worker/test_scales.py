@@ -249,5 +249,5 @@ def test_layers_that_are_not_finite_are_named(checkpoint, tmp_path, caplog):
 
 
 def test_a_source_that_is_not_known_is_named(checkpoint):
-    with pytest.raises(ValueError, match="kv_scales 'dynamic': expected one of auto, none"):
+    with pytest.raises(ValueError, match="--kv-scales 'dynamic': expected auto or none"):
         load(checkpoint("llama")[0], kv_scales="dynamic")
