@@ -42,6 +42,7 @@ INTERNAL = {"router", "name", "shares_port"}
 """Fields that `serve` sets itself."""
 log = logging.getLogger("radixrt.cli")
 
+USAGE = "%(prog)s [MODEL] [FLAG ...]"
 LOG_LEVEL: dict[str, Any] = {"type": str.lower, "choices": ("debug", "info", "warning", "error")}
 RESTART_SECONDS = 600.0
 """How long `radixrt drain --restart` waits until the worker serves again."""
@@ -55,7 +56,7 @@ def read_keys(args: argparse.Namespace) -> None:
     """Replace each `--api-key @FILE` by the keys in the file. Warns of keys that are not in a file."""
     if "api_key" in args:
         if any(given[:1] != "@" for given in args.api_key):
-            _warn_of_key("--api-key", "keys, TENANT:KEY one per line")
+            _warn_of_key("--api-key", "keys, one per line,")
         args.api_key = [key for given in args.api_key for key in (_keys_in(given[1:]) if given[:1] == "@" else [given])]
 
 
@@ -90,7 +91,7 @@ def _keys_in(path: str) -> list[str]:
     lines = (line.strip() for line in text.splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ValueError(f"--api-key @{path}: there is no TENANT:KEY in the file")
+        raise ValueError(f"--api-key @{path}: there is no key in the file")
     if not is_private(path):
         log.warning("%s, with API keys, can be read by others than its owner (chmod 600)", path)
     return keys
@@ -105,7 +106,7 @@ def build_parser() -> Parser:
     parser.add_argument("--log-level", default="info", **LOG_LEVEL)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="start router, workers and HTTP front ends")
+    serve = commands.add_parser("serve", help="start router, workers and HTTP front ends", usage=USAGE)
     add_model(serve, "checkpoint folder, GGUF file, hub name, or nano, a small model that is included")
     for config in (StackConfig, WorkerConfig, RouterConfig, FrontendConfig):
         add_fields(serve, config, leave_out=INTERNAL)
@@ -113,7 +114,7 @@ def build_parser() -> Parser:
     serve.set_defaults(run=_serve)
 
     for role, kind in ROLES.items():
-        command = commands.add_parser(role, help=(kind.__doc__ or "").splitlines()[0])
+        command = commands.add_parser(role, help=(kind.__doc__ or "").splitlines()[0], usage=USAGE)
         command.add_argument("--config-from-stdin", action="store_true", help=argparse.SUPPRESS)
         command.add_argument("--pulse", type=int, metavar="FD", help=argparse.SUPPRESS)
         add_model(command, "checkpoint folder, GGUF file, hub name, or nano")

@@ -90,7 +90,7 @@ def test_a_key_as_it_is(told):
     ("content", "words"),
     [
         (b"a:1\nb:2\n", "there are 2 keys in the file, and one is needed"),
-        (b"# none\n", "there is no TENANT:KEY in the file"),
+        (b"# none\n", "there is no key in the file"),
         (b"\xff\n", "the file is not UTF-8"),
         (None, "No such file"),
     ],

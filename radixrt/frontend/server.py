@@ -176,7 +176,7 @@ def listen(config: FrontendConfig) -> socket.socket:
     """A listening socket. Raises ValueError for an address beyond loopback without API keys, and OSError if the port is
     taken by anything but front ends that share it."""
     if not config.api_key and not is_loopback(config.host):
-        raise ValueError(f"host: {config.host} can be reached from other machines: that needs --api-key TENANT:KEY")
+        raise ValueError(f"host: {config.host} can be reached from other machines: that needs --api-key")
     sock = bind_http(config.host, config.port, shared=config.shares_port)
     try:
         sock.listen(BACKLOG)
