@@ -44,7 +44,7 @@ from radixrt.config import (
 )
 from radixrt.formats.parsing.detect import check_parsers
 from radixrt.launch.process_main import check_address, say_leave
-from radixrt.process.ports import free_tcp_address, keep_port
+from radixrt.process.ports import check_host, free_tcp_address, keep_port
 from radixrt.process.shutdown import DRAINED, IDLE, Pulses
 from radixrt.process.starting import POLL_SECONDS, StartError, ask_health, worker_configs
 from radixrt.process.subprocesses import (
@@ -377,6 +377,8 @@ def check_stack(config: StackConfig) -> None:
         if address := getattr(config.router, name):
             check_address(name, address)
     tls_context(config.frontend)
+    if config.api_server_count:
+        check_host(config.frontend)
 
 
 def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
