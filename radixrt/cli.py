@@ -27,7 +27,15 @@ from typing import TYPE_CHECKING, Any
 from radixrt.checkpoint.files import check_files, check_model
 from radixrt.checkpoint.hub import find_files, is_hub_name
 from radixrt.checkpoint.lora_modules import check_lora_modules
-from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
+from radixrt.config import (
+    FrontendConfig,
+    RouterConfig,
+    StackConfig,
+    WorkerConfig,
+    client_address,
+    model_folder,
+    resolve,
+)
 from radixrt.flags import Parser, add_fields, add_model, add_notes, from_args, parse
 from radixrt.launch import launcher
 from radixrt.launch.process_main import ROLES, check_role, follow_parent, read_config, run_role
@@ -46,7 +54,7 @@ USAGE = "%(prog)s [MODEL] [FLAG ...]"
 LOG_LEVEL: dict[str, Any] = {"type": str.lower, "choices": ("debug", "info", "warning", "error")}
 RESTART_SECONDS = 600.0
 """How long `radixrt drain --restart` waits until the worker serves again."""
-DEFAULT_URL = "tcp://127.0.0.1:5555"
+DEFAULT_URL = client_address()
 
 
 # ---------------------------------------------------------------- keys
