@@ -20,7 +20,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 OTHERS_FLAGS = set(  # of pip, docker, other servers and our benchmarks
     """--help --index-url --enable-prompt-tokens-details --enable-cache-report --enable-hierarchical-cache
-    --lenient --rivals --serve --url""".split()
+    --lenient --rivals --serve --url --rm --network --gpus --target --detach""".split()
 )
 MODEL_FILES = {"config.json", "generation_config.json"}
 
@@ -66,7 +66,7 @@ def test_flags_that_pages_name_exist() -> None:
 
 def check(command: str) -> None:
     """That a command of a page can be given: its program, its flags, its files. AssertionError if not."""
-    words = shlex.split(command, comments=True)
+    words = [word for word in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", word)]
     match words:
         case ["radixrt", *arguments]:
             cli.build_parser().parse_args(arguments)
