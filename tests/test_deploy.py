@@ -41,7 +41,7 @@ def mounted(service: str) -> dict[str, str]:
 
 
 monitoring = pytest.mark.skipif(
-    not (DEPLOY / "prometheus").is_dir(), reason="its dashboard and rules are not there yet"
+    not (DEPLOY / "prometheus/alerts.yml").exists(), reason="its dashboard and rules are not there yet"
 )
 
 
@@ -121,7 +121,6 @@ def test_ports_are_open_on_this_machine_alone() -> None:
     assert len(ports) == 3 and all(port.startswith("127.0.0.1:") for port in ports)
 
 
-@monitoring
 def test_what_services_mount_and_wait_for_is_there() -> None:
     for name, service in SERVICES.items():
         for source in mounted(name).values():
@@ -134,14 +133,15 @@ def test_what_services_mount_and_wait_for_is_there() -> None:
 
 @monitoring
 def test_prometheus_asks_the_server_with_the_key_that_is_made_for_it() -> None:
-    config = read("prometheus/prometheus.yml")
-    (job,) = [job for job in config["scrape_configs"] if job["job_name"] == "radixrt"]
-    assert job.get("metrics_path", "/metrics") == "/metrics"
-    assert [target for one in job["static_configs"] for target in one["targets"]] == ["radixrt:8000"]
-    assert job["authorization"]["credentials_file"] == "/keys/prometheus"
-    assert mounted("prometheus")["/keys"] == "keys"
-    for rules in config["rule_files"]:
-        assert (DEPLOY / "prometheus" / Path(rules).name).exists()
+    folder = DEPLOY / mounted("prometheus")["/etc/prometheus"]
+    assert SERVICES["prometheus"]["command"][0] == "--config.file=/etc/prometheus/compose.yml"
+    config, plain = (yaml.safe_load((folder / name).read_text()) for name in ("compose.yml", "prometheus.yml"))
+    (job,), (plain_job,) = config["scrape_configs"], plain["scrape_configs"]
+    assert job["static_configs"] == [{"targets": ["radixrt:8000"]}]
+    assert job["authorization"] == {"type": "Bearer", "credentials_file": "/keys/prometheus"}
+    assert mounted("prometheus")["/keys"] == mounted("keys")["/keys"]
+    assert job["job_name"] == plain_job["job_name"] and config["rule_files"] == plain["rule_files"]
+    assert all((folder / rules).exists() for rules in config["rule_files"])
 
 
 @monitoring
