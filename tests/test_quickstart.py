@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,6 @@ from tests.documents import ROOT, blocks
 
 README = ROOT / "README.md"
 NOT_RUN = {
-    "make demo": "it installs the environment that this test runs in",
     "python3 -m venv": "it installs from an index of torch's",
     "radixrt serve Qwen/": "it downloads a model; nano serves in its place",
 }
@@ -60,4 +60,7 @@ def test_the_server_answers_curl_in_a_stream(said: str) -> None:
 
 def test_the_program_answers_and_the_report_shows_its_hits(said: str) -> None:
     assert "Mia Bren" in said
-    assert "program ask" in said and "computed prompt tokens" in said
+    (sample,) = blocks(README, "text")
+    labels = [re.split(r"\s{2,}", line)[0] for line in sample.splitlines() if re.match(r"[a-z]", line)]
+    assert labels == ["program ask", "program ask, fork depth 1", "computed prompt tokens"]
+    assert all(re.search(f"^{label} ", said, re.MULTILINE) for label in labels)
