@@ -233,8 +233,9 @@ class RouterConfig:
     )
     admin_api_key: str = setting(
         "",
-        "KEY, or @FILE with it, of the one who may load LoRA adapters where there are API keys, and who sees "
-        "the figures of all tenants (/metrics, /v1/report); it is no tenant's",
+        "KEY, or @FILE with it, of the one who runs this: where there are API keys, it alone loads LoRA adapters, "
+        "drains workers and empties caches, and sees the figures of all tenants (/metrics, /v1/report); it is no "
+        "tenant's",
     )
     allow_runtime_lora_updating: bool = setting(False, RUNTIME_LORA)
     worker_timeout: float = setting(
@@ -297,7 +298,7 @@ class FrontendConfig:
     host: str = setting("127.0.0.1", "address to listen on; API keys are required to listen beyond loopback")
     port: int = setting(8000, "port to listen on (0: a free one)", least=0, most=MAX_PORT)
     api_key: tuple[str, ...] = setting((), "TENANT:KEY, or @FILE with one per line; repeatable")
-    admin_api_key: str = setting("", "KEY, or @FILE with it, of the one who may see the figures of all tenants")
+    admin_api_key: str = setting("", "KEY, or @FILE with it, of the one who sees all tenants' figures and empties caches")
     allowed_origins: tuple[str, ...] = setting(
         (), "origin whose web pages may send requests (CORS); repeatable; * for all"
     )
