@@ -273,6 +273,11 @@ class RouterConfig:
     pause_seconds: float = setting(
         60.0, "longest time that a program's prefix stays cached while a tool runs", least=0.0, most=MAX_SECONDS
     )
+    otlp_traces_endpoint: str = setting(
+        "",
+        "URL of an OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces) that gets a span of "
+        "each request; needs the extra otel (default: no traces)",
+    )
     shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MAX_SECONDS)
     curve_secret_key: str = setting("", "file with a CURVE secret key; required to listen beyond loopback")
     http: FrontendConfig | None = None
@@ -298,7 +303,9 @@ class FrontendConfig:
     host: str = setting("127.0.0.1", "address to listen on; API keys are required to listen beyond loopback")
     port: int = setting(8000, "port to listen on (0: a free one)", least=0, most=MAX_PORT)
     api_key: tuple[str, ...] = setting((), "TENANT:KEY, or @FILE with one per line; repeatable")
-    admin_api_key: str = setting("", "KEY, or @FILE with it, of the one who sees all tenants' figures and empties caches")
+    admin_api_key: str = setting(
+        "", "KEY, or @FILE with it, of the one who sees all tenants' figures and empties caches"
+    )
     allowed_origins: tuple[str, ...] = setting(
         (), "origin whose web pages may send requests (CORS); repeatable; * for all"
     )

@@ -27,6 +27,8 @@ VERSION = "/v1"
 MESSAGES_PATH = "/v1/messages"
 """The path of Anthropic's API: below it errors are sent in its format."""
 DEPTH_DIGITS = 9
+TRACEPARENT_CHARS = 128
+"""More than a traceparent of today has (55): later versions of the format may be longer."""
 REQUEST_ID = "x-request-id"
 """The header in which OpenAI's clients expect the id."""
 LOGIN = """This page needs an API key: reload it, and give the key as the password. The user name does not matter.
@@ -109,12 +111,18 @@ def count_for(request: Request, tenant: str) -> None:
 
 
 def origin_of(request: Request) -> Origin:
-    """Program, branch and fork depth from headers, for the report."""
+    """Program, branch and fork depth from headers, for the report, and the caller's span, for traces."""
     headers = headers_of(request)
     depth = headers.get(b"x-radixrt-depth") or "0"
     if not (depth.isascii() and depth.isdigit() and len(depth) <= DEPTH_DIGITS):
         raise ApiError(400, f"x-radixrt-depth: expected a number of at most {DEPTH_DIGITS} digits", "x-radixrt-depth")
-    return Origin(headers.get(b"x-radixrt-program", ""), headers.get(b"x-radixrt-branch", ""), int(depth))
+    span = headers.get(b"traceparent", "")
+    return Origin(
+        headers.get(b"x-radixrt-program", ""),
+        headers.get(b"x-radixrt-branch", ""),
+        int(depth),
+        span if len(span) <= TRACEPARENT_CHARS else "",
+    )
 
 
 def told(path: str, error: ApiError) -> ApiError:

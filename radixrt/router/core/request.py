@@ -112,6 +112,8 @@ class RunState:
         "score_from",
         "scores",
         "sent",
+        "sent_at",
+        "served_by",
         "started",
         "tries",
         "waiting_since",
@@ -159,8 +161,11 @@ class RunState:
         self.losses: list[Worker] = []
         """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
         self.waiting_since: float | None = None
-        self.arrived_at = self.first_at = self.last_at = 0.0
-        """Times of its arrival, which the core sets, and of its first and latest token, if there are any."""
+        self.served_by = ""
+        """The worker that it was sent to last; "" if to none."""
+        self.arrived_at = self.sent_at = self.first_at = self.last_at = 0.0
+        """Times of its arrival, which the core sets, of its first dispatch, and of its first and latest token, if there
+        are any."""
 
     @property
     def reusable(self) -> int:
