@@ -18,12 +18,14 @@ from radixrt.worker.load.options import look_up
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.parallel.sharding import Shard
 from radixrt.worker.model.weights.checkpoint import SafetensorsWeights, read_json
-from radixrt.worker.model.weights.quantized import Products
+from radixrt.worker.model.weights.quantized import Products, quantization_of
 from radixrt.worker.model.weights.random_weights import RandomWeights
 from tests.checkpoints import make_tokenizer
+from tests.worker import test_integers, test_scaled
 from tests.worker.families import make_model
 from tests.worker.packed import pack_experts
 from tests.worker.test_gguf import write as write_gguf
+from tests.worker.test_published import edit
 from tests.worker.thread_group import on_ranks
 
 CPU = torch.device("cpu")
@@ -96,15 +98,46 @@ def test_weights_of_each_rank(tmp_path, family):
     assert on_ranks(2, load) == [weight_bytes(loaded, Products.NONE, False, Shard(rank, 2)) for rank in range(2)]
 
 
-def test_packed_experts_and_weights_in_fp8(tmp_path):
+def held(folder, **kept) -> int:
+    """What a worker in bfloat16 holds, some weights as they are stored."""
+    loaded = look_up(config(folder))
+    quantization = quantization_of(loaded.hf_config)
+    weights = SafetensorsWeights(folder, torch.bfloat16, CPU, progress=False, quantization=quantization, **kept)
+    return tensor_bytes(Decoder(loaded.whole, weights))
+
+
+def of_plan(folder, products: Products, packed: bool) -> list[int]:
+    """Weights by the headers of the files, and by config.json alone."""
+    loaded = replace(look_up(config(folder)), dtype=torch.bfloat16)
+    return [weight_bytes(loaded, products, packed, Shard(), stored) for stored in (stored_tensors(folder), None)]
+
+
+@pytest.mark.parametrize("kind", test_scaled.KINDS)
+def test_weights_in_fp8(tmp_path, kind):
+    make_model(tmp_path / "plain", "llama", **test_scaled.SIZES)
+    scales, more = test_scaled.KINDS[kind]
+    folder = test_scaled.store(tmp_path / "plain", tmp_path / "fp8", scales, **more)
+    narrow = held(folder, products=Products.STORED)
+    assert of_plan(folder, Products.STORED, False) == [narrow] * 2
+    assert of_plan(folder, Products.NONE, False) == [held(folder)] * 2 and narrow < 0.7 * held(folder)
+
+
+@pytest.mark.parametrize(("form", "family"), [("awq", "llama"), ("gptq", "llama"), ("w4a16", "qwen3_moe")])
+def test_weights_in_int4(tmp_path, monkeypatch, form, family):
+    monkeypatch.setattr(test_integers, "GROUP", 32)
+    make_model(tmp_path / "made", family, **({"moe_intermediate_size": 64} if "moe" in family else {}))
+    folder, _ = test_integers.store(tmp_path / "made", tmp_path, form, ("proj.weight",))
+    edit(folder, quantization_config=test_integers.FORMS[form][1] | {"group_size": 32})
+    narrow = held(folder, packed=True)
+    assert of_plan(folder, Products.NONE, True) == [narrow] * 2
+    assert narrow != held(folder), "such small rows are padded to more than 16 bits"
+
+
+def test_packed_experts(tmp_path):
     model = make_model(tmp_path, "gpt_oss")
     pack_experts(tmp_path, model)
-    loaded = replace(look_up(config(tmp_path)), dtype=torch.bfloat16)
-    weights = SafetensorsWeights(tmp_path, torch.bfloat16, CPU, progress=False, packed=True)
-    held = tensor_bytes(Decoder(loaded.whole, weights))
-    assert held == weight_bytes(loaded, Products.NONE, True, Shard(), stored_tensors(tmp_path))
-    assert held == weight_bytes(loaded, Products.NONE, True, Shard())
-    assert held < weight_bytes(loaded, Products.NONE, False, Shard())
+    assert of_plan(tmp_path, Products.NONE, True) == [held(tmp_path, packed=True)] * 2
+    assert of_plan(tmp_path, Products.NONE, False)[0] > held(tmp_path, packed=True)
 
 
 def test_a_gguf_file_takes_what_it_is_dequantized_to(tmp_path, monkeypatch):

@@ -41,6 +41,9 @@ SCORED_TOKENS = 256
 """Tokens of a step whose logits are kept at once (see `scheduler.plan_builder`)."""
 GATHERED_BYTES = 1 << 30
 """About what attention of long chunks gathers of the pages."""
+FEW_EXPERTS, MORE_EXPERTS = 1, 2
+"""Experts of a layer take the same memory: their weights are those of two layers with so few, extended in a line. To
+make hundreds of them takes seconds."""
 SIZES = 1, 2, 4, 8
 """Tensor-parallel sizes that are tried."""
 
@@ -276,8 +279,19 @@ def weight_bytes(
         return transformers_model.weight_bytes(loaded.folder, loaded.dtype)
     weights = Outlines(loaded.dtype, products, packed, quantization_of(loaded.hf_config), stored or {})
     group = cast(Group, _Place(shard)) if shard.size > 1 else None
-    with torch.inference_mode():
-        return tensor_bytes(Decoder(loaded.whole, weights, group=group))
+
+    def of(spec: ModelSpec) -> int:
+        with torch.inference_mode():
+            return tensor_bytes(Decoder(spec, weights, group=group))
+
+    experts = loaded.whole.experts
+    if experts is None or experts.count <= MORE_EXPERTS:
+        return of(loaded.whole)
+    few, more = (
+        of(dataclasses.replace(loaded.whole, experts=dataclasses.replace(experts, count=count)))
+        for count in (FEW_EXPERTS, MORE_EXPERTS)
+    )
+    return few + (more - few) * (experts.count - FEW_EXPERTS) // (MORE_EXPERTS - FEW_EXPERTS)
 
 
 def tensor_bytes(model: object) -> int:
