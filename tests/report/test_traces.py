@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -27,9 +28,10 @@ def exporter(monkeypatch):
     return found
 
 
-def stack(**settings) -> LocalStack:
+def stack(at_once: int = 8, **settings) -> LocalStack:
     router = RouterConfig(served_model_name="m", tokenizer="none", **settings)
-    return LocalStack(StackConfig(router, WorkerConfig(fake="0,0.002", served_model_name="m"), FrontendConfig(), 1))
+    worker = WorkerConfig(fake="0,0.002", served_model_name="m", max_num_seqs=at_once)
+    return LocalStack(StackConfig(router, worker, FrontendConfig(), 1))
 
 
 def test_a_span_for_each_request_under_the_callers_with_its_times_and_hits(exporter):
@@ -73,6 +75,17 @@ def test_a_span_for_each_request_under_the_callers_with_its_times_and_hits(expor
     assert 0 <= queue < prefill and decode > 0.003
     assert queue + prefill + decode <= found["gen_ai.latency.e2e"]
     assert cancelled.attributes["radixrt.completed"] is False
+
+
+def test_the_queue_of_a_worker_is_part_of_the_queue(exporter):
+    sampling = Sampling(max_tokens=50, ignore_eos=True)
+    with stack(1, otlp_traces_endpoint="http://collector") as running, Client(running.address) as client:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda first: client.generate([first, 6, 7], sampling), (3, 4)))
+    first, second = (span.attributes for span in exporter.get_finished_spans())
+    whole, queue = first["gen_ai.latency.e2e"], "gen_ai.latency.time_in_queue"
+    assert first[queue] < 0.5 * whole < second[queue] < second["gen_ai.latency.e2e"]
+    assert second["gen_ai.latency.time_in_model_prefill"] < 0.5 * whole
 
 
 def test_the_header_of_http_reaches_the_span(exporter):

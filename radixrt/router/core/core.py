@@ -302,6 +302,9 @@ class RouterCore:
         deltas: Collected = defaultdict(list)
         others: list[Effect] = []
         runs, failed = self._dispatcher.in_flight, []
+        for id, seconds in message.began:
+            if (run := runs.get(id)) is not None and run.worker is worker:
+                run.queued = seconds
         for output in message.outputs:
             run = runs.get(output.id)
             if run is None or run.worker is not worker:

@@ -107,6 +107,7 @@ class RunState:
         "prompt",
         "prompt_len",
         "prompt_logprobs",
+        "queued",
         "request",
         "sampling",
         "score_from",
@@ -161,6 +162,8 @@ class RunState:
         self.losses: list[Worker] = []
         """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
         self.waiting_since: float | None = None
+        self.queued = 0.0
+        """Seconds that it waited at the worker that it was sent to last."""
         self.served_by = ""
         """The worker that it was sent to last; "" if to none."""
         self.arrived_at = self.sent_at = self.first_at = self.last_at = 0.0

@@ -1,9 +1,9 @@
 """Traces of requests in OpenTelemetry's form: one span for each, sent to a collector by a thread of its own.
 
-    arrival --queue--> sent to a worker --prefill--> first token --decode--> last token
+    arrival --queue--> a worker has begun with it --prefill--> first token --decode--> last token
 
-The router's queue is short; `prefill` includes the queue of the worker. Attributes have the names of OpenTelemetry's
-conventions for generative AI or, of times, of vLLM's; others begin with `radixrt.`.
+The queue is the router's and the worker's. Attributes have the names of OpenTelemetry's conventions for generative AI
+or, of times, of vLLM's; others begin with `radixrt.`.
 """
 
 from __future__ import annotations
@@ -96,12 +96,13 @@ def _attributes(request: Request, well: bool) -> Iterator[tuple[str, AttributeVa
 
 
 def _seconds(runs: list[RunState], began: float, end: float) -> Iterator[tuple[str, AttributeValue]]:
-    """Of the first choice that has come so far; the whole, of the request."""
+    """Of several choices: until the first one begins, and until the last one ends."""
     yield "gen_ai.latency.e2e", end - began
-    if sent := [run.sent_at for run in runs if run.sent_at]:
-        yield "gen_ai.latency.time_in_queue", min(sent) - began
-    if started := [run for run in runs if run.emitted]:
-        first = min(run.first_at for run in started)
-        yield "gen_ai.latency.time_to_first_token", first - began
-        yield "gen_ai.latency.time_in_model_prefill", first - min(sent, default=began)
-        yield "gen_ai.latency.time_in_model_decode", max(run.last_at for run in started) - first
+    started = [run for run in runs if run.emitted]
+    if started:
+        queue = min(run.sent_at + run.queued for run in started) - began
+        first = min(run.first_at for run in started) - began
+        yield "gen_ai.latency.time_in_queue", queue
+        yield "gen_ai.latency.time_to_first_token", first
+        yield "gen_ai.latency.time_in_model_prefill", max(0.0, first - queue)
+        yield "gen_ai.latency.time_in_model_decode", max(run.last_at for run in started) - began - first
