@@ -1,4 +1,4 @@
-"""The figures of the README are those of `bench/results`, to three digits."""
+"""The figures of the README and of docs/figures.md are those of `bench/results`, to three digits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from bench.common import RESULTS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs/figures.md").read_text()
 STEPS = {
     "Llama 3.1 8B": "worker",
     "Qwen3 30B A3B": "worker_qwen3_30b",
@@ -30,9 +31,9 @@ FRONT = {
 }
 
 
-def cells(name: str) -> list[str]:
+def cells(name: str, page: str = PAGE) -> list[str]:
     """Of the first row that begins so."""
-    found = re.search(rf"^\| {re.escape(name)} ?\|(.*)\|$", README, re.MULTILINE)
+    found = re.search(rf"^\| {re.escape(name)} ?\|(.*)\|$", page, re.MULTILINE)
     assert found, f"no row of {name}"
     return [cell.strip() for cell in found[1].split("|")]
 
@@ -57,7 +58,7 @@ def test_steps_of_a_worker(name):
 @pytest.mark.parametrize("load", LOADS)
 def test_loads_through_http(load):
     row = next(row for row in rows("serve") if row["load"] == load)
-    name = next(line[2:].split("|")[0].strip() for line in README.split("\n") if line.startswith(f"| {load}: "))
+    name = next(line[2:].split("|")[0].strip() for line in PAGE.split("\n") if line.startswith(f"| {load}: "))
     speed, first, after, cached = cells(name)
     if speed:
         assert speed == f"{row['out_tok_s']:,.0f}" and after == f"{row['tpot_p50_ms']:.1f}"
@@ -71,3 +72,45 @@ def test_the_front_end(name):
     what, over = FRONT[name]
     row = next(row for row in rows("front") if (row["what"], row["over"]) == (what, over))
     assert cells(name)[0] == (f"{row['sum']:.0f}" if row["sum"] >= 100 else f"{row['sum']:.1f}")
+
+
+# ---------------------------------------------------------------- beside others
+
+
+def measured(device: str, server: str, load: str) -> dict:
+    found = rows("serve") if server == "radixrt" else rows("rivals")
+    wanted = [r for r in found if (r.get("device", device), r["server"], r["load"]) == (device, server, load)]
+    return wanted[0] if wanted else {}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_the_readme_beside_other_servers(load):
+    """Tokens per second, or where a load generates one token, the time to it."""
+    key = "ttft_p50_ms" if load in ("hit", "cold") else "out_tok_s"
+    name = next(line[2:].split("|")[0].strip() for line in README.split("\n") if line.startswith(f"| {load}: "))
+    columns = [("NVIDIA H200", s) for s in ("radixrt", "vllm 0.26.0", "sglang 0.5.17")]
+    columns += [("NVIDIA H100", s) for s in ("radixrt b926049", "sglang 0.5.17")]
+    values = [measured(device, server, load).get(key) for device, server in columns]
+    expected = ["" if v is None else figure(v) for v in values]
+    assert cells(name, README) == expected
+
+
+def figure(value: float) -> str:
+    """As the README has them: one digit after the point below 100."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_latencies_beside_other_servers(load):
+    def cell(row: dict) -> str:
+        speed = "" if load in ("hit", "cold") else f"{row['out_tok_s']:,.0f}; "
+        return f"{speed}{figure(row['ttft_p50_ms'])} / {figure(row['ttft_p99_ms'])}"
+
+    servers = ("radixrt", "vllm 0.26.0", "sglang 0.5.17")
+    assert cells(load) == [cell(measured("NVIDIA H200", server, load)) for server in servers]
+
+
+@pytest.mark.parametrize("load", ["trunk16k", "sessions", "tot"])
+def test_one_machine_beside_another_server(load):
+    found = [measured("NVIDIA H100", server, load) for server in ("radixrt b926049", "sglang 0.5.17")]
+    assert cells(f"{load}, tokens/s") == [f"{r['out_tok_s']:,.0f}; {figure(r['ttft_p50_ms'])}" for r in found]

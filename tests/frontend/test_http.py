@@ -158,7 +158,7 @@ def test_a_native_message_without_a_key_is_not_read(folder):
     ask = {"type": "tokenize", "id": 1, "prompt": {"type": "text", "text": "x"}}
     small = json.dumps(ask | {"api_key": "key"}).encode()
     large = json.dumps(ask | {"api_key": "key", "prompt": {"type": "text", "text": "x" * 9_000}}).encode()
-    with serving(folder, api_key=("t:key",)) as frontend, httpx.Client(base_url=frontend.url) as http:
+    with serving(folder, api_key=("key",)) as frontend, httpx.Client(base_url=frontend.url) as http:
         for size, body, status in ((1 << 40, b"", 401), (len(large), b"", 401), (len(small), small, 200)):
             with socket.create_connection(("127.0.0.1", int(frontend.url.rpartition(":")[2])), 10) as sock:
                 sock.sendall(b"POST /v1/native HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size + body)

@@ -174,10 +174,12 @@ def test_nano_on_gpus(capsys):
     ("flags", "words"),
     [
         (["nano", "--gpu", "TPU"], "--gpu TPU: expected one of A10, L4"),
-        (["nano", "--context", "1m"], "--context 1048576: the model serves up to"),
+        (["nano", "--context", "1M"], "--context 1048576: the model serves up to"),
+        (["nano", "--context=-1"], "--context -1: expected a number of tokens"),
+        ([], "which model? radixrt plan MODEL"),
         (["nowhere/at/all"], "there is no folder"),
-        (["nano", "--quantization", "int3"], "quantization 'int3': expected one of"),
-        (["nano", "--kv-cache-dtype", "int3"], "kv_cache_dtype 'int3': expected"),
+        (["nano", "--quantization", "int3"], "--quantization 'int3': expected"),
+        (["nano", "--kv-cache-dtype", "int3"], "--kv-cache-dtype 'int3': expected"),
     ],
 )
 def test_what_is_not_served_is_refused_in_one_line(flags, words, capsys):

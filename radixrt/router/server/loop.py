@@ -34,6 +34,7 @@ from radixrt.report import Report
 from radixrt.requests.validate import malformed
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Effect, Order, Reply
+from radixrt.router.core.worker import room_of
 from radixrt.router.programs.programs import Programs
 from radixrt.router.server.connections import ClientConnections, WorkerConnections
 from radixrt.router.server.gate import Gate
@@ -206,7 +207,8 @@ class RouterServer:
                 self._workers.dismiss(identity, NAME_TAKEN)
             case Register():
                 self._workers.bind(message.name, identity)
-                log.info("worker %s serves %s on %s", message.name, message.model, message.device)
+                about = message.name, message.model, message.device, room_of(message)
+                log.info("worker %s serves %s on %s; %s", *about)
                 self._perform(self.core.register(message, now()))
             case Leave():
                 log.info("worker %s left: %s", message.name, message.reason or "no reason given")

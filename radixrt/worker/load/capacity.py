@@ -23,7 +23,7 @@ from radixrt.checkpoint.gguf.folder import WEIGHTS as GGUF
 from radixrt.config import WorkerConfig
 from radixrt.worker.execution.kv_pool import DTYPES
 from radixrt.worker.execution.pool_sizes import GRAPH_BYTES, STATES, cache_bytes, divide, row_bytes
-from radixrt.worker.load.options import Loaded, capability_for, check_settings, look_up, may_stay_packed, products_on
+from radixrt.worker.load.options import Loaded, capability_for, look_up, may_stay_packed, products_on
 from radixrt.worker.model import transformers_model
 from radixrt.worker.model.decoder import Decoder
 from radixrt.worker.model.parallel.group import Group
@@ -136,10 +136,9 @@ class Capacity:
 def find_capacity(
     config: WorkerConfig, context: int = 0, gpus: Sequence[Gpu] = GPUS, sizes: Sequence[int] = ()
 ) -> Capacity:
-    """What a resolved `config` takes, for agents of `context` tokens each (0: 32,768, or the model's limit), on each of
-    `gpus`, of which `sizes` are used together; (): the two smallest of SIZES that hold an agent. ValueError, in one
-    line, for what is not served."""
-    check_settings(config)
+    """What a resolved and checked `config` takes, for agents of `context` tokens each (0: 32,768, or the model's limit)
+    on each of `gpus`, of which `sizes` are used together; (): the two smallest of SIZES that hold an agent. ValueError,
+    in one line, for what is not served."""
     loaded = look_up_shape(config)
     context = context or min(1 << 15, loaded.whole.max_model_len)
     if context > loaded.whole.max_model_len:
