@@ -2,6 +2,7 @@
 
 radixrt serve MODEL            start router, workers and HTTP front ends
 radixrt router|worker|frontend start only one of these, for setups of several machines
+radixrt plan MODEL             print which GPUs hold a model, and how many agents
 radixrt report                 print the hit-rate report of a running stack
 radixrt run PROGRAM.py         run an agent program against a running stack
 radixrt drain WORKER           let a worker of a running stack finish its requests and leave
@@ -32,11 +33,12 @@ from radixrt.config import (
     RouterConfig,
     StackConfig,
     WorkerConfig,
+    check,
     client_address,
     model_folder,
     resolve,
 )
-from radixrt.flags import Parser, add_fields, add_model, add_notes, from_args, parse
+from radixrt.flags import Parser, add_fields, add_model, add_notes, from_args, number, parse
 from radixrt.launch import launcher
 from radixrt.launch.process_main import ROLES, check_role, follow_parent, read_config, run_role
 from radixrt.process.shutdown import Pulse
@@ -48,6 +50,20 @@ if TYPE_CHECKING:
 
 INTERNAL = {"router", "name", "shares_port"}
 """Fields that `serve` sets itself."""
+PLANNED = {
+    "tensor_parallel_size",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "kv_offloading_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "model_impl",
+}
+"""Settings of a worker that decide what it holds."""
 log = logging.getLogger("radixrt.cli")
 
 USAGE = "%(prog)s [MODEL] [FLAG ...]"
@@ -130,6 +146,14 @@ def build_parser() -> Parser:
         add_notes(command)
         command.set_defaults(run=_role, role=role)
 
+    plan = commands.add_parser("plan", help="what a model takes, and how many agents fit on which GPUs; loads nothing")
+    add_model(plan, "checkpoint folder, GGUF file, hub name (of which no weights are fetched), or nano")
+    plan.add_argument("--context", type=number, default=0, metavar="TOKENS", help="of an agent (default: 32K)")
+    plan.add_argument("--gpu", action="append", metavar="NAME", help="only this GPU; repeatable: H100, A100-40GB, ...")
+    plan.add_argument("--json", action="store_true", help="JSON instead of a table")
+    add_fields(plan, WorkerConfig, leave_out={field.name for field in dataclasses.fields(WorkerConfig)} - PLANNED)
+    plan.set_defaults(run=_plan)
+
     report = commands.add_parser("report", help="print the hit-rate report of a running stack")
     report.add_argument("--json", action="store_true", help="JSON instead of a table")
     report.add_argument("--html", metavar="FILE.html", help="write a page instead")
@@ -200,6 +224,22 @@ def _role(args: argparse.Namespace) -> int:
             _check_adapters(config)
     check_role(config)
     return run_role(args.role, resolve(config), Pulse(args.pulse))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if "model" not in args:
+        raise ValueError("which model? radixrt plan MODEL")
+    if args.context < 0:
+        raise ValueError(f"--context {args.context}: expected a number of tokens")
+    config = resolve(dataclasses.replace(from_args(WorkerConfig, args), device="cuda:0"))
+    check(config)
+    from radixrt.worker.load.capacity import find_capacity, named_gpus
+    from radixrt.worker.load.capacity_text import to_text
+
+    sizes = (config.tensor_parallel_size,) if "tensor_parallel_size" in args else ()
+    capacity = find_capacity(config, args.context, named_gpus(args.gpu or ()), sizes)
+    print(json.dumps(capacity.as_json(), indent=2) if args.json else to_text(capacity))
+    return 0
 
 
 def _report(args: argparse.Namespace) -> int:

@@ -293,8 +293,9 @@ class RouterConfig:
     api_key: tuple[str, ...] = setting((), API_KEY + "; without keys, all requests are of tenant 'default'")
     admin_api_key: str = setting(
         "",
-        "KEY, or @FILE with it, of the one who may load LoRA adapters where there are API keys, and who sees "
-        "the figures of all tenants (/metrics, /v1/report); it is no tenant's",
+        "KEY, or @FILE with it, of the one who runs this: where there are API keys, it alone loads LoRA adapters, "
+        "drains workers and empties caches, and sees the figures of all tenants (/metrics, /v1/report); it is no "
+        "tenant's",
     )
     allow_runtime_lora_updating: bool = setting(False, RUNTIME_LORA)
     worker_timeout: float = setting(
@@ -332,6 +333,11 @@ class RouterConfig:
     pause_seconds: float = setting(
         60.0, "longest time that a program's prefix stays cached while a tool runs", least=0.0, most=MAX_SECONDS
     )
+    otlp_traces_endpoint: str = setting(
+        "",
+        "URL of an OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces) that gets a span of "
+        "each request; needs the extra otel (default: no traces)",
+    )
     shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MAX_SECONDS)
     curve_secret_key: str = setting("", "file with a CURVE secret key; required to listen beyond loopback")
     http: FrontendConfig | None = None
@@ -357,7 +363,9 @@ class FrontendConfig:
     host: str = setting("127.0.0.1", "address to listen on; API keys are required to listen beyond loopback")
     port: int = setting(PORT, "port to listen on (0: a free one)", least=0, most=MAX_PORT)
     api_key: tuple[str, ...] = setting((), API_KEY)
-    admin_api_key: str = setting("", "KEY, or @FILE with it, of the one who may see the figures of all tenants")
+    admin_api_key: str = setting(
+        "", "KEY, or @FILE with it, of the one who sees all tenants' figures and empties caches"
+    )
     allowed_origins: tuple[str, ...] = setting(
         (), "origin whose web pages may send requests (CORS), or a JSON list of some; repeatable; * for all", json=True
     )

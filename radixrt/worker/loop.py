@@ -421,7 +421,7 @@ class Worker:
         if not outputs and not events and not self._resync_wanted and now - self._last_report < HEARTBEAT_SECONDS:
             return
         self._last_report = now
-        done = m.StepDone(outputs, self._load(), self._seq, events)
+        done = m.StepDone(outputs, self._load(), self._seq, events, began=self.scheduler.take_began())
         self._seq += len(events)
         self._send(done)
         if self._resync_wanted:

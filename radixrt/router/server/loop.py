@@ -41,6 +41,7 @@ from radixrt.router.server.gate import Gate
 from radixrt.router.server.handlers import Handlers
 from radixrt.router.server.streams import TextStreams
 from radixrt.router.server.tasks import now
+from radixrt.router.server.traces import Traces
 from radixrt.tokens import TextService
 from radixrt.wire.keys import is_private, load_secret_key
 
@@ -68,7 +69,9 @@ class RouterServer:
         self.config = config = resolve(config)
         self.text = text or TextService.load(config)
         self.report = Report(config.report_tokens)
-        self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size)
+        self._traces = Traces(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
+        ended = self._traces.ended if self._traces else None
+        self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size, on_ended=ended)
         self.client_address = config.client_address
         self.worker_address = config.worker_address
         self.programs = Programs(self.text, config)
@@ -100,6 +103,8 @@ class RouterServer:
             self._workers.flush()
             clients.close()
             workers.close()
+            if self._traces:
+                self._traces.close()
 
     def _listen(self) -> tuple[wire.RouterSocket, wire.RouterSocket]:
         path = self.config.curve_secret_key

@@ -243,6 +243,13 @@ def load(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device
     return made
 
 
+def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """Bytes of the model's weights in `dtype`, without loading any."""
+    with torch.device("meta"):
+        model = _auto().from_config(_read_config(folder), trust_remote_code=False, dtype=dtype)
+    return sum(p.nbytes for p in model.parameters())
+
+
 def _is_alike_alone(model: TransformersModel) -> bool:
     """Whether a token's hidden state is the same alone as beside others when it attends to itself. It is not where
     there are convolutions, say, or if positions come from elsewhere than from those that are passed."""
