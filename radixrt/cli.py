@@ -1,6 +1,7 @@
 """Serves language models to agents.
 
 radixrt serve MODEL            start router, workers and HTTP front ends
+radixrt pull [NAME]            download a model; without a name: list small ones
 radixrt router|worker|frontend start only one of these, for setups of several machines
 radixrt report                 print the hit-rate report of a running stack
 radixrt run PROGRAM.py         run an agent program against a running stack
@@ -31,6 +32,7 @@ from radixrt.checkpoint.lora_modules import check_lora_modules
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
 from radixrt.launch import launcher
 from radixrt.launch.process_main import ROLES, check_role, follow_parent, read_config, run_role
+from radixrt.launch.pull import folders, known_models, pull
 from radixrt.process.shutdown import Pulse
 from radixrt.version import __version__
 from radixrt.wire.keys import is_private, make_secret_key, public_suffix
@@ -148,6 +150,11 @@ def build_parser() -> argparse.ArgumentParser:
         add_fields(serve, config, leave_out=INTERNAL)
     serve.set_defaults(run=_serve)
 
+    download = commands.add_parser("pull", help="download a model of the hub")
+    download.add_argument("model", metavar="NAME", nargs="?", help="hub name, or a short one; without: list these")
+    download.add_argument("--model-impl", default="auto", help="as of serve: who is to compute it")
+    download.set_defaults(run=_pull)
+
     for role, kind in ROLES.items():
         command = commands.add_parser(role, help=(kind.__doc__ or "").splitlines()[0])
         command.add_argument("--config-from-stdin", action="store_true", help=argparse.SUPPRESS)
@@ -219,8 +226,17 @@ def _role(args: argparse.Namespace) -> int:
         if args.role == "worker":
             _check_model_here(config.model, config.fake, config.model_impl)
             _check_adapters(config)
+        check_role(config)
+        config = folders(config)
     check_role(config)
     return run_role(args.role, resolve(config), Pulse(args.pulse))
+
+
+def _pull(args: argparse.Namespace) -> int:
+    if args.model:
+        return pull(args.model, args.model_impl)
+    print(known_models())
+    return 0
 
 
 def _report(args: argparse.Namespace) -> int:

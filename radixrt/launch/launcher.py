@@ -42,6 +42,7 @@ from radixrt.config import (
     resolve,
 )
 from radixrt.launch.process_main import check_address, say_leave
+from radixrt.launch.pull import here
 from radixrt.process.ports import free_tcp_address, keep_port
 from radixrt.process.shutdown import DRAINED, IDLE, Pulses
 from radixrt.process.starting import POLL_SECONDS, StartError, ask_health, worker_configs
@@ -396,8 +397,9 @@ def near_address() -> str:
 
 def run_stack(config: StackConfig) -> int:
     """`radixrt serve`: start, watch, drain, stop. Returns the exit code: 0 when asked to stop, 1 when something failed,
-    2 when it could not start."""
-    with Stack(config) as stack:
+    2 when it could not start. Models of the hub are downloaded first."""
+    check_stack(config)
+    with Stack(here(config)) as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stack.request_stop)
         try:

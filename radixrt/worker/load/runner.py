@@ -24,6 +24,7 @@ from radixrt.worker.load.options import (
     keeps_packed,
     look_up,
     no_kernels,
+    shown,
     uses_kernels,
 )
 from radixrt.worker.load.pools import begin_host, make_pool, make_states, pool_tokens
@@ -136,7 +137,7 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
         log.info("%d recurrent states, %.2f GB", runner.num_states - 1, runner.states.nbytes / 1e9)
     log.info(
         "%s: %d layers in %s; %d token slots of %s, %.2f GB; ready in %.1f s",
-        loaded.folder.name, loaded.spec.num_layers, loaded.dtype, runner.num_pages * runner.page_size,
+        shown(config, loaded.folder), loaded.spec.num_layers, loaded.dtype, runner.num_pages * runner.page_size,
         runner.kv_dtype, runner.pool.nbytes / 1e9, time.monotonic() - began,
     )  # fmt: skip
     return runner
@@ -184,7 +185,7 @@ def load_model(
     try:
         model = Decoder(loaded.whole, weights, exact, ops, group, read_lora(config, loaded), lora_room(config))
         if wide := _kept_wide(loaded, model, weights, products, packed):
-            log.warning("%s: %s", loaded.folder.name, wide)
+            log.warning("%s: %s", shown(config, loaded.folder), wide)
         without = _without_kv(loaded.whole)
         unused = [name for name in weights.unused() if not name.startswith(_drafting(loaded))]
         if unused := [name for name in unused if not any(part in name for part in without)]:
