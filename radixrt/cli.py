@@ -358,5 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
-        print(f"radixrt {args.command}: {error}", file=sys.stderr)
+        # Of our own OSErrors, without a file name, the text says all; Python would put "[Errno 98]" before it.
+        said = error.strerror if isinstance(error, OSError) and not error.filename and error.strerror else error
+        print(f"radixrt {args.command}: {said}", file=sys.stderr)
         return 2

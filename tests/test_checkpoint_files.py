@@ -232,6 +232,11 @@ def test_a_field_that_is_missing(folder, capsys, field):
     assert line.startswith("model_type '' is not served" if field == "model_type" else f"config.json has no {field}")
 
 
+def test_a_folder_without_config(folder, capsys):
+    (folder / "config.json").unlink()
+    assert said(["serve", str(folder)], capsys).startswith(f"{folder} holds no config.json: give")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -245,7 +250,7 @@ def test_the_command_ends(folder, change, words):
     places = [f"--{name}-address=ipc://{folder}/{name}" for name in ("client", "worker")]
     command = [sys.executable, "-m", "radixrt", "serve", str(folder), "--device", "cpu", "--port", "0", *places]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "while starting" not in done.stderr
     assert words.format(folder=folder) in done.stderr
 
 

@@ -71,8 +71,6 @@ def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B0
     ValueError if it cannot be served."""
     folder = find_files(config.model)
     hf_config = checkpoint.read_json(folder / "config.json")
-    if not hf_config:
-        raise ValueError(f"{folder} holds no config.json: it is no checkpoint")
     check_model(folder, config.model_impl)
     try:
         loaded = _look_up(config, shard, folder, hf_config)
