@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,3 +130,17 @@ def test_all_flags_in_the_readme_exist(capsys):
 def test_what_is_on_by_default_can_be_turned_off(flags, jumps):
     args = cli.build_parser().parse_args(["serve", "nano", *flags])
     assert cli.from_args(WorkerConfig, args).jump_forward is jumps
+
+
+@pytest.mark.parametrize("when", ["is imported", "runs"])
+def test_an_interrupt_ends_a_command_without_a_traceback(tmp_path, when):
+    """What it has begun in a thread is not waited for."""
+    lines = ["import threading, time", "threading.Thread(target=time.sleep, args=(60,)).start()", "def main():"]
+    lines += [" print('begun', flush=True)", " time.sleep(60)"] + ["main()"] * (when == "is imported")
+    (tmp_path / "slow.py").write_text("\n".join(lines))
+    command = [sys.executable, "-c", "from radixrt.__main__ import main; main('slow')"]
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{README.parent}"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=10)[1] == "" and process.returncode == 130
