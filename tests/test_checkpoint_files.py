@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -230,6 +231,14 @@ def test_a_field_that_is_missing(folder, capsys, field):
     (folder / "config.json").write_text(json.dumps({name: value for name, value in MODEL.items() if name != field}))
     line = said(["worker", "--router", "tcp://127.0.0.1:1", "--device", "cpu", "--model", str(folder)], capsys)
     assert line.startswith("model_type '' is not served" if field == "model_type" else f"config.json has no {field}")
+
+
+def test_a_gguf_file_without_its_last_tensors(tmp_path, capsys):
+    """As a download that broke leaves it."""
+    tensors = b"".join(struct.pack("<Q1sIQIQ", 1, name, 1, 8, 0, offset) for name, offset in ((b"a", 0), (b"b", 4096)))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + tensors + bytes(200))
+    line = said(["serve", str(tmp_path / "x.gguf")], capsys)
+    assert line == f"{tmp_path}/x.gguf: it is cut off: tensor b is missing; download it again"
 
 
 def test_a_folder_without_config(folder, capsys):
