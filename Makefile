@@ -164,7 +164,8 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(BIN)/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[grammar]'
+	@echo "Installing radixrt into $(VENV), with what it needs (PyTorch is most of it), and compiling its C++ parts:"
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[grammar]'
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
