@@ -40,11 +40,6 @@ def mounted(service: str) -> dict[str, str]:
     return {path: source for source, path in (m.split(":")[:2] for m in SERVICES[service]["volumes"])}
 
 
-monitoring = pytest.mark.skipif(
-    not (DEPLOY / "prometheus/alerts.yml").exists(), reason="its dashboard and rules are not there yet"
-)
-
-
 # ---------------------------------------------------------------- images
 
 
@@ -131,7 +126,6 @@ def test_what_services_mount_and_wait_for_is_there() -> None:
 # ---------------------------------------------------------------- Prometheus and Grafana
 
 
-@monitoring
 def test_prometheus_asks_the_server_with_the_key_that_is_made_for_it() -> None:
     folder = DEPLOY / mounted("prometheus")["/etc/prometheus"]
     assert SERVICES["prometheus"]["command"][0] == "--config.file=/etc/prometheus/compose.yml"
@@ -144,7 +138,6 @@ def test_prometheus_asks_the_server_with_the_key_that_is_made_for_it() -> None:
     assert all((folder / rules).exists() for rules in config["rule_files"])
 
 
-@monitoring
 def test_grafana_finds_its_source_and_its_dashboard() -> None:
     (source,) = read("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
     host, port = source["url"].removeprefix("http://").split(":")
