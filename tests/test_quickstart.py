@@ -16,7 +16,7 @@ from tests.documents import ROOT, blocks
 README = ROOT / "README.md"
 NOT_RUN = {
     "python3 -m venv": "it installs from an index of torch's",
-    "radixrt serve Qwen/": "it downloads a model; nano serves in its place",
+    "radixrt serve smollm2": "it downloads a model; nano serves in its place",
 }
 """Beginnings of blocks, and why they are not run."""
 pytestmark = pytest.mark.slow  # the server and two programs start: 15 seconds on two shared cores
