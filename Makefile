@@ -157,14 +157,15 @@ types: $(VENV)/installed-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-* build .demo .mypy_cache *.egg-info radixrt/tree/*.so radixrt/tokens/*.so radixrt/frontend/http/*.so radixrt/worker/speculative/*.so
+	rm -rf .venv .venv-* build .mypy_cache *.egg-info radixrt/tree/*.so radixrt/tokens/*.so radixrt/frontend/http/*.so radixrt/worker/speculative/*.so
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(BIN)/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[grammar]'
+	@echo "Installing radixrt into $(VENV), with what it needs (PyTorch is most of it), and compiling its C++ parts:"
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[grammar]'
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

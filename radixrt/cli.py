@@ -1,6 +1,7 @@
 """Serves language models to agents.
 
 radixrt serve MODEL            start router, workers and HTTP front ends
+radixrt pull [NAME]            download a model; without a name: list small ones
 radixrt router|worker|frontend start only one of these, for setups of several machines
 radixrt plan MODEL             print which GPUs hold a model, and how many agents
 radixrt report                 print the hit-rate report of a running stack
@@ -41,6 +42,7 @@ from radixrt.config import (
 from radixrt.flags import Parser, add_fields, add_model, add_notes, from_args, number, parse
 from radixrt.launch import launcher
 from radixrt.launch.process_main import ROLES, check_role, follow_parent, read_config, run_role
+from radixrt.launch.pull import folders, known_models, pull
 from radixrt.process.shutdown import Pulse
 from radixrt.version import __version__
 from radixrt.wire.keys import is_private, make_secret_key, public_suffix
@@ -137,6 +139,11 @@ def build_parser() -> Parser:
     add_notes(serve)
     serve.set_defaults(run=_serve)
 
+    download = commands.add_parser("pull", help="download a model of the hub")
+    download.add_argument("model", metavar="NAME", nargs="?", help="hub name, or a short one; without: list these")
+    download.add_argument("--model-impl", default="auto", help="as of serve: who is to compute it")
+    download.set_defaults(run=_pull)
+
     for role, kind in ROLES.items():
         command = commands.add_parser(role, help=(kind.__doc__ or "").splitlines()[0], usage=USAGE)
         command.add_argument("--config-from-stdin", action="store_true", help=argparse.SUPPRESS)
@@ -222,6 +229,8 @@ def _role(args: argparse.Namespace) -> int:
         if args.role == "worker":
             _check_model_here(config.model, config.fake, config.model_impl)
             _check_adapters(config)
+        check_role(config)
+        config = folders(config)
     check_role(config)
     return run_role(args.role, resolve(config), Pulse(args.pulse))
 
@@ -239,6 +248,13 @@ def _plan(args: argparse.Namespace) -> int:
     sizes = (config.tensor_parallel_size,) if "tensor_parallel_size" in args else ()
     capacity = find_capacity(config, args.context, named_gpus(args.gpu or ()), sizes)
     print(json.dumps(capacity.as_json(), indent=2) if args.json else to_text(capacity))
+    return 0
+
+
+def _pull(args: argparse.Namespace) -> int:
+    if args.model:
+        return pull(args.model, args.model_impl)
+    print(known_models())
     return 0
 
 
@@ -363,5 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
-        print(f"radixrt {args.command}: {error}", file=sys.stderr)
+        # Of our own OSErrors, without a file name, the text says all; Python would put "[Errno 98]" before it.
+        said = error.strerror if isinstance(error, OSError) and not error.filename and error.strerror else error
+        print(f"radixrt {args.command}: {said}", file=sys.stderr)
         return 2

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from radixrt.known_models import KNOWN
+
 
 class Form(NamedTuple):
     """A condition on the value of a setting, and its description for error messages."""
@@ -459,16 +461,36 @@ NANO = Path(__file__).parent / "assets" / "nano"
 
 
 def model_folder(name: str) -> str:
-    """`name`, but for `nano` the folder of the included model, unless the current directory has a folder `nano`."""
-    return str(NANO) if name == NANO.name and not os.path.isdir(name) else name
+    """What a short name stands for: `nano` for the folder of the included model, one of `known_models` for its name at
+    the hub, unless the current directory has a folder of that name. Any other `name` as it is."""
+    if os.path.isdir(name):
+        return name
+    return str(NANO) if name == NANO.name else KNOWN[name].name if name in KNOWN else name
+
+
+def client_names(model: str) -> list[str]:
+    """The names of a model for clients, its own first: ORG/NAME as at the hub, and NAME; of a path its last part."""
+    full, last = model_folder(model), os.path.basename(os.path.normpath(model_folder(model))).removesuffix(".gguf")
+    at_hub = full.count("/") == 1 and full[0] not in "./~" and not full.endswith(".gguf") and not os.path.exists(full)
+    names = [full, last] if at_hub else [last]
+    return list(dict.fromkeys([*names, model] if model in KNOWN else names))
+
+
+def named(config: AnyConfig) -> AnyConfig:
+    """With the model's name for clients, if none is set. A router gets the others as aliases."""
+    if config.served_model_name or not config.model:
+        return config
+    name, *others = client_names(config.model)
+    changes: dict[str, Any] = {"served_model_name": name}
+    if isinstance(config, RouterConfig):
+        changes["model_aliases"] = (*config.model_aliases, *others)
+    return dataclasses.replace(config, **changes)
 
 
 def resolve(config: AnyConfig) -> AnyConfig:
     """Fill in all defaults that depend on the machine or on other settings. Idempotent."""
+    config = named(config)
     changes: dict[str, Any] = {"model": model_folder(config.model)}
-    if not config.served_model_name:
-        name = os.path.basename(os.path.normpath(config.model)) if config.model else ""
-        changes["served_model_name"] = name.removesuffix(".gguf")
     if isinstance(config, WorkerConfig):
         on_gpu = config.device.startswith("cuda") or (config.device == "auto" and gpu_count() > 0 and not config.fake)
         if config.device == "auto":

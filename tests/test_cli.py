@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -193,3 +198,17 @@ def test_the_log_level_may_follow_the_command(monkeypatch):
 @pytest.mark.parametrize(("flags", "jumps"), [([], True), (["--no-jump-forward"], False), (["--jump-forward"], True)])
 def test_what_is_on_by_default_can_be_turned_off(flags, jumps):
     assert worker_of(*flags).jump_forward is jumps
+
+
+@pytest.mark.parametrize("when", ["is imported", "runs"])
+def test_an_interrupt_ends_a_command_without_a_traceback(tmp_path, when):
+    """What it has begun in a thread is not waited for."""
+    lines = ["import threading, time", "threading.Thread(target=time.sleep, args=(60,)).start()", "def main():"]
+    lines += [" print('begun', flush=True)", " time.sleep(60)"] + ["main()"] * (when == "is imported")
+    (tmp_path / "slow.py").write_text("\n".join(lines))
+    command = [sys.executable, "-c", "from radixrt.__main__ import main; main('slow')"]
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(cli.__file__).parents[1]}"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=10)[1] == "" and process.returncode == 130

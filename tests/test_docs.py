@@ -20,7 +20,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 OTHERS_FLAGS = set(  # of pip, docker, other servers and our benchmarks
     """--help --index-url --enable-prompt-tokens-details --enable-cache-report --enable-hierarchical-cache
-    --lenient --rivals --serve --url""".split()
+    --lenient --rivals --serve --url --rm --network --gpus --target --detach""".split()
 )
 MODEL_FILES = {"config.json", "generation_config.json"}
 
@@ -52,21 +52,31 @@ def test_results_that_pages_name_are_there() -> None:
     assert len(named) > 10 and not {name for name in named if not (ROOT / "bench/results" / name).exists()}
 
 
-def flags() -> set[str]:
-    """Of all commands of radixrt."""
-    (commands,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return {flag for parser in commands.choices.values() for flag in parser._option_string_actions}
+def commands_of_radixrt() -> dict[str, argparse.ArgumentParser]:
+    (found,) = (a for a in cli.build_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return found.choices
 
 
 def test_flags_that_pages_name_exist() -> None:
-    known = flags() | OTHERS_FLAGS
+    known = {flag for parser in commands_of_radixrt().values() for flag in parser._option_string_actions} | OTHERS_FLAGS
     for page in [README, *DOCS]:
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?!-)", page.read_text())) <= known, page.name
 
 
+def test_names_for_users_of_other_servers_are_of_one_flag_a_row() -> None:
+    section = (
+        (ROOT / "docs/operations.md").read_text().partition("### Coming from vLLM or SGLang")[2].partition("\n#")[0]
+    )
+    rows = [re.findall(r"`(-[^`]+)`", row) for row in re.findall(r"^\| .* \| (`-.*) \|$", section, re.MULTILINE)]
+    known = commands_of_radixrt()["serve"]._option_string_actions
+    assert len(rows) >= 10
+    for names in rows:
+        assert len(names) > 1 and len({known[name].dest for name in names}) == 1, names
+
+
 def check(command: str) -> None:
     """That a command of a page can be given: its program, its flags, its files. AssertionError if not."""
-    words = shlex.split(command, comments=True)
+    words = [word for word in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", word)]
     match words:
         case ["radixrt", *arguments]:
             cli.build_parser().parse_args(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import socket
 from types import SimpleNamespace
 
@@ -259,6 +260,16 @@ def test_keys_of_a_file(tmp_path, caplog, capsys):
     file.write_text("# none\n")
     assert cli.main(["serve", "nano", "--api-key", f"@{file}"]) == 2, "else it would be open to all"
     assert "there is no key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "told"),
+    [(2, "code 2", True), (1, "code 1", False), (-9, "by SIGKILL .* memory", False), (-11, "by SIGSEGV", False)],
+)
+def test_what_is_said_of_a_process_that_ended(code, words, told):
+    """Nothing, if it has said why itself."""
+    error = starting.ended("worker-0", code)
+    assert re.match(f"worker-0 .*{words}", str(error)) and error.told is told
 
 
 def test_children_log_as_their_parent(monkeypatch):

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -33,10 +34,11 @@ def addresses():
 def run(code: str, *command: str, addresses: tuple[str, str]) -> str:
     zmq, http = addresses
     code = code.replace("tcp://127.0.0.1:5555", zmq).replace("http://localhost:8000", http)
-    path = ROOT / ".demo" / "readme.py"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(code)
-    done = subprocess.run([sys.executable, *command, str(path), QUESTION], capture_output=True, text=True, timeout=60)
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(code)
+        file.flush()
+        words = [sys.executable, *command, file.name, QUESTION]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

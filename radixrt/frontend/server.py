@@ -20,7 +20,7 @@ from radixrt.frontend.http.protocol import PatientProtocol
 from radixrt.frontend.http.unread import Unread
 from radixrt.process.gc_tuning import settle
 from radixrt.process.open_files import ConnectionLimit, max_connections
-from radixrt.process.ports import bind_http, check_host
+from radixrt.process.ports import bind_http, cannot_listen, check_host
 from radixrt.process.shutdown import Ending, Pulse
 from radixrt.process.subprocesses import tell_parent
 from radixrt.process.tls import tls_context
@@ -180,7 +180,7 @@ def listen(config: FrontendConfig) -> socket.socket:
         sock.listen(BACKLOG)
     except OSError as error:  # if two bind a port at the same time, `listen` fails for the later one
         sock.close()
-        raise OSError(error.errno, f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+        raise cannot_listen(error, config.host, config.port) from None
     sock.setblocking(False)
     if (key := config.ssl_keyfile or config.ssl_certfile) and not is_private(key):
         log.warning("%s, the TLS private key, can be read by others than its owner (chmod 600)", key)

@@ -44,9 +44,10 @@ from radixrt.config import (
 )
 from radixrt.formats.parsing.detect import check_parsers
 from radixrt.launch.process_main import check_address, say_leave
+from radixrt.launch.pull import here
 from radixrt.process.ports import check_host, free_tcp_address, keep_port
 from radixrt.process.shutdown import DRAINED, IDLE, Pulses
-from radixrt.process.starting import POLL_SECONDS, StartError, ask_health, worker_configs
+from radixrt.process.starting import POLL_SECONDS, StartError, ask_health, ended, worker_configs
 from radixrt.process.subprocesses import (
     HANG_CODE,
     RESTART_CODE,
@@ -179,8 +180,10 @@ class Stack:
                     if line := ready.readline():
                         self._port = int(line) or self._port
                         return
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        child.process.wait(1.0)
                     stop_subprocesses([child])
-                    raise StartError(f"{child.name} ended with code {child.process.returncode} while starting")
+                    raise ended(child.name, child.process.returncode)
 
     def _launch(self, role: str, name: str, start: Callable[[], Child]) -> None:
         """Start a worker or a front end for the first time."""
@@ -209,7 +212,7 @@ class Stack:
             while not self._stopping.is_set():
                 for child in self._subprocesses:
                     if not child.alive:
-                        raise StartError(f"{child.name} ended with code {child.process.returncode} while starting")
+                        raise ended(child.name, child.process.returncode)
                 if time.monotonic() > deadline:
                     raise StartError(f"{serving} of {self._config.workers} workers were ready in time")
                 health = ask_health(link, POLL_SECONDS)
@@ -410,14 +413,16 @@ def near_address() -> str:
 
 def run_stack(config: StackConfig) -> int:
     """`radixrt serve`: start, watch, drain, stop. Returns the exit code: 0 when asked to stop, 1 when something failed,
-    2 when it could not start."""
-    with Stack(config) as stack:
+    2 when it could not start. Models of the hub are downloaded first."""
+    check_stack(config)
+    with Stack(here(config)) as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stack.request_stop)
         try:
             stack.start()
         except StartError as error:
-            log.error("%s", error)
+            if not error.told:
+                log.error("%s", error)
             return 2
         code = stack.watch()
         if code == 0:

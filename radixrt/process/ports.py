@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from pathlib import Path
@@ -29,8 +30,14 @@ def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror} (see --port)") from None
+        raise cannot_listen(error, host, port) from None
     return bound
+
+
+def cannot_listen(error: OSError, host: str, port: int) -> OSError:
+    """The same error with the address, and with what to do."""
+    hint = "; --port takes another one (0: a free one)" if error.errno == errno.EADDRINUSE else ""
+    return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}{hint}")
 
 
 def keep_port(host: str, port: int) -> socket.socket:

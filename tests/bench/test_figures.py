@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.common import RESULTS
+from bench.serve.rows import rival_rows
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -76,41 +77,40 @@ def test_the_front_end(name):
 
 # ---------------------------------------------------------------- beside others
 
+H200 = ("radixrt", "vllm 0.26.0, H200", "sglang 0.5.17, H200")
+H100 = ("radixrt b926049, H100", "sglang 0.5.17, H100")
+MS = ("hit", "cold")
+"""Loads that generate one token."""
 
-def measured(device: str, server: str, load: str) -> dict:
-    found = rows("serve") if server == "radixrt" else rows("rivals")
-    wanted = [r for r in found if (r.get("device", device), r["server"], r["load"]) == (device, server, load)]
-    return wanted[0] if wanted else {}
+
+def measured(server: str, load: str) -> dict:
+    found = rival_rows({"rows": rows("rivals")}) + rival_rows({"rows": rows("serve")})
+    return next((row for row in found if (row["server"], row["load"]) == (server, load)), {})
+
+
+def figure(value: float | None) -> str:
+    """One digit after the point below 100; nothing for what was not measured."""
+    return "" if value is None else f"{value:,.{0 if value >= 100 else 1}f}"
 
 
 @pytest.mark.parametrize("load", LOADS)
 def test_the_readme_beside_other_servers(load):
-    """Tokens per second, or where a load generates one token, the time to it."""
-    key = "ttft_p50_ms" if load in ("hit", "cold") else "out_tok_s"
+    """Tokens per second, or the time to the only token."""
+    key = "ttft_p50_ms" if load in MS else "out_tok_s"
     name = next(line[2:].split("|")[0].strip() for line in README.split("\n") if line.startswith(f"| {load}: "))
-    columns = [("NVIDIA H200", s) for s in ("radixrt", "vllm 0.26.0", "sglang 0.5.17")]
-    columns += [("NVIDIA H100", s) for s in ("radixrt b926049", "sglang 0.5.17")]
-    values = [measured(device, server, load).get(key) for device, server in columns]
-    expected = ["" if v is None else figure(v) for v in values]
-    assert cells(name, README) == expected
-
-
-def figure(value: float) -> str:
-    """As the README has them: one digit after the point below 100."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    assert cells(name, README) == [figure(measured(server, load).get(key)) for server in (*H200, *H100)]
 
 
 @pytest.mark.parametrize("load", LOADS)
 def test_latencies_beside_other_servers(load):
     def cell(row: dict) -> str:
-        speed = "" if load in ("hit", "cold") else f"{row['out_tok_s']:,.0f}; "
+        speed = "" if load in MS else f"{figure(row['out_tok_s'])}; "
         return f"{speed}{figure(row['ttft_p50_ms'])} / {figure(row['ttft_p99_ms'])}"
 
-    servers = ("radixrt", "vllm 0.26.0", "sglang 0.5.17")
-    assert cells(load) == [cell(measured("NVIDIA H200", server, load)) for server in servers]
+    assert cells(load) == [cell(measured(server, load)) for server in H200]
 
 
 @pytest.mark.parametrize("load", ["trunk16k", "sessions", "tot"])
 def test_one_machine_beside_another_server(load):
-    found = [measured("NVIDIA H100", server, load) for server in ("radixrt b926049", "sglang 0.5.17")]
-    assert cells(f"{load}, tokens/s") == [f"{r['out_tok_s']:,.0f}; {figure(r['ttft_p50_ms'])}" for r in found]
+    found = [measured(server, load) for server in H100]
+    assert cells(f"{load}, tokens/s") == [f"{figure(row['out_tok_s'])}; {figure(row['ttft_p50_ms'])}" for row in found]

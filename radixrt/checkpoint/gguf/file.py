@@ -107,6 +107,9 @@ class _Header:
         step = metadata.get("general.alignment") or ALIGNMENT
         start = -(-self._at // step) * step
         tensors = {name: StoredTensor(self._path, shape, kind, start + at) for name, shape, kind, at in found}
+        for name, tensor in tensors.items():
+            if tensor.offset > len(self._content):
+                raise ValueError(f"it is cut off: tensor {name} is missing; download it again")
         return GgufFile(self._path, metadata, tensors)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:

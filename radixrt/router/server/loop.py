@@ -9,12 +9,13 @@ No decisions are made here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from radixrt import wire
-from radixrt.config import RouterConfig, resolve
+from radixrt.config import RouterConfig, flag, resolve
 from radixrt.messages import (
     AdapterLoaded,
     ClientReply,
@@ -112,15 +113,17 @@ class RouterServer:
             log.warning("%s, the CURVE secret key, can be read by others than its owner (chmod 600)", path)
         key = {role: load_secret_key(path, role) if path else None for role in ("clients", "workers")}
         limit, config = wire.MAX_CLIENT_BYTES, self.config
-        clients = wire.RouterSocket(self.client_address, self._from_client, key=key["clients"], max_bytes=limit)
+        with _for("client_address"):
+            clients = wire.RouterSocket(self.client_address, self._from_client, key=key["clients"], max_bytes=limit)
         try:
-            workers = wire.RouterSocket(
-                self.worker_address,
-                self._from_worker,
-                key=key["workers"],
-                near=config.near_address,
-                password=config.near_password,
-            )
+            with _for("worker_address"):
+                workers = wire.RouterSocket(
+                    self.worker_address,
+                    self._from_worker,
+                    key=key["workers"],
+                    near=config.near_address,
+                    password=config.near_password,
+                )
         except BaseException:
             clients.close()
             raise
@@ -249,6 +252,15 @@ class RouterServer:
     def _lost(self, names: list[str]) -> None:
         """Called with the names of workers that could not be reached."""
         self._perform(self.core.lose(names, now()))
+
+
+@contextlib.contextmanager
+def _for(setting: str) -> Iterator[None]:
+    """An address that cannot be listened on is named by its setting."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{flag(setting)}: {error.strerror}; give another one") from None
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

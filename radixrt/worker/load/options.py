@@ -56,8 +56,6 @@ def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B0
     ValueError if it cannot be served."""
     folder = find_files(config.model)
     hf_config = checkpoint.read_json(folder / "config.json")
-    if not hf_config:
-        raise ValueError(f"{folder} holds no config.json: it is no checkpoint")
     check_model(folder, config.model_impl)
     try:
         loaded = _look_up(config, shard, folder, hf_config)
@@ -88,10 +86,15 @@ def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[s
     if predicts(config, hf_config, folder, device):
         spec = with_predictor(spec, hf_config)
     for note in () if by_transformers else notes(hf_config, spec):
-        log.warning("%s: %s", folder.name, note)
+        log.warning("%s: %s", shown(config, folder), note)
     # A tokenizer may have ids for which the model has no logits.
     eos_ids = frozenset(id for id in checkpoint.eos_ids(folder) if id < spec.vocab_size)
     return Loaded(folder, hf_config, spec, shard.spec(spec), device, dtype, kv_dtype, eos_ids, by_transformers)
+
+
+def shown(config: WorkerConfig, folder: Path) -> str:
+    """What the log calls a model: the folder of one of the hub has no name that says anything."""
+    return config.served_model_name or folder.name
 
 
 def uses_transformers(config: WorkerConfig, family: object) -> bool:
@@ -127,7 +130,10 @@ def predicts(config: WorkerConfig, hf_config: Mapping[str, Any], folder: Path, d
         return True
     stored = config.load_format != "dummy" and has_predictor(hf_config)
     if config.speculative_algorithm == "auto" and device.type == "cuda" and alone and stored and is_stored(folder):
-        log.info("%s has a layer for multi-token prediction: --speculative-algorithm mtp drafts with it", folder.name)
+        log.info(
+            "%s has a layer for multi-token prediction: --speculative-algorithm mtp drafts with it",
+            shown(config, folder),
+        )
     return False
 
 
