@@ -22,7 +22,7 @@ from radixrt.worker.model.weights.quantized import Products, quantization_of
 from radixrt.worker.model.weights.random_weights import RandomWeights
 from tests.checkpoints import make_tokenizer
 from tests.worker import test_integers, test_scaled
-from tests.worker.families import make_model
+from tests.worker.families import BY_TRANSFORMERS, make_model
 from tests.worker.packed import pack_experts
 from tests.worker.test_gguf import write as write_gguf
 from tests.worker.test_published import edit
@@ -138,6 +138,17 @@ def test_packed_experts(tmp_path):
     pack_experts(tmp_path, model)
     assert of_plan(tmp_path, Products.NONE, True) == [held(tmp_path, packed=True)] * 2
     assert of_plan(tmp_path, Products.NONE, False)[0] > held(tmp_path, packed=True)
+
+
+def test_what_transformers_computes_is_on_one_gpu(tmp_path):
+    model = make_model(tmp_path, "gpt2", **BY_TRANSFORMERS["gpt2"])
+    made = runner.load_runner(config(tmp_path, dtype="float32", max_total_tokens=64))
+    plan = find_capacity(config(tmp_path, dtype="float32"), 64, named_gpus(["H100"]), (1, 2))
+    assert {fit.ranks for fit in plan.fits} == {1}
+    assert plan.weight_bytes == sum(p.nbytes for p in model.parameters())
+    assert made.pool.nbytes == plan.token_bytes["float32"] * made.pool.slots
+    plan = find_capacity(config(tmp_path), 64, named_gpus(["H100"]), (2,))
+    assert plan.too_small["H100"].startswith("transformers computes the model, on one GPU")
 
 
 def test_a_gguf_file_takes_what_it_is_dequantized_to(tmp_path, monkeypatch):

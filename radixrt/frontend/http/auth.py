@@ -31,16 +31,16 @@ TRACEPARENT_CHARS = 128
 """More than a traceparent of today has (55): later versions of the format may be longer."""
 REQUEST_ID = "x-request-id"
 """The header in which OpenAI's clients expect the id."""
-LOGIN = """This page needs an API key: reload it, and give the key as the password. The user name does not matter.
-The key of --admin-api-key shows all tenants, a tenant's key its own figures.
-"""
-"""What a browser shows whose user gave none."""
 HEADERS = "radixrt.headers"
 """A key of a scope: see `headers_of`."""
 Handler = Callable[[Request], Awaitable[Any]]
 """Returns a response, which is an ASGI application itself."""
 KeyedHandler = Callable[[Request, str], Awaitable[Any]]
 """A Handler that also gets the caller's API key."""
+LOGIN = """This page needs an API key: reload it, and give the key as the password. The user name does not matter.
+The key of --admin-api-key shows all tenants, a tenant's key its own figures.
+"""
+"""What a browser shows whose user gave none."""
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

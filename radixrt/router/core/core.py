@@ -18,7 +18,7 @@ import logging
 import random
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from struct import Struct
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ from radixrt.router.core.effects import Client, Effect, Order, Reply
 from radixrt.router.core.lora_updates import AdapterChanges
 from radixrt.router.core.metrics import Counters, Recorder
 from radixrt.router.core.recovery import FAILED, Recovery
-from radixrt.router.core.request import Request, RunState
+from radixrt.router.core.request import OnEnded, Request, RunState
 from radixrt.router.core.tool_waits import Pauses
 from radixrt.router.core.worker import Worker
 from radixrt.router.core.workers import Workers
@@ -74,7 +74,7 @@ _pack_token = Struct("<i").pack
 
 class RouterCore:
     """See the module. `vocab_size` is the tokenizer's, for workers that do not report theirs (0: unknown). `on_ended`
-    is called with each request that has ended, and whether its last choice did so by itself."""
+    is called at the end of each request."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class RouterCore:
         *,
         vocab_size: int = 0,
         rng: random.Random | None = None,
-        on_ended: Callable[[Request, bool], None] | None = None,
+        on_ended: OnEnded | None = None,
     ) -> None:
         self._config = config
         self._on_ended = on_ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from radixrt.messages import TOKEN_BYTES, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
@@ -232,3 +233,7 @@ class RunState:
             version=self.request.namespace.version,
             priority=self.request.priority,
         )
+
+
+OnEnded = Callable[[Request, bool], None]
+"""Called with a request that has ended, and whether its last choice did so by itself."""

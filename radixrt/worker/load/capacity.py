@@ -146,7 +146,7 @@ def find_capacity(
     scale = Scale(config, loaded, context)
     kept = tuple(fit for gpu in gpus for fit in scale.holding(gpu, sizes))
     names = {fit.gpu for fit in kept}
-    products = scale.products(gpus[-1])
+    products = scale.products(max(gpus, key=lambda gpu: gpu.capability))
     whole = scale.weight_bytes(products, scale.packed, 1)
     token_bytes = {name: scale.token_bytes(loaded.spec, name) for name in scale.page_dtypes()}
     return Capacity(
@@ -211,11 +211,9 @@ class Scale:
 
     def fits(self, gpu: Gpu, ranks: int) -> Iterator[Fit]:
         """One for each dtype of pages that the GPU has kernels for; none if weights are not divided so."""
-        try:
-            spec = Shard(0, ranks).spec(self._loaded.whole)
-            products = self.products(gpu)
-        except ValueError:
+        if self._refusal(gpu, ranks):
             return
+        spec, products = Shard(0, ranks).spec(self._loaded.whole), self.products(gpu)
         least = self.weight_bytes(products, self.packed, 1) // ranks
         weights = least if least > gpu.memory else self.weight_bytes(products, self.packed, ranks)
         auto = "fp8_e4m3" if gpu.capability >= (9, 0) and self._loaded.dtype.itemsize == 2 else self.page_dtypes()[0]
@@ -241,19 +239,22 @@ class Scale:
         """Why nothing fits there, in a few words."""
         found = [fit for size in sizes for fit in self.fits(gpu, size)]
         if not found:
-            return self._refusal(gpu, sizes[-1])
+            return self._refusal(gpu, sizes[0]) or f"there are no kernels for {' and '.join(self.page_dtypes())} pages"
         most = max(found, key=lambda fit: fit.cache_bytes)
         if most.cache_bytes <= 0:
             return f"weights of {most.weight_bytes / (1 << 30):.1f} GiB on each of {most.ranks} leave no memory"
         return f"{most.ranks} of them hold {most.tokens} tokens"
 
     def _refusal(self, gpu: Gpu, ranks: int) -> str:
+        """Why the model is not served by so many of these GPUs; "" if it is."""
+        if self._loaded.by_transformers and ranks > 1:
+            return "transformers computes the model, on one GPU (see --model-impl)"
         try:
             Shard(0, ranks).spec(self._loaded.whole)
             self.products(gpu)
         except ValueError as error:
             return str(error)
-        return f"there are no kernels for {' and '.join(self.page_dtypes())} pages"
+        return ""
 
     def _weight_bytes(self, products: Products, packed: bool, ranks: int) -> int:
         return weight_bytes(self._loaded, products, packed, Shard(0, ranks), self._stored)

@@ -8,6 +8,7 @@ from itertools import groupby
 from radixrt.worker.load.capacity import Capacity, Fit
 
 GIB = 1 << 30
+UNITS = (GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 SHORT = {"fp8_e4m3": "FP8", "fp8_e5m2": "FP8 e5m2", "bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
 
 
@@ -20,12 +21,12 @@ def to_text(capacity: Capacity) -> str:
 def _model(capacity: Capacity) -> Iterator[str]:
     sizes, names = capacity.token_bytes.values(), " or ".join(SHORT[name] for name in capacity.token_bytes)
     yield f"{capacity.model}: {capacity.model_type}, {capacity.layers} layers, contexts of {capacity.max_model_len:,}"
-    yield f"  weights   {_gib(capacity.weight_bytes)} in memory, {_gib(capacity.disk_bytes)} on disk"
-    yield f"  a token   {' or '.join(f'{size / 1024:,.1f} KiB' for size in sizes)} in {names} pages"
+    yield f"  weights   {_size(capacity.weight_bytes)} in memory, {_size(capacity.disk_bytes)} on disk"
+    yield f"  a token   {' or '.join(map(_size, sizes))} in {names} pages"
     yield f"            {capacity.attention}"
-    yield f"  an agent  {' or '.join(_gib(size * capacity.context) for size in sizes)} for {capacity.context:,} tokens"
+    yield f"  an agent  {' or '.join(_size(size * capacity.context) for size in sizes)} for {capacity.context:,} tokens"
     if capacity.state_bytes:
-        yield f"            {capacity.state_bytes / (1 << 20):,.1f} MiB for its recurrent states"
+        yield f"            {_size(capacity.state_bytes)} for its recurrent states"
     held = " or ".join(f"{GIB // size:,}" for size in sizes)
     yield f"  1 GiB of host memory (--kv-offloading-size) keeps {held} evicted tokens"
 
@@ -40,7 +41,7 @@ def _table(capacity: Capacity) -> Iterator[str]:
         one, each = next(iter(by_dtype.values())), [by_dtype.get(dtype) for dtype in dtypes]
         cells = [f"{fit.tokens:,}{_mark(fit)}" if fit else "- " for fit in each]
         cells += [f"{fit.agents:,}{_mark(fit)}" if fit else "- " for fit in each]
-        rows.append((gpu, str(ranks), _gib(one.weight_bytes), _gib(one.cache_bytes), *cells))
+        rows.append((gpu, str(ranks), _size(one.weight_bytes), _size(one.cache_bytes), *cells))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(
@@ -57,11 +58,14 @@ def _notes(capacity: Capacity) -> Iterator[str]:
         low, high = (of(fit.reserved_bytes for fit in capacity.fits) for of in (min, max))
         yield "tp: GPUs together (--tensor-parallel-size); bytes are of each GPU. *: where --kv-cache-dtype is auto."
         yield f"agents: contexts of {capacity.context:,} tokens at once that share nothing; what is shared counts once."
-        yield f"Of each GPU {capacity.gpu_memory_utilization:.0%} is used, with {_gib(low)} to {_gib(high)}"
+        between = _size(low) if _size(low) == _size(high) else f"{_size(low)} to {_size(high)}"
+        yield f"Of each GPU {capacity.gpu_memory_utilization:.0%} is used, with {between}"
         yield "for CUDA and a step: estimates of what a worker measures. All else is computed as a worker does."
     for name, why in capacity.too_small.items():
         yield f"Not on {name}: {why}."
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB // 10 else f"{size / (1 << 20):,.1f} MiB"
+def _size(size: int) -> str:
+    """Bytes in the largest unit of which there is a tenth."""
+    unit, name = next(((unit, name) for unit, name in UNITS if size >= unit / 10), UNITS[-1])
+    return f"{size / unit:,.1f} {name}"
