@@ -136,6 +136,13 @@ def test_what_is_not_served_is_refused_before_its_weights(hub, tmp_path):
     assert "config.json" in hub.asked and "model.safetensors" not in hub.asked
 
 
+def test_a_plan_fetches_no_weights(hub, tmp_path):
+    plan = f"__import__('radixrt.cli').cli.main(['plan', {NAME!r}, '--gpu', 'L4'])"
+    said = look_up(hub, tmp_path, plan).stdout
+    assert said.startswith(f"{NAME}: llama") and "\nL4 " in said
+    assert "config.json" in hub.asked and "model.safetensors" not in hub.asked
+
+
 def test_a_model_of_which_a_part_is_here_is_named_offline(hub, tmp_path):
     look_up(hub, tmp_path, f"find_files({NAME!r})")
     (said,) = look_up(hub, tmp_path, f"find({NAME!r})", HF_HUB_OFFLINE="1").stdout.splitlines()

@@ -16,12 +16,11 @@ import uvloop
 
 from radixrt.config import FrontendConfig, RouterConfig, http_url
 from radixrt.frontend.app import Frontend
-from radixrt.frontend.http.hosts import is_loopback
 from radixrt.frontend.http.protocol import PatientProtocol
 from radixrt.frontend.http.unread import Unread
 from radixrt.process.gc_tuning import settle
 from radixrt.process.open_files import ConnectionLimit, max_connections
-from radixrt.process.ports import bind_http, cannot_listen
+from radixrt.process.ports import bind_http, cannot_listen, check_host
 from radixrt.process.shutdown import Ending, Pulse
 from radixrt.process.subprocesses import tell_parent
 from radixrt.process.tls import tls_context
@@ -175,8 +174,7 @@ def make_server(config: FrontendConfig, text: TextService, pulse: Pulse | None =
 def listen(config: FrontendConfig) -> socket.socket:
     """A listening socket. Raises ValueError for an address beyond loopback without API keys, and OSError if the port is
     taken by anything but front ends that share it."""
-    if not config.api_key and not is_loopback(config.host):
-        raise ValueError(f"host: {config.host} can be reached from other machines: that needs --api-key TENANT:KEY")
+    check_host(config)
     sock = bind_http(config.host, config.port, shared=config.shares_port)
     try:
         sock.listen(BACKLOG)

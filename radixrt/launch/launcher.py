@@ -38,12 +38,14 @@ from radixrt.config import (
     StackConfig,
     WorkerConfig,
     check,
+    client_address,
     http_url,
     resolve,
 )
+from radixrt.formats.parsing.detect import check_parsers
 from radixrt.launch.process_main import check_address, say_leave
 from radixrt.launch.pull import here
-from radixrt.process.ports import free_tcp_address, keep_port
+from radixrt.process.ports import check_host, free_tcp_address, keep_port
 from radixrt.process.shutdown import DRAINED, IDLE, Pulses
 from radixrt.process.starting import POLL_SECONDS, StartError, ask_health, ended, worker_configs
 from radixrt.process.subprocesses import (
@@ -93,6 +95,7 @@ class Stack:
 
     def __init__(self, config: StackConfig) -> None:
         check_stack(config)
+        config = with_client_address(config)
         router = config.router
         self._client_address, self._worker_address = reachable_addresses(router)
         if config.data_parallel_backend == "mp":
@@ -136,9 +139,10 @@ class Stack:
             self._launch("frontend", name, start)
         self._wait(deadline)
         if not self._stopping.is_set():
-            places = [f"ZMQ {self._client_address.partition('#')[0]}"]
-            if config.api_server_count:
-                places.insert(0, f"HTTP {http_url(frontend, self._port)}")
+            places = [f"HTTP {http_url(frontend, self._port)}"] if config.api_server_count else []
+            places.append(f"ZMQ {config.router.client_address}")
+            if config.router.worker_address:
+                places.append(f"{config.router.worker_address} for workers")
             log.info("ready after %.1f s: %s", time.monotonic() - began, ", ".join(places))
 
     def _frontend_config(self) -> FrontendConfig:
@@ -190,8 +194,6 @@ class Stack:
         config = self._config
         if config.data_parallel_backend == "mp":
             return worker_configs(config, self._worker_address)
-        if config.data_parallel_backend != "ray":
-            raise ValueError(f"data_parallel_backend {config.data_parallel_backend!r}: expected mp or ray")
         from radixrt.launch.ray_workers import RayWorkers
 
         self._ray_workers = RayWorkers(config)
@@ -360,14 +362,26 @@ class Stack:
         self.stop()
 
 
+def with_client_address(config: StackConfig) -> StackConfig:
+    """`config` with the ZMQ address for clients, which by default follows from the HTTP port: a free one for 0."""
+    if config.router.client_address:
+        return config
+    port = config.frontend.port
+    address = client_address(port) if port else free_tcp_address()
+    return dataclasses.replace(config, router=dataclasses.replace(config.router, client_address=address))
+
+
 def check_stack(config: StackConfig) -> None:
     """Raise ValueError, with a message of one line, if a setting is invalid."""
     for part in (config, config.router, config.worker, config.frontend):
         check(part)
-    check_address("client_address", config.router.client_address)
-    if config.router.worker_address:
-        check_address("worker_address", config.router.worker_address)
+    check_parsers(config.router.tool_call_parser, config.router.reasoning_parser)
+    for name in ("client_address", "worker_address"):
+        if address := getattr(config.router, name):
+            check_address(name, address)
     tls_context(config.frontend)
+    if config.api_server_count:
+        check_host(config.frontend)
 
 
 def reachable_addresses(router: RouterConfig) -> tuple[str, str]:

@@ -7,8 +7,17 @@ import random
 import socket
 from pathlib import Path
 
+from radixrt.config import FrontendConfig
+from radixrt.wire.addresses import is_loopback
+
 PORTS = 8192
 """Ports of which `free_tcp_address` chooses one."""
+
+
+def check_host(config: FrontendConfig) -> None:
+    """Raise ValueError if a front end would listen beyond loopback without API keys."""
+    if not config.api_key and not is_loopback(f"tcp://{config.host or '*'}:0"):
+        raise ValueError(f"--host {config.host}: other machines can reach it, so it needs --api-key")
 
 
 def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:

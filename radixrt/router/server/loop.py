@@ -35,12 +35,14 @@ from radixrt.report import Report
 from radixrt.requests.validate import malformed
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Effect, Order, Reply
+from radixrt.router.core.worker import room_of
 from radixrt.router.programs.programs import Programs
 from radixrt.router.server.connections import ClientConnections, WorkerConnections
 from radixrt.router.server.gate import Gate
 from radixrt.router.server.handlers import Handlers
 from radixrt.router.server.streams import TextStreams
 from radixrt.router.server.tasks import now
+from radixrt.router.server.traces import Traces
 from radixrt.tokens import TextService
 from radixrt.wire.keys import is_private, load_secret_key
 
@@ -68,7 +70,9 @@ class RouterServer:
         self.config = config = resolve(config)
         self.text = text or TextService.load(config)
         self.report = Report(config.report_tokens)
-        self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size)
+        self._traces = Traces(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
+        ended = self._traces.ended if self._traces else None
+        self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size, on_ended=ended)
         self.client_address = config.client_address
         self.worker_address = config.worker_address
         self.programs = Programs(self.text, config)
@@ -100,6 +104,8 @@ class RouterServer:
             self._workers.flush()
             clients.close()
             workers.close()
+            if self._traces:
+                self._traces.close()
 
     def _listen(self) -> tuple[wire.RouterSocket, wire.RouterSocket]:
         path = self.config.curve_secret_key
@@ -204,7 +210,8 @@ class RouterServer:
                 self._workers.dismiss(identity, NAME_TAKEN)
             case Register():
                 self._workers.bind(message.name, identity)
-                log.info("worker %s serves %s on %s", message.name, message.model, message.device)
+                about = message.name, message.model, message.device, room_of(message)
+                log.info("worker %s serves %s on %s; %s", *about)
                 self._perform(self.core.register(message, now()))
             case Leave():
                 log.info("worker %s left: %s", message.name, message.reason or "no reason given")

@@ -14,13 +14,12 @@ from torch import distributed
 
 from radixrt.checkpoint.gguf.folder import WEIGHTS as GGUF
 from radixrt.checkpoint.lora_modules import lora_modules, most_loaded, num_slots
-from radixrt.config import WorkerConfig
+from radixrt.config import WorkerConfig, check
 from radixrt.worker.execution.torch_runner import ModelRunner, TorchRunner
 from radixrt.worker.load.kv_scales import Scales, choose_scales
 from radixrt.worker.load.memory import check_memory
 from radixrt.worker.load.options import (
     Loaded,
-    check_settings,
     choose_products,
     is_exact,
     keeps_packed,
@@ -57,7 +56,7 @@ def load_runner(config: WorkerConfig) -> Runner:
 
     Raises ValueError, which names the wrong setting or file.
     """
-    check_settings(config)
+    check(config)
     if config.tensor_parallel_size > 1:
         return _lead(config)
     return _load(config, look_up(config), None)
@@ -287,7 +286,7 @@ def open_weights(
     products: Products = Products.NONE,
     packed: bool = False,
 ) -> Weights:
-    """The weights in the configured `load_format`. Raises ValueError for an unknown one."""
+    """The weights in the configured `load_format`. Raises ValueError if the checkpoint is not of it."""
     quantization = quantization_of(loaded.hf_config)
     match config.load_format:
         case "auto" | "gguf" if (loaded.folder / GGUF).is_file():
@@ -299,4 +298,4 @@ def open_weights(
             )
         case "dummy":
             return RandomWeights(config.seed, loaded.dtype, loaded.device, products, packed, quantization)
-    raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors, gguf (of a GGUF file) or dummy")
+    raise ValueError(f"--load-format {config.load_format}: {loaded.folder} is not of a GGUF file")
