@@ -235,13 +235,6 @@ def _role(args: argparse.Namespace) -> int:
     return run_role(args.role, resolve(config), Pulse(args.pulse))
 
 
-def _pull(args: argparse.Namespace) -> int:
-    if args.model:
-        return pull(args.model, args.model_impl)
-    print(known_models())
-    return 0
-
-
 def _plan(args: argparse.Namespace) -> int:
     if "model" not in args:
         raise ValueError("which model? radixrt plan MODEL")
@@ -255,6 +248,13 @@ def _plan(args: argparse.Namespace) -> int:
     sizes = (config.tensor_parallel_size,) if "tensor_parallel_size" in args else ()
     capacity = find_capacity(config, args.context, named_gpus(args.gpu or ()), sizes)
     print(json.dumps(capacity.as_json(), indent=2) if args.json else to_text(capacity))
+    return 0
+
+
+def _pull(args: argparse.Namespace) -> int:
+    if args.model:
+        return pull(args.model, args.model_impl)
+    print(known_models())
     return 0
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -206,7 +207,7 @@ def test_an_interrupt_ends_a_command_without_a_traceback(tmp_path, when):
     lines += [" print('begun', flush=True)", " time.sleep(60)"] + ["main()"] * (when == "is imported")
     (tmp_path / "slow.py").write_text("\n".join(lines))
     command = [sys.executable, "-c", "from radixrt.__main__ import main; main('slow')"]
-    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(cli.__file__).parents[1]}"}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "begun\n"
         process.send_signal(signal.SIGINT)

@@ -139,7 +139,7 @@ def test_what_is_not_served_is_refused_before_its_weights(hub, tmp_path):
 def test_a_plan_fetches_no_weights(hub, tmp_path):
     plan = f"__import__('radixrt.cli').cli.main(['plan', {NAME!r}, '--gpu', 'L4'])"
     said = look_up(hub, tmp_path, plan).stdout
-    assert said.startswith(f"{NAME}: llama") and "\nL4 " in said
+    assert said.startswith("acme/nano-1: llama") and "\nL4 " in said
     assert "config.json" in hub.asked and "model.safetensors" not in hub.asked
 
 
