@@ -78,6 +78,8 @@ def shards(path: Path) -> list[Path]:
 
 def _read(path: Path) -> GgufFile:
     try:
+        if not path.stat().st_size:
+            raise ValueError("it is empty")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _Header(path, content).read()
     except (struct.error, OverflowError) as error:

@@ -114,7 +114,7 @@ class SafetensorsWeights:
             except (SafetensorError, OSError) as error:
                 if _begins_with(path, LFS_POINTER):
                     raise ValueError(f"{path} is a pointer of git-lfs, not the file: run git lfs pull") from error
-                raise ValueError(f"{path} cannot be read: {error}") from error
+                raise ValueError(f"{path} cannot be read: {error}; if it was downloaded, do it again") from error
         return self._files[path]
 
     def _name(self, name: str) -> str:
