@@ -2,23 +2,28 @@
 is not served is refused before its weights are downloaded.
 
     find(name) = find_files(name), then its weights
+
+Of ORG/NAME:QUANT, a GGUF file, the hub is asked for its list of files, and then for that file only.
 """
 
 from __future__ import annotations
 
+import glob
 import logging
 import re
 from pathlib import Path
 
+from radixrt.checkpoint.gguf.config import ARCHITECTURES, not_served
 from radixrt.checkpoint.gguf.folder import is_gguf, unpacked
+from radixrt.checkpoint.gguf.quants import chosen, quants
 
 ORIGINAL_FILES = "consolidated*"
 """Files of the same weights in the publisher's original format, with other tensor names than in transformers."""
 SMALL_FILES = ["*.json", "*.model", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
 WEIGHTS = ["*.safetensors"]
 HUB_OTHERS = ["original/*", ORIGINAL_FILES]
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-"""ORG/NAME, or one of the old names without ORG."""
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*(:[\w.-]+)?)?")
+"""ORG/NAME, or one of the old names without ORG; ORG/NAME:QUANT for a GGUF file."""
 LIBRARIES = ("httpx", "httpx2", "huggingface_hub")
 """Loggers that write lines about each request, and advice for those who write programs."""
 
@@ -32,22 +37,67 @@ def find(model: str) -> Path:
     """The folder of a checkpoint, with its weights: made of a GGUF file if `model` is one, downloaded if it is a hub
     name. ValueError, in one line, if there is none."""
     folder = find_files(model)
-    if is_hub_name(model):
+    if is_hub_name(model) and ":" not in model:
         folder = _fetch(model, SMALL_FILES + WEIGHTS)
         if not any(folder.glob("*.safetensors")):
+            _refuse_gguf(model)
             raise ValueError(f"{model} has no safetensors at the hub: convert its weights, and give the folder")
     return folder
 
 
 def find_files(model: str | Path) -> Path:
-    """The same without weights: a folder with the configuration and the tokenizer."""
+    """The same without weights, unless they are in the same file: a folder with the configuration and the tokenizer."""
     if Path(model).is_dir():
-        return Path(model)
+        return _with_config(Path(model))
     if is_gguf(str(model)):
         return unpacked(Path(model))
     if not is_hub_name(str(model)):
         raise ValueError(_no_folder(Path(model)))
-    return _fetch(str(model), SMALL_FILES)
+    name, _, quant = str(model).partition(":")
+    if quant:
+        return unpacked(_gguf_file(name, quant))
+    return _with_config(_fetch(name, SMALL_FILES), name)
+
+
+def _with_config(folder: Path, name: str = "") -> Path:
+    """The folder, here or of a hub name. ValueError says so if it has GGUF files instead of a checkpoint."""
+    if not (folder / "config.json").is_file():
+        if name:
+            _refuse_gguf(name)
+        elif files := sorted(path.name for path in folder.glob("*.gguf")):
+            raise ValueError(f"{folder} has GGUF files: give one of them; {', '.join(files)}")
+    return folder
+
+
+def _gguf_file(name: str, quant: str) -> Path:
+    """The file that this quant means, the first one if it is split; downloaded, with the others."""
+    paths, architecture = _listed(name)
+    if architecture and architecture not in ARCHITECTURES:
+        raise ValueError(f"{name}: {not_served(architecture)}")
+    files = chosen(paths, quant)
+    if not files:
+        there = ", ".join(quants(paths)) or "no GGUF files"
+        raise ValueError(f"{name} has no quant {quant}; it has {there}")
+    return _fetch(name, [glob.escape(path) for path in files]) / files[0]
+
+
+def _refuse_gguf(name: str) -> None:
+    """ValueError lists the quants if there are GGUF files."""
+    if there := quants(_listed(name)[0]):
+        raise ValueError(f"{name} has GGUF files: give one of its quants, as {name}:{there[0]}; {', '.join(there)}")
+
+
+def _listed(name: str) -> tuple[list[str], str]:
+    """Paths of a hub name's files, those in the cache if the hub cannot be reached, and the architecture of its GGUF
+    files, "" if it is not known."""
+    folder = _fetch(name, [])
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().model_info(name)
+    except Exception:  # of what matters, the line above would have told
+        return [str(path.relative_to(folder)) for path in folder.rglob("*")], ""
+    return [file.rfilename for file in info.siblings or ()], str((info.gguf or {}).get("architecture", ""))
 
 
 def _no_folder(path: Path) -> str:

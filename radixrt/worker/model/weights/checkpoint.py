@@ -119,8 +119,10 @@ class SafetensorsWeights:
         if foreign and not paths:
             raise ValueError(f"{folder} holds no safetensors of transformers, only {', '.join(foreign)}: convert them")
         if not paths:
-            others = sorted({path.suffix for path in folder.iterdir()} & {".bin", ".gguf", ".pt", ".pth"})
+            found = {path.suffix for path in folder.iterdir()}
+            others = sorted(found & {".bin", ".pt", ".pth"})
             hint = f"; convert its {' and '.join(others)} files to safetensors" if others else ""
+            hint = "; give one of its .gguf files, not the folder" if ".gguf" in found else hint
             raise ValueError(f"{folder} holds no safetensors{hint}")
         return {name: path for path in paths for name in self._open(path).keys()}
 
