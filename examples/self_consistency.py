@@ -14,9 +14,9 @@ async def self_consistency(s: Branch, question: str, chains: int = 8) -> tuple[s
     branches = s.fork(chains)
     for seed, branch in enumerate(branches):
         branch += gen("thought", max_tokens=96, temperature=0.8, seed=seed, stop="\n\n")
-        branch += "\nThe answer is "
-        branch += gen("answer", regex="[0-9]{1,4}", max_tokens=8, temperature=0)
-    votes = Counter([await branch["answer"] for branch in branches])
+        branch += "\nThe answer is"
+        branch += gen("answer", regex=" [0-9]{1,4}", max_tokens=8, temperature=0)
+    votes = Counter([(await branch["answer"]).strip() for branch in branches])
     return votes.most_common(1)[0]
 
 

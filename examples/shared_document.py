@@ -27,7 +27,9 @@ async def shared_document(s: Branch, document: str, questions: list[str]) -> lis
     branches = s.fork(len(questions))
     for question, branch in zip(questions, branches, strict=True):
         branch += user(question)
-        branch += assistant("In the document: ", select("known", ["yes", "no"]), ". ", gen("answer", max_tokens=40))
+        branch += assistant(
+            "In the document: ", select("known", ["yes", "no"]), ".", gen("answer", max_tokens=40, temperature=0)
+        )
     answers = []
     for branch in branches:
         value = await branch.value("answer")

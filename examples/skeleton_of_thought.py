@@ -12,7 +12,7 @@ async def skeleton_of_thought(s: Branch, question: str, points: int = 4) -> str:
     s += user(f"{question}\nWrite only the skeleton: {points} points of three to five words, one a line.")
     parts: list = []
     for number in range(1, points + 1):
-        parts += [f"{number}. ", gen(f"point {number}", max_tokens=12, temperature=0, stop="\n"), "\n"]
+        parts += [f"{number}.", gen(f"point {number}", max_tokens=12, temperature=0, stop="\n"), "\n"]
     s += assistant(*parts)
     branches = s.fork(points)
     for number, branch in enumerate(branches, 1):

@@ -17,9 +17,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
+from radixrt.checkpoint.gguf.quants import chosen, quants
 from radixrt.checkpoint.hub import Lines, find_files
 from radixrt.config import NANO, FrontendConfig, RouterConfig, WorkerConfig, resolve
+from radixrt.worker.model.weights.gguf import GgufWeights
+from tests.checkpoints import make_model, make_tokenizer
+from tests.gguf_files import write
 
 COMMIT = "c" * 40
 NAME = "acme/nano-1"
@@ -39,12 +44,15 @@ class Hub:
     breaks: dict[str, int] = field(default_factory=dict)
     """After how many bytes the connection breaks, for each file, once."""
     url: str = ""
+    architecture: str = "llama"
+    """Of its GGUF files, as the hub states it."""
 
     def answer(self, http: BaseHTTPRequestHandler) -> None:
         if f"/api/models/{NAME}/tree/" in http.path:
             return self._json(http, [self._entry(path) for path in self.files])
         if http.path.startswith(f"/api/models/{NAME}"):
-            return self._json(http, {"id": NAME, "sha": COMMIT, "siblings": [{"rfilename": f} for f in self.files]})
+            about = {"siblings": [{"rfilename": f} for f in self.files], "gguf": {"architecture": self.architecture}}
+            return self._json(http, {"id": NAME, "sha": COMMIT} | about)
         path = http.path.removeprefix(f"/{NAME}/resolve/{COMMIT}/")
         if path not in self.files:
             http.send_response(404)
@@ -192,3 +200,80 @@ def test_a_download_that_is_stopped_leaves_no_part(tmp_path):
     )
     assert subprocess.run([sys.executable, "-c", code, part, done]).returncode == 130
     assert not part.exists() and done.exists()
+
+
+# ---------------------------------------------------------------- GGUF files
+
+
+FILES = ["nano-1-F32-00001-of-00002.gguf", "nano-1-F32-00002-of-00002.gguf"]
+OTHERS = ["README.md", "mmproj-F32.gguf", "nano-1-Q4_K_M.gguf", "nano-1-UD-Q4_K_M.gguf", "nano-1.Q8_0.gguf"]
+
+
+@pytest.fixture
+def model(tmp_path) -> torch.nn.Module:
+    return make_model(make_tokenizer(tmp_path / "original"))
+
+
+@pytest.fixture
+def gguf_hub(hub, model, tmp_path) -> Hub:
+    """The hub's model in F32, in two files, among files that are broken."""
+    write(tmp_path / "nano-1-F32.gguf", tmp_path / "original", model, tensors_per_file=16)
+    hub.files = {name: (tmp_path / name).read_bytes() for name in FILES} | dict.fromkeys(OTHERS, b"broken")
+    return hub
+
+
+def test_a_quant_is_downloaded_alone_and_serves_offline(gguf_hub, model, tmp_path):
+    name = f"{NAME}:f32"
+    call = HERE.replace(NAME, name)
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    done = look_up(gguf_hub, tmp_path, call, **cache)
+    assert sorted(gguf_hub.asked) == FILES
+    weights = GgufWeights(
+        Path(ast.literal_eval(done.stdout)[0]) / "model.gguf", torch.float32, torch.device("cpu"), progress=False
+    )
+    for tensor_name, tensor in model.state_dict().items():
+        assert torch.equal(weights.load(tensor_name, tensor.shape), tensor)
+    gguf_hub.asked.clear()
+    again = look_up(gguf_hub, tmp_path, call, HF_ENDPOINT="http://127.0.0.1:1", **cache)
+    assert again.stdout == done.stdout and not gguf_hub.asked
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (NAME, f"{NAME} has GGUF files: give one of its quants, as {NAME}:F32; F32, Q4_K_M, UD-Q4_K_M, Q8_0"),
+        (f"{NAME}:Q4_K", f"{NAME} has no quant Q4_K; it has F32, Q4_K_M, UD-Q4_K_M, Q8_0"),
+    ],
+)
+def test_the_quants_are_listed(gguf_hub, tmp_path, name, said):
+    assert look_up(gguf_hub, tmp_path, f"find_files({name!r})").stdout.strip() == said
+    assert not gguf_hub.asked
+
+
+def test_a_plan_downloads_no_quant(gguf_hub, tmp_path):
+    said = look_up(gguf_hub, tmp_path, f"__import__('radixrt.cli').cli.main(['plan', '{NAME}:f32'])")
+    assert f"radixrt pull {NAME}:f32 first" in said.stderr and not gguf_hub.asked
+
+
+def test_an_architecture_that_is_not_served_is_refused_before_its_weights(gguf_hub, tmp_path):
+    gguf_hub.architecture = "mamba"
+    assert "architecture 'mamba' is not served" in look_up(gguf_hub, tmp_path, f"find_files('{NAME}:f32')").stdout
+    assert not gguf_hub.asked
+
+
+@pytest.mark.parametrize(
+    ("quant", "files"),
+    [
+        ("q8_0", ["a/nano-Q8_0-00001-of-00002.gguf", "a/nano-Q8_0-00002-of-00002.gguf"]),
+        ("q4", []),
+        ("Q4_0", []),
+        ("other-q4_0", ["other-q4_0.gguf"]),
+        ("model", ["model.gguf"]),
+    ],
+)
+def test_which_files_a_quant_means(quant, files):
+    """Several models may have the same one: then they are told apart by their whole names."""
+    paths = ["a/nano-Q8_0-00002-of-00002.gguf", "a/nano-Q8_0-00001-of-00002.gguf", "nano.Q4_0.gguf", "other-q4_0.gguf"]
+    paths += ["mmproj-model-q8_0.gguf", "nano-Q8_0.safetensors", "model.gguf"]
+    assert chosen(paths, quant) == files
+    assert quants(paths) == ["model", "Q8_0", "nano.Q4_0", "other-q4_0"]

@@ -109,6 +109,15 @@ class History:
         else:
             self._transcript.append(TextSegment(text))
 
+    def take_space(self) -> str:
+        """Take a space from the end of what is new, for the text that comes next, and return it; "" if there is none.
+        In most vocabularies a word has the space before it: after a space of its own it has other, unlikely tokens."""
+        last = self._transcript[-1] if len(self._transcript) > self._known else None
+        if not isinstance(last, TextSegment) or not last.text.endswith(" ") or len(last.text) == 1:
+            return ""
+        self._transcript[-1] = TextSegment(last.text[:-1])
+        return " "
+
     def add_message(self, role: str, content: str) -> None:
         """Add a complete message. Raises ValueError in a program that began without roles."""
         self._begin_chat()

@@ -133,7 +133,8 @@ def _changed(name: str, sampling: Sampling, overrides: Mapping[str, object]) -> 
 
 
 def select(name: str, choices: Iterable[str], *, per_token: bool = True) -> Select:
-    """Choose among texts, in one round trip. Raises TypeError for a single string, or a choice that is not text, and
+    """Choose among texts, in one round trip. A space that the text before ends with is scored with each of them, as
+    words have it in texts. Raises TypeError for a single string, or a choice that is not text, and
     ValueError without choices, or if one is empty."""
     if isinstance(choices, str):
         raise TypeError(f"select {name!r}: choices are several texts, not one: write [{choices!r}, ...]")

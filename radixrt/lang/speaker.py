@@ -190,13 +190,13 @@ class Speaker:
         return whole
 
     async def _select(self, node: Select) -> Value:
-        scored, state = await self._request(
-            lambda prompt: self._client.score(prompt, node.choices, origin=self._origin)
-        )
+        space = self.history.take_space()
+        texts = [space + choice for choice in node.choices]
+        scored, state = await self._request(lambda prompt: self._client.score(prompt, texts, origin=self._origin))
         scores = {
             choice: sum(logprobs) / (len(logprobs) if node.per_token else 1)
             for choice, logprobs in zip(node.choices, scored.logprobs, strict=True)
         }
         best = max(node.choices, key=scores.__getitem__)
-        self.history.add_choice(best, state)
+        self.history.add_choice(space + best, state)
         return Value(best, [], "stop", scored.usage, scores=scores)

@@ -218,15 +218,38 @@ def test_select_takes_the_likeliest(client):
         s += gen("why", SHORT)
         return await s.value("verdict"), await s.value("why")
 
-    scored = client.score("Is it so? ", choices).logprobs
+    scored = client.score("Is it so?", [f" {choice}" for choice in choices]).logprobs
     for per_token in (True, False):
         verdict, why = run(client, judge, per_token)
         expected = {c: sum(x) / (len(x) if per_token else 1) for c, x in zip(choices, scored, strict=True)}
         assert verdict.scores == pytest.approx(expected)
         assert verdict.text == max(expected, key=expected.get)
-        parts = [TextPrompt("Is it so? "), TextPrompt(verdict.text), TextPrompt(" because")]
+        parts = [TextPrompt("Is it so?"), TextPrompt(f" {verdict.text}"), TextPrompt(" because")]
         assert why.usage.prompt_tokens == len(client.tokenize(PartsPrompt(parts)))
     assert client.report()["programs"][-1]["program"] == "judge"
+
+
+@pytest.mark.parametrize("before", ["It is: ", " ", "It is:\n"])
+def test_a_space_before_choices_is_scored_with_them(client, before):
+    """Not as a token of its own, after which a word has other tokens than in texts; not if it is all that there is."""
+
+    def judge(s: SyncBranch):
+        s += before
+        s += select("so", ["yes", "no"])
+        return s.text(), s["so"], s.value("so").scores
+
+    text, chosen, scores = run(client, judge)
+    assert text == before + chosen
+    moved = " " if before == "It is: " else ""
+    logprobs = client.score(before.removesuffix(moved), [f"{moved}yes", f"{moved}no"]).logprobs
+    assert list(scores.values()) == pytest.approx([sum(x) / len(x) for x in logprobs])
+
+    def in_turn(s: SyncBranch):
+        s += user("Is it so?")
+        s += assistant("It is: ", select("so", ["yes"]))
+        return s.messages()[-1]["content"]
+
+    assert run(client, in_turn) == "It is: yes"
 
 
 def test_a_choice_keeps_the_ids_that_were_scored(client):
@@ -239,9 +262,9 @@ def test_a_choice_keeps_the_ids_that_were_scored(client):
         s += gen("x", SHORT)
         return await s.value("x")
 
-    parts = [TextPrompt("The dog is "), TextPrompt("help"), TextPrompt("ful")]
+    parts = [TextPrompt("The dog is"), TextPrompt(" help"), TextPrompt("ful")]
     apart = len(client.tokenize(PartsPrompt(parts)))
-    merged = len(client.tokenize(PartsPrompt([parts[0], TextPrompt("helpful")])))
+    merged = len(client.tokenize(PartsPrompt([parts[0], TextPrompt(" helpful")])))
     assert apart != merged
     usage = run(client, judge).usage
     assert usage.prompt_tokens == apart

@@ -682,8 +682,8 @@ def test_a_git_lfs_pointer_is_named(folder):
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 5\n")
     with pytest.raises(ValueError, match="git lfs pull"):
         load(folder)
-    (folder / "model.safetensors").rename(folder / "model.gguf")
-    with pytest.raises(ValueError, match="holds no safetensors; convert its .gguf files"):
+    (folder / "model.safetensors").rename(folder / "other.gguf")
+    with pytest.raises(ValueError, match="holds no safetensors; give one of its .gguf files"):
         load(folder)
 
 

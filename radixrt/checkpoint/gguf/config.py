@@ -30,12 +30,16 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     value that is missing."""
     make = ARCHITECTURES.get(file.architecture)
     if make is None:
-        served = ", ".join(ARCHITECTURES)
-        raise ValueError(f"{file.path}: architecture {file.architecture!r} is not served from GGUF; {served} are")
+        raise ValueError(f"{file.path}: {not_served(file.architecture)}")
     if file.field("expert_count"):
         raise ValueError(f"{file.path}: models with experts are not served from GGUF")
     ids = {f"{name}_token_id": id for name, id in named_ids(file).items() if name in ("bos", "eos")}
     return _common(file) | ids | make(file)
+
+
+def not_served(architecture: str) -> str:
+    """What is said of an architecture that is none of ARCHITECTURES."""
+    return f"architecture {architecture!r} is not served from GGUF; {', '.join(ARCHITECTURES)} are"
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:

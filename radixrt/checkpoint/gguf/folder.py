@@ -31,7 +31,7 @@ def unpacked(path: Path) -> Path:
     file. ValueError if there is no such file, or it is not served."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give one, or ORG/NAME as at the hub")
-    path = path.resolve()
+    path = path.absolute()  # not resolved: in the hub's cache it is a link to a file whose name says nothing
     folder = cache_folder() / f"{path.name.removesuffix(SUFFIX)}-{_digest(path)}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -39,7 +39,7 @@ class GgufWeights:
 
         self.dtype = dtype
         self._device = device
-        self._file = file = read_gguf(path.resolve())
+        self._file = file = read_gguf(path.readlink() if path.is_symlink() else path)
         self._gguf: Any = gguf
         architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture)
         self._names = gguf.get_tensor_name_map(architecture, file.field("block_count"))
