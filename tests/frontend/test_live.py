@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from radixrt import cli
 from radixrt.client.transports import NATIVE_PATH
 from radixrt.router.server import live
 from tests.frontend.conftest import serving
@@ -176,3 +177,10 @@ def test_a_stream_ends_when_the_server_does(folder):
         frontend.stop()
         for _ in lines:
             pass
+
+
+@pytest.mark.parametrize("who", ["alpha", "beta"])
+def test_top_prints_what_a_key_may_see(keyed, who, capsys):
+    complete(keyed, "alpha", "something to be shown")
+    assert cli.main(["top", "--once", "--url", keyed, "--api-key", KEYS[who]]) == 0
+    assert ("program-of-alpha" in (out := capsys.readouterr().out)) == (who == "alpha") and f"tenant {who}" in out
