@@ -81,7 +81,7 @@ class LiveView:
             "requests": [self._run(run, now) for run in self._runs(tenant)],
             "recent": [one.to_json() for one in report.recent.requests(tenant)],
             "tenants": self._tenants(tenant),
-            "conversations": [self._conversation(one) for one in report.recent.conversations.latest(tenant)],
+            "conversations": [self._conversation(one) for one in report.recent.conversations(tenant)],
             "volatile": self._kept(
                 f"volatile {tenant}", lambda: [_volatile(row) for row in report.volatile(tenant, self._decode)]
             ),
@@ -251,16 +251,17 @@ class LiveView:
         return self._explainer.explain(one, tenant)
 
     def _conversation(self, one: Conversation) -> dict[str, Any]:
+        last = one.last
         if one.words is None:
-            decode = None if has_salt(one.namespace) else self._decode
+            decode = None if has_salt(last.namespace) else self._decode
             one.words = decode(one.first).strip()[:MAX_NAME_CHARS] if decode else ""
         return {
-            "id": one.id,
-            "tenant": one.tenant,
-            "program": one.program or one.words,
+            "id": str(one.number),
+            "tenant": last.tenant,
+            "program": last.program or one.words,
             "count": one.count,
             "turns": [turn_json(turn) for turn in one.turns],
-            "last": self._unix(one.last),
+            "last": self._unix(last.at),
         }
 
 
