@@ -1,10 +1,11 @@
-"""What the live page costs the router: CPU time of its process with one page open, and with none.
+"""What the live page costs the router: CPU time of its process while states are asked for, and while none are.
 
-    python -m bench.live [--seconds 10] [--runs 5]
+    python -m bench.live [--seconds 5] [--runs 3]
 
 A router with its front end in one process, and a fake worker that makes a step every 5 ms: 64 streams, and requests of
-4,096 token ids (as `bench.front`), and nothing at all. The page reads the stream of states, and asks for the tree every
-5 seconds. Runs with and without the page take turns; the figures are medians.
+4,096 token ids (as `bench.front`), and nothing at all. A page makes the router answer one state a second, and the tree
+every five seconds. So that the difference is above the noise, RATE times as many are asked for here, each by a request
+of its own, and the difference is divided by RATE. Runs with and without take turns; the figures are medians.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ import httpx
 
 from bench.common import save, table
 from bench.front import LONG, PROMPT, TOKENS, Load, cpu_seconds, stack
+from radixrt.client.transports import NATIVE_PATH
 from radixrt.demo.checkpoint import make_checkpoint
 
 STREAMS, REQUESTS = 64, 512
-TREE_SECONDS = 5.0
+TREE_SECONDS, RATE = 5, 20
 LOADS: dict[str, dict[str, Any]] = {
     "64 streams": {"streams": STREAMS, "tokens": TOKENS, "prompt": PROMPT, "text": True},
     "requests of 4,096 ids": {"requests": REQUESTS, "concurrency": 64, "tokens": 1, "prompt": LONG, "text": False},
@@ -34,8 +36,8 @@ LOADS: dict[str, dict[str, Any]] = {
 }
 
 
-class Page(threading.Thread):
-    """What a browser does that shows the page."""
+class Pages(threading.Thread):
+    """Asks as RATE pages would that share nothing."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -45,17 +47,13 @@ class Page(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        tree_at = 0.0
-        with httpx.Client(base_url=self._url, timeout=30) as client, client.stream("GET", "/v1/live") as stream:
-            for line in stream.iter_lines():
-                self.bytes += len(line)
-                if self._ended.is_set():
-                    return
-                if line.startswith("data: ") and '"recent"' in line:
-                    self.states += 1
-                    if time.monotonic() >= tree_at:
-                        tree_at = time.monotonic() + TREE_SECONDS
-                        client.get("/v1/live/tree").raise_for_status()
+        state, tree = ({"type": "live", "id": 1, "part": part} for part in ("state", "tree"))
+        with httpx.Client(base_url=self._url, timeout=30) as client:
+            while not self._ended.wait(1 / RATE):
+                self.states += 1
+                self.bytes += len(client.post(NATIVE_PATH, json=state).raise_for_status().content)
+                if self.states % TREE_SECONDS == 0:  # each of its own size, as outlines are kept for a while
+                    client.post(NATIVE_PATH, json=tree | {"most": 1900 + self.states % 100})
 
     def stop(self) -> None:
         self._ended.set()
@@ -63,8 +61,8 @@ class Page(threading.Thread):
 
 
 @contextlib.contextmanager
-def page(url: str, opened: bool) -> Iterator[Page | None]:
-    shown = Page(url) if opened else None
+def pages(url: str, opened: bool) -> Iterator[Pages | None]:
+    shown = Pages(url) if opened else None
     try:
         yield shown
     finally:
@@ -87,8 +85,8 @@ def measure(load: Load, work: dict[str, Any], seconds: float, pids: dict[str, in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
-    parser.add_argument("--runs", type=int, default=5, help="with and without the page, of each load")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
+    parser.add_argument("--runs", type=int, default=3, help="with and without the page, of each load")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -98,35 +96,35 @@ def main() -> None:
             load.run(**LOADS["requests of 4,096 ids"])
             for name, work in LOADS.items():
                 found: dict[bool, list[tuple[float, float, int]]] = {False: [], True: []}
-                states = size = 0
+                states = size = took = 0.0
                 for _ in range(args.runs):
                     for opened in (False, True):
-                        with page(url, opened) as shown:
+                        with pages(url, opened) as shown:
                             found[opened].append(measure(load, work, args.seconds, pids))
                         if shown:
-                            states, size = states + shown.states, size + shown.bytes
-                rows.append(row(name, found, bool(work)) | {"kB a state": size / states / 1000})
+                            states, size, took = states + shown.states, size + shown.bytes, took + found[True][-1][1]
+                rows.append(row(name, found, bool(work), states / took) | {"kB a state": size / states / 1000})
             load.close()
     print("the router's CPU\n", table(rows), sep="\n")
-    save("live", rows, seconds=args.seconds, runs=args.runs, unit="ms of CPU")
+    save("live", rows, seconds=args.seconds, runs=args.runs, asked=RATE)
 
 
-def row(name: str, found: dict[bool, list[tuple[float, float, int]]], loaded: bool) -> dict[str, Any]:
-    """CPU a load with and without the page, and what the page takes of it in a second."""
+def row(name: str, runs: dict[bool, list[tuple[float, float, int]]], loaded: bool, states: float) -> dict[str, Any]:
+    """CPU a load, or a second, without and with `states` states a second, and what one state adds."""
     each = {
-        opened: median(cpu / (loads if loaded else took) for cpu, took, loads in runs) * 1000
-        for opened, runs in found.items()
+        asked: median(cpu / (loads if loaded else took) for cpu, took, loads in found) for asked, found in runs.items()
     }
-    busy = median(cpu / took for cpu, took, _ in found[False]) * 1000
-    rate = median(loads / took for _, took, loads in found[True]) if loaded else 1.0
+    busy = median(cpu / took for cpu, took, _ in runs[False])
+    rate = median(loads / took for _, took, loads in runs[True]) if loaded else 1.0
+    a_state = (each[True] - each[False]) * rate / states
     return {
         "load": name,
-        "each": "load" if loaded else "second",
-        "without": each[False],
-        "with a page": each[True],
-        "ratio": each[True] / each[False],
-        "busy ms/s without": busy,
-        "page ms/s": (each[True] - each[False]) * rate,
+        "ms each without": each[False] * 1000,
+        "with": each[True] * 1000,
+        "states/s": states,
+        "ms a state": a_state * 1000,
+        "router busy": busy,
+        "a page's share of it": a_state / busy,
     }
 
 
