@@ -16,7 +16,7 @@ from radixrt.client import ServerError
 from radixrt.config import FrontendConfig, WorkerConfig
 
 
-@pytest.fixture(params=["report", "run"])
+@pytest.fixture(params=["report", "top", "run"])
 def told(request, monkeypatch, tmp_path):
     """Runs a command with an `--api-key`: (its exit code, the key that its client is given)."""
     program = tmp_path / "program.py"

@@ -21,6 +21,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     session          counts for the report
     prompt_logprobs  also report the prompt's tokens, as `sampling.logprobs` says; the prompt is then computed without
                      cache hits
+    explain          the last Delta of the first choice says why its prompt missed the cache
     """
 
     id: int
@@ -37,6 +38,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     pin: list[tuple[int, float]] = []
     session: SessionFacts = SessionFacts()
     prompt_logprobs: bool = False
+    explain: bool = False
 
 
 class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):
@@ -90,6 +92,21 @@ class Ask(msgspec.Struct, tag="ask", kw_only=True):
     id: int
     what: Query
     model: Name = ""
+    api_key: str = ""
+
+
+LivePart = Literal["state", "history", "request", "tree", "text"]
+
+
+class Live(msgspec.Struct, tag="live", kw_only=True, omit_defaults=True):
+    """Query what the live page shows: the state now, the history before, why a request that has ended missed the cache
+    (`of`: its id in the state), the tree of what is cached, below its node `of` if given, in about `most` nodes at
+    most, or the text of its node `of`. The reply is an Info."""
+
+    id: int
+    part: LivePart
+    of: Name = ""
+    most: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 2000
     api_key: str = ""
 
 
@@ -176,6 +193,6 @@ class DrainWorker(msgspec.Struct, tag="drain_worker", kw_only=True, omit_default
 
 
 ClientRequest = (
-    Generate | Score | Cancel | Tokenize | Detokenize | Ask | Fork | Pause | Forget | Share | Recall | ClearCache
+    Generate | Score | Cancel | Tokenize | Detokenize | Ask | Live | Fork | Pause | Forget | Share | Recall | ClearCache
     | ChangeAdapter | DrainWorker
 )  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import Counter, defaultdict
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 from radixrt.messages import TOKEN_BYTES, Load, Origin, SessionFacts
 from radixrt.report.causes import Misses, explain
 from radixrt.report.latency import Latency
+from radixrt.report.recent import MAX_NAME_CHARS, Recent
 from radixrt.report.volatile import Decode, PrefixBreakingTexts
 from radixrt.report.workers import Workers, WorkerState
 from radixrt.tree import RadixTree
@@ -22,11 +24,11 @@ MAX_PROGRAMS = 256
 counted as OTHER, by depth."""
 MAX_DEPTH = 32
 """Deeper forks are counted at this depth."""
-MAX_NAME_CHARS = 120
-"""Characters of a program's name that are kept."""
 OTHER = "(other)"
 MAX_SPANS = 32
 """The most changing texts (`volatile`) that are reported."""
+MAX_USES = 4096
+"""The latest seconds with requests, in which last uses are dated."""
 KEPT, RESPELLED = "kept", "respelled"
 """Keys of a tenant's session counts. The other keys are the reasons for which answers were dropped."""
 
@@ -109,7 +111,10 @@ class Report:
     def __init__(self, token_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._budget = token_budget
-        self._seen = RadixTree(values=False)
+        self.seen = RadixTree(values=False)
+        """The infinite cache. Must not be modified from outside."""
+        self._uses: deque[tuple[int, float]] = deque(maxlen=MAX_USES)
+        """(clock of `seen`, time) now and then, so that last uses can be dated."""
         self._forgotten = 0
         self._tallies: dict[Place, Tally] = defaultdict(Tally)
         self._programs: dict[str, set[tuple[str, int]]] = defaultdict(set)
@@ -121,6 +126,7 @@ class Report:
         self._prefix_breaking = PrefixBreakingTexts()
         self.waits: dict[str, Waits] = defaultdict(Waits)
         """By tenant."""
+        self.recent = Recent(clock)
         self._started = clock()
 
     # ------------------------------------------------------------ called by the router
@@ -148,10 +154,11 @@ class Report:
         predicted_tokens: int,
         best_tokens: int,
         model: str = "",
-    ) -> None:
-        """Record a sequence that has ended. The last id of `generated` was sampled, but its KV was not computed.
-        `bound_tokens` is the return value of `arrived`. `predicted_tokens` is the hit that the index predicted for the
-        sequence's worker at dispatch, and `best_tokens` the largest that it predicted for any worker."""
+    ) -> Misses:
+        """Record a sequence that has ended; returns its misses. The last id of `generated` was sampled, but its KV was
+        not computed. `bound_tokens` is the return value of `arrived`. `predicted_tokens` is the hit that the index
+        predicted for the sequence's worker at dispatch, and `best_tokens` the largest that it predicted for any
+        worker."""
         prompt_tokens = len(prompt) // TOKEN_BYTES
         if len(generated) > TOKEN_BYTES:  # else there is nothing more than the prompt, which `arrived` has recorded
             self._remember(namespace, prompt + generated[:-TOKEN_BYTES])
@@ -171,6 +178,7 @@ class Report:
             predicted=predicted_tokens,
             misses=misses,
         )
+        return misses
 
     def began(self, tenant: str, model: str, seconds: float) -> None:
         """Record the time until the first token of a sequence."""
@@ -217,11 +225,24 @@ class Report:
 
     def _remember(self, namespace: str, ids: bytes) -> int:
         """Insert a path into the infinite cache. Returns how many of its leading tokens were there already."""
-        known = self._seen.insert(namespace, ids)
-        if (excess := self._seen.tokens - self._budget) > 0:
-            self._seen.evict(excess)
+        known = self.seen.insert(namespace, ids)
+        if (excess := self.seen.tokens - self._budget) > 0:
+            self.seen.evict(excess)
             self._forgotten += excess
         return known
+
+    def seconds_since(self, use: int) -> float | None:
+        """How long ago a node of `seen` was used last, about; None if that is longer ago than is known, or never."""
+        i = bisect_left(self._uses, use, key=lambda one: one[0])
+        if not use or (i == 0 and len(self._uses) == MAX_USES):
+            return None
+        at = self._uses[i][1] if i < len(self._uses) else self._clock()
+        return max(0.0, self._clock() - at)
+
+    def date_uses(self) -> None:
+        """Note the time of the uses so far. To be called about once a second."""
+        if not self._uses or self._uses[-1][0] < self.seen.clock:
+            self._uses.append((self.seen.clock, self._clock()))
 
     def _place(self, tenant: str, origin: Origin, worker: str, model: str) -> Place:
         programs = self._programs[tenant]
@@ -289,15 +310,22 @@ class Report:
             "workers": workers,
             "sessions": self._sessions_of(tenant),
             "pauses": self._waits_of(tenant),
-            "volatile": sorted(self._prefix_breaking.rows(tenant, decode), key=lambda row: -row["lost_tokens"])[
-                :MAX_SPANS
-            ],
+            "volatile": self.volatile(tenant, decode),
             "bound": {
                 "exact": not self._forgotten,
-                "tokens": self._seen.tokens if tenant is None else None,
+                "tokens": self.seen.tokens if tenant is None else None,
                 "forgotten": self._forgotten if tenant is None else None,
             },
         }
+
+    def volatile(self, tenant: str | None, decode: Decode | None) -> list[dict[str, Any]]:
+        """As in `to_json`."""
+        rows = self._prefix_breaking.rows(tenant, decode)
+        return sorted(rows, key=lambda row: -row["lost_tokens"])[:MAX_SPANS]
+
+    def total_of(self, tenant: str | None) -> Tally:
+        """The sum of a tenant's (None: of all)."""
+        return self.total(tally for place, tally in self._tallies.items() if tenant in (None, place.tenant))
 
     def total(self, tallies: Iterable[Tally] | None = None) -> Tally:
         """The sum of `tallies` (None: of all)."""

@@ -31,6 +31,7 @@ TRACEPARENT_CHARS = 128
 """More than a traceparent of today has (55): later versions of the format may be longer."""
 REQUEST_ID = "x-request-id"
 """The header in which OpenAI's clients expect the id."""
+EXPLAIN = b"x-radixrt-explain"
 HEADERS = "radixrt.headers"
 """A key of a scope: see `headers_of`."""
 Handler = Callable[[Request], Awaitable[Any]]
@@ -123,6 +124,11 @@ def origin_of(request: Request) -> Origin:
         int(depth),
         span if len(span) <= TRACEPARENT_CHARS else "",
     )
+
+
+def wants_explanation(request: Request) -> bool:
+    """Whether the answer is to say why the prompt missed the cache."""
+    return headers_of(request).get(EXPLAIN, "") not in ("", "0")
 
 
 def told(path: str, error: ApiError) -> ApiError:

@@ -18,7 +18,7 @@ import logging
 import random
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import TYPE_CHECKING
 
@@ -118,6 +118,10 @@ class RouterCore:
         """Runs that are dispatched or wait for a worker."""
         return len(self._dispatcher) + len(self._recovery)
 
+    def runs(self) -> Iterator[RunState]:
+        """The runs in flight, those that wait for a worker last."""
+        return self._dispatcher.runs()
+
     def runs_of(self, tenant: str) -> int:
         """Those of one tenant."""
         return self._tenants[tenant]
@@ -174,6 +178,7 @@ class RouterCore:
         if isinstance(message, Generate):
             self._recorder.session(request.namespace.tenant, message.session)
         self._requests.setdefault(client, {})[message.id] = request
+        request.number = self.counters.requests
         self._tenants[request.namespace.tenant] += request.open
         request.group = self.groups.join(state, request.open, now)
         request.resumed = self.pauses.end(state, now) if resumes and state else None
@@ -225,6 +230,11 @@ class RouterCore:
         request = self._requests.get(client, {}).get(request_id)
         return request.namespace if request else None
 
+    def number(self, client: Client, request_id: int) -> int | None:
+        """The router's own number of a request (`Request.number`); None if it is not in flight."""
+        request = self._requests.get(client, {}).get(request_id)
+        return request.number if request else None
+
     def stop_choice(
         self, client: Client, request_id: int, index: int, past: int = 0
     ) -> tuple[Usage | None, list[Effect]]:
@@ -236,7 +246,7 @@ class RouterCore:
         if past > 0:
             run.cut(past)
         self._recorder.finished(run)
-        self._close(run, well=True)
+        self._close(run, "stop", well=True)
         self.counters.finished += not run.request.open
         return run.usage(), [Order(run.worker_name, Abort([run.id]))] if run.worker else []
 
@@ -277,11 +287,14 @@ class RouterCore:
         if not stuck or not self.workers.has_other(worker):
             return []
         log.warning("worker %s makes no progress: no step has ended for %.0f s", name, stalled)
+        self._recorder.failed("", name, f"makes no progress: no step has ended for {stalled:.0f} s")
         self.counters.workers_stuck += 1
         return self._recovery.lost(self.workers.remove(name, may_return=True), now, hung=True)
 
     def leave(self, name: str, now: float, *, planned: bool = False) -> list[Effect]:
         """A worker has left for good: its runs continue on other workers. `planned`: it was told to leave."""
+        if not planned:
+            self._recorder.failed("", name, "has left")
         orphans = self.workers.remove(name, may_return=False, planned=planned)
         return self._recovery.lost(orphans, now) + self.drains.tick(now)
 
@@ -299,6 +312,8 @@ class RouterCore:
         if not worker.follows(message.number):
             return self._restart(worker, now)
         effects = self.workers.mirror(worker, message, now)
+        if self.index.removed:
+            self._note_evictions(worker, now)
         deltas: Collected = defaultdict(list)
         others: list[Effect] = []
         runs, failed = self._dispatcher.in_flight, []
@@ -317,6 +332,7 @@ class RouterCore:
                 deltas[request.client].append(delta)
             elif output.finish == "error" and not output.field:
                 failed.append((run, output))
+                self._recorder.failed(request.namespace.tenant, name, output.error or FAILED)
             else:
                 self._take(run, output, deltas, others, now)
         if failed:
@@ -325,6 +341,11 @@ class RouterCore:
         self._recorder.load(name, message.load)
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
         return effects + others + self._recovery.tick(now)
+
+    def _note_evictions(self, worker: Worker, now: float) -> None:
+        """The worker's message has removed parts of its cache: perhaps for the run that it was sent last."""
+        newest = self._dispatcher.in_flight.get(next(reversed(worker.runs), -1))
+        self._recorder.evicted(worker.name, self.index.removed, newest, now)
 
     def adapter_loaded(self, name: str, message: AdapterLoaded, now: float) -> list[Effect]:
         """A worker has loaded a LoRA adapter, for which requests may wait, or could not."""
@@ -337,9 +358,11 @@ class RouterCore:
     def tick(self, now: float) -> list[Effect]:
         """Handle timeouts: of workers that were not heard, of runs that wait for a worker, of groups and pauses. To be
         called about once a second."""
+        self._recorder.tick()
         silent = self.workers.silent(now)
         for name in silent:
             log.warning("worker %s is lost: not heard for %g s", name, self._config.worker_timeout)
+            self._recorder.failed("", name, f"is lost: not heard for {self._config.worker_timeout:g} s")
         effects = self.lose(silent, now)
         effects += self.workers.ask_again(now)
         self.groups.expire(now)
@@ -398,7 +421,7 @@ class RouterCore:
                     delta.prompt_logprobs, run.prompt_logprobs = run.prompt_logprobs, None
                 deltas[request.client].append(delta)
         elif finish == "error":
-            self._close(run)
+            self._close(run, "error")
             others += self._fail(request, Error(request.id, 400, output.error or FAILED, output.field))
         else:
             self._finish(run, output, deltas, others)
@@ -416,7 +439,7 @@ class RouterCore:
         if request.scores and request.open == 1:
             others.append(Reply(request.client, request.scored()))
         self._recorder.finished(run)
-        self._close(run, well=True)
+        self._close(run, output.finish or "stop", well=True)
         self.counters.finished += not request.open
         if request.scores:
             return
@@ -427,11 +450,10 @@ class RouterCore:
         )
         deltas[request.client].append(delta)
 
-    def _close(self, run: RunState, *, well: bool = False) -> None:
+    def _close(self, run: RunState, end: str, *, well: bool = False) -> None:
         """Forget a run that has ended, `well` if by itself, and its request with the last one."""
         request = run.request
-        if run.started or run.emitted:
-            self._recorder.ended(run)
+        self._recorder.ended(run, end)
         self._dispatcher.drop(run, well=well)
         self._recovery.drop(run)
         run.finished = True
@@ -446,7 +468,7 @@ class RouterCore:
                 self._on_ended(request, well)
             request.runs = []  # breaks the reference cycle, so that the prompt is freed at once
 
-    def _abandon(self, requests: list[Request]) -> list[Effect]:
+    def _abandon(self, requests: list[Request], end: str = "cancelled") -> list[Effect]:
         """Close all open runs of `requests`; one Abort for each worker."""
         aborts: dict[str, list[int]] = {}
         unpins: list[Effect] = []
@@ -455,18 +477,19 @@ class RouterCore:
                 if not run.finished:
                     if run.worker is not None:
                         aborts.setdefault(run.worker.name, []).append(run.id)
-                    self._close(run)
+                    self._close(run, end)
             unpins += request.resumed.unpin() if request.resumed else []
         return [Order(name, Abort(ids)) for name, ids in aborts.items()] + unpins
 
     def _end(self, run: RunState, reason: str) -> list[Effect]:
         """End a run that cannot go on, with its request."""
-        self._close(run)
+        self._close(run, "error")
         return self._fail(run.request, Error(run.request.id, 500, reason))
 
     def _fail(self, request: Request, error: Error) -> list[Effect]:
         self.counters.failed += 1
-        return [Reply(request.client, error), *self._abandon([request])]
+        self._recorder.failed(request.namespace.tenant, "", error.message)
+        return [Reply(request.client, error), *self._abandon([request], "error")]
 
     # ------------------------------------------------------------ lost workers
 

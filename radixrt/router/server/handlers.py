@@ -4,7 +4,8 @@
     Cancel                     -> the task, or the core
     Fork, Pause, Forget        -> program states
     Share, Recall              -> memory that front ends share
-    Tokenize, Detokenize, Ask  -> a reply
+    Tokenize, Detokenize       -> a reply
+    Ask, Live                  -> a reply
 
 An invalid message is answered with an Error.
 """
@@ -35,6 +36,7 @@ from radixrt.messages import (
     Fork,
     Generate,
     Info,
+    Live,
     Namespace,
     Pause,
     Recall,
@@ -53,7 +55,9 @@ from radixrt.router.core.effects import Effect, Reply
 from radixrt.router.programs.programs import Programs
 from radixrt.router.programs.state_store import Key
 from radixrt.router.server import status
+from radixrt.router.server.explain import Explainer
 from radixrt.router.server.kv_store import SharedMemory
+from radixrt.router.server.live import LiveView
 from radixrt.router.server.parsed import ChatFormats, Parsing
 from radixrt.router.server.prometheus import render
 from radixrt.router.server.streams import TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
@@ -92,6 +96,10 @@ class Handlers:
         self._formats = ChatFormats(text, config)
         self._shared = SharedMemory(config.shared_bytes)
         self._tasks = Tasks(core, perform)
+        decode = functools.partial(_decoded, text.tokenizer) if text.tokenizer else None
+        self._decode = decode
+        self.explainer = Explainer(core, report, text.tokenizer)
+        self._live = LiveView(core, report, self.explainer, decode)
         self._size = 0
         """Of the message that is being handled."""
 
@@ -129,6 +137,8 @@ class Handlers:
                     self._perform(self._core.drains.ask(client, message, now()))
                 case ClearCache():
                     self._clear_cache(client, message)
+                case Live():
+                    self._answer(client, Info(message.id, self._live.answer(message, self._visible(message.api_key))))
                 case Ask():
                     self._answer(client, Info(message.id, self._query(message)))
         except FieldError as problem:
@@ -236,6 +246,8 @@ class Handlers:
         effects = self._core.submit(client, wanted, now(), state, resumes=self._tasks.hand_on_pause())
         if (namespace := self._core.namespace(client, request.id)) is not None:
             kept = functools.partial(keep, namespace) if keep else None
+            if isinstance(request, Generate) and request.explain:
+                self.explainer.want(client, request.id)
             if isinstance(request, Generate) and wants_text(request, self._text):
                 self._streams.add(client, request, kept, parsing)
             elif isinstance(request, Score) and kept is not None:
@@ -300,9 +312,7 @@ class Handlers:
                 self._core.tenant(message.api_key)
                 return self._core.model(message.model)
             case "report":
-                tokenizer = self._text.tokenizer
-                decode = functools.partial(_decoded, tokenizer) if tokenizer else None
-                return self._report.to_json(self._visible(message.api_key), decode)
+                return self._report.to_json(self._visible(message.api_key), self._decode)
             case "metrics":
                 return render(self._report, self._core, self._visible(message.api_key))
 
