@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from radixrt.frontend.http.page import read_page
+from radixrt.frontend.http.page import page_response, read_page
 from tests.page.world import Tree, World
 
 KEY = "admins-own"
@@ -68,7 +68,7 @@ class Fake:
         )
 
     async def root(self, request: Request) -> Response:
-        return Response(self.page.html, headers={"content-security-policy": self.page.policy}, media_type="text/html")
+        return page_response(self.page, request)
 
     def _refused(self, request: Request) -> Response | None:
         self.asked.append(request.url.path)

@@ -112,8 +112,7 @@ class World:
 
     def _end(self, row: dict[str, Any]) -> None:
         self.running.remove(row)
-        misses, long = row.pop("_misses"), row.pop("_long")
-        del long
+        misses, _ = row.pop("_misses"), row.pop("_long")
         self.totals["generated_tokens"] += row["generated"]
         lost = max(("evicted", "elsewhere"), key=misses.__getitem__)
         why = "Only new text was computed."
@@ -233,8 +232,8 @@ class Tree:
     def __init__(self, tokens: int = 1_048_576, seed: int = 2) -> None:
         self.random = random.Random(seed)
         self.nodes: list[dict[str, Any]] = []
+        self.age = 1.0
         root = self._add(-1, 0, 0, -1)
-        total = 0
         for tenant, head in enumerate((9216, 4096, 1536)):
             top = self._add(root, 0, head, tenant)
             tools = [self._add(top, head, self.random.randrange(900, 5000), tenant) for _ in range(3 - tenant // 2)]
@@ -242,14 +241,13 @@ class Tree:
             while self._size(top) < limit:
                 self._talk(self.random.choice(tools), tenant)
         self._sum()
-        del total
 
     def _size(self, top: int) -> int:
         return self.nodes[top]["grown"]
 
     def _add(self, parent: int, depth: int, tokens: int, tenant: int) -> int:
-        used = self.random.expovariate(1 / 400)
-        where = "device" if used < 600 else "host" if used < 1500 else "disk"
+        used = self.age * self.random.uniform(1, 1.5)
+        where = "device" if used < 400 else "host" if used < 1500 else "disk"
         worker = self.random.choice(([WORKERS[0]], [WORKERS[1]], WORKERS))
         self.nodes.append(
             {"parent": parent, "depth": depth, "tokens": tokens, "tenant": tenant, "used": used, "tier": where}
@@ -264,10 +262,10 @@ class Tree:
         return number
 
     def _talk(self, above: int, tenant: int) -> None:
-        node = above
-        for _ in range(self.random.randrange(1, 9)):
+        node, self.age = above, self.random.lognormvariate(5, 2)
+        for _ in range(self.random.choice((1, 1, 2, 4, 8, 14))):
             depth = self.nodes[node]["depth"] + self.nodes[node]["tokens"]
-            node = self._add(node, depth, int(self.random.lognormvariate(5.2, 1.1)) + 8, tenant)
+            node = self._add(node, depth, int(self.random.lognormvariate(5.8, 1.1)) + 8, tenant)
             for _ in range(self.random.choice((0, 0, 0, 1, 3))):
                 depth = self.nodes[node]["depth"] + self.nodes[node]["tokens"]
                 self._add(node, depth, int(self.random.lognormvariate(4.6, 1.0)) + 4, tenant)
@@ -289,8 +287,8 @@ class Tree:
             number = todo.pop()
             node = self.nodes[number]
             sent = [child for child in node["children"] if self.nodes[child]["sum"] >= least]
-            parent = -1 if number == root else node["parent"]
-            row = [number, parent, node["depth"], node["tokens"], node["sum"], node["used"] + age, node["tier"]]
+            parent = -1 if number == root else str(node["parent"])
+            row = [str(number), parent, node["depth"], node["tokens"], node["sum"], node["used"] + age, node["tier"]]
             rows.append([*row, node["workers"], node["tenant"], len(node["children"]) - len(sent)])
             todo += reversed(sent)
         return {"total": self.nodes[0]["sum"], "nodes": rows, "tenants": TENANTS}

@@ -94,7 +94,7 @@ function bar(node, parts, whole, mark, said) {
 
 const GROUPED = new Intl.NumberFormat("en");
 const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
-const count = (number) => GROUPED.format(Math.round(number ?? 0));
+const count = (number) => (number == null ? "\u2013" : GROUPED.format(Math.round(number)));
 const short = (number) => (number < 10000 ? count(number) : SHORT.format(number).replace("K", "k"));
 const percent = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(1)}%` : "\u2013");
 const clock = (unix) => new Date(unix * 1000).toLocaleTimeString("en-GB");
@@ -109,7 +109,7 @@ function span(seconds) {
   return days ? `${days} d ${hours % 24} h` : `${hours} h ${minutes % 60} min`;
 }
 
-const ago = (seconds) => (seconds < 1 ? "just now" : `${span(seconds)} ago`);
+const ago = (seconds) => (seconds == null ? "unknown" : seconds < 1 ? "just now" : `${span(seconds)} ago`);
 
 // The colours of the style sheet as canvases take them; asked for again when the scheme changes.
 const colours = new Map();

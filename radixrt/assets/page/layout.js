@@ -4,7 +4,7 @@
 const TENANTS = 8;
 const WHO = [["#3f78c5", "#6ba2e8"], ["#c46a1b", "#e39a52"], ["#2f8f6b", "#5dbf96"], ["#a8478f", "#d484bf"], ["#8a7a12", "#c9b64a"], ["#5f5bb8", "#9a97ea"], ["#b34545", "#e58585"], ["#3a8a94", "#68bcc6"]];
 const TIERS = { device: ["#2f6fc4", "#5b98e0"], host: ["#c98500", "#dda23a"], disk: ["#7f8791", "#7c8794"] };
-const HEAT = { light: ["#c2410c", "#e08a2e", "#d9b75a", "#9fb0a8", "#c5ced6"], dark: ["#ff8f4d", "#d9822b", "#a07b34", "#56666b", "#333d47"] };
+const HEAT = { light: ["#cf6a32", "#e09a5a", "#ecc895", "#cdd4d9", "#dde2e6"], dark: ["#cc7440", "#a8682f", "#785a38", "#4a525a", "#363e47"] };
 const HEAT_SECONDS = [1, 10, 60, 600, 3600];
 const HEAT_NAMES = ["now", "10 s", "1 min", "10 min", "1 h"];
 const SHARED = ["#4a535e", "#aab4bf"], OTHER = ["#98a0a9", "#6d7782"];
@@ -42,7 +42,7 @@ function layOut(answer) {
 
 // Several trees, as of several models or tenants, stand side by side below a root of no tokens.
 function joined(roots) {
-  const sum = roots.reduce((sum, node) => sum + node.subtree, 0), used = Math.min(...roots.map((node) => node.used));
+  const sum = roots.reduce((sum, node) => sum + node.subtree, 0), used = Math.min(...roots.map((node) => node.used ?? Infinity));
   const root = { id: null, depth: 0, tokens: 0, subtree: sum, used, tier: "device", workers: [], tenant: -1, more: 0, children: roots, up: null, level: 0, x0: 0, x1: sum, shown: 0 };
   for (const node of roots) node.up = root;
   return root;
@@ -83,9 +83,9 @@ function painter(mode, dark, workers) {
 
 // Where seconds stand between HEAT_SECONDS: 0 to 4.
 function heatPlace(seconds) {
-  if (!(seconds > 1)) return 0;
+  if (seconds == null || seconds >= HEAT_SECONDS.at(-1)) return 4;
+  if (seconds <= 1) return 0;
   const above = HEAT_SECONDS.findIndex((limit) => seconds < limit);
-  if (above < 0) return 4;
   const [from, to] = [HEAT_SECONDS[above - 1], HEAT_SECONDS[above]];
   return above - 1 + Math.log(seconds / from) / Math.log(to / from);
 }

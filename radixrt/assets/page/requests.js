@@ -3,13 +3,13 @@
 
 // Causes of misses, by their names in the report: what the page calls them, and what they mean.
 const CAUSES = {
-  never_seen: ["new text", "No earlier prompt began the same way up to here. No cache could have it."],
   elsewhere: ["on another worker", "Another worker had these tokens in its cache, but the request was placed on this one."],
   evicted: ["evicted, or not ready", "Seen before, but no worker had it: evicted, or still being computed by another request."],
   page_rounding: ["page rounding", "Only whole pages are reused: the end of the shared prefix falls in the middle of one."],
+  never_seen: ["new text", "No earlier prompt began the same way up to here. No cache could have it."],
   logits: ["last token", "Computed in any case: a prompt's last token gives the first answer token, scored tokens their logits."],
 };
-const SHOWN = 12;
+const SHOWN = 8;
 const requests = { lost: false, all: false, recent: [], open: null, asked: null };
 
 // Parts of a bar: what was hit, then the misses by cause; while a request runs, what it may still hit is not known.
@@ -62,12 +62,12 @@ function showRequests(state) {
   requests.recent = state.recent;
   const running = state.requests.filter((row) => row.state !== "waiting").length;
   put($("now-title"), state.requests.length ? `Now: ${running} running, ${state.requests.length - running} waiting` : "Now");
-  showNow(state.requests.slice(0, requests.all ? 100 : 3 * SHOWN));
+  showNow(state.requests.slice(0, requests.all ? 100 : SHOWN));
   const wanted = state.recent.filter((row) => !requests.lost || lostTokens(row) > 0);
   showRecent(requests.all ? wanted : wanted.slice(0, SHOWN));
   put($("recent-empty"), requests.lost && state.recent.length ? "None of the last requests lost what was possible." : "Finished requests are listed here.");
-  $("recent-more").hidden = wanted.length <= SHOWN;
-  put($("recent-more"), requests.all ? "Show fewer" : `Show all ${wanted.length}`);
+  $("recent-more").hidden = Math.max(wanted.length, state.requests.length) <= SHOWN;
+  put($("recent-more"), requests.all ? "Show fewer" : `Show all ${state.requests.length + wanted.length}`);
   if (requests.open && state.recent.some((row) => row.id === requests.open) && requests.asked !== "ended") loadRequest("ended");
 }
 
@@ -132,7 +132,7 @@ function pairs(facts) {
 function diverged(at) {
   if (!at) return [];
   const where = at.message == null ? "" : `, in message ${at.message + 1}${at.role ? ` (${at.role})` : ""}`;
-  const side = (kind, title, text) => [el("h4", {}, title), el("pre", { class: kind }, at.before ? `\u2026${at.before}` : "", el("mark", {}, text || "(ends here)"), at.after ? `${at.after}\u2026` : "")];
+  const side = (kind, title, text) => [el("h4", {}, title), el("pre", { class: kind }, at.before ? `\u2026${at.before}` : "", text == null ? el("span", { class: "soft" }, "(not shown: these requests have a cache_salt)") : el("mark", {}, text || "(ends here)"), at.after ? `${at.after}\u2026` : "")];
   return [el("div", { class: "split" }, el("h3", {}, `It diverges at token ${count(at.token)}${where}`), ...side("ours", "This prompt", at.ours), ...side("theirs", "The nearest prompt in the cache", at.theirs))];
 }
 

@@ -1,7 +1,7 @@
 "use strict";
 // The cache as an icicle on a canvas: zoom, keys, the path, and the chosen node.
 
-const TREE_SECONDS = 5, ZOOM_MS = 260, MOST_NODES = 2000, MIN_ROW = 7, MAX_ROW = 24;
+const TREE_SECONDS = 5, ZOOM_MS = 260, MOST_NODES = 2000, MIN_ROW = 7, MAX_ROW = 34;
 // top: the whole cache; data: what is drawn, which may be a finer answer below a node; zoom: the node at the top.
 const tree = { top: null, data: null, zoom: null, chosen: null, over: null, mode: "use", view: null, moving: 0, visible: false, texts: new Map(), asking: null, path: [] };
 
@@ -25,7 +25,7 @@ function takeTree(data, root) {
   if (root == null) tree.top = data;
   tree.data = data;
   tree.zoom = data.known.get(zoom) ?? data.root;
-  tree.chosen = data.known.get(chosen) ?? (chosen === undefined ? null : tree.zoom);
+  tree.chosen = data.known.get(chosen) ?? tree.zoom;
   tree.over = null;
   tree.view = viewOf(tree.zoom);
   $("tree-empty").hidden = data.root && data.root.subtree > 0;

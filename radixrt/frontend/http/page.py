@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import re
 from pathlib import Path
 from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 FOLDER = Path(__file__).parents[2] / "assets" / "page"
 STYLE = re.compile(r'<link rel="stylesheet" href="(\w+\.css)">\n')
@@ -17,6 +21,8 @@ INDENT_OR_COMMENT = re.compile(r"^\s*(?://.*\n)?", re.MULTILINE)
 
 class Page(NamedTuple):
     html: bytes
+    gzipped: bytes
+    """The same, as browsers take it: a third of the size."""
     policy: str
     """Its content security policy: its own style and script, this server's data, and nothing else."""
 
@@ -33,7 +39,20 @@ def read_page(folder: Path = FOLDER) -> Page:
         f"default-src 'none'; style-src {_digest(css)}; script-src {_digest(js)}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return Page(html.encode(), policy)
+    return Page(html.encode(), gzip.compress(html.encode(), mtime=0), policy)
+
+
+def page_response(page: Page, request: Request) -> Response:
+    headers = {
+        "content-security-policy": page.policy,
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "vary": "accept, accept-encoding",
+        "x-content-type-options": "nosniff",
+    }
+    if "gzip" not in request.headers.get("accept-encoding", ""):
+        return Response(page.html, headers=headers, media_type="text/html")
+    return Response(page.gzipped, headers=headers | {"content-encoding": "gzip"}, media_type="text/html")
 
 
 def _joined(folder: Path, names: list[str]) -> str:
