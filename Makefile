@@ -5,6 +5,7 @@
 # make format        formats the code; make lint checks it; make types checks the types
 # make chaos         kills and stops processes under load, and sends them malformed messages, for up to ten minutes
 # make test-agents   installs Claude Code, Codex and opencode from npm into .agents (1 GB), and runs them on a scripted model
+# make test-page     opens the live page in a headless Chromium, which must be installed (CHROMIUM=PATH, if it has another name)
 # make compatibility writes docs/compatibility.md from the tables of the tests
 # make bench         runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
 VERSIONS := 3.11 3.12 3.13
@@ -20,7 +21,7 @@ GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy ini
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
-.PHONY: demo test tests test-pythons test-slow test-agents test-ray chaos format lint types bench clean compatibility gpu-wheels gpu-test gpu-bench
+.PHONY: demo test tests test-pythons test-slow test-agents test-page test-ray chaos format lint types bench clean compatibility gpu-wheels gpu-test gpu-bench
 
 demo: $(VENV)/installed
 	$(BIN)/python -m radixrt.demo
@@ -56,6 +57,10 @@ test-agents: $(VENV)/installed-test
 	@if ! command -v npm > /dev/null; then echo "npm is not here, which installs the agents: nothing is tested"; \
 	else npm install --silent --no-audit --no-fund --prefix $(AGENTS_FOLDER) $(AGENTS) && \
 	  AGENTS_FOLDER=$(AGENTS_FOLDER) $(BIN)/python -m pytest -rs -m agents tests/agents; fi
+
+test-page: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'playwright>=1.50,<2'
+	$(BIN)/python -m pytest -rs -m page tests/page
 
 test-ray: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'

@@ -32,7 +32,7 @@ def hostile(data: Any) -> Any:
     if isinstance(data, list):
         return [hostile(value) for value in data]
     fixed = {"waiting", "prefill", "decode", "serving", "device", "host", "disk"}
-    return f"{data}{EVIL}" if isinstance(data, str) and data not in fixed and not data[1:].isdigit() else data
+    return f"{data}{EVIL}" if isinstance(data, str) and data not in fixed and not data.strip("rc").isdigit() else data
 
 
 def failing(state: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Fake:
 @contextlib.contextmanager
 def serving(fake: Fake, port: int = 0) -> Iterator[str]:
     """Serve in a thread; gives the address."""
-    config = uvicorn.Config(fake.app, port=port, log_level="error", timeout_graceful_shutdown=0, ws="none")
+    config = uvicorn.Config(fake.app, port=port, log_level="critical", timeout_graceful_shutdown=0, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

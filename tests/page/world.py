@@ -20,7 +20,7 @@ TEXTS = [
     '{"name": "read_file", "description": "Read a file of the repository", "parameters": {"type": "object"}}',
     "Find out why the nightly build fails on ARM, and mend it. The log of the last run is in ci/log.txt.",
     "def match(self, tokens: bytes) -> Match:\n    node, at = self.root, 0\n    while at < len(tokens):\n ",
-    "Traceback (most recent call last):\n  File \"bench/replay.py\", line 88, in main\nAssertionError: 41 != ",
+    'Traceback (most recent call last):\n  File "bench/replay.py", line 88, in main\nAssertionError: 41 != ',
     "Summarise the three papers on prefix caching, and say where they disagree about eviction.",
 ]
 
@@ -32,7 +32,9 @@ def empty_misses() -> dict[str, int]:
 class World:
     """`step` lets a second pass. `busy`: requests a second."""
 
-    def __init__(self, seed: int = 1, now: float = 1_790_000_000.0, busy: float = 2.0, warm_seconds: int = 1800) -> None:
+    def __init__(
+        self, seed: int = 1, now: float = 1_790_000_000.0, busy: float = 2.0, warm_seconds: int = 1800
+    ) -> None:
         self.random = random.Random(seed)
         self.now, self.begun, self.busy = now - warm_seconds, now - warm_seconds - 7000, busy
         self.points: list[list[float]] = []
@@ -204,7 +206,10 @@ class World:
 
 VOLATILE = [
     {
-        **{"before": "You are a helpful assistant of the support team.\nCurrent time: ", "values": ["10:43:59", "10:44:07"]},
+        **{
+            "before": "You are a helpful assistant of the support team.\nCurrent time: ",
+            "values": ["10:43:59", "10:44:07"],
+        },
         **{"after": "\nAnswer in the language of the customer, in at most", "requests": 412, "tokens": 613_220},
         "advice": "move the time to the end of the prompt, or into the user's message.",
     },
@@ -297,6 +302,8 @@ class Tree:
         """As /v1/live/tree/{id}."""
         node = self.nodes[number]
         tenants = [TENANTS[node["tenant"]]] if node["tenant"] >= 0 else TENANTS
-        text = TEXTS[number % len(TEXTS)] + (" \u2026 " + TEXTS[(number + 1) % len(TEXTS)] if node["tokens"] > 200 else "")
+        text = TEXTS[number % len(TEXTS)] + (
+            " \u2026 " + TEXTS[(number + 1) % len(TEXTS)] if node["tokens"] > 200 else ""
+        )
         about = {"tokens": node["tokens"], "depth": node["depth"], "tenants": tenants, "workers": node["workers"]}
         return {"text": text if node["tokens"] else ""} | about

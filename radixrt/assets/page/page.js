@@ -134,9 +134,11 @@ let model = "";
 function showStart(state) {
   const starting = state.workers.every((worker) => worker.state !== "serving");
   $("start").hidden = state.totals.requests > 0 || state.requests.length > 0;
+  document.body.classList.toggle("fresh", !$("start").hidden);
+  $("start-steps").hidden = starting;
   if ($("start").hidden) return;
   put($("start-title"), starting ? "The server is up, and waits for a worker" : "Ready. No request has come in yet");
-  put($("start-why"), starting ? "No worker serves yet. Loading a large model takes minutes; this page changes by itself." : "This page shows what is reused of each prompt, and why the rest is not.");
+  put($("start-why"), starting ? "Loading a large model takes minutes. This page changes by itself; if it does not, the log of radixrt serve says why." : "This page shows what is reused of each prompt, and why the rest is not.");
   const key = sessionStorage.getItem(KEY) ? " \\\n  -H 'Authorization: Bearer YOUR_KEY'" : "";
   const body = JSON.stringify({ model: model || "MODEL", messages: [{ role: "user", content: "Say hello." }] }).replaceAll("'", "\\u0027");
   put($("curl"), `curl ${location.origin}/v1/chat/completions${key} \\\n  -H 'Content-Type: application/json' \\\n  -d '${body}'`);

@@ -64,7 +64,9 @@ function showRequests(state) {
   put($("now-title"), state.requests.length ? `Now: ${running} running, ${state.requests.length - running} waiting` : "Now");
   showNow(state.requests.slice(0, requests.all ? 100 : SHOWN));
   const wanted = state.recent.filter((row) => !requests.lost || lostTokens(row) > 0);
-  showRecent(requests.all ? wanted : wanted.slice(0, SHOWN));
+  const held = $("recent").matches(":has(tbody:hover, tbody :focus-visible)"); // rows must not flee from who points at them
+  put($("recent-title"), held ? "Finished (held while you point at it)" : "Finished");
+  if (!held) showRecent(requests.all ? wanted : wanted.slice(0, SHOWN));
   put($("recent-empty"), requests.lost && state.recent.length ? "None of the last requests lost what was possible." : "Finished requests are listed here.");
   $("recent-more").hidden = Math.max(wanted.length, state.requests.length) <= SHOWN;
   put($("recent-more"), requests.all ? "Show fewer" : `Show all ${state.requests.length + wanted.length}`);

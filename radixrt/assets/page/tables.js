@@ -32,9 +32,10 @@ function pages(cell, used, total, colour) {
 }
 
 // Times on a common scale, of logarithms: the line is p50 to p99, the dot p90.
-function spread(cell, times, least, most) {
+function spread(cell, times, rows, kind) {
   if (!cell.firstChild) cell.append(el("div", { class: "spread", "aria-hidden": "true" }, el("i"), el("u")));
   const [line, dot] = cell.firstChild.children;
+  const least = Math.min(...rows.map((row) => row[`${kind}_p50`] || 1)) / 1.2, most = Math.max(...rows.map((row) => row[`${kind}_p99`] || 0), least * 2);
   const at = (time) => (100 * Math.log(Math.max(time, least) / least)) / Math.log(most / least);
   line.style.left = `${at(times[0])}%`;
   line.style.width = `${at(times[2]) - at(times[0])}%`;
@@ -43,11 +44,11 @@ function spread(cell, times, least, most) {
 
 const timed = (kind, name, help) => [
   ...["p50", "p90", "p99"].map((part) => ({ name: `${name} ${part}`, kind: "n", help, text: (row) => span(row[`${kind}_${part}`]) })),
-  { name: "", kind: "spreads", label: false, show: (cell, row) => spread(cell, ["p50", "p90", "p99"].map((part) => row[`${kind}_${part}`] ?? 0), kind === "first" ? 0.01 : 0.001, kind === "first" ? 60 : 1) },
+  { name: "", kind: "spreads", label: false, show: (cell, row) => spread(cell, ["p50", "p90", "p99"].map((part) => row[`${kind}_${part}`] ?? 0), page.state.latency, kind) },
 ];
 const showTimes = table($("times"), [
   { name: "Tenant", kind: "first", label: false, show: (cell, row) => {
-    if (!cell.firstChild) cell.append(el("span"), el("br"), el("small"));
+    if (!cell.firstChild) cell.append(el("span"), el("small"));
     put(cell.firstChild, row.tenant || "(no key)");
     put(cell.lastChild, row.model);
   } },

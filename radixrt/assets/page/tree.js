@@ -27,8 +27,9 @@ function takeTree(data, root) {
   tree.zoom = data.known.get(zoom) ?? data.root;
   tree.chosen = data.known.get(chosen) ?? tree.zoom;
   tree.over = null;
+  $("tree-empty").hidden = data.root.subtree > 0;
+  for (const part of [$("icicle"), $("tree-key"), $("tree-keys"), $("node"), $("path")]) part.hidden = !data.root.subtree;
   tree.view = viewOf(tree.zoom);
-  $("tree-empty").hidden = data.root && data.root.subtree > 0;
   showPath();
   showNode();
   drawTree();
@@ -125,7 +126,7 @@ function finer(node) {
 }
 
 function zoomOut() {
-  if (tree.zoom.up) return choose_(tree.zoom.up), zoomTo(tree.zoom.up);
+  if (tree.zoom.up) return pick(tree.zoom.up), zoomTo(tree.zoom.up);
   if (tree.data === tree.top || !tree.top) return;
   const here = tree.top.known.get(tree.zoom.id); // out of a finer answer, into the whole
   tree.asking?.abort();
@@ -146,7 +147,7 @@ function showAll() {
   drawTree();
 }
 
-function choose_(node) {
+function pick(node) {
   if (!node) return;
   tree.chosen = node;
   showNode();
@@ -163,18 +164,26 @@ function pathOf() {
 }
 
 function showPath() {
-  const path = pathOf(), shown = path.length > 6 ? [path[0], null, ...path.slice(-4)] : path;
-  $("path").replaceChildren(...shown.map((step, at) => {
-    if (!step) return el("li", {}, "\u2026");
-    const [node, data] = step, last = at === shown.length - 1;
-    const button = el("button", { type: "button", "aria-current": last && "true" }, nodeName(node));
-    button.addEventListener("click", () => {
-      if (data !== tree.data) (tree.data = data), (tree.view = viewOf(node));
-      choose_(node);
-      zoomTo(node);
-    });
-    return el("li", {}, button);
-  }));
+  const path = pathOf(), last = innerWidth < 700 ? 2 : 4, shown = path.length > last + 2 ? [path[0], null, ...path.slice(-last)] : path;
+  steps($("path"), shown, nodeName);
+  for (const item of $("path").children) set(item.firstChild, { "aria-current": item === $("path").lastChild && "true" });
+}
+
+// Buttons to nodes, as [node, the data it stands in]; null: some are left out there.
+function steps(list, shown, name) {
+  const make = () => el("li", {}, el("button", { type: "button", onclick: (event) => go(...event.currentTarget.parentNode.step) }, el("span"), el("span", { class: "soft" })));
+  keyed(list, shown, (step) => (step ? step[0].id : "left out"), make, (item, step) => {
+    item.step = step;
+    set(item.firstChild, { disabled: step ? false : "" });
+    put(item.firstChild.firstChild, step ? name(step[0]) : "\u2026");
+    if (step?.[2]) put(item.firstChild.lastChild, step[2]);
+  });
+}
+
+function go(node, data) {
+  if (data !== tree.data) (tree.data = data), (tree.view = viewOf(node));
+  pick(node);
+  zoomTo(node);
 }
 
 function nodeName(node) {
@@ -184,26 +193,26 @@ function nodeName(node) {
 }
 
 // What is known of the chosen node, and its text, which the server is asked for.
-let textTimer = 0, textAsked = null;
+let textTimer = 0, textAsked = null, textOf;
 function showNode() {
   const node = tree.chosen;
   $("node-branches").hidden = !node?.children.length;
   if (!node) return put($("node-title"), "Nothing chosen"), $("node-facts").replaceChildren(el("dt", {}, "Choose a bar to see its text and who uses it.")), ($("node-text").hidden = true);
   put($("node-title"), node.up || node.tokens ? `${count(node.tokens)} tokens` : "The whole cache");
-  const names = node.tenant >= 0 ? tree.data.tenants[node.tenant] : "several tenants";
+  const names = users.get(node.id)?.join(", ") || (node.tenant >= 0 ? tree.data.tenants[node.tenant] : "several tenants");
   const facts = [["Begins at token", count(node.depth)], ["With all below", `${count(node.subtree)} tokens`], ["Share of the cache", percent(node.subtree, tree.top?.total)], ["Last used", ago(node.used)], ["Kept in", { device: "device memory", host: "host memory", disk: "disk" }[node.tier] ?? node.tier], ["Workers", node.workers.join(", ") || "\u2013"], ["Used by", names ?? "\u2013"]];
   if (node.more) facts.push(["Smaller branches", count(node.more)]);
   $("node-facts").replaceChildren(...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
-  const largest = node.children.slice(0, 5);
-  $("node-branches").lastElementChild.replaceChildren(...largest.map((child) => {
-    const button = el("button", { type: "button" }, el("span", {}, nodeName(child)), el("span", { class: "soft" }, percent(child.subtree, node.subtree)));
-    button.addEventListener("click", () => (choose_(child), zoomTo(child)));
-    return el("li", {}, button);
-  }));
+  steps($("node-branches").lastElementChild, node.children.slice(0, 5).map((child) => [child, tree.data, percent(child.subtree, node.subtree)]), nodeName);
+  if (node.id === textOf) return;
+  textOf = node.id;
+  $("node-text").hidden = true;
   clearTimeout(textTimer);
   textAsked?.abort();
   if (node.id != null) textTimer = setTimeout(loadText, 120, node);
 }
+
+const users = new Map(); // of the chosen node, which has more than one
 
 async function loadText(node) {
   const asked = (textAsked = new AbortController()), pre = $("node-text");
@@ -212,9 +221,11 @@ async function loadText(node) {
     if (asked.signal.aborted || tree.chosen?.id !== node.id) return;
     put(pre, about.text);
     pre.hidden = !about.text;
-    if (about.tenants.length) put($("node-facts").lastElementChild, about.tenants.join(", "));
-    remember(node.id, about.text);
-    put($("node-said"), `${count(node.tokens)} tokens, used ${ago(node.used)}: ${about.text.slice(0, 80)}`);
+    users.clear();
+    users.set(node.id, about.tenants);
+    showNode();
+    if (about.text) remember(node.id, about.text);
+    put($("node-said"), `${count(node.tokens)} tokens, used ${ago(node.used)}: ${(about.text ?? "").slice(0, 80)}`);
     showPath();
   } catch {
     if (!asked.signal.aborted) pre.hidden = true;
@@ -276,7 +287,7 @@ function startTree() {
     const node = pointed(event);
     if (!node) return;
     if (node === tree.zoom) return zoomOut();
-    choose_(node);
+    pick(node);
     zoomTo(node);
   });
   canvas.addEventListener("keydown", (event) => {
@@ -284,7 +295,7 @@ function startTree() {
     const now = tree.chosen ?? tree.zoom;
     if (STEPS[event.key]) {
       const next = tree.chosen ? STEPS[event.key](now) : now;
-      if (next) choose_(next);
+      if (next) pick(next);
       if (next && !within(next, tree.zoom)) zoomTo(next);
     } else if (event.key === "Enter" || event.key === " ") zoomTo(now);
     else if (event.key === "Escape" || event.key === "Backspace") zoomOut();
