@@ -25,6 +25,7 @@ setup(
             TREE + "structure.h",
             TREE + "cache.h",
             TREE + "owners.h",
+            TREE + "icicle.h",
             TREE + "align.h",
         ),
         extension("radixrt.tokens._ids", "radixrt/tokens/ids.cpp"),

@@ -41,6 +41,8 @@ from radixrt.messages import (
     Fork,
     Generate,
     Info,
+    Live,
+    LivePart,
     Origin,
     Pause,
     Sampling,
@@ -312,6 +314,11 @@ class AsyncClient:
         """The cache-hit-rate report, as `radixrt.report.Report.to_json` describes it."""
         return await self._query("report")
 
+    async def live(self, part: LivePart, of: str = "", most: int = 2000) -> dict[str, Any]:
+        """A part of what the live page shows, as `messages.Live` describes it. Raises ServerError (404) for a request
+        or a node that is not known."""
+        return await self._told(Live(id=0, part=part, of=of, most=most, api_key=self._api_key))
+
     async def metrics(self) -> str:
         """Metrics in Prometheus' text format."""
         return await self._query("metrics")
@@ -352,7 +359,9 @@ class AsyncClient:
         return (await self._ask_for(Info, message)).data
 
     async def _query(self, what: Query, model: str = "") -> Any:
-        request = Ask(id=0, what=what, model=model, api_key=self._api_key)
+        return await self._told(Ask(id=0, what=what, model=model, api_key=self._api_key))
+
+    async def _told(self, request: Ask | Live) -> Any:
         try:
             async with asyncio.timeout(self._timeout):
                 return (await self._ask_for(Info, request)).data

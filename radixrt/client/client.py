@@ -19,7 +19,7 @@ from radixrt.client.prompts import (
     token_list,
 )
 from radixrt.client.transports import CONNECT_SECONDS, ServerError
-from radixrt.messages import ChatPrompt, Delta, Sampling, Scored
+from radixrt.messages import ChatPrompt, Delta, LivePart, Sampling, Scored
 
 __all__ = ["AsyncClient", "Client", "Completion", "ServerError", "as_prompt", "token_bytes", "token_list"]
 
@@ -85,6 +85,10 @@ class Client:
     def report(self) -> dict[str, Any]:
         """See AsyncClient.report."""
         return self._loop_thread.call(self.aio.report)
+
+    def live(self, part: LivePart, of: str = "", most: int = 2000) -> dict[str, Any]:
+        """See AsyncClient.live."""
+        return self._loop_thread.call(self.aio.live, part, of, most)
 
     def metrics(self) -> str:
         """See AsyncClient.metrics."""

@@ -31,6 +31,7 @@ from radixrt.frontend.http.hosts import RequestFilter
 from radixrt.frontend.http.info_routes import CLEAR_PATHS, InfoRoutes
 from radixrt.frontend.http.ollama_errors import OllamaError
 from radixrt.frontend.http.worker_routes import DRAIN_PATH, WorkerRoutes
+from radixrt.frontend.live.routes import LiveRoutes
 from radixrt.frontend.native.routes import Native
 from radixrt.frontend.ollama.routes import OllamaRoutes
 from radixrt.frontend.openai.exchange import OpenAIExchange
@@ -87,12 +88,14 @@ class Frontend:
             "/detokenize": self._guarded(tokenization.detokenize),
             **ollama.posts(for_ollama),
         }
+        self.live = LiveRoutes(self._link.ask, bool(self._tenants))
         others = [
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.get), methods=["GET"]),
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
             *ollama.routes(for_ollama),
             *InfoRoutes(self._link.ask).routes(self._guarded, self._guarded_for_admin),
+            *self.live.routes(self._guarded_for_admin),
             *AdapterRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
             *WorkerRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),
         ]
@@ -109,7 +112,8 @@ class Frontend:
             await self.close()
 
     async def close(self) -> None:
-        """See RouterLink."""
+        """End the streams of the live page, and see RouterLink."""
+        self.live.close()
         await self._link.close()
 
     # ------------------------------------------------------------ OpenAI's API

@@ -132,6 +132,7 @@ class Server(uvicorn.Server):
         return not self.server_state.tasks and (self._router is None or self._router.idle)
 
     def _drain(self) -> None:
+        self._frontend.live.close()
         if self._router is not None:
             self._router.drain()
         else:

@@ -93,6 +93,21 @@ class Ask(msgspec.Struct, tag="ask", kw_only=True):
     api_key: str = ""
 
 
+LivePart = Literal["state", "history", "request", "tree", "text"]
+
+
+class Live(msgspec.Struct, tag="live", kw_only=True, omit_defaults=True):
+    """Query what the live page shows: the state now, the history before, why a request that has ended missed the cache
+    (`of`: its id in the state), the tree of what is cached, below its node `of` if given, in about `most` nodes at
+    most, or the text of its node `of`. The reply is an Info."""
+
+    id: int
+    part: LivePart
+    of: Name = ""
+    most: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 2000
+    api_key: str = ""
+
+
 class Fork(msgspec.Struct, tag="fork", kw_only=True, omit_defaults=True):
     """Save the history as state `prompt.save`, from which `count` branches continue immediately. For a short time,
     their first requests are queued and placed as if all had arrived with the first of them."""
@@ -175,6 +190,6 @@ class DrainWorker(msgspec.Struct, tag="drain_worker", kw_only=True, omit_default
 
 
 ClientRequest = (
-    Generate | Score | Cancel | Tokenize | Detokenize | Ask | Fork | Pause | Forget | Share | Recall | ClearCache
+    Generate | Score | Cancel | Tokenize | Detokenize | Ask | Live | Fork | Pause | Forget | Share | Recall | ClearCache
     | ChangeAdapter | DrainWorker
 )  # fmt: skip

@@ -51,3 +51,23 @@ def explain(
         page_rounding=ideal - whole,
         logits=prompt - reusable,
     )
+
+
+WORDS = {
+    "evicted": "were computed before, and evicted since",
+    "elsewhere": "are cached on another worker",
+    "never_seen": "were never seen before",
+    "page_rounding": "do not fill a page",
+    "logits": "had to be computed for their logits",
+}
+
+
+def sentence(prompt: int, hit: int, misses: Misses) -> str:
+    """Why a prompt missed, in short: its cause of most tokens, where one is not what any cache would miss."""
+    avoidable = {name: getattr(misses, name) for name in ("evicted", "elsewhere")}
+    name = max(avoidable, key=lambda one: avoidable[one])
+    if not avoidable[name]:
+        name = "never_seen"
+    if not (tokens := getattr(misses, name)):
+        return f"all that can be reused was: {hit} of {prompt} tokens"
+    return f"{tokens} of {prompt} tokens {WORDS[name]}"

@@ -28,6 +28,16 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
+    def quantile(self, share: float) -> float | None:
+        """The value that a `share` of the values is below, by interpolation within its bucket; above all bounds the
+        last of these. None without values."""
+        wanted, below, low = share * sum(self.counts), 0, 0.0
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and below + count >= wanted:
+                return low + (bound - low) * (wanted - below) / count
+            below, low = below + count, bound
+        return low if self.counts[-1] else None
+
     def buckets(self) -> Iterator[tuple[str, int]]:
         """(upper bound, number of values up to it) as in Prometheus' text format."""
         return zip([*map(str, self.bounds), "+Inf"], accumulate(self.counts), strict=True)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from radixrt.messages import TOKEN_BYTES, Load, Origin, SessionFacts
 from radixrt.report.causes import Misses, explain
 from radixrt.report.latency import Latency
+from radixrt.report.recent import Recent
 from radixrt.report.volatile import Decode, PrefixBreakingTexts
 from radixrt.report.workers import Workers, WorkerState
 from radixrt.tree import RadixTree
@@ -121,6 +122,7 @@ class Report:
         self._prefix_breaking = PrefixBreakingTexts()
         self.waits: dict[str, Waits] = defaultdict(Waits)
         """By tenant."""
+        self.recent = Recent(clock)
         self._started = clock()
 
     # ------------------------------------------------------------ called by the router
@@ -148,10 +150,11 @@ class Report:
         predicted_tokens: int,
         best_tokens: int,
         model: str = "",
-    ) -> None:
-        """Record a sequence that has ended. The last id of `generated` was sampled, but its KV was not computed.
-        `bound_tokens` is the return value of `arrived`. `predicted_tokens` is the hit that the index predicted for the
-        sequence's worker at dispatch, and `best_tokens` the largest that it predicted for any worker."""
+    ) -> Misses:
+        """Record a sequence that has ended; returns its misses. The last id of `generated` was sampled, but its KV was
+        not computed. `bound_tokens` is the return value of `arrived`. `predicted_tokens` is the hit that the index
+        predicted for the sequence's worker at dispatch, and `best_tokens` the largest that it predicted for any
+        worker."""
         prompt_tokens = len(prompt) // TOKEN_BYTES
         if len(generated) > TOKEN_BYTES:  # else there is nothing more than the prompt, which `arrived` has recorded
             self._remember(namespace, prompt + generated[:-TOKEN_BYTES])
@@ -171,6 +174,7 @@ class Report:
             predicted=predicted_tokens,
             misses=misses,
         )
+        return misses
 
     def began(self, tenant: str, model: str, seconds: float) -> None:
         """Record the time until the first token of a sequence."""
@@ -289,15 +293,22 @@ class Report:
             "workers": workers,
             "sessions": self._sessions_of(tenant),
             "pauses": self._waits_of(tenant),
-            "volatile": sorted(self._prefix_breaking.rows(tenant, decode), key=lambda row: -row["lost_tokens"])[
-                :MAX_SPANS
-            ],
+            "volatile": self.volatile(tenant, decode),
             "bound": {
                 "exact": not self._forgotten,
                 "tokens": self._seen.tokens if tenant is None else None,
                 "forgotten": self._forgotten if tenant is None else None,
             },
         }
+
+    def volatile(self, tenant: str | None, decode: Decode | None) -> list[dict[str, Any]]:
+        """As in `to_json`."""
+        rows = self._prefix_breaking.rows(tenant, decode)
+        return sorted(rows, key=lambda row: -row["lost_tokens"])[:MAX_SPANS]
+
+    def total_of(self, tenant: str | None) -> Tally:
+        """The sum of a tenant's (None: of all)."""
+        return self.total(tally for place, tally in self._tallies.items() if tenant in (None, place.tenant))
 
     def total(self, tallies: Iterable[Tally] | None = None) -> Tally:
         """The sum of `tallies` (None: of all)."""

@@ -205,6 +205,31 @@ class Cache {
     }
   }
 
+  // ------------------------------------------------------------ history
+
+  // Counts leases and insertions: the last uses of nodes are its values.
+  uint64_t clock() const { return clock_; }
+  // What followed the first `at` of the `n` tokens of a path that goes on otherwise, when that was inserted: up to `most`
+  // tokens of the latest such path; none if there was none, or it was evicted.
+  std::vector<Token> continuation(const std::string& name, const Token* data, size_t n, size_t at, size_t most) const {
+    const N* root = tree.find_root(name);
+    if (!root || at >= n) return {};
+    const Place place = tree.walk(const_cast<N*>(root), data, at);
+    if (place.length < at) return {};
+    std::vector<Token> found;
+    const N* node = place.node;
+    size_t from = place.offset;
+    if (place.at_end()) {
+      const N* own = node->children.find(data + at, tree.page_size);
+      node = own ? newest(node, own->run->id) : newest(node);
+      from = 0;
+    } else if (node->tokens()[from] == data[at]) {
+      return {};
+    }
+    for (; node && found.size() < most; node = newest(node), from = 0) append(&found, node, from, most);
+    return found;
+  }
+
   // ------------------------------------------------------------ sums
 
   size_t leased_tokens() const {
@@ -485,6 +510,18 @@ class Cache {
       put(i, heap_[child]);
     }
     put(i, node);
+  }
+  static void append(std::vector<Token>* to, const N* node, size_t from, size_t most) {
+    const size_t count = std::min(node->length() - from, most - to->size());
+    to->insert(to->end(), node->tokens() + from, node->tokens() + from + count);
+  }
+  // The child of the latest run before `before`.
+  static const N* newest(const N* parent, int64_t before = std::numeric_limits<int64_t>::max()) {
+    const N* found = nullptr;
+    parent->children.each([&](const N* child) {
+      if (child->run->id < before && (!found || child->run->id > found->run->id)) found = child;
+    });
+    return found;
   }
   double order_of(const N* node) const {
     const CacheExtra& x = node->extra;

@@ -3,6 +3,7 @@
 
 #include "align.h"
 #include "cache.h"
+#include "icicle.h"
 #include "owners.h"
 
 namespace {
@@ -105,6 +106,10 @@ PyObject* bytes_of(const std::vector<int32_t>& ints) {
   return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(ints.data()), static_cast<Py_ssize_t>(ints.size() * 4));
 }
 
+PyObject* text_of(const std::string& text) {
+  return PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+}
+
 void free_object(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
@@ -140,7 +145,7 @@ struct OwnersObject {
   Owners* owners;
 };
 
-PyTypeObject *match_type, *lease_type;
+PyTypeObject *match_type, *lease_type, *tree_type;
 
 bool idle(TreeObject* tree) {
   if (tree->in_policy) PyErr_SetString(PyExc_RuntimeError, "a policy must not change its tree");
@@ -456,7 +461,7 @@ PyObject* tree_lease(PyObject* self, PyObject* const* given, Py_ssize_t n, PyObj
 // A lease of the path that ends with `node`, which was pinned for it; null, and not pinned any more, if there is no memory.
 PyObject* lease_of(TreeObject* tree, Cache::N* node, Use use) {
   const std::string& text = Cache::S::name_of(node);
-  PyObject* name = PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+  PyObject* name = text_of(text);
   auto* lease = name ? PyObject_New(LeaseObject, lease_type) : nullptr;
   if (!lease) {
     Py_XDECREF(name);
@@ -609,6 +614,19 @@ PyObject* tree_forget(PyObject* self, PyObject* const* given, Py_ssize_t n, PyOb
   });
 }
 
+PyObject* tree_continuation(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[4];
+  std::string name;
+  IntBuffer tokens;
+  size_t at, most;
+  if (!arguments(given, n, nullptr, 4, 4, nullptr, args) || !load_name(args[0], &name) ||
+      !tokens.load(args[1], "tokens") || !load_count(args[2], "at", &at) || !load_count(args[3], "most", &most))
+    return nullptr;
+  return guarded([&]() -> PyObject* {
+    return bytes_of(cache_of(self)->continuation(name, tokens.data(), tokens.size(), at, most));
+  });
+}
+
 PyObject* tree_clear(PyObject* self, PyObject*) {
   auto* tree = reinterpret_cast<TreeObject*>(self);
   if (!idle(tree)) return nullptr;
@@ -630,9 +648,8 @@ PyObject* event_tuple(const Event& e) {
     case Event::kRemoved:
       return Py_BuildValue("(sLn)", "removed", static_cast<long long>(e.run), static_cast<Py_ssize_t>(e.at));
     default:
-      return Py_BuildValue("(sNLnLnN)", "stored",
-                           PyUnicode_FromStringAndSize(e.name.data(), static_cast<Py_ssize_t>(e.name.size())),
-                           static_cast<long long>(e.run), static_cast<Py_ssize_t>(e.at), static_cast<long long>(e.parent),
+      return Py_BuildValue("(sNLnLnN)", "stored", text_of(e.name), static_cast<long long>(e.run),
+                           static_cast<Py_ssize_t>(e.at), static_cast<long long>(e.parent),
                            static_cast<Py_ssize_t>(e.parent_at), bytes_of(e.tokens));
   }
 }
@@ -680,7 +697,7 @@ PyObject* tree_check(PyObject* self, PyObject*) {
   });
 }
 
-enum Figure : intptr_t { kPageSize, kTokens, kLeased, kEvictable, kNodes, kLeaves, kVersion, kMemory };
+enum Figure : intptr_t { kPageSize, kTokens, kLeased, kEvictable, kNodes, kLeaves, kVersion, kClock, kMemory };
 
 PyObject* tree_figure(PyObject* self, void* which) {
   return guarded([&]() -> PyObject* {
@@ -693,6 +710,7 @@ PyObject* tree_figure(PyObject* self, void* which) {
       case kNodes: return PyLong_FromSize_t(cache->tree.nodes);
       case kLeaves: return PyLong_FromSize_t(cache->leaves());
       case kVersion: return PyLong_FromUnsignedLongLong(cache->version);
+      case kClock: return PyLong_FromUnsignedLongLong(cache->clock());
       default: return PyLong_FromSize_t(cache->tree.memory_bytes());
     }
   });
@@ -777,8 +795,91 @@ PyObject* owners_cut(PyObject* self, PyObject* const* given, Py_ssize_t n) {
       !load_count(args[2], "keep", &keep))
     return nullptr;
   return guarded([&]() -> PyObject* {
-    owners_of(self)->cut(owner, run, keep);
-    Py_RETURN_NONE;
+    Owners::Removed removed;
+    owners_of(self)->cut(owner, run, keep, &removed);
+    return Py_BuildValue("(NnnN)", text_of(removed.name), static_cast<Py_ssize_t>(removed.depth),
+                         static_cast<Py_ssize_t>(removed.length), bytes_of(removed.first));
+  });
+}
+
+PyObject* owners_of_node(const Owners::N* node) {
+  PyObject* found = PyTuple_New(static_cast<Py_ssize_t>(node->extra.counts.size()));
+  for (size_t i = 0; found && i < node->extra.counts.size(); ++i)
+    PyTuple_SetItem(found, static_cast<Py_ssize_t>(i), PyLong_FromLong(node->extra.counts[i].first));
+  return found;
+}
+// The node that a run and its end name, if it is in a namespace that begins with `prefix`.
+bool load_node(PyObject* self, PyObject* run, PyObject* end, const std::string& prefix, Owners::N** node) {
+  int64_t id;
+  size_t last;
+  if (!load_run(run, &id) || !load_count(end, "end", &last)) return false;
+  *node = owners_of(self)->find(id, last);
+  if (*node && Owners::S::name_of(*node).compare(0, prefix.size(), prefix)) *node = nullptr;
+  return true;
+}
+PyObject* owners_icicle(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[5];
+  std::string prefix;
+  Owners::N* top = nullptr;
+  size_t most;
+  if (!arguments(given, n, nullptr, 5, 5, nullptr, args) || !load_name(args[0], &prefix) ||
+      !load_count(args[1], "most", &most))
+    return nullptr;
+  if (Py_TYPE(args[2]) != tree_type || cache_of(args[2])->tree.page_size != 1) {
+    PyErr_SetString(PyExc_TypeError, "icicle: expected a RadixTree with pages of one token");
+    return nullptr;
+  }
+  if (args[3] != Py_None) {
+    if (!load_node(self, args[3], args[4], prefix, &top)) return nullptr;
+    if (!top) Py_RETURN_NONE;
+  }
+  return guarded([&]() -> PyObject* {
+    size_t total;
+    const auto rows = radix::icicle(*owners_of(self), prefix, top, std::max<size_t>(most, 1), *cache_of(args[2]), &total);
+    PyObject* list = PyList_New(static_cast<Py_ssize_t>(rows.size()));
+    for (size_t i = 0; list && i < rows.size(); ++i) {
+      const auto& row = rows[i];
+      const std::string& name = Owners::S::name_of(row.node);
+      PyList_SetItem(list, static_cast<Py_ssize_t>(i),
+                     Py_BuildValue("(LnnnnnKnNNN)", static_cast<long long>(row.node->run->id),
+                                   static_cast<Py_ssize_t>(row.node->end), static_cast<Py_ssize_t>(row.parent),
+                                   static_cast<Py_ssize_t>(row.node->depth), static_cast<Py_ssize_t>(row.node->length()),
+                                   static_cast<Py_ssize_t>(row.below), static_cast<unsigned long long>(row.last_use),
+                                   static_cast<Py_ssize_t>(row.left_out), PyBool_FromLong(row.on_device),
+                                   owners_of_node(row.node), text_of(name)));
+    }
+    return Py_BuildValue("(nN)", static_cast<Py_ssize_t>(total), list);
+  });
+}
+PyObject* owners_edge(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[4];
+  std::string prefix;
+  Owners::N* node;
+  size_t most;
+  if (!arguments(given, n, nullptr, 4, 4, nullptr, args) || !load_name(args[0], &prefix) ||
+      !load_count(args[1], "most", &most) || !load_node(self, args[2], args[3], prefix, &node))
+    return nullptr;
+  if (!node) Py_RETURN_NONE;
+  return guarded([&]() -> PyObject* {
+    const size_t shown = std::min(most, node->length());
+    const Token *first = node->tokens(), *last = first + node->length();
+    return Py_BuildValue("(NnnNNN)", text_of(Owners::S::name_of(node)), static_cast<Py_ssize_t>(node->depth),
+                         static_cast<Py_ssize_t>(node->length()), bytes_of(std::vector<Token>(first, first + shown)),
+                         bytes_of(std::vector<Token>(last - shown, last)), owners_of_node(node));
+  });
+}
+PyObject* owners_namespaces(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    std::unordered_map<const std::string*, size_t> sums;
+    owners_of(self)->tree.each([&](const std::string& name, Owners::N* node) { sums[&name] += node->length(); });
+    PyObject* found = PyDict_New();
+    for (auto& [name, tokens] : sums) {
+      PyObject *key = text_of(*name), *value = PyLong_FromSize_t(tokens);
+      if (found && (!key || !value || PyDict_SetItem(found, key, value) < 0)) Py_CLEAR(found);
+      Py_XDECREF(key);
+      Py_XDECREF(value);
+    }
+    return found;
   });
 }
 PyObject* owners_remove_owner(PyObject* self, PyObject* object) {
@@ -876,6 +977,7 @@ PyGetSetDef tree_getset[] = {
     {"nodes", tree_figure, nullptr, "Nodes, roots not counted.", figure(kNodes)},
     {"leaves", tree_figure, nullptr, "Nodes without children; walks the tree.", figure(kLeaves)},
     {"version", tree_figure, nullptr, "Changes whenever a match may have a different result.", figure(kVersion)},
+    {"clock", tree_figure, nullptr, "Leases and insertions so far: the last uses of nodes are its values.", figure(kClock)},
     {"memory_bytes", tree_figure, nullptr, "Bytes of nodes, tokens and values; walks the tree.", figure(kMemory)},
     {}};
 PyMethodDef tree_methods[] = {
@@ -901,6 +1003,9 @@ PyMethodDef tree_methods[] = {
     {"forget", method(tree_forget), kNamed,
      "forget(namespace, tokens, keep) -> bytes: free the tokens of a path after the first `keep`, except those that are "
      "leased or have other continuations; their values."},
+    {"continuation", method(tree_continuation), kFast,
+     "continuation(namespace, tokens, at, most) -> bytes: of a path that was inserted, up to `most` tokens that followed its "
+     "first `at` until then, on the latest other path; none if there was none, or it was evicted."},
     {"clear", tree_clear, METH_NOARGS, "clear() -> bytes: free everything; all values. ValueError while there are leases."},
     {"drain_events", tree_drain_events, METH_NOARGS, "drain_events() -> list: changes since the last call, oldest first."},
     {"snapshot", tree_snapshot, METH_NOARGS, "snapshot() -> list: events that build this tree from an empty one."},
@@ -933,7 +1038,20 @@ PyMethodDef owners_methods[] = {
      "tokens. If `at` is 0 it is new, after the first `parent_at` tokens of run `parent` (0: at the root). ValueError if "
      "the owner's runs differ."},
     {"cut", method(owners_cut), kFast,
-     "cut(owner, run, keep): shorten a run to its first `keep` tokens; with 0, remove it. ValueError if it has fewer."},
+     "cut(owner, run, keep) -> (namespace, depth, length, first): shorten a run to its first `keep` tokens; with 0, remove "
+     "it. ValueError if it has fewer. Returns what is cut off: its namespace, the tokens above it, its tokens, and up to 8 of "
+     "them as bytes."},
+    {"icicle", method(owners_icicle), kFast,
+     "icicle(prefix, most, seen, run, end) -> (tokens, rows) | None: the `most` largest subtrees of namespaces that begin "
+     "with `prefix`, or of those below a node, parents first. A row is (run, end, row of the parent or -1, depth, tokens, "
+     "tokens of the subtree, last use of a path through it, children left out, whether on a device, owners, namespace): run "
+     "and end name the node, None and 0 here all. The last use is by the clock of `seen`, a tree into which the same paths "
+     "are inserted; 0 if they are not there. None if there is no such node. Walks the tree."},
+    {"edge", method(owners_edge), kFast,
+     "edge(prefix, most, run, end) -> (namespace, depth, length, first, last, owners) | None: a node, with up to `most` of "
+     "its first and last tokens as bytes. None if there is none of these names in namespaces that begin with `prefix`. Walks "
+     "the tree."},
+    {"namespaces", owners_namespaces, METH_NOARGS, "namespaces() -> dict: tokens by namespace; walks the tree."},
     {"remove_owner", owners_remove_owner, METH_O, "remove_owner(owner): remove all claims of an owner; walks the tree."},
     {"match", method(owners_match), kFast, "match(namespace, tokens) -> [(owner, length)]: each owner's longest prefix."},
     {"check", owners_check, METH_NOARGS, "check(): assert all invariants."},
@@ -1026,7 +1144,7 @@ PyMODINIT_FUNC PyInit__radix() {
   if (!self) return nullptr;
   match_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&match_spec));
   lease_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&lease_spec));
-  auto* tree_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&tree_spec));
+  tree_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&tree_spec));
   auto* owners_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&owners_spec));
   for (PyTypeObject* type : {match_type, lease_type, tree_type, owners_type})
     if (!type || PyModule_AddType(self, type) < 0) return nullptr;

@@ -10,6 +10,9 @@
 // stored node stays valid, and its path never has to be walked from the root.
 #pragma once
 
+#include <optional>
+#include <unordered_set>
+
 #include "structure.h"
 
 namespace radix {
@@ -94,12 +97,20 @@ class Owners {
     runs[id] = {node, begin};
   }
   // Shorten a run to its first `keep` tokens; with 0, remove it. Throws std::out_of_range if it has fewer.
-  void cut(int32_t owner, int64_t id, size_t keep) {
+  // `removed` receives what was cut off, if it is given.
+  struct Removed {
+    std::string name;
+    size_t depth = 0, length = 0;  // tokens above it, and its own
+    std::vector<Token> first;      // the first kShown of them, or fewer if the end of a node comes before
+  };
+  static constexpr size_t kShown = 8;
+  void cut(int32_t owner, int64_t id, size_t keep, Removed* removed = nullptr) {
     auto& runs = runs_[owner];
     auto found = runs.find(id);
     if (found == runs.end() || found->second.length() < keep) throw std::out_of_range("run");
     N* bottom = found->second.node;
     N* top = tree.split(found->second.place(keep));
+    if (removed) describe(found->second, top, removed);
     give_up(bottom, top, owner);
     --bottom->extra.ends;
     if (keep) {
@@ -144,6 +155,28 @@ class Owners {
     }
     for (int32_t owner : active) held.emplace_back(owner, at);
     return held;
+  }
+  // The nodes that are in the memory of devices: those of runs with ids above 0, as what workers have in their hosts'
+  // memory has others (see worker/cache/host_tier.py). None if there are no others.
+  std::optional<std::unordered_set<const N*>> on_device() const {
+    std::unordered_set<const N*> found;
+    bool all = true;
+    for (auto& [owner, runs] : runs_)
+      for (auto& [id, run] : runs) all = all && id > 0;
+    if (all) return std::nullopt;
+    for (auto& [owner, runs] : runs_)
+      for (auto& [id, run] : runs)
+        for (const N* node = run.node; id > 0 && !node->is_root(); node = node->parent)
+          if (!found.insert(node).second) break;  // all above it are there as well
+    return found;
+  }
+  // The node that ends with the token `end` of the tree's run `id`; null if there is none. Walks the tree.
+  N* find(int64_t id, size_t end) const {
+    N* found = nullptr;
+    tree.each([&](const std::string&, N* node) {
+      if (node->run->id == id && node->end == end) found = node;
+    });
+    return found;
   }
   void check() const {
     auto require = [](bool holds, const char* rule) {
@@ -197,6 +230,15 @@ class Owners {
     N* leaf = tree.add_leaf(last, tokens + place.length, n - place.length, nullptr);
     leaf->extra.add(owner, 1);
     return leaf;
+  }
+  static void describe(const End& run, const N* top, Removed* removed) {
+    removed->name = S::name_of(run.node);
+    removed->depth = top->depth + top->length();
+    removed->length = run.node->depth + run.node->length() - removed->depth;
+    if (!removed->length) return;
+    const N* first = run.node;
+    while (first->parent != top) first = first->parent;
+    removed->first.assign(first->tokens(), first->tokens() + std::min(kShown, first->length()));
   }
   // Remove one claim of `owner` from the nodes from `bottom` up to `top`, exclusive.
   void give_up(N* bottom, N* top, int32_t owner) {

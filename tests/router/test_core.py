@@ -32,6 +32,7 @@ from radixrt.messages import (
     TokenPrompt,
 )
 from radixrt.messages.digests import prefix_digest
+from radixrt.report import Report
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Order, Reply
 from radixrt.router.core.request import Request
@@ -880,8 +881,9 @@ def test_a_run_waits_for_a_worker_with_its_adapter():
     assert (name, run.adapter) == ("w3", "sql")
 
 
-class Sink:
+class Sink(Report):
     def __init__(self):
+        super().__init__(1000)
         self.runs, self.loads = [], []
 
     def arrived(self, namespace, ids, tenant=""):
@@ -889,12 +891,7 @@ class Sink:
 
     def finished(self, **fields):
         self.runs.append(fields)
-
-    def began(self, *latency):
-        pass
-
-    def took(self, *latency):
-        pass
+        return super().finished(**fields)
 
     def load(self, worker, load):
         self.loads.append(worker)

@@ -347,8 +347,13 @@ class OwnersMachine(RuleBasedStateMachine):
 
     @rule(owner=tellers, run=runs, keep=st.integers(0, 4))
     def cut(self, owner: int, run: int, keep: int) -> None:
+        _, path, above = self.oracle.runs.get((owner, run), ("", (), 0))
+        name = self.oracle.runs[owner, run][0] if (owner, run) in self.oracle.runs else ""
         if self.oracle.cut(owner, run, keep):
-            self.tree.cut(owner, run, keep)
+            removed = path[above + keep :]
+            told, depth, length, first = self.tree.cut(owner, run, keep)
+            assert (told, depth, length) == (name, above + keep, len(removed))
+            assert as_list(first) == list(removed[: len(first) // 4]) and bool(first) == bool(removed)
         else:
             with pytest.raises(ValueError):
                 self.tree.cut(owner, run, keep)
@@ -368,6 +373,22 @@ class OwnersMachine(RuleBasedStateMachine):
         assert self.tree.tokens == len(self.oracle.counts)
         for name, path, _ in self.oracle.runs.values():
             self.match(name, list(path))
+
+    @invariant()
+    def outlines_all_nodes(self) -> None:
+        total, rows = self.tree.icicle("", 1000, RadixTree(), None, 0)
+        assert total == self.tree.tokens == sum(row[4] for row in rows) and len(rows) == self.tree.nodes
+        paths, below = [], [row[4] for row in rows]
+        for run, end, parent, depth, length, _, _, left_out, _, owners, name in rows:
+            *told, first, last, held = self.tree.edge("", 100, run, end)
+            assert told == [name, depth, length] and first == last and held == owners and not left_out
+            paths.append((paths[parent] if parent >= 0 else ()) + tuple(as_list(first)))
+            assert len(paths[-1]) == depth + length and set(owners) == set(self.oracle.counts[name, paths[-1]])
+        for i in reversed(range(len(rows))):
+            assert rows[i][5] == below[i]
+            if (parent := rows[i][2]) >= 0:
+                below[parent] += below[i]
+        assert sum(self.tree.namespaces().values()) == total
 
 
 def test_owners_equal_oracle() -> None:

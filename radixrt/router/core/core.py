@@ -18,7 +18,7 @@ import logging
 import random
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from struct import Struct
 from typing import TYPE_CHECKING
 
@@ -115,6 +115,10 @@ class RouterCore:
         """Runs that are dispatched or wait for a worker."""
         return len(self._dispatcher) + len(self._recovery)
 
+    def runs(self) -> Iterator[RunState]:
+        """The runs in flight, those that wait for a worker last."""
+        return self._dispatcher.runs()
+
     def runs_of(self, tenant: str) -> int:
         """Those of one tenant."""
         return self._tenants[tenant]
@@ -171,6 +175,7 @@ class RouterCore:
         if isinstance(message, Generate):
             self._recorder.session(request.namespace.tenant, message.session)
         self._requests.setdefault(client, {})[message.id] = request
+        request.number = self.counters.requests
         self._tenants[request.namespace.tenant] += request.open
         request.group = self.groups.join(state, request.open, now)
         request.resumed = self.pauses.end(state, now) if resumes and state else None
@@ -233,7 +238,7 @@ class RouterCore:
         if past > 0:
             run.cut(past)
         self._recorder.finished(run)
-        self._close(run, well=True)
+        self._close(run, "stop", well=True)
         self.counters.finished += not run.request.open
         return run.usage(), [Order(run.worker_name, Abort([run.id]))] if run.worker else []
 
@@ -392,7 +397,7 @@ class RouterCore:
                     delta.prompt_logprobs, run.prompt_logprobs = run.prompt_logprobs, None
                 deltas[request.client].append(delta)
         elif finish == "error":
-            self._close(run)
+            self._close(run, "error")
             others += self._fail(request, Error(request.id, 400, output.error or FAILED, output.field))
         else:
             self._finish(run, output, deltas, others)
@@ -410,7 +415,7 @@ class RouterCore:
         if request.scores and request.open == 1:
             others.append(Reply(request.client, request.scored()))
         self._recorder.finished(run)
-        self._close(run, well=True)
+        self._close(run, output.finish or "stop", well=True)
         self.counters.finished += not request.open
         if request.scores:
             return
@@ -421,11 +426,10 @@ class RouterCore:
         )
         deltas[request.client].append(delta)
 
-    def _close(self, run: RunState, *, well: bool = False) -> None:
+    def _close(self, run: RunState, end: str, *, well: bool = False) -> None:
         """Forget a run that has ended, `well` if by itself, and its request with the last one."""
         request = run.request
-        if run.started or run.emitted:
-            self._recorder.ended(run)
+        self._recorder.ended(run, end)
         self._dispatcher.drop(run, well=well)
         self._recovery.drop(run)
         run.finished = True
@@ -438,7 +442,7 @@ class RouterCore:
                 del self._requests[request.client]
             request.runs = []  # breaks the reference cycle, so that the prompt is freed at once
 
-    def _abandon(self, requests: list[Request]) -> list[Effect]:
+    def _abandon(self, requests: list[Request], end: str = "cancelled") -> list[Effect]:
         """Close all open runs of `requests`; one Abort for each worker."""
         aborts: dict[str, list[int]] = {}
         unpins: list[Effect] = []
@@ -447,18 +451,19 @@ class RouterCore:
                 if not run.finished:
                     if run.worker is not None:
                         aborts.setdefault(run.worker.name, []).append(run.id)
-                    self._close(run)
+                    self._close(run, end)
             unpins += request.resumed.unpin() if request.resumed else []
         return [Order(name, Abort(ids)) for name, ids in aborts.items()] + unpins
 
     def _end(self, run: RunState, reason: str) -> list[Effect]:
         """End a run that cannot go on, with its request."""
-        self._close(run)
+        self._close(run, "error")
         return self._fail(run.request, Error(run.request.id, 500, reason))
 
     def _fail(self, request: Request, error: Error) -> list[Effect]:
         self.counters.failed += 1
-        return [Reply(request.client, error), *self._abandon([request])]
+        self._recorder.failed(request.namespace.tenant, "", error.message)
+        return [Reply(request.client, error), *self._abandon([request], "error")]
 
     # ------------------------------------------------------------ lost workers
 

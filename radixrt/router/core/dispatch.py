@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from radixrt.messages import TOKEN_BYTES
 from radixrt.router.core import failures
@@ -48,6 +48,10 @@ class Dispatcher:
     def __len__(self) -> int:
         """Runs that are in flight or wait for a worker."""
         return len(self.in_flight) + len(self._waiting) + len(self.held)
+
+    def runs(self) -> Iterator[RunState]:
+        """The same."""
+        return itertools.chain(self.in_flight.values(), self._waiting, self.held)
 
     def send(self, run: RunState, now: float, trial: list[Worker] | None = None) -> list[Effect]:
         """Send a run to the best worker, or let it wait until one joins; as a `trial` to one of these workers."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from radixrt.messages import Load, SessionFacts
+from radixrt.report.causes import Misses
+from radixrt.report.recent import Ended
 from radixrt.router.core.request import RunState
 
 if TYPE_CHECKING:
@@ -61,30 +63,67 @@ class Recorder:
             first, last = run.first_at - run.arrived_at, run.last_at - run.arrived_at
             self._report.took(run.request.namespace.tenant, run.request.namespace.model, first, last, len(run.emitted))
 
-    def ended(self, run: RunState) -> None:
-        """A run has ended of which at least the prompt was computed."""
-        counters, request = self._counters, run.request
+    def failed(self, tenant: str, worker: str, text: str) -> None:
+        """See `Recent.failed`."""
+        if self._report:
+            self._report.recent.failed(tenant, worker, text)
+
+    def ended(self, run: RunState, end: str) -> None:
+        """A run has ended, for the reason `end`. Its tokens count if at least its prompt was computed."""
+        computed = run.started or bool(run.emitted)
+        if computed:
+            self._count(run)
+        if self._report:
+            self._keep(self._report, run, end, self._sum(self._report, run) if computed else None)
+
+    def _count(self, run: RunState) -> None:
+        counters = self._counters
         counters.prompt_tokens += run.prompt_len
         counters.generated_tokens += len(run.emitted)
         counters.cached_tokens += run.cached
         counters.predicted_tokens += run.hit
         counters.drift_tokens += abs(run.hit - run.cached)
-        if self._report:
-            if request.resumed and run.index == 0:
-                tokens = min(request.resumed.tokens, run.reusable)
-                self._report.resumed(request.namespace.tenant, tokens, min(run.cached, tokens))
-            self._report.finished(
-                namespace=request.namespace.key,
-                tenant=request.namespace.tenant,
-                origin=request.origin,
+
+    def _sum(self, report: Report, run: RunState) -> Misses:
+        request = run.request
+        if request.resumed and run.index == 0:
+            tokens = min(request.resumed.tokens, run.reusable)
+            report.resumed(request.namespace.tenant, tokens, min(run.cached, tokens))
+        return report.finished(
+            namespace=request.namespace.key,
+            tenant=request.namespace.tenant,
+            origin=request.origin,
+            worker=run.worker_name,
+            page_size=run.worker.info.page_size if run.worker else 1,
+            prompt=run.prompt,
+            generated=run.emitted.tobytes(),
+            reusable_tokens=run.reusable,
+            cached_tokens=run.cached,
+            bound_tokens=run.ideal,
+            predicted_tokens=run.hit,
+            best_tokens=run.best_hit,
+            model=request.namespace.model,
+        )
+
+    @staticmethod
+    def _keep(report: Report, run: RunState, end: str, misses: Misses | None) -> None:
+        namespace = run.request.namespace
+        report.recent.ended(
+            Ended(
+                id=run.name,
+                namespace=namespace.key,
+                tenant=namespace.tenant,
+                program=run.request.origin.program,
+                model=namespace.model,
                 worker=run.worker_name,
-                page_size=run.worker.info.page_size if run.worker else 1,
-                prompt=run.prompt,
-                generated=run.emitted.tobytes(),
-                reusable_tokens=run.reusable,
-                cached_tokens=run.cached,
-                bound_tokens=run.ideal,
-                predicted_tokens=run.hit,
-                best_tokens=run.best_hit,
-                model=request.namespace.model,
-            )
+                end=end,
+                prompt=run.prompt_len,
+                hit=run.cached,
+                bound=run.ideal if misses is None else run.prompt_len - misses.never_seen - misses.logits,
+                generated=len(run.emitted),
+                arrived=run.arrived_at,
+                first=run.first_at - run.arrived_at if run.emitted else None,
+                misses=misses,
+            ),
+            run.prompt,
+        )

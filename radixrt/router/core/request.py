@@ -27,6 +27,7 @@ class Request:
         "group",
         "id",
         "namespace",
+        "number",
         "open",
         "origin",
         "pin",
@@ -69,6 +70,8 @@ class Request:
         """By worker process: tokens that were expected to be cached there when the first run was sent to it. What is
         found beyond that, this request may have computed."""
         self.open = 0
+        self.number = 0
+        """It is the router's so manieth; set by the core."""
 
     def scored(self) -> Scored:
         """The reply of a Score: log-probabilities by choice, usage summed; `worker` is that of the first choice."""
@@ -184,6 +187,11 @@ class RunState:
     def scored(self) -> bool:
         """Whether the scores of its prompt have arrived: they come with the first token."""
         return not self.request.scores and bool(self.emitted)
+
+    @property
+    def name(self) -> str:
+        """Its id for those who look at the router: of the request, and of a further choice."""
+        return f"{self.request.number}.{self.index}" if self.index else str(self.request.number)
 
     @property
     def worker_name(self) -> str:

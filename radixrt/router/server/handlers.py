@@ -35,6 +35,7 @@ from radixrt.messages import (
     Fork,
     Generate,
     Info,
+    Live,
     Namespace,
     Pause,
     Recall,
@@ -54,6 +55,7 @@ from radixrt.router.programs.programs import Programs
 from radixrt.router.programs.state_store import Key
 from radixrt.router.server import status
 from radixrt.router.server.kv_store import SharedMemory
+from radixrt.router.server.live import LiveView
 from radixrt.router.server.parsed import ChatFormats, Parsing
 from radixrt.router.server.prometheus import render
 from radixrt.router.server.streams import TextStreams, core_streams, encode, encode_chat, is_encoded, wants_text
@@ -92,6 +94,9 @@ class Handlers:
         self._formats = ChatFormats(text, config)
         self._shared = SharedMemory(config.shared_bytes)
         self._tasks = Tasks(core, perform)
+        decode = functools.partial(_decoded, text.tokenizer) if text.tokenizer else None
+        self._decode = decode
+        self._live = LiveView(core, report, decode)
         self._size = 0
         """Of the message that is being handled."""
 
@@ -129,6 +134,8 @@ class Handlers:
                     self._perform(self._core.drains.ask(client, message, now()))
                 case ClearCache():
                     self._clear_cache(client, message)
+                case Live():
+                    self._answer(client, Info(message.id, self._live.answer(message, self._visible(message.api_key))))
                 case Ask():
                     self._answer(client, Info(message.id, self._query(message)))
         except FieldError as problem:
@@ -299,9 +306,7 @@ class Handlers:
                 self._core.tenant(message.api_key)
                 return self._core.model(message.model)
             case "report":
-                tokenizer = self._text.tokenizer
-                decode = functools.partial(_decoded, tokenizer) if tokenizer else None
-                return self._report.to_json(self._visible(message.api_key), decode)
+                return self._report.to_json(self._visible(message.api_key), self._decode)
             case "metrics":
                 return render(self._report, self._core, self._visible(message.api_key))
 
