@@ -19,9 +19,10 @@ function chartPoints(points, minutes) {
   return found;
 }
 
+// The point of the running 5 s comes each second. Its time may be told as a second more or less.
 function addPoint(point) {
   const points = chart.points;
-  if (points.length && points.at(-1)[0] === point[0]) points[points.length - 1] = point;
+  if (points.length && point[0] - points.at(-1)[0] < STEP_SECONDS / 2) points[points.length - 1] = point;
   else points.push(point);
   if (points.length > 400) points.splice(0, points.length - 400);
 }

@@ -106,7 +106,8 @@ async function loadRequest(asked) {
   try {
     shown = whyMissed(await getJSON(`/v1/live/requests/${encodeURIComponent(id)}`));
   } catch (problem) {
-    const text = problem.status === 404 ? "The server no longer remembers this request: it keeps the latest only." : `The server cannot say: ${problem.message}`;
+    const runs = requests.now.some((row) => row.id === id);
+    const text = runs ? "It still runs. Why it missed is shown once it has ended." : problem.status === 404 ? "The server no longer remembers this request: it keeps the latest only." : `The server cannot say: ${problem.message}`;
     shown = [el("p", {}, text)];
   }
   if (requests.open === id) $("panel-body").replaceChildren(...shown);
