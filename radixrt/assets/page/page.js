@@ -32,7 +32,7 @@ const told = {
     page.state = state;
     page.live = true;
     addPoint(state.point);
-    if (first) arrived();
+    if (first) arrived(state);
     cancelAnimationFrame(page.drawn);
     page.drawn = requestAnimationFrame(render);
   },
@@ -58,7 +58,8 @@ function say(text) {
   put(node.firstElementChild, text);
 }
 
-function arrived() {
+function arrived(state) {
+  if (state.uptime < 300 && !chart.points.some((point) => point[0] < state.time - 300)) document.querySelector("[data-minutes='5']").click();
   document.body.className = "on";
   say("");
   put($("live").lastElementChild, "live");

@@ -44,7 +44,7 @@ function spread(cell, times, rows, kind) {
 
 const timed = (kind, name, help) => [
   ...["p50", "p90", "p99"].map((part) => ({ name: `${name} ${part}`, kind: "n", help, text: (row) => span(row[`${kind}_${part}`]) })),
-  { name: "", kind: "spreads", label: false, show: (cell, row) => spread(cell, ["p50", "p90", "p99"].map((part) => row[`${kind}_${part}`] ?? 0), page.state.latency, kind) },
+  { name: "p50 to p99", kind: "spreads", label: false, show: (cell, row) => spread(cell, ["p50", "p90", "p99"].map((part) => row[`${kind}_${part}`] ?? 0), page.state.latency, kind) },
 ];
 const showTimes = table($("times"), [
   { name: "Tenant", kind: "first", label: false, show: (cell, row) => {

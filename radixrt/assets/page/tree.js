@@ -14,6 +14,7 @@ async function loadTree(root = null) {
     if (tree.asking === asking) takeTree(layOut(answer), root);
   } catch (problem) {
     if (root != null && problem.status === 404) showAll(); // evicted meanwhile
+    else if (!tree.data && !asking.signal.aborted) showTreeParts(false, `The server does not send the tree: ${problem.message}.`);
   } finally {
     if (tree.asking === asking) tree.asking = null;
   }
@@ -27,12 +28,17 @@ function takeTree(data, root) {
   tree.zoom = data.known.get(zoom) ?? data.root;
   tree.chosen = data.known.get(chosen) ?? tree.zoom;
   tree.over = null;
-  $("tree-empty").hidden = data.root.subtree > 0;
-  for (const part of [$("icicle"), $("tree-key"), $("tree-keys"), $("node"), $("path")]) part.hidden = !data.root.subtree;
+  showTreeParts(data.root.subtree > 0, "Nothing is cached yet. Prompts appear here once they are computed.");
   tree.view = viewOf(tree.zoom);
   showPath();
   showNode();
   drawTree();
+}
+
+function showTreeParts(shown, why) {
+  for (const part of ["icicle", "tree-key", "tree-keys", "node", "path"]) $(part).hidden = !shown;
+  $("tree-empty").hidden = shown;
+  put($("tree-empty"), why);
 }
 
 const viewOf = (node) => ({ x0: node.x0, x1: Math.max(node.x1, node.x0 + 1), level: node.level, rows: Math.min(node.below + 1, Math.floor($("icicle").clientHeight / MIN_ROW)) });
