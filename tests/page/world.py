@@ -72,7 +72,7 @@ class World:
         misses["page_rounding"], misses["logits"] = bound % 16, 1
         misses["never_seen"] = prompt - bound - 1
         talk["turns"] = [*talk["turns"], {"prompt": prompt, "hit": hit, "bound": bound}][-20:]
-        talk["last"] = self.now
+        talk["last"], talk["count"] = self.now, talk["count"] + 1
         self.numbers += 1
         about = {"tenant": talk["tenant"], "program": talk["program"], "model": talk["model"]}
         self.running.append(
@@ -96,8 +96,8 @@ class World:
             return self.random.choice(alive)
         tenant, program, model = self.random.choice(PROGRAMS)
         name = program or self.random.choice(TEXTS)[:50]
-        talk = {"id": f"c{self.numbers}", "tenant": tenant, "name": name, "program": program, "model": model}
-        talk |= {"turns": [], "last": self.now}
+        talk = {"id": f"c{self.numbers}", "tenant": tenant, "program": name, "model": model}
+        talk |= {"count": 0, "turns": [], "last": self.now}
         self.talks = [*self.talks, talk][-50:]
         return talk
 

@@ -9,7 +9,7 @@ const CAUSES = {
   never_seen: ["new text", "No earlier prompt began the same way up to here. No cache could have it."],
   logits: ["last token", "Computed in any case: a prompt's last token gives the first answer token, scored tokens their logits."],
 };
-const SHOWN = 8;
+const SHOWN = innerWidth < 700 ? 5 : 8;
 const requests = { lost: false, all: false, recent: [], open: null, asked: null };
 
 // Parts of a bar: what was hit, then the misses by cause; while a request runs, what it may still hit is not known.
@@ -37,7 +37,7 @@ const COLUMNS = [
     put(cell.lastChild, under(row));
     set(cell, { title: `${nameOf(row)}\n${under(row)}` });
   } },
-  { name: "Worker", kind: "worker", help: "Which worker computes it", text: (row) => row.worker || "\u2013" },
+  { name: "Worker", kind: "worker", label: false, help: "Which worker computes it", text: (row) => row.worker || "\u2013" },
   { name: "Prompt", kind: "n", help: "Prompt tokens", text: (row) => count(row.prompt) },
   { name: "Reused and computed", kind: "wide barred", label: false, help: "Reused tokens, then computed ones by cause; the mark is what was possible", show: (cell, row) =>
     bar(cell, parts(row), row.prompt || 1, row.bound, `${percent(row.hit, row.prompt)} of ${count(row.prompt)} reused, ${percent(row.bound, row.prompt)} possible`) },

@@ -63,9 +63,9 @@ function showTalks(talks) {
   const make = () => el("li", {}, el("div", {}, el("b"), el("small")), svg("svg", { viewBox: "0 0 200 34", preserveAspectRatio: "none", role: "img" }), el("div", { class: "n" }));
   keyed($("talks"), allTalks ? talks : talks.slice(0, TALKS), (talk) => talk.id, make, (node, talk) => {
     const [names, picture, rate] = node.children, turns = talk.turns.slice(-TURNS), last = turns.at(-1);
-    const name = talk["program or first words"] ?? talk.name ?? talk.program ?? "";
+    const name = talk.program;
     put(names.firstChild, name || "conversation");
-    put(names.lastChild, [talk.tenant, `${turns.length}${talk.turns.length >= TURNS ? " latest" : ""} turn${turns.length === 1 ? "" : "s"}`, ago(page.state.time - talk.last)].filter(Boolean).join(" \u00b7 "));
+    put(names.lastChild, [talk.tenant, `${count(talk.count ?? turns.length)} turn${talk.count === 1 ? "" : "s"}`, ago(page.state.time - talk.last)].filter(Boolean).join(" \u00b7 "));
     set(names, { title: name });
     put(rate, last ? `${percent(last.hit, last.prompt)} of ${short(last.prompt)}` : "");
     const drawn = JSON.stringify(turns);
