@@ -3,6 +3,7 @@
 radixrt serve MODEL            start router, workers and HTTP front ends
 radixrt router|worker|frontend start only one of these, for setups of several machines
 radixrt report                 print the hit-rate report of a running stack
+radixrt top                    show what a running stack does now, each second
 radixrt run PROGRAM.py         run an agent program against a running stack
 radixrt drain WORKER           let a worker of a running stack finish its requests and leave
 radixrt keygen FILE            make a CURVE key, for ZMQ beyond loopback
@@ -158,6 +159,8 @@ def build_parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="print the hit-rate report of a running stack")
     report.add_argument("--json", action="store_true", help="JSON instead of a table")
     report.add_argument("--html", metavar="FILE.html", help="write a page instead")
+    top = commands.add_parser("top", help="show what a running stack does now, each second")
+    top.add_argument("--once", action="store_true", help="print it once, and end")
     program = commands.add_parser("run", help="run an agent program against a running stack")
     program.add_argument("--trace", metavar="FILE.html", help="write what the program did, and when, as a page")
     program.add_argument("--model", default="", help="model or LoRA adapter that it asks (default: the server's model)")
@@ -166,7 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
     drain = commands.add_parser("drain", help="let a worker finish its requests, without new ones, and leave")
     drain.add_argument("--restart", action="store_true", help="start it again, and wait until it serves")
     drain.add_argument("worker", metavar="WORKER", help="its name, as in /health and the report: worker-0")
-    for command, run in ((report, _report), (program, _run), (drain, _drain)):
+    for command, run in ((report, _report), (top, _top), (program, _run), (drain, _drain)):
         command.add_argument("--url", default=DEFAULT_URL, help=f"tcp://, ipc:// or http:// (default: {DEFAULT_URL})")
         command.add_argument("--api-key", default="", help="key of the tenant, or @FILE with KEY or TENANT:KEY")
         command.set_defaults(run=run)
@@ -238,6 +241,21 @@ def _report(args: argparse.Namespace) -> int:
         Path(args.html).write_text(to_html(data), encoding="utf-8")
     else:
         print(json.dumps(data, indent=2) if args.json else to_text(data), end="\n" if args.json else "")
+    return 0
+
+
+def _top(args: argparse.Namespace) -> int:
+    from radixrt.client import Client, ServerError, top
+
+    try:
+        with Client(args.url, api_key=read_key(args.api_key)) as client, contextlib.suppress(KeyboardInterrupt):
+            if args.once or not top.is_terminal():
+                top.print_once(client, sys.stdout)
+            else:
+                top.run(client, sys.stdin, sys.stdout)
+    except ServerError as error:
+        print(f"radixrt top: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

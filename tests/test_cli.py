@@ -15,7 +15,7 @@ from radixrt.config import WorkerConfig
 README = Path(__file__).parents[1] / "README.md"
 
 
-@pytest.fixture(params=["report", "run"])
+@pytest.fixture(params=["report", "top", "run"])
 def told(request, monkeypatch, tmp_path):
     """Runs a command with an `--api-key`: (its exit code, the key that its client is given)."""
     program = tmp_path / "program.py"
@@ -115,7 +115,7 @@ def test_a_file_without_one_key(told, tmp_path, capsys, content, words):
 
 def test_all_flags_in_the_readme_exist(capsys):
     known: set[str] = set()
-    for command in ("serve", "router", "worker", "frontend", "report", "run", "drain", "keygen"):
+    for command in ("serve", "router", "worker", "frontend", "report", "top", "run", "drain", "keygen"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         known.update(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))

@@ -21,6 +21,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     session          counts for the report
     prompt_logprobs  also report the prompt's tokens, as `sampling.logprobs` says; the prompt is then computed without
                      cache hits
+    explain          the last Delta of the first choice says why its prompt missed the cache
     """
 
     id: int
@@ -37,6 +38,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     pin: list[tuple[int, float]] = []
     session: SessionFacts = SessionFacts()
     prompt_logprobs: bool = False
+    explain: bool = False
 
 
 class Score(msgspec.Struct, tag="score", kw_only=True, omit_defaults=True):

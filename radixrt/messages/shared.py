@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -123,9 +123,11 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=False):
-    """Tokens of one request. `cached_tokens` are prompt tokens whose KV was reused (hits)."""
+    """Tokens of one request. `cached_tokens` are prompt tokens whose KV was reused (hits). `explain`: why the others
+    were not, of the first choice, if that was asked for."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     worker: str = ""
+    explain: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from radixrt.report.causes import Misses, sentence
+from radixrt.report.conversations import Conversations
+from radixrt.report.evictions import Evictions
 
 KEPT_REQUESTS = 50
 """Requests of a tenant that are kept after their end."""
@@ -21,6 +23,8 @@ POINT_SECONDS = 5.0
 KEPT_POINTS = 360
 """Points of a tenant's history: half an hour."""
 KEPT_FAILURES = 20
+MAX_NAME_CHARS = 120
+"""Characters of a program's name that are kept."""
 
 
 @dataclass(slots=True)
@@ -48,6 +52,11 @@ class Ended:
     """None: it ended before its prompt was computed."""
     at: float = 0.0
     """When it ended; set by `Recent`."""
+
+    @property
+    def is_further_choice(self) -> bool:
+        """Whether it is a choice after the first one of its request."""
+        return "." in self.id
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -89,6 +98,8 @@ class Recent:
         self._prompt_bytes = 0
         self._points: dict[str, deque[list[int]]] = defaultdict(lambda: deque(maxlen=KEPT_POINTS))
         """By tenant: [number of the time, prompt tokens, hits, hits of an infinite cache]; none for idle times."""
+        self.conversations = Conversations()
+        self.evictions = Evictions()
         self._failures: deque[Failure] = deque(maxlen=KEPT_FAILURES)
 
     # ------------------------------------------------------------ called by the report and the router
@@ -106,6 +117,9 @@ class Recent:
             self._prompt_bytes -= len(self._prompts.popitem(last=False)[1])
         if one.misses:
             self._count(one)
+            if not one.is_further_choice:
+                turn = one.prompt, one.hit, one.bound
+                self.conversations.ended(one.id, one.namespace, one.tenant, one.program, prompt, turn, one.at)
 
     def failed(self, tenant: str, worker: str, text: str) -> None:
         """A request of the tenant, or (tenant "") a worker has failed."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import time
-from collections import Counter, defaultdict
+from bisect import bisect_left
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from radixrt.messages import TOKEN_BYTES, Load, Origin, SessionFacts
 from radixrt.report.causes import Misses, explain
 from radixrt.report.latency import Latency
-from radixrt.report.recent import Recent
+from radixrt.report.recent import MAX_NAME_CHARS, Recent
 from radixrt.report.volatile import Decode, PrefixBreakingTexts
 from radixrt.report.workers import Workers, WorkerState
 from radixrt.tree import RadixTree
@@ -23,11 +24,12 @@ MAX_PROGRAMS = 256
 counted as OTHER, by depth."""
 MAX_DEPTH = 32
 """Deeper forks are counted at this depth."""
-MAX_NAME_CHARS = 120
-"""Characters of a program's name that are kept."""
 OTHER = "(other)"
 MAX_SPANS = 32
 """The most changing texts (`volatile`) that are reported."""
+USE_SECONDS = 2.0
+"""Last uses are dated with this precision, or that of the time between two requests."""
+MAX_USES = 4096
 KEPT, RESPELLED = "kept", "respelled"
 """Keys of a tenant's session counts. The other keys are the reasons for which answers were dropped."""
 
@@ -110,7 +112,10 @@ class Report:
     def __init__(self, token_budget: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._budget = token_budget
-        self._seen = RadixTree(values=False)
+        self.seen = RadixTree(values=False)
+        """The infinite cache. Must not be modified from outside."""
+        self._uses: deque[tuple[int, float]] = deque(maxlen=MAX_USES)
+        """(clock of `seen`, time) now and then, so that last uses can be dated."""
         self._forgotten = 0
         self._tallies: dict[Place, Tally] = defaultdict(Tally)
         self._programs: dict[str, set[tuple[str, int]]] = defaultdict(set)
@@ -131,6 +136,7 @@ class Report:
         """Record a new prompt. Returns its hit, in tokens, in an infinite cache: the length of its longest prefix that
         arrived or was generated before, but at most all tokens except the last, which is always computed."""
         known = self._remember(namespace, ids)
+        self._date()
         self._prefix_breaking.arrived(tenant, namespace, ids, known)
         return min(known, len(ids) // TOKEN_BYTES - 1)
 
@@ -221,11 +227,25 @@ class Report:
 
     def _remember(self, namespace: str, ids: bytes) -> int:
         """Insert a path into the infinite cache. Returns how many of its leading tokens were there already."""
-        known = self._seen.insert(namespace, ids)
-        if (excess := self._seen.tokens - self._budget) > 0:
-            self._seen.evict(excess)
+        known = self.seen.insert(namespace, ids)
+        if (excess := self.seen.tokens - self._budget) > 0:
+            self.seen.evict(excess)
             self._forgotten += excess
         return known
+
+    def seconds_since(self, use: int) -> float | None:
+        """How long ago a node of `seen` was used last, about; None if that is longer ago than is known, or never."""
+        i = bisect_left(self._uses, use, key=lambda one: one[0])
+        if not use or (i == 0 and len(self._uses) == MAX_USES):
+            return None
+        at = self._uses[i][1] if i < len(self._uses) else self._clock()
+        return max(0.0, self._clock() - at)
+
+    def _date(self) -> None:
+        """Note the time of the uses so far."""
+        now = self._clock()
+        if not self._uses or now - self._uses[-1][1] >= USE_SECONDS:
+            self._uses.append((self.seen.clock, now))
 
     def _place(self, tenant: str, origin: Origin, worker: str, model: str) -> Place:
         programs = self._programs[tenant]
@@ -296,7 +316,7 @@ class Report:
             "volatile": self.volatile(tenant, decode),
             "bound": {
                 "exact": not self._forgotten,
-                "tokens": self._seen.tokens if tenant is None else None,
+                "tokens": self.seen.tokens if tenant is None else None,
                 "forgotten": self._forgotten if tenant is None else None,
             },
         }

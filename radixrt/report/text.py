@@ -24,7 +24,7 @@ PAGES = ("pages", "used", "evictable", "evicted tokens", "preempted", "steps", "
 def to_text(report: dict[str, Any]) -> str:
     """A report (`Report.to_json`) as lines of at most 100 columns, ending with a line feed."""
     total = report["total"]
-    whose = "" if report["tenant"] is None else f" of {_printable(report['tenant'])}"
+    whose = "" if report["tenant"] is None else f" of {printable(report['tenant'])}"
     rows = [("", *FIGURES), ("total", *_figures(total)), ()]
     for key, name in (
         ("tenants", lambda row: f"tenant {row['tenant']}"),
@@ -120,24 +120,25 @@ def _prefix_breaking(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows[:MAX_PREFIX_BREAKING_ROWS]:
         lines.append(
-            f"  tenant {_cut(_printable(row['tenant']), 40)}: {row['requests']:,} requests changed it, "
+            f"  tenant {_cut(printable(row['tenant']), 40)}: {row['requests']:,} requests changed it, "
             f"{row['lost_tokens']:,} prompt tokens computed again"
         )
         if row["before"] is None:
             why = ", not shown: they have a cache_salt" if row["masked"] else ""
             lines.append(f"    {row['length']:,} tokens after {row['at']:,} tokens{why}")
             continue
-        values = " | ".join(_cut(_one_line(value), 20) for value in row["values"])
+        values = " | ".join(_cut(one_line(value), 20) for value in row["values"])
         room = (WIDTH - len(values) - 10) // 2
-        before, after = _one_line(row["before"]), _one_line(row["after"])
+        before, after = one_line(row["before"]), one_line(row["after"])
         lines.append(f"    \u2026{before[max(0, len(before) - room) :]}[{values}]{after[:room]}\u2026")
     if len(rows) > MAX_PREFIX_BREAKING_ROWS:
         lines.append(f"  and {len(rows) - MAX_PREFIX_BREAKING_ROWS} more, see --json")
     return ["prompts differ near their start with every request, and nothing behind that is hit:", *lines, ""]
 
 
-def _one_line(text: str) -> str:
-    return _printable(text.replace("\n", "\\n").replace("\t", "\\t"))
+def one_line(text: str) -> str:
+    """Printable text, with its line feeds and tabs written as \\n and \\t."""
+    return printable(text.replace("\n", "\\n").replace("\t", "\\t"))
 
 
 def _drift(total: dict[str, Any]) -> list[str]:
@@ -153,7 +154,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     columns = max(map(len, rows))
     widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(1, columns)]
     room = max(7, WIDTH - sum(widths) - 2 * len(widths))
-    rows = [(_cut(_printable(row[0]), room), *row[1:]) if row else row for row in rows]
+    rows = [(_cut(printable(row[0]), room), *row[1:]) if row else row for row in rows]
     first = max(len(row[0]) for row in rows if row)
     return [
         "  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], widths, strict=False))]).rstrip()
@@ -171,7 +172,7 @@ def _cut(name: str, most: int) -> str:
     return f"{name[: most - 1 - tail]}\u2026{name[len(name) - tail :]}"
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """Replace control characters, which a terminal might interpret: names come from clients."""
     return "".join(c if c.isprintable() else "\ufffd" for c in name)
 

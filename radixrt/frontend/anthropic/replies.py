@@ -76,7 +76,7 @@ class MessageReply(BaseReply):
         """The whole answer; `thinking` is its number of reasoning tokens."""
         content = [block.whole() for block in self.blocks]
         end = {"stop_reason": stop_reason, "stop_sequence": stop_sequence, "usage": self.usage(usage, thinking)}
-        return encode(self._message(content, end) | {"radixrt": {"worker": usage.worker} | self.session})
+        return encode(self._message(content, end) | {"radixrt": self.about(usage)})
 
     def _message(self, content: list[dict[str, Any]], end: dict[str, Any]) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content} | end
@@ -130,7 +130,7 @@ class MessageReply(BaseReply):
         """The last events."""
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         last = {"type": "message_delta", "delta": delta, "usage": self.usage(usage, thinking)}
-        last["radixrt"] = {"worker": usage.worker} | self.session
+        last["radixrt"] = self.about(usage)
         return b"".join(map(event, [*self._close(), last, {"type": "message_stop"}]))
 
     # ------------------------------------------------------------ usage

@@ -39,6 +39,8 @@ class Exchange(Outbox, ABC, Generic[R]):
         """Maps the router's fields to the caller's names, for errors."""
         self.choices: list[Choice] = []
         self.prompts = 0
+        self.explains = False
+        """Whether the answer says why the first prompt missed the cache."""
         self._transport = transport
         self._service = service
         self._ids: list[int] = []

@@ -18,7 +18,7 @@ from radixrt.frontend.generate.prepare import Prompts, Ready
 from radixrt.frontend.generate.reply import BaseReply, session_json
 from radixrt.frontend.generate.request import GenerationRequest, Reported
 from radixrt.frontend.generate.shared_store import SharedStore
-from radixrt.frontend.http.auth import origin_of
+from radixrt.frontend.http.auth import origin_of, wants_explanation
 from radixrt.frontend.http.body import apart, is_large
 from radixrt.frontend.http.errors import refuse
 from radixrt.messages import TOKEN_BYTES, ChatPrompt, Generate, Origin, Prompt, TextPrompt, TokenPrompt
@@ -71,6 +71,7 @@ class Generation:
         reply.warnings = ready[0].output.warnings
         exchange = exchange_of(transport, self._text, reply, bool(body.stream))
         exchange.names = body.names() | {"grammar": ready[0].output.field}
+        exchange.explains = wants_explanation(request)
         exchange.settled = self._shared_store.settled if self._shared_store else None
         try:
             await self._submit_all(exchange, ready, body, reported.echo, key, origin, pins)
@@ -131,6 +132,7 @@ class Generation:
             pin=pins,
             session=facts(encoded),
             prompt_logprobs=exchange.needs_prompt_logprobs(sampling, echo),
+            explain=exchange.explains and not exchange.prompts,
         )
         told = functools.partial(self._told, message, prompt, encoded) if isinstance(prompt, ChatPrompt) else None
         exchange.submit(message, echo, output, told)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from radixrt.frontend.generate.request import Reported
 from radixrt.frontend.http.auth import REQUEST_ID
+from radixrt.messages import Usage
 from radixrt.tokens import Encoded, Tokenizer
 
 WARNING = "x-radixrt-warning"
@@ -40,6 +43,11 @@ class BaseReply:
         if self.warnings:  # names within may have any characters
             found[WARNING] = "; ".join(self.warnings).encode("unicode_escape").decode()[:MAX_WARNING]
         return found
+
+    def about(self, usage: Usage) -> dict[str, Any]:
+        """The `radixrt` field of the answer."""
+        explained = {} if usage.explain is msgspec.UNSET else {"explain": usage.explain}
+        return {"worker": usage.worker} | self.session | explained
 
     def begin(self) -> None:
         """Begin a stream."""

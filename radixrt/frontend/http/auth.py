@@ -28,6 +28,7 @@ MESSAGES_PATH = "/v1/messages"
 DEPTH_DIGITS = 9
 REQUEST_ID = "x-request-id"
 """The header in which OpenAI's clients expect the id."""
+EXPLAIN = b"x-radixrt-explain"
 HEADERS = "radixrt.headers"
 """A key of a scope: see `headers_of`."""
 Handler = Callable[[Request], Awaitable[Any]]
@@ -81,6 +82,11 @@ def origin_of(request: Request) -> Origin:
     if not (depth.isascii() and depth.isdigit() and len(depth) <= DEPTH_DIGITS):
         raise ApiError(400, f"x-radixrt-depth: expected a number of at most {DEPTH_DIGITS} digits", "x-radixrt-depth")
     return Origin(headers.get(b"x-radixrt-program", ""), headers.get(b"x-radixrt-branch", ""), int(depth))
+
+
+def wants_explanation(request: Request) -> bool:
+    """Whether the answer is to say why the prompt missed the cache."""
+    return headers_of(request).get(EXPLAIN, "") not in ("", "0")
 
 
 def told(path: str, error: ApiError) -> ApiError:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from radixrt.client.transports import Answer, RouterTransport, ServerError
 from radixrt.frontend.generate.answers import StreamAnswer
 from radixrt.frontend.generate.link import RouterLink
-from radixrt.frontend.http.auth import key_of
+from radixrt.frontend.http.auth import key_of, wants_explanation
 from radixrt.frontend.http.body import release
 from radixrt.frontend.http.codec import encode, parse
 from radixrt.frontend.http.errors import ApiError, api_error
@@ -60,6 +60,8 @@ class Native:
             raise ApiError(400, "type: a request is cancelled by closing its connection", "type")
         message.api_key = key or message.api_key
         self._admit(request, message.api_key)
+        if isinstance(message, Generate):
+            message.explain = message.explain or wants_explanation(request)
         if isinstance(message, ChangeAdapter | DrainWorker):
             self._restrict(message)
         transport = self._link.reachable()

@@ -93,7 +93,7 @@ class OllamaReply(BaseReply, ABC):
         end |= {"prompt_eval_count": usage.prompt_tokens, "prompt_eval_cached_count": usage.cached_tokens}
         if self._first:
             end |= {"prompt_eval_duration": self._first - self._started, "eval_duration": now - self._first}
-        return end | {"eval_count": usage.completion_tokens, "radixrt": {"worker": usage.worker} | self.session}
+        return end | {"eval_count": usage.completion_tokens, "radixrt": self.about(usage)}
 
 
 class ChatReply(OllamaReply):

@@ -71,8 +71,7 @@ class Reply(BaseReply):
         more: dict[str, Any],
     ) -> bytes:
         """The body of a whole answer, with the fields `more`."""
-        about = {"worker": usages[0].worker} | self.session
-        usage = usage_json(usages, prompts, reasoning)
+        about, usage = self.about(usages[0]), usage_json(usages, prompts, reasoning)
         return encode(self.head(self.whole) | {"choices": choices, "usage": usage, "radixrt": about} | more)
 
     def add_ids(self, choices: list[dict[str, Any]], found: Sequence[Choice]) -> dict[str, Any]:
@@ -113,7 +112,9 @@ class Reply(BaseReply):
     def last_chunk(self, ended: Choice, piece: Piece | None, logprobs: Any, ids: bytes | None) -> bytes:
         """The last chunk of a choice that has ended. It always has the worker and the cached tokens, even if usage is
         not requested."""
-        about = {"worker": ended.usage.worker, "cached_tokens": ended.usage.cached_tokens} | self.session
+        about = self.about(ended.usage) | {"cached_tokens": ended.usage.cached_tokens}
+        if self.reported.usage:  # the end of the stream has it
+            about.pop("explain", None)
         tail = self._tail.removesuffix(b"}\n\n") + b',"radixrt":%b}\n\n' % encode(about)
         choice = self.choice_chunk(ended.index, piece, logprobs, ended.finish, ids)
         return self._head + choice[:-1] + b',"stop_reason":%b}' % encode(ended.stop_reason) + tail
@@ -122,8 +123,7 @@ class Reply(BaseReply):
         """The end of a stream."""
         if not self.reported.usage:
             return DONE
-        about = {"worker": usages[0].worker} | self.session
-        usage = usage_json(usages, prompts, reasoning)
+        about, usage = self.about(usages[0]), usage_json(usages, prompts, reasoning)
         data = self.head(self.part) | {"choices": [], "usage": usage, "radixrt": about}
         return b"data: " + encode(data) + b"\n\n" + DONE
 

@@ -201,7 +201,7 @@ class ResponseReply(BaseReply):
         """Returns (the last events, the response). `full`: whether it ended by length; `ids`: all generated ids."""
         status = "incomplete" if full else "completed"
         closing = self._close(status)
-        response = self.body(status, self.usage(usage, ids)) | {"radixrt": {"worker": usage.worker} | self.session}
+        response = self.body(status, self.usage(usage, ids)) | {"radixrt": self.about(usage)}
         return [*closing, {"type": f"response.{status}", "response": response}], response
 
     def error(self, code: str | None, message: str, param: str | None) -> bytes:

@@ -227,6 +227,11 @@ class RouterCore:
         request = self._requests.get(client, {}).get(request_id)
         return request.namespace if request else None
 
+    def number(self, client: Client, request_id: int) -> int | None:
+        """The router's own number of a request (`Request.number`); None if it is not in flight."""
+        request = self._requests.get(client, {}).get(request_id)
+        return request.number if request else None
+
     def stop_choice(
         self, client: Client, request_id: int, index: int, past: int = 0
     ) -> tuple[Usage | None, list[Effect]]:
@@ -279,11 +284,14 @@ class RouterCore:
         if not stuck or not self.workers.has_other(worker):
             return []
         log.warning("worker %s makes no progress: no step has ended for %.0f s", name, stalled)
+        self._recorder.failed("", name, f"makes no progress: no step has ended for {stalled:.0f} s")
         self.counters.workers_stuck += 1
         return self._recovery.lost(self.workers.remove(name, may_return=True), now, hung=True)
 
     def leave(self, name: str, now: float, *, planned: bool = False) -> list[Effect]:
         """A worker has left for good: its runs continue on other workers. `planned`: it was told to leave."""
+        if not planned:
+            self._recorder.failed("", name, "has left")
         orphans = self.workers.remove(name, may_return=False, planned=planned)
         return self._recovery.lost(orphans, now) + self.drains.tick(now)
 
@@ -301,6 +309,8 @@ class RouterCore:
         if not worker.follows(message.number):
             return self._restart(worker, now)
         effects = self.workers.mirror(worker, message, now)
+        if self.index.removed:
+            self._note_evictions(worker, now)
         deltas: Collected = defaultdict(list)
         others: list[Effect] = []
         runs, failed = self._dispatcher.in_flight, []
@@ -316,6 +326,7 @@ class RouterCore:
                 deltas[request.client].append(delta)
             elif output.finish == "error" and not output.field:
                 failed.append((run, output))
+                self._recorder.failed(request.namespace.tenant, name, output.error or FAILED)
             else:
                 self._take(run, output, deltas, others, now)
         if failed:
@@ -324,6 +335,11 @@ class RouterCore:
         self._recorder.load(name, message.load)
         effects += [Reply(client, Deltas(items)) for client, items in deltas.items()]
         return effects + others + self._recovery.tick(now)
+
+    def _note_evictions(self, worker: Worker, now: float) -> None:
+        """The worker's message has removed parts of its cache: perhaps for the run that it was sent last."""
+        newest = self._dispatcher.in_flight.get(next(reversed(worker.runs), -1))
+        self._recorder.evicted(worker.name, self.index.removed, newest, now)
 
     def adapter_loaded(self, name: str, message: AdapterLoaded, now: float) -> list[Effect]:
         """A worker has loaded a LoRA adapter, for which requests may wait, or could not."""
@@ -339,6 +355,7 @@ class RouterCore:
         silent = self.workers.silent(now)
         for name in silent:
             log.warning("worker %s is lost: not heard for %g s", name, self._config.worker_timeout)
+            self._recorder.failed("", name, f"is lost: not heard for {self._config.worker_timeout:g} s")
         effects = self.lose(silent, now)
         effects += self.workers.ask_again(now)
         self.groups.expire(now)

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from radixrt.messages import Load, SessionFacts
 from radixrt.report.causes import Misses
-from radixrt.report.recent import Ended
+from radixrt.report.evictions import Eviction
+from radixrt.report.recent import MAX_NAME_CHARS, Ended
 from radixrt.router.core.request import RunState
+from radixrt.router.placement.index import Cut
 
 if TYPE_CHECKING:
     from radixrt.report import Report
@@ -68,6 +70,14 @@ class Recorder:
         if self._report:
             self._report.recent.failed(tenant, worker, text)
 
+    def evicted(self, worker: str, parts: list[Cut], newest: RunState | None, now: float) -> None:
+        """A worker has removed parts of its cache; `newest`: the run that it was sent last."""
+        if self._report:
+            tenant = newest.request.namespace.tenant if newest else ""
+            program = newest.request.origin.program[:MAX_NAME_CHARS] if newest else ""
+            for part in parts:
+                self._report.recent.evictions.add(Eviction(now, worker, *part, tenant, program))
+
     def ended(self, run: RunState, end: str) -> None:
         """A run has ended, for the reason `end`. Its tokens count if at least its prompt was computed."""
         computed = run.started or bool(run.emitted)
@@ -113,7 +123,7 @@ class Recorder:
                 id=run.name,
                 namespace=namespace.key,
                 tenant=namespace.tenant,
-                program=run.request.origin.program,
+                program=run.request.origin.program[:MAX_NAME_CHARS],
                 model=namespace.model,
                 worker=run.worker_name,
                 end=end,

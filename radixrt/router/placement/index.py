@@ -14,11 +14,16 @@ of its state: tokens after that are computed again although they are cached.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from radixrt.messages import TOKEN_BYTES, CacheEvent, Cleared, Dropped, Removed, Saved, StepDone, Stored
 from radixrt.messages.digests import prefix_digests
-from radixrt.tree import OwnerTree
+from radixrt.tree import OwnerTree, RadixTree
+
+if TYPE_CHECKING:
+    from radixrt.tree._radix import Edge, Node
 
 
 class StateCheckpoints:
@@ -53,6 +58,10 @@ class StateCheckpoints:
 
 
 _NONE = StateCheckpoints(0)
+Cut = tuple[str, int, int, bytes]
+"""A part of a path that a worker has removed: the namespace, the tokens above it, its tokens, the first few of them."""
+NodeName = tuple[int, int]
+"""As `OwnerTree` names nodes."""
 
 
 class Index:
@@ -65,11 +74,25 @@ class Index:
         """The sequence number of each worker's next event; None while a resync is awaited."""
         self._checkpoints: dict[int, StateCheckpoints] = {}
         """Of the workers whose models have recurrent states."""
+        self.removed: list[Cut] = []
+        """What the last message of a worker has removed."""
 
     @property
     def tokens(self) -> int:
         """Distinct cached tokens over all workers."""
         return self._cached.tokens
+
+    def namespaces(self) -> dict[str, int]:
+        """Cached tokens by namespace. Walks the tree, as the next two do."""
+        return self._cached.namespaces()
+
+    def icicle(self, prefix: str, most: int, seen: RadixTree, node: NodeName | None) -> tuple[int, list[Node]] | None:
+        """See OwnerTree."""
+        return self._cached.icicle(prefix, most, seen, *(node or (None, 0)))
+
+    def edge(self, prefix: str, most: int, node: NodeName) -> Edge | None:
+        """See OwnerTree."""
+        return self._cached.edge(prefix, most, *node)
 
     def add_worker(self, worker: int, *, fresh: bool, num_states: int = 0) -> None:
         """Add a worker whose events begin at 0 (`fresh`), or one whose resync must come first. `num_states` is that
@@ -90,7 +113,7 @@ class Index:
 
     def apply(self, worker: int, step: StepDone) -> bool:
         """Apply the events of one message. False if some are missing: the caller must request a Resync."""
-        next_seq = self._next_seqs[worker]
+        next_seq, self.removed = self._next_seqs[worker], []
         if step.resync:
             self._clear(worker)
         elif next_seq is None:
@@ -122,7 +145,7 @@ class Index:
                         worker, event.namespace, event.run, event.at, event.parent, event.parent_at, event.ids
                     )
                 case Removed():
-                    self._cached.cut(worker, event.run, event.keep)
+                    self.removed.append(self._cached.cut(worker, event.run, event.keep))
                 case Saved():
                     self._checkpoints.get(worker, _NONE).save(event)
                 case Dropped():

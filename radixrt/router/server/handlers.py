@@ -54,6 +54,7 @@ from radixrt.router.core.effects import Effect, Reply
 from radixrt.router.programs.programs import Programs
 from radixrt.router.programs.state_store import Key
 from radixrt.router.server import status
+from radixrt.router.server.explain import Explainer
 from radixrt.router.server.kv_store import SharedMemory
 from radixrt.router.server.live import LiveView
 from radixrt.router.server.parsed import ChatFormats, Parsing
@@ -96,7 +97,8 @@ class Handlers:
         self._tasks = Tasks(core, perform)
         decode = functools.partial(_decoded, text.tokenizer) if text.tokenizer else None
         self._decode = decode
-        self._live = LiveView(core, report, decode)
+        self.explainer = Explainer(core, report, text.tokenizer)
+        self._live = LiveView(core, report, self.explainer, decode)
         self._size = 0
         """Of the message that is being handled."""
 
@@ -243,6 +245,8 @@ class Handlers:
         effects = self._core.submit(client, wanted, now(), state, resumes=self._tasks.hand_on_pause())
         if (namespace := self._core.namespace(client, request.id)) is not None:
             kept = functools.partial(keep, namespace) if keep else None
+            if isinstance(request, Generate) and request.explain:
+                self.explainer.want(client, request.id)
             if isinstance(request, Generate) and wants_text(request, self._text):
                 self._streams.add(client, request, kept, parsing)
             elif isinstance(request, Score) and kept is not None:

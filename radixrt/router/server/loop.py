@@ -229,6 +229,7 @@ class RouterServer:
                 if message.items and not decoded.items:
                     continue
                 message = decoded
+                self._handlers.explainer.add_to(client, message)
             elif isinstance(message, Scored):
                 self._streams.scored(client, message.id)
             elif isinstance(message, Error) and message.id is not None and not self.core.serves(client, message.id):
