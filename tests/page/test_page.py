@@ -133,7 +133,7 @@ def test_a_panel_says_why_a_request_missed_and_gives_the_focus_back(visit):
     button.focus()
     page.keyboard.press("Enter")
     page.wait_for_selector("#panel .split")
-    assert re.search(r"diverges at token [\d,]+, in message 4 \(user\)", page.locator("#panel").inner_text())
+    assert re.search(r"diverges at token [\d,]+, in message 3 \(user\)", page.locator("#panel").inner_text())
     assert page.locator("#panel mark").all_inner_texts() == ["2026-09-21T10:44:07Z", "2026-09-21T10:43:59Z"]
     page.keyboard.press("Escape")
     assert not page.locator("#panel").is_visible()

@@ -97,6 +97,7 @@ const SHORT = new Intl.NumberFormat("en", { notation: "compact", maximumFraction
 const count = (number) => (number == null ? "\u2013" : GROUPED.format(Math.round(number)));
 const short = (number) => (number < 10000 ? count(number) : SHORT.format(number).replace("K", "k"));
 const percent = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(1)}%` : "\u2013");
+const tokens = (number) => `${count(number)} token${number === 1 ? "" : "s"}`;
 const clock = (unix) => new Date(unix * 1000).toLocaleTimeString("en-GB");
 
 function span(seconds) {

@@ -3,11 +3,11 @@
 
 // Causes of misses, by their names in the report: what the page calls them, and what they mean.
 const CAUSES = {
-  elsewhere: ["on another worker", "Another worker had these tokens in its cache, but the request was placed on this one."],
-  evicted: ["evicted, or not ready", "Seen before, but no worker had it: evicted, or still being computed by another request."],
-  page_rounding: ["page rounding", "Only whole pages are reused: the end of the shared prefix falls in the middle of one."],
-  never_seen: ["new text", "No earlier prompt began the same way up to here. No cache could have it."],
-  logits: ["last token", "Computed in any case: a prompt's last token gives the first answer token, scored tokens their logits."],
+  elsewhere: ["on another worker", "Another worker had these tokens, but the request was placed on this one, as the other was busy or did not serve. Fewer, larger workers share more."],
+  evicted: ["evicted, or not ready", "Seen before, but no worker had it: evicted, or still being computed by another request. More memory keeps more: --gpu-memory-utilization, --kv-offloading-size."],
+  page_rounding: ["page rounding", "Only whole pages are reused, and the shared prefix ends within one. Smaller pages (--page-size) lose less."],
+  never_seen: ["new text", "No earlier prompt began the same way up to here, so no cache could have it. If it is much: does something near the start of prompts change with each request?"],
+  logits: ["last token", "Computed in any case: the last token of a prompt gives the first token of the answer."],
 };
 const SHOWN = innerWidth < 700 ? 5 : 8;
 const requests = { lost: false, all: false, recent: [], open: null, asked: null };
@@ -76,6 +76,7 @@ function showRequests(state) {
 function startRequests() {
   const key = [["hit", "reused", "The KV cache of these tokens was reused"], ...Object.entries(CAUSES).map(([name, words]) => [name, ...words])];
   $("causes").append(...key.map(([name, text, help]) => legend(name, text, help)), el("span", { title: "What a cache that never forgets would have reused" }, el("i", { class: "bound" }), "possible"));
+  $("meanings").append(...key.slice(1).flatMap(([, text, help]) => [el("dt", {}, text), el("dd", {}, help)]));
   const buttons = [$("all-requests"), $("lost-requests")];
   choose(buttons, (button) => ((requests.lost = button === buttons[1]), render()));
   $("recent-more").addEventListener("click", () => ((requests.all = !requests.all), render()));
@@ -134,7 +135,7 @@ function pairs(facts) {
 
 function diverged(at) {
   if (!at) return [];
-  const where = at.message == null ? "" : `, in message ${at.message + 1}${at.role ? ` (${at.role})` : ""}`;
+  const where = at.message == null ? "" : `, in message ${at.message}${at.role ? ` (${at.role})` : ""}`;
   const side = (kind, title, text) => [el("h4", {}, title), el("pre", { class: kind }, at.before ? `\u2026${at.before}` : "", text == null ? el("span", { class: "soft" }, "(not shown: these requests have a cache_salt)") : el("mark", {}, text || "(ends here)"), at.after ? `${at.after}\u2026` : "")];
   return [el("div", { class: "split" }, el("h3", {}, `It diverges at token ${count(at.token)}${where}`), ...side("ours", "This prompt", at.ours), ...side("theirs", "The nearest prompt in the cache", at.theirs))];
 }

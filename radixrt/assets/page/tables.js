@@ -1,15 +1,15 @@
 "use strict";
 // Who occupies the cache, conversations, text that breaks caches, latency, workers and failures.
 
-const TALKS = 8, TURNS = 20;
+const TALKS = 6, TURNS = 20;
 let allTalks = false;
 
 const showTenants = table($("tenants"), [
   { name: "Tenant", kind: "first", label: false, text: (row) => row.tenant || "(no key)" },
   { name: "Cached tokens", kind: "n", text: (row) => count(row.cached_tokens) },
-  { name: "Share of the cache", kind: "wide barred", label: false, show: (cell, row) => bar(cell, [["hit", row.share, row.tenant]], 1, null, percent(row.share, 1)) },
+  { name: "Cache", kind: "wide barred", label: false, show: (cell, row) => bar(cell, [["hit", row.share, row.tenant]], 1, null, percent(row.share, 1)) },
   { name: "Share", kind: "n share", text: (row) => percent(row.share, 1) },
-  { name: "Requests", kind: "n", text: (row) => count(row.requests) },
+  { name: "Running", kind: "n", help: "Its requests that wait or run now", text: (row) => count(row.requests) },
 ], (row) => row.tenant);
 
 const showWorkers = table($("fleet"), [

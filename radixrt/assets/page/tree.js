@@ -1,7 +1,7 @@
 "use strict";
 // The cache as an icicle on a canvas: zoom, keys, the path, and the chosen node.
 
-const TREE_SECONDS = 5, ZOOM_MS = 260, MOST_NODES = 2000, MIN_ROW = 7, MAX_ROW = 34;
+const TREE_SECONDS = 5, ZOOM_MS = 260, MOST_NODES = 2000, MIN_ROW = 7, MAX_ROW = 44;
 // top: the whole cache; data: what is drawn, which may be a finer answer below a node; zoom: the node at the top.
 const tree = { top: null, data: null, zoom: null, chosen: null, over: null, mode: "use", view: null, moving: 0, visible: false, texts: new Map(), asking: null, path: [] };
 
@@ -22,11 +22,11 @@ async function loadTree(root = null) {
 
 function takeTree(data, root) {
   if (tree.moving) return setTimeout(takeTree, ZOOM_MS, data, root);
-  const zoom = tree.zoom?.id, chosen = tree.chosen?.id;
+  const now = (node) => (!node || data.known.has(node.id) ? data.known.get(node?.id) : now(node.up)); // or what is left of it
   if (root == null) tree.top = data;
   tree.data = data;
-  tree.zoom = data.known.get(zoom) ?? data.root;
-  tree.chosen = data.known.get(chosen) ?? tree.zoom;
+  tree.zoom = now(tree.zoom) ?? data.root;
+  tree.chosen = now(tree.chosen) ?? tree.zoom;
   tree.over = null;
   showTreeParts(data.root.subtree > 0, "Nothing is cached yet. Prompts appear here once they are computed.");
   tree.view = viewOf(tree.zoom);
@@ -77,7 +77,7 @@ function cellText(node, wide) {
   const name = node.up ? "" : "all: ";
   const text = tree.texts.get(node.id);
   if (text && wide > 160) return `${short(node.tokens)} \u00b7 ${text.slice(0, Math.floor((wide - 60) / 7))}`;
-  return name + (node.up ? short(node.tokens) : short(node.subtree)) + (wide > 100 ? " tokens" : "");
+  return name + (node.up ? short(node.tokens) : short(node.subtree)) + (wide > 100 ? (node.tokens === 1 && node.up ? " token" : " tokens") : "");
 }
 
 // Branches too small to be sent: hatched, as wide as they are together.
@@ -195,7 +195,7 @@ function go(node, data) {
 function nodeName(node) {
   if (!node.up && (tree.data === tree.top || tree.top?.root.id === node.id)) return "whole cache";
   const text = tree.texts.get(node.id)?.trim();
-  return text ? text.slice(0, 28) : `${short(node.tokens)} tokens at ${short(node.depth)}`;
+  return text ? text.slice(0, 28) : `${short(node.tokens)} ${node.tokens === 1 ? "token" : "tokens"} at ${short(node.depth)}`;
 }
 
 // What is known of the chosen node, and its text, which the server is asked for.
@@ -204,9 +204,9 @@ function showNode() {
   const node = tree.chosen;
   $("node-branches").hidden = !node?.children.length;
   if (!node) return put($("node-title"), "Nothing chosen"), $("node-facts").replaceChildren(el("dt", {}, "Choose a bar to see its text and who uses it.")), ($("node-text").hidden = true);
-  put($("node-title"), node.up || node.tokens ? `${count(node.tokens)} tokens` : "The whole cache");
+  put($("node-title"), node.up || node.tokens ? tokens(node.tokens) : "The whole cache");
   const names = users.get(node.id)?.join(", ") || (node.tenant >= 0 ? tree.data.tenants[node.tenant] : "several tenants");
-  const facts = [["Begins at token", count(node.depth)], ["With all below", `${count(node.subtree)} tokens`], ["Share of the cache", percent(node.subtree, tree.top?.total)], ["Last used", ago(node.used)], ["Kept in", { device: "device memory", host: "host memory", disk: "disk" }[node.tier] ?? node.tier], ["Workers", node.workers.join(", ") || "\u2013"], ["Used by", names ?? "\u2013"]];
+  const facts = [["Begins at token", count(node.depth)], ["With all below", tokens(node.subtree)], ["Share of the cache", percent(node.subtree, tree.top?.total)], ["Last used", ago(node.used)], ["Kept in", { device: "device memory", host: "host memory", disk: "disk" }[node.tier] ?? node.tier], ["Workers", node.workers.join(", ") || "\u2013"], ["Used by", names ?? "\u2013"]];
   if (node.more) facts.push(["Smaller branches", count(node.more)]);
   $("node-facts").replaceChildren(...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
   steps($("node-branches").lastElementChild, node.children.slice(0, 5).map((child) => [child, tree.data, percent(child.subtree, node.subtree)]), nodeName);
@@ -231,7 +231,7 @@ async function loadText(node) {
     users.set(node.id, about.tenants);
     showNode();
     if (about.text) remember(node.id, about.text);
-    put($("node-said"), `${count(node.tokens)} tokens, used ${ago(node.used)}: ${(about.text ?? "").slice(0, 80)}`);
+    put($("node-said"), `${tokens(node.tokens)}, used ${ago(node.used)}: ${(about.text ?? "").slice(0, 80)}`);
     showPath();
   } catch {
     if (!asked.signal.aborted) pre.hidden = true;
@@ -285,7 +285,7 @@ function startTree() {
     const node = pointed(event);
     if (node === tree.over) return;
     tree.over = node;
-    set(canvas, { title: node ? `${count(node.tokens)} tokens at ${count(node.depth)}, ${count(node.subtree)} with all below; used ${ago(node.used)}` : null });
+    set(canvas, { title: node ? `${tokens(node.tokens)} at ${count(node.depth)}, ${count(node.subtree)} with all below; used ${ago(node.used)}` : null });
     if (!tree.moving) drawTree();
   });
   canvas.addEventListener("pointerleave", () => ((tree.over = null), drawTree()));
