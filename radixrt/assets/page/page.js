@@ -64,7 +64,7 @@ function arrived(state) {
   say("");
   put($("live").lastElementChild, "live");
   $("forget").hidden = !sessionStorage.getItem(KEY);
-  loadTree().then(showTreeKey);
+  loadTree();
 }
 
 // Ask for a key; resolves once there is one to try.
@@ -160,7 +160,8 @@ function start() {
   startRequests();
   startTree();
   showNode();
-  addEventListener("resize", () => (tree.zoom && (tree.view = viewOf(tree.zoom)), drawChart(), drawTree()));
+  const resized = new ResizeObserver(() => (tree.zoom && !tree.moving && (tree.view = viewOf(tree.zoom)), drawChart(), drawTree()));
+  for (const canvas of [$("chart"), $("icicle")]) resized.observe(canvas);
   follow(told);
 }
 

@@ -9,7 +9,7 @@ const CAUSES = {
   never_seen: ["new text", "No earlier prompt began the same way up to here, so no cache could have it. If it is much: does something near the start of prompts change with each request?"],
   logits: ["last token", "Computed in any case: the last token of a prompt gives the first token of the answer."],
 };
-const SHOWN = innerWidth < 700 ? 5 : 8;
+const SHOWN = innerWidth <= 900 ? 5 : 8;
 const requests = { lost: false, all: false, recent: [], open: null, asked: null };
 
 // Parts of a bar: what was hit, then the misses by cause; while a request runs, what it may still hit is not known.
@@ -65,7 +65,7 @@ function showRequests(state) {
   showNow(state.requests.slice(0, requests.all ? 100 : SHOWN));
   const wanted = state.recent.filter((row) => !requests.lost || lostTokens(row) > 0);
   const held = $("recent").matches(":has(tbody:hover, tbody :focus-visible)"); // rows must not flee from who points at them
-  put($("recent-title"), held ? "Finished (held while you point at it)" : "Finished");
+  put($("recent-title"), held ? "Finished (held while you are in it)" : "Finished");
   if (!held) showRecent(requests.all ? wanted : wanted.slice(0, SHOWN));
   put($("recent-empty"), requests.lost && state.recent.length ? "None of the last requests lost what was possible." : "Finished requests are listed here.");
   $("recent-more").hidden = Math.max(wanted.length, state.requests.length) <= SHOWN;

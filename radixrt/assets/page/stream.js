@@ -90,7 +90,7 @@ async function followOnce(told, good) {
     return "The server closed the connection.";
   } catch (problem) {
     if (reason) return reason;
-    if (problem.status === 401 || problem.status === 403) return await told.ask(problem.message);
+    if (problem.status === 401) return await told.ask(problem.message);
     if (problem.status === 404) return "This server has no live data: it is older than this page, or something else answers here.";
     if (problem.status) return `The server answers: ${problem.message || problem.status}.`.replace("..", ".");
     if (problem instanceof SyntaxError) return "What the server sent cannot be read.";

@@ -32,6 +32,7 @@ function takeTree(data, root) {
   tree.view = viewOf(tree.zoom);
   showPath();
   showNode();
+  showTreeKey();
   drawTree();
 }
 
@@ -124,6 +125,7 @@ function zoomTo(node) {
   if (REDUCED.matches) (tree.view = to), drawTree(), finer(node);
   else tree.moving = requestAnimationFrame(step);
   showPath();
+  showTreeKey();
 }
 
 function finer(node) {
@@ -170,7 +172,7 @@ function pathOf() {
 }
 
 function showPath() {
-  const path = pathOf(), last = innerWidth < 700 ? 2 : 4, shown = path.length > last + 2 ? [path[0], null, ...path.slice(-last)] : path;
+  const path = pathOf(), last = innerWidth <= 900 ? 2 : 4, shown = path.length > last + 2 ? [path[0], null, ...path.slice(-last)] : path;
   steps($("path"), shown, nodeName);
   for (const item of $("path").children) set(item.firstChild, { "aria-current": item === $("path").lastChild && "true" });
 }
@@ -263,6 +265,8 @@ function showTreeKey() {
     const names = tree.mode === "who" ? (tree.data?.tenants ?? []) : workerNames();
     key = named([...names.slice(0, TENANTS).map((name, i) => [name || "(no name)", WHO[i][at]]), ["several", SHARED[at]], ...(names.length > TENANTS ? [["others", OTHER[at]]] : [])]);
   }
+  const deeper = tree.zoom ? tree.zoom.below + 1 - viewOf(tree.zoom).rows : 0;
+  if (deeper > 0) key.push(el("span", {}, `${deeper} levels more below: zoom in`));
   $("tree-key").replaceChildren(...key, el("span", {}, "hatched: smaller branches, sent when you zoom in"));
 }
 
@@ -285,10 +289,10 @@ function startTree() {
     const node = pointed(event);
     if (node === tree.over) return;
     tree.over = node;
-    set(canvas, { title: node ? `${tokens(node.tokens)} at ${count(node.depth)}, ${count(node.subtree)} with all below; used ${ago(node.used)}` : null });
+    sayOver();
     if (!tree.moving) drawTree();
   });
-  canvas.addEventListener("pointerleave", () => ((tree.over = null), drawTree()));
+  canvas.addEventListener("pointerleave", () => ((tree.over = null), sayOver(), drawTree()));
   canvas.addEventListener("click", (event) => {
     const node = pointed(event);
     if (!node) return;
@@ -314,7 +318,15 @@ function startTree() {
   setInterval(refreshTree, TREE_SECONDS * 1000);
 }
 
+// Below the tree: what is pointed at, else the keys.
+let keysText = "";
+function sayOver() {
+  keysText ||= $("tree-keys").textContent;
+  const node = tree.over, who = node && (node.tenant < 0 ? "several tenants" : tree.data.tenants[node.tenant]);
+  put($("tree-keys"), node ? `${tokens(node.tokens)} from ${count(node.depth)} on, ${count(node.subtree)} with all below \u00b7 used ${ago(node.used)} \u00b7 ${node.tier} \u00b7 ${who} \u00b7 ${node.workers.join(", ")}` : keysText);
+}
+
 function refreshTree() {
   if (!page.live || document.hidden || !tree.visible || tree.moving || tree.asking) return;
-  loadTree(tree.data && tree.data !== tree.top ? tree.data.root.id : null).then(showTreeKey);
+  loadTree(tree.data && tree.data !== tree.top ? tree.data.root.id : null);
 }
