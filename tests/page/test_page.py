@@ -230,7 +230,11 @@ def test_a_tree_of_a_million_tokens_is_drawn_well_within_a_frame(visit):
 
 
 def test_rows_stay_while_one_is_pointed_at_or_focused(visit):
-    page = visit(seconds=0.1).open().page
+    visited = visit(seconds=0.1)
+    visited.fake.world.busy = 5.0
+    for _ in range(20):
+        visited.fake.world.step()
+    page = visited.open().page
     shown = "[...document.querySelectorAll('#recent tbody tr')].map((row) => row.row.id).join()"
     page.locator("#recent-more").focus()
     page.keyboard.press("Shift+Tab")

@@ -9,6 +9,7 @@ const CAUSES = {
   never_seen: ["new text", "No earlier prompt began the same way up to here, so no cache could have it. If it is much: does something near the start of prompts change with each request?"],
   logits: ["last token", "Computed in any case: the last token of a prompt gives the first token of the answer."],
 };
+const ROOM_SECONDS = 30;
 const SHOWN = innerWidth <= 900 ? 5 : 8;
 const requests = { lost: false, all: false, recent: [], open: null, asked: null };
 
@@ -63,6 +64,7 @@ function showRequests(state) {
   const running = state.requests.filter((row) => row.state !== "waiting").length;
   put($("now-title"), state.requests.length ? `Now: ${running} running, ${state.requests.length - running} waiting` : "Now");
   showNow(state.requests.slice(0, requests.all ? 100 : SHOWN));
+  keepRoom();
   const wanted = state.recent.filter((row) => !requests.lost || lostTokens(row) > 0);
   const held = $("recent").matches(":has(tbody:hover, tbody :focus-visible)"); // rows must not flee from who points at them
   put($("recent-title"), held ? "Finished (held while you are in it)" : "Finished");
@@ -71,6 +73,14 @@ function showRequests(state) {
   $("recent-more").hidden = Math.max(wanted.length, state.requests.length) <= SHOWN;
   put($("recent-more"), requests.all ? "Show fewer" : `Show all ${state.requests.length + wanted.length}`);
   if (requests.open && state.recent.some((row) => row.id === requests.open) && requests.asked !== "ended") loadRequest("ended");
+}
+
+// What is below must not move with every request that comes or goes: room is given back when it was not used for a while.
+const room = { height: 0, until: 0 };
+function keepRoom() {
+  const height = $("now").offsetHeight + $("now-empty").offsetHeight, now = Date.now();
+  if (height >= room.height || now > room.until) Object.assign(room, { height, until: now + 1000 * ROOM_SECONDS });
+  $("now-room").style.minHeight = `${room.height}px`;
 }
 
 function startRequests() {

@@ -19,12 +19,12 @@ const showWorkers = table($("fleet"), [
   { name: "Running", kind: "n", help: "Requests in its batch", text: (row) => count(row.running) },
   { name: "Waiting", kind: "n", help: "Requests in its queue", text: (row) => count(row.waiting) },
   { name: "Tokens", kind: "n", help: "Tokens of the requests placed on it", text: (row) => count(row.tokens) },
-  { name: "KV cache on the device", kind: "wide barred", help: "Pages of its KV cache that are in use", show: (cell, row) => room(cell, row.pages_used, row.pages_total, "hit", "pages") },
-  { name: "In host memory", kind: "wide barred", help: "What was evicted from the device and is kept in host memory", show: (cell, row) => room(cell, row.host_used, row.host_total, "elsewhere", "tokens") },
+  { name: "KV cache on the device", kind: "wide barred", help: "Pages of its KV cache that are in use", show: (cell, row) => memory(cell, row.pages_used, row.pages_total, "hit", "pages") },
+  { name: "In host memory", kind: "wide barred", help: "What was evicted from the device and is kept in host memory", show: (cell, row) => memory(cell, row.host_used, row.host_total, "elsewhere", "tokens") },
   { name: "Restarts", kind: "n", text: (row) => count(row.restarts) },
 ], (row) => row.name);
 
-function room(cell, used, total, colour, unit) {
+function memory(cell, used, total, colour, unit) {
   if (!total) return put(cell, used ? `${count(used)} ${unit}` : "\u2013");
   if (!cell.querySelector(".bar")) cell.replaceChildren(el("div", { class: "bar" }), el("small"));
   bar(cell.firstChild, [[colour, used, "used"]], total, null, `${percent(used, total)} used`);
