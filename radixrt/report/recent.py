@@ -6,19 +6,22 @@ Memory is bounded: a few numbers for each request that is kept, and the prompts 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
+
 from radixrt.report.causes import Misses, sentence
-from radixrt.report.conversations import Conversations
+from radixrt.report.conversations import Conversation, Conversations, Link
 from radixrt.report.evictions import Evictions
 
 KEPT_REQUESTS = 50
 """Requests of a tenant that are kept after their end."""
-KEPT_PROMPT_BYTES = 4 << 20
-"""The most bytes of the prompts of these requests, of all tenants together; the oldest are dropped beyond that."""
+KEPT_UNSORTED = 512
+"""Requests of all tenants that are kept for somebody who looks."""
+KEPT_ID_BYTES = 4 << 20
+"""The most bytes of the ids of their prompts; those of the oldest are forgotten beyond that."""
 POINT_SECONDS = 5.0
 KEPT_POINTS = 360
 """Points of a tenant's history: half an hour."""
@@ -27,11 +30,12 @@ MAX_NAME_CHARS = 120
 """Characters of a program's name that are kept."""
 
 
-@dataclass(slots=True)
-class Ended:
+class Ended(msgspec.Struct, kw_only=True, gc=False):
     """A request that has ended, or one choice of it. Lengths are in tokens."""
 
     id: str
+    index: int
+    """Of the choice."""
     namespace: str
     tenant: str
     program: str
@@ -50,13 +54,12 @@ class Ended:
     """Seconds from its arrival to its first token."""
     misses: Misses | None
     """None: it ended before its prompt was computed."""
+    ids: bytes
+    """Of its prompt; empty once they are forgotten."""
+    answer: bytes
+    """The ids that were generated; likewise."""
     at: float = 0.0
     """When it ended; set by `Recent`."""
-
-    @property
-    def is_further_choice(self) -> bool:
-        """Whether it is a choice after the first one of its request."""
-        return "." in self.id
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -87,39 +90,37 @@ class Failure(NamedTuple):
 
 
 class Recent:
-    """See the module."""
+    """See the module. What a request leaves costs a microsecond or two; it is sorted by those who look."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._unsorted: deque[Ended] = deque(maxlen=KEPT_UNSORTED)
+        """Oldest first, as all others here."""
         self._ended: dict[str, deque[Ended]] = defaultdict(lambda: deque(maxlen=KEPT_REQUESTS))
-        """By tenant, oldest first."""
-        self._prompts: OrderedDict[str, bytes] = OrderedDict()
-        """By id of the request, oldest first."""
-        self._prompt_bytes = 0
+        """By tenant."""
+        self._with_ids: deque[Ended] = deque()
+        """The latest, which have their ids."""
+        self._id_bytes = 0
         self._points: dict[str, deque[list[int]]] = defaultdict(lambda: deque(maxlen=KEPT_POINTS))
         """By tenant: [number of the time, prompt tokens, hits, hits of an infinite cache]; none for idle times."""
-        self.conversations = Conversations()
-        self.evictions = Evictions()
+        self._conversations = Conversations()
         self._failures: deque[Failure] = deque(maxlen=KEPT_FAILURES)
+        self.evictions = Evictions()
 
-    # ------------------------------------------------------------ called by the report and the router
+    # ------------------------------------------------------------ called by the router
 
-    def ended(self, one: Ended, prompt: bytes) -> None:
-        """A request of this prompt has ended."""
+    def ended(self, one: Ended) -> None:
+        """A request has ended."""
         one.at = self._clock()
-        kept = self._ended[one.tenant]
-        if len(kept) == KEPT_REQUESTS:
-            self._prompt_bytes -= len(self._prompts.pop(kept[0].id, b""))
-        kept.append(one)
-        self._prompts[one.id] = prompt
-        self._prompt_bytes += len(prompt)
-        while self._prompt_bytes > KEPT_PROMPT_BYTES:
-            self._prompt_bytes -= len(self._prompts.popitem(last=False)[1])
-        if one.misses:
+        self._unsorted.append(one)
+        self._with_ids.append(one)
+        self._id_bytes += len(one.ids)
+        while self._id_bytes > KEPT_ID_BYTES or len(self._with_ids) > KEPT_UNSORTED:
+            old = self._with_ids.popleft()
+            self._id_bytes -= len(old.ids)
+            old.ids = old.answer = b""
+        if one.misses is not None:
             self._count(one)
-            if not one.is_further_choice:
-                turn = one.prompt, one.hit, one.bound
-                self.conversations.ended(one.id, one.namespace, one.tenant, one.program, prompt, turn, one.at)
 
     def failed(self, tenant: str, worker: str, text: str) -> None:
         """A request of the tenant, or (tenant "") a worker has failed."""
@@ -134,22 +135,35 @@ class Recent:
         point[2] += one.hit
         point[3] += one.bound
 
+    def _sort(self) -> None:
+        """Sort what has ended since somebody looked."""
+        while self._unsorted:
+            one = self._unsorted.popleft()
+            self._ended[one.tenant].append(one)
+            if one.misses is not None and one.ids and not one.index:
+                self._conversations.ended(
+                    Link.of(one.at, one.namespace, one.tenant, one.program, one.ids, one.hit, one.bound, one.answer)
+                )
+
     # ------------------------------------------------------------ output: of one tenant or (None) of all
 
     def requests(self, tenant: str | None) -> list[Ended]:
         """The latest KEPT_REQUESTS, newest first."""
+        self._sort()
         if tenant is not None:
             return list(reversed(self._ended[tenant])) if tenant in self._ended else []
         merged = sorted(itertools.chain(*self._ended.values()), key=lambda one: one.at, reverse=True)
         return merged[:KEPT_REQUESTS]
 
     def find(self, tenant: str | None, id: str) -> Ended | None:
+        self._sort()
         whose = self._ended.values() if tenant is None else [self._ended[tenant]] if tenant in self._ended else []
         return next((one for kept in whose for one in kept if one.id == id), None)
 
-    def prompt(self, one: Ended) -> bytes | None:
-        """The prompt's ids, if they are still kept."""
-        return self._prompts.get(one.id)
+    def conversations(self, tenant: str | None) -> list[Conversation]:
+        """The latest first."""
+        self._sort()
+        return self._conversations.latest(tenant)
 
     def failures(self, tenant: str | None) -> Iterator[Failure]:
         """Newest first. A tenant sees those of workers, and of its own requests."""

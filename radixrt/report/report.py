@@ -27,9 +27,8 @@ MAX_DEPTH = 32
 OTHER = "(other)"
 MAX_SPANS = 32
 """The most changing texts (`volatile`) that are reported."""
-USE_SECONDS = 2.0
-"""Last uses are dated with this precision, or that of the time between two requests."""
 MAX_USES = 4096
+"""The latest seconds with requests, in which last uses are dated."""
 KEPT, RESPELLED = "kept", "respelled"
 """Keys of a tenant's session counts. The other keys are the reasons for which answers were dropped."""
 
@@ -136,7 +135,6 @@ class Report:
         """Record a new prompt. Returns its hit, in tokens, in an infinite cache: the length of its longest prefix that
         arrived or was generated before, but at most all tokens except the last, which is always computed."""
         known = self._remember(namespace, ids)
-        self._date()
         self._prefix_breaking.arrived(tenant, namespace, ids, known)
         return min(known, len(ids) // TOKEN_BYTES - 1)
 
@@ -241,11 +239,10 @@ class Report:
         at = self._uses[i][1] if i < len(self._uses) else self._clock()
         return max(0.0, self._clock() - at)
 
-    def _date(self) -> None:
-        """Note the time of the uses so far."""
-        now = self._clock()
-        if not self._uses or now - self._uses[-1][1] >= USE_SECONDS:
-            self._uses.append((self.seen.clock, now))
+    def date_uses(self) -> None:
+        """Note the time of the uses so far. To be called about once a second."""
+        if not self._uses or self._uses[-1][0] < self.seen.clock:
+            self._uses.append((self.seen.clock, self._clock()))
 
     def _place(self, tenant: str, origin: Origin, worker: str, model: str) -> Place:
         programs = self._programs[tenant]

@@ -8,10 +8,10 @@ import pytest
 
 from radixrt.report import Report
 from radixrt.report.causes import Misses, sentence
-from radixrt.report.conversations import KEPT_CONVERSATIONS, KEPT_TURNS, MARK_TOKENS, Conversations
+from radixrt.report.conversations import KEPT_CONVERSATIONS, KEPT_TURNS, MARK_TOKENS, Conversations, Link
 from radixrt.report.evictions import Eviction, Evictions
 from radixrt.report.latency import Histogram
-from radixrt.report.recent import KEPT_POINTS, KEPT_PROMPT_BYTES, KEPT_REQUESTS, POINT_SECONDS, Ended, Recent
+from radixrt.report.recent import KEPT_ID_BYTES, KEPT_POINTS, KEPT_REQUESTS, KEPT_UNSORTED, POINT_SECONDS, Ended, Recent
 
 
 class Clock:
@@ -26,7 +26,18 @@ def ids(*tokens: int) -> bytes:
 
 
 def ended(id: int, tenant: str = "t", **changes) -> Ended:
-    fields = {"program": "", "model": "m", "worker": "w", "end": "stop", "generated": 1, "arrived": 0.0, "first": 0.1}
+    fields = {
+        "program": "",
+        "model": "m",
+        "worker": "w",
+        "end": "stop",
+        "generated": 1,
+        "arrived": 0.0,
+        "index": 0,
+        "ids": b"",
+        "answer": b"",
+        "first": 0.1,
+    }
     fields |= {"prompt": 10, "hit": 4, "bound": 6, "misses": Misses(never_seen=3, evicted=2, logits=1)}
     return Ended(id=str(id), namespace=f"{tenant}\nm\n\n", tenant=tenant, **(fields | changes))
 
@@ -35,36 +46,33 @@ def test_the_last_requests_are_kept_newest_first_each_for_its_tenant():
     recent = Recent(clock := Clock())
     for i in range(KEPT_REQUESTS + 5):
         clock.now += 1
-        recent.ended(ended(i), ids(i))
+        recent.ended(ended(i))
     clock.now += 1
-    recent.ended(ended(1000, "other"), ids(7))
+    recent.ended(ended(1000, "other", ids=ids(7)))
     assert [one.id for one in recent.requests("t")] == [str(i) for i in range(KEPT_REQUESTS + 4, 4, -1)]
     assert [one.id for one in recent.requests(None)][:2] == ["1000", str(KEPT_REQUESTS + 4)]
     assert len(recent.requests(None)) == KEPT_REQUESTS and recent.requests("nobody") == []
     assert recent.find("t", "1000") is None and recent.find("t", "4") is None
-    assert recent.prompt(recent.find(None, "1000")) == ids(7)
+    assert recent.find(None, "1000").ids == ids(7)
 
 
 def test_prompts_take_bounded_memory():
-    recent, part = Recent(Clock()), bytes(KEPT_PROMPT_BYTES // 4)
+    recent, part = Recent(Clock()), bytes(KEPT_ID_BYTES // 4)
     for i in range(6):
-        recent.ended(ended(i, tenant=str(i)), part)
-    assert [recent.prompt(recent.find(None, str(i))) == part for i in range(6)] == [False] * 2 + [True] * 4
-    for i in range(100, 100 + 10 * KEPT_REQUESTS):
-        recent.ended(ended(i), bytes(KEPT_PROMPT_BYTES // 100))
-    assert [bool(recent.prompt(recent.find(None, str(i)))) for i in range(2, 6)] == [False, False, True, True], (
-        "those of requests that are not kept take none"
-    )
-    assert all(recent.prompt(one) for one in recent.requests("t"))
+        recent.ended(ended(i, tenant=str(i), ids=part))
+    assert [recent.find(None, str(i)).ids == part for i in range(6)] == [False] * 2 + [True] * 4
+    for i in range(100, 100 + KEPT_UNSORTED):
+        recent.ended(ended(i, ids=b"ids!"))
+    assert not any(recent.find(None, str(i)).ids for i in range(6)) and all(one.ids for one in recent.requests("t"))
 
 
 def test_history_has_a_point_for_each_time_and_the_sums_in_it():
     recent = Recent(clock := Clock())
-    recent.ended(ended(1), b"")
-    recent.ended(ended(2, "other"), b"")
+    recent.ended(ended(1))
+    recent.ended(ended(2, "other"))
     clock.now += 3 * POINT_SECONDS
-    recent.ended(ended(3), b"")
-    recent.ended(ended(4, misses=None), b"")  # its prompt was not computed
+    recent.ended(ended(3))
+    recent.ended(ended(4, misses=None))  # its prompt was not computed
     assert [point[1:] for point in recent.history("t")] == [[10, 4, 6], [0, 0, 0], [0, 0, 0], [10, 4, 6]]
     assert [point[1:] for point in recent.history(None)] == [[20, 8, 12], [0, 0, 0], [0, 0, 0], [10, 4, 6]]
     assert recent.point(None) == recent.history(None)[-1] == [1015.0, 10, 4, 6]
@@ -83,39 +91,51 @@ def test_a_tenant_sees_failures_of_workers_and_its_own():
 # ---------------------------------------------------------------- conversations
 
 
-def turns(kept: Conversations, tenant: str | None = "t") -> list[list[int]]:
-    """Lengths of the prompts of each conversation, the latest first."""
-    return [[turn[0] for turn in one.turns] for one in kept.latest(tenant)]
-
-
 class Chats:
-    """Tells conversations of requests as a report does: how much of each prompt was seen before."""
+    """Tells conversations of requests as a router does: how much of each prompt was seen before."""
 
     def __init__(self) -> None:
-        self.kept, self._report, self._count = Conversations(), Report(10**6), 0
+        self.kept, self._report, self._at = Conversations(), Report(10**6), 0.0
 
-    def ask(self, *prompt: int, namespace: str = "n", tenant: str = "t") -> None:
+    def ask(self, *prompt: int, answer: tuple[int, ...] = (), namespace: str = "n", tenant: str = "t") -> None:
         known = self._report.arrived(namespace, ids(*prompt))
-        self._count += 1
-        turn = len(prompt), 0, known
-        self.kept.ended(str(self._count), namespace, tenant, "", ids(*prompt), turn, float(self._count))
+        self._report.arrived(namespace, ids(*prompt, *answer[:-1]))
+        self._at += 1
+        self.kept.ended(Link.of(self._at, namespace, tenant, "", ids(*prompt), 0, known, ids(*answer)))
+
+    def turns(self, tenant: str | None = "t") -> list[list[int]]:
+        """Lengths of the prompts of each conversation, the latest first."""
+        return [[turn.prompt for turn in one.turns] for one in self.kept.latest(tenant)]
 
 
 SYSTEM = tuple(range(100))
+THOUGHT, SAID = (51, 52, 53), (61, 62, 63, 64)
 
 
-def test_a_prompt_that_extends_another_is_its_next_turn():
+@pytest.mark.parametrize("looks", [True, False])
+@pytest.mark.parametrize("again", [(*THOUGHT, *SAID), SAID, (*THOUGHT, *SAID[:2], 60)])
+def test_a_prompt_that_goes_on_with_the_answer_is_the_next_turn(again, looks):
+    """Whether the answer comes back as it was generated, without its thoughts, or partly in other tokens."""
     chats = Chats()
     one, two = SYSTEM + (1,) * 40, SYSTEM + (2,) * 40
-    chats.ask(*one)
-    chats.ask(*two)
-    chats.ask(*one, *range(200, 220))
-    chats.ask(*two, *range(300, 310))
-    chats.ask(*one, *range(200, 220), 5)
-    assert turns(chats.kept) == [[140, 160, 161], [140, 150]]
-    assert chats.kept.latest("t")[1].first == ids(*(2,) * MARK_TOKENS), "its first words are those that were new"
-    chats.ask(*one, *range(400, 430))
-    assert turns(chats.kept)[0] == [170], "it parts from a prompt that was not the conversation's last one"
+    for prompt in (one, two):
+        chats.ask(*prompt, answer=(*THOUGHT, *SAID))
+    for turn in (200, 300):
+        one, two = (*one, *again, turn), (*two, *again, turn)
+        chats.ask(*two, answer=(*THOUGHT, *SAID))
+        chats.ask(*one, answer=(*THOUGHT, *SAID))
+        assert not looks or chats.turns()
+    lengths = [140 + i * (len(again) + 1) for i in range(3)]
+    assert chats.turns() == [lengths, lengths]
+    assert [one.first for one in chats.kept.latest("t")] == [ids(*SYSTEM[:MARK_TOKENS]), ids(*(2,) * MARK_TOKENS)]
+
+
+def test_a_prompt_that_parts_from_a_conversation_begins_another():
+    chats = Chats()
+    chats.ask(*SYSTEM, 1, 2, 3, answer=SAID)
+    chats.ask(*SYSTEM, 1, 2, 9, *SAID, 5)
+    chats.ask(*SYSTEM[:50])
+    assert chats.turns() == [[50], [108], [103]]
 
 
 def test_a_conversation_stays_in_its_namespace_and_with_its_tenant():
@@ -123,20 +143,20 @@ def test_a_conversation_stays_in_its_namespace_and_with_its_tenant():
     chats.ask(*SYSTEM)
     chats.ask(*SYSTEM, 1, namespace="other")
     chats.ask(*SYSTEM, 1, 2, tenant="u")
-    assert turns(chats.kept) == [[101], [100]] and turns(chats.kept, "u") == [[102]]
-    assert len(turns(chats.kept, None)) == 3
+    assert chats.turns() == [[101], [100]] and chats.turns("u") == [[102]]
+    assert len(chats.turns(None)) == 3
 
 
 def test_conversations_and_their_turns_are_bounded():
-    chats = Chats()
+    chats, path = Chats(), [7]
     for i in range(KEPT_CONVERSATIONS + 10):
         chats.ask(*SYSTEM, -i, 1)
-    assert len(turns(chats.kept)) == KEPT_CONVERSATIONS
-    path = [7]
+        chats.turns()
     for i in range(KEPT_TURNS + 10):
         chats.ask(*(path := [*path, i]))
-    (latest, *_) = chats.kept.latest("t")
+    (latest, *others) = chats.kept.latest("t")
     assert (latest.count, len(latest.turns)) == (KEPT_TURNS + 10, KEPT_TURNS)
+    assert len(others) == KEPT_CONVERSATIONS - 1
 
 
 # ---------------------------------------------------------------- evictions and words
@@ -188,6 +208,7 @@ def test_uses_are_dated():
     uses = []
     for i in range(5):
         report.arrived("n", ids(1, 2, i))
+        report.date_uses()
         uses.append(report.seen.clock)
         clock.now += 10
     assert [report.seconds_since(use) for use in uses] == [50, 40, 30, 20, 10]

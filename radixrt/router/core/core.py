@@ -352,6 +352,7 @@ class RouterCore:
     def tick(self, now: float) -> list[Effect]:
         """Handle timeouts: of workers that were not heard, of runs that wait for a worker, of groups and pauses. To be
         called about once a second."""
+        self._recorder.tick()
         silent = self.workers.silent(now)
         for name in silent:
             log.warning("worker %s is lost: not heard for %g s", name, self._config.worker_timeout)

@@ -70,6 +70,11 @@ class Recorder:
         if self._report:
             self._report.recent.failed(tenant, worker, text)
 
+    def tick(self) -> None:
+        """To be called about once a second."""
+        if self._report:
+            self._report.date_uses()
+
     def evicted(self, worker: str, parts: list[Cut], newest: RunState | None, now: float) -> None:
         """A worker has removed parts of its cache; `newest`: the run that it was sent last."""
         if self._report:
@@ -121,6 +126,7 @@ class Recorder:
         report.recent.ended(
             Ended(
                 id=run.name,
+                index=run.index,
                 namespace=namespace.key,
                 tenant=namespace.tenant,
                 program=run.request.origin.program[:MAX_NAME_CHARS],
@@ -134,6 +140,7 @@ class Recorder:
                 arrived=run.arrived_at,
                 first=run.first_at - run.arrived_at if run.emitted else None,
                 misses=misses,
-            ),
-            run.prompt,
+                ids=run.prompt,
+                answer=run.emitted.tobytes(),
+            )
         )

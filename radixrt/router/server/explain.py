@@ -62,7 +62,7 @@ class Explainer:
 
     def explain(self, one: Ended, tenant: str | None) -> dict[str, Any]:
         """Of a request that has ended, for those who may see a tenant's figures (None: all)."""
-        prompt, misses = self._report.recent.prompt(one), one.misses or Misses()
+        prompt, misses = one.ids, one.misses or Misses()
         diverged = self._diverged(one, prompt) if prompt and misses.never_seen else None
         eviction = self._eviction(one, prompt, misses) if prompt and misses.evicted else None
         evicted = self._evicted(one, misses, eviction, tenant) if misses.evicted else None
@@ -129,7 +129,7 @@ class Explainer:
                 by = "another tenant"
         return {"tokens": misses.evicted, "seconds_ago": ago, "by": by}
 
-    def _elsewhere(self, one: Ended, prompt: bytes | None, misses: Misses) -> dict[str, Any]:
+    def _elsewhere(self, one: Ended, prompt: bytes, misses: Misses) -> dict[str, Any]:
         """The other worker that holds most of the prompt now."""
         held = self._core.index.match(one.namespace, prompt) if prompt else {}
         others = [worker for worker in self._core.workers if worker.name != one.worker and held.get(worker.number)]

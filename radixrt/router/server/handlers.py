@@ -4,7 +4,8 @@
     Cancel                     -> the task, or the core
     Fork, Pause, Forget        -> program states
     Share, Recall              -> memory that front ends share
-    Tokenize, Detokenize, Ask  -> a reply
+    Tokenize, Detokenize       -> a reply
+    Ask, Live                  -> a reply
 
 An invalid message is answered with an Error.
 """

@@ -5,9 +5,8 @@ Nothing is computed unless somebody asks: front ends do so once a second while a
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,10 +77,10 @@ class LiveView:
             "tenant": tenant or "",
             "point": self._timed(report.recent.point(tenant)),
             "totals": report.total_of(tenant).to_json(),
-            "requests": [self._run(run, now) for run in self._runs(tenant)],
+            "requests": self._in_flight(tenant, now),
             "recent": [one.to_json() for one in report.recent.requests(tenant)],
             "tenants": self._tenants(tenant),
-            "conversations": [self._conversation(one) for one in report.recent.conversations.latest(tenant)],
+            "conversations": [self._conversation(one) for one in report.recent.conversations(tenant)],
             "volatile": self._kept(
                 f"volatile {tenant}", lambda: [_volatile(row) for row in report.volatile(tenant, self._decode)]
             ),
@@ -103,11 +102,24 @@ class LiveView:
     def _timed(self, point: list[float]) -> list[float]:
         return [round(self._unix(point[0])), *point[1:]]
 
-    def _runs(self, tenant: str | None) -> Iterator[RunState]:
-        runs = (run for run in self._core.runs() if tenant in (None, run.request.namespace.tenant))
-        return itertools.islice(runs, MAX_RUNS)
+    def _in_flight(self, tenant: str | None, now: float) -> list[dict[str, Any]]:
+        """The first MAX_RUNS. Of those that were sent to a worker and have no token yet the last ones wait there: as
+        many as it says, and those that it had not got when it said so."""
+        shown: list[RunState] = []
+        unstarted: dict[Worker, list[RunState]] = defaultdict(list)
+        for run in self._core.runs():
+            if run.worker is not None and not run.started:
+                unstarted[run.worker].append(run)
+            if len(shown) < MAX_RUNS and tenant in (None, run.request.namespace.tenant):
+                shown.append(run)
+        waiting: set[RunState] = set()
+        for worker, runs in unstarted.items():
+            late = sum(run.id > worker.load.newest_run for run in runs)
+            waiting.update(runs[max(0, len(runs) - late - worker.load.waiting) :])
+        return [self._run(run, now, run.worker is None or run in waiting) for run in shown]
 
-    def _run(self, run: RunState, now: float) -> dict[str, Any]:
+    @staticmethod
+    def _run(run: RunState, now: float, waits: bool) -> dict[str, Any]:
         namespace = run.request.namespace
         return {
             "id": run.name,
@@ -115,7 +127,7 @@ class LiveView:
             "program": run.request.origin.program[:MAX_NAME_CHARS],
             "model": namespace.model,
             "worker": run.worker_name,
-            "state": "decode" if run.started else "prefill" if run.worker else "waiting",
+            "state": "decode" if run.started else "waiting" if waits else "prefill",
             "prompt": run.prompt_len,
             "hit": run.cached if run.started else run.hit,
             "bound": run.ideal,
@@ -251,16 +263,17 @@ class LiveView:
         return self._explainer.explain(one, tenant)
 
     def _conversation(self, one: Conversation) -> dict[str, Any]:
+        last = one.last
         if one.words is None:
-            decode = None if has_salt(one.namespace) else self._decode
+            decode = None if has_salt(last.namespace) else self._decode
             one.words = decode(one.first).strip()[:MAX_NAME_CHARS] if decode else ""
         return {
-            "id": one.id,
-            "tenant": one.tenant,
-            "program": one.program or one.words,
+            "id": str(one.number),
+            "tenant": last.tenant,
+            "program": last.program or one.words,
             "count": one.count,
             "turns": [turn_json(turn) for turn in one.turns],
-            "last": self._unix(one.last),
+            "last": self._unix(last.at),
         }
 
 
