@@ -123,7 +123,9 @@ class Fake:
 @contextlib.contextmanager
 def serving(fake: Fake, port: int = 0) -> Iterator[str]:
     """Serve in a thread; gives the address."""
-    config = uvicorn.Config(fake.app, port=port, log_level="critical", timeout_graceful_shutdown=0, ws="none")
+    config = uvicorn.Config(
+        fake.app, port=port, log_level="critical", log_config=None, timeout_graceful_shutdown=0, ws="none"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
