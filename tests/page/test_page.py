@@ -240,6 +240,7 @@ def test_rows_stay_while_one_is_pointed_at_or_focused(visit):
     page.keyboard.press("Shift+Tab")
     for point in (lambda: None, page.locator("#recent tbody tr").first.hover):
         point()
+        visited.until("$('recent-title').textContent.includes('held')")
         before, time_before = page.evaluate(shown), page.evaluate("page.state.time")
         page.wait_for_timeout(500)
         assert page.evaluate("page.state.time") > time_before and page.evaluate(shown) == before
