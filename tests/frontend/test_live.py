@@ -24,6 +24,7 @@ def keyed(folder) -> Iterator[str]:
         patch.setattr(live, "KEPT_SECONDS", 0.0)
         patch.setattr(live, "MIN_OUTLINE_SECONDS", 0.0)
         patch.setattr(live, "MAX_OUTLINE_SHARE", 1e9)
+        patch.setattr(live, "MAX_TENANT_SHARE", 1e9)
         with serving(folder, api_key=keys, admin_api_key=KEYS["admin"]) as frontend:
             yield frontend.url
 

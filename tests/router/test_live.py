@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import pytest
 from sim_workers import ids, register
 
 from radixrt.config import RouterConfig
-from radixrt.messages import Generate, Live, Load, Output, Sampling, StepDone, TokenPrompt
+from radixrt.messages import Generate, Live, Load, Namespace, Output, Sampling, StepDone, Stored, TokenPrompt
 from radixrt.report import Report
+from radixrt.requests.validate import Refused
 from radixrt.router.core.core import RouterCore
+from radixrt.router.server import live
 from radixrt.router.server.explain import Explainer
 from radixrt.router.server.live import LiveView
+
+
+def test_a_tenant_cannot_have_the_tree_drawn_all_the_time(monkeypatch):
+    monkeypatch.setattr(live, "MAX_TENANT_SHARE", 1e-9)
+    report = Report(10**6)
+    core = RouterCore(RouterConfig(), report)
+    core.register(register("w0"), 0.0)
+    core.step("w0", StepDone([], Load(), 0, [Stored(Namespace("t").key, 1, 0, 0, 0, ids(1, 2, 3))]), 1.0)
+    view = LiveView(core, report, Explainer(core, report, None), None)
+    drawn = view.answer(Live(id=0, part="tree"), "t")
+    assert view.answer(Live(id=0, part="tree"), "t") is drawn and drawn["total"] == 3
+    with pytest.raises(Refused) as refused:
+        view.answer(Live(id=0, part="tree", most=7), "t")
+    assert refused.value.code == 429 and refused.value.retry_after > 0
+    assert view.answer(Live(id=0, part="tree"), "other") == {"total": 0, "nodes": [], "tenants": []}
 
 
 def test_a_request_waits_is_computed_and_decodes():

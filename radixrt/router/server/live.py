@@ -33,6 +33,8 @@ MAX_VALUES = 256
 MIN_OUTLINE_SECONDS = 2.0
 MAX_OUTLINE_SHARE = 0.01
 """The most of the router's time that the outline of one page takes."""
+MAX_TENANT_SHARE = 0.2
+"""Likewise of all that a tenant asks for."""
 MAX_OUTLINES = 64
 MAX_ID_CHARS = 32
 
@@ -48,6 +50,8 @@ class LiveView:
         self._started = time.monotonic()
         self._outlines: dict[tuple[str, int, str | None], tuple[float, dict[str, Any]]] = {}
         """(until when it is shown, the outline) by node, size and tenant."""
+        self._rests: dict[str | None, float] = {}
+        """When another outline may be made for a tenant."""
         self._values: dict[str, tuple[float, Any]] = {}
         """See `_kept`."""
 
@@ -153,14 +157,18 @@ class LiveView:
     # ------------------------------------------------------------ what is cached
 
     def _tree(self, message: Live, tenant: str | None) -> dict[str, Any]:
-        """An outline, which is made again after MIN_OUTLINE_SECONDS, and so much later that it takes little time."""
+        """An outline, which is made again after MIN_OUTLINE_SECONDS, and so much later that it takes little time.
+        Raises Refused (429) if a tenant asks for too many different ones."""
         key, now = (message.of, message.most, tenant), time.monotonic()
         until, outline = self._outlines.get(key, (0.0, {}))
         if now < until:
             return outline
+        if (wait := self._rests.get(tenant, 0.0) - now) > 0:
+            raise Refused("", "the tree is drawn too often", 429, retry_after=wait)
         outline = self._outline(message, tenant)
         took = time.monotonic() - now
         self._outlines[key] = now + max(MIN_OUTLINE_SECONDS, took / MAX_OUTLINE_SHARE), outline
+        self._rests[tenant] = now + took / MAX_TENANT_SHARE
         while len(self._outlines) > MAX_OUTLINES:
             del self._outlines[next(iter(self._outlines))]
         return outline
