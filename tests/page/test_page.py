@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.page.fake import EVIL, KEY, Fake, serving
+from tests.page.world import Tree
 
 pytestmark = pytest.mark.page
 sync_api = pytest.importorskip("playwright.sync_api", reason="no browser tests without: pip install playwright")
@@ -192,6 +193,14 @@ def test_a_newcomer_is_told_the_command_with_this_address_and_a_model(visit):
     page.until("$('curl').textContent.includes('coder-32b')")
     assert page.text("#curl").startswith(f"curl {page.url}/v1/chat/completions") and "latency" not in page.text("main")
     assert "Nothing is cached yet" in page.text("#tree")
+
+
+def test_a_tree_appears_once_something_is_cached(visit):
+    page = visit("empty").open()
+    page.until("!$('tree-empty').hidden && tree.visible && !tree.asking")
+    page.fake.tree = Tree(20_000)
+    page.page.evaluate("refreshTree()")  # as every 5 seconds
+    page.until("!$('icicle').hidden && tree.data.total > 20_000")
 
 
 def test_clicks_zoom_into_the_tree_and_keys_out_of_it(visit):

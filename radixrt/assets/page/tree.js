@@ -314,7 +314,7 @@ function startTree() {
     event.preventDefault();
   });
   choose(document.querySelectorAll("[data-mode]"), (button) => ((tree.mode = button.dataset.mode), showTreeKey(), drawTree()));
-  new IntersectionObserver(([entry]) => (tree.visible = entry.isIntersecting)).observe(canvas);
+  new IntersectionObserver(([entry]) => (tree.visible = entry.isIntersecting)).observe($("tree"));
   setInterval(refreshTree, TREE_SECONDS * 1000);
 }
 
