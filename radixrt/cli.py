@@ -1,7 +1,9 @@
 """Serves language models to agents.
 
 radixrt serve MODEL            start router, workers and HTTP front ends
+radixrt pull [NAME]            download a model; without a name: list small ones
 radixrt router|worker|frontend start only one of these, for setups of several machines
+radixrt plan MODEL             print which GPUs hold a model, and how many agents
 radixrt report                 print the hit-rate report of a running stack
 radixrt run PROGRAM.py         run an agent program against a running stack
 radixrt drain WORKER           let a worker of a running stack finish its requests and leave
@@ -19,8 +21,7 @@ import runpy
 import sys
 import time
 import traceback
-import typing
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +29,20 @@ from typing import TYPE_CHECKING, Any
 from radixrt.checkpoint.files import check_files, check_model
 from radixrt.checkpoint.hub import find_files, is_hub_name
 from radixrt.checkpoint.lora_modules import check_lora_modules
-from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, model_folder, resolve
+from radixrt.config import (
+    FrontendConfig,
+    RouterConfig,
+    StackConfig,
+    WorkerConfig,
+    check,
+    client_address,
+    model_folder,
+    resolve,
+)
+from radixrt.flags import Parser, add_fields, add_model, add_notes, from_args, number, parse
 from radixrt.launch import launcher
 from radixrt.launch.process_main import ROLES, check_role, follow_parent, read_config, run_role
+from radixrt.launch.pull import folders, known_models, pull
 from radixrt.process.shutdown import Pulse
 from radixrt.version import __version__
 from radixrt.wire.keys import is_private, make_secret_key, public_suffix
@@ -40,60 +52,37 @@ if TYPE_CHECKING:
 
 INTERNAL = {"router", "name", "shares_port"}
 """Fields that `serve` sets itself."""
-ALIASES = {
-    "workers": ["--data-parallel-size", "--dp-size"],
-    "tensor_parallel_size": ["--tp-size"],
-    "max_model_len": ["--context-length"],
-    "max_num_seqs": ["--max-running-requests"],
-    "gpu_memory_utilization": ["--mem-fraction-static"],
+PLANNED = {
+    "tensor_parallel_size",
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "kv_offloading_size",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "model_impl",
 }
-"""Names that users of vLLM and SGLang know."""
+"""Settings of a worker that decide what it holds."""
 log = logging.getLogger("radixrt.cli")
 
+USAGE = "%(prog)s [MODEL] [FLAG ...]"
+LOG_LEVEL: dict[str, Any] = {"type": str.lower, "choices": ("debug", "info", "warning", "error")}
 RESTART_SECONDS = 600.0
 """How long `radixrt drain --restart` waits until the worker serves again."""
-DEFAULT_URL = "tcp://127.0.0.1:5555"
+DEFAULT_URL = client_address()
 
 
-# ---------------------------------------------------------------- flags from fields
-
-
-def add_fields(parser: argparse.ArgumentParser, config: type, *, leave_out: Set[str] = frozenset()) -> None:
-    """Add a flag for each field of `config` that has a help text, unless the parser has that flag already: for a field
-    `max_num_seqs` the flag `--max-num-seqs`."""
-    types = typing.get_type_hints(config)
-    known = {action.dest for action in parser._actions}
-    for field in dataclasses.fields(config):
-        if field.name in known | leave_out or "help" not in field.metadata:
-            continue
-        kind = types[field.name]
-        flags = ["--" + field.name.replace("_", "-"), *ALIASES.get(field.name, ())]
-        options: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS, "help": field.metadata["help"]}
-        if kind is bool and field.default:  # with a flag --no-... as well
-            options["help"] += " (default: on)"
-            parser.add_argument(*flags, action=argparse.BooleanOptionalAction, **options)
-        elif kind is bool:
-            parser.add_argument(*flags, action="store_true", **options)
-        elif typing.get_origin(kind) is tuple:
-            options |= {"action": "extend", "nargs": "+"} if field.metadata["several"] else {"action": "append"}
-            parser.add_argument(*flags, metavar=field.name.upper(), **options)
-        else:
-            options["help"] += "" if field.default in ("", 0) else f" (default: {field.default})"
-            parser.add_argument(*flags, type=kind, metavar=kind.__name__.upper(), **options)
-
-
-def from_args(config: type, args: argparse.Namespace) -> Any:
-    """Make a `config` from the flags that were given; other fields keep their defaults."""
-    given = vars(args)
-    changes = {f.name: given[f.name] for f in dataclasses.fields(config) if f.name in given}
-    return config(**{name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()})
+# ---------------------------------------------------------------- keys
 
 
 def read_keys(args: argparse.Namespace) -> None:
     """Replace each `--api-key @FILE` by the keys in the file. Warns of keys that are not in a file."""
     if "api_key" in args:
         if any(given[:1] != "@" for given in args.api_key):
-            _warn_of_key("--api-key", "keys, TENANT:KEY one per line")
+            _warn_of_key("--api-key", "keys, one per line,")
         args.api_key = [key for given in args.api_key for key in (_keys_in(given[1:]) if given[:1] == "@" else [given])]
 
 
@@ -128,32 +117,49 @@ def _keys_in(path: str) -> list[str]:
     lines = (line.strip() for line in text.splitlines())
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ValueError(f"--api-key @{path}: there is no TENANT:KEY in the file")
+        raise ValueError(f"--api-key @{path}: there is no key in the file")
     if not is_private(path):
         log.warning("%s, with API keys, can be read by others than its owner (chmod 600)", path)
     return keys
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="radixrt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+# ---------------------------------------------------------------- flags
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="radixrt", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--version", action="version", version=f"radixrt {__version__}")
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--log-level", default="info", **LOG_LEVEL)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="start router, workers and HTTP front ends")
-    serve.add_argument(
-        "model", metavar="MODEL", help="checkpoint folder, GGUF file, hub name, or nano, a small model that is included"
-    )
+    serve = commands.add_parser("serve", help="start router, workers and HTTP front ends", usage=USAGE)
+    add_model(serve, "checkpoint folder, GGUF file, hub name, or nano, a small model that is included")
     for config in (StackConfig, WorkerConfig, RouterConfig, FrontendConfig):
         add_fields(serve, config, leave_out=INTERNAL)
+    add_notes(serve)
     serve.set_defaults(run=_serve)
 
+    download = commands.add_parser("pull", help="download a model of the hub")
+    download.add_argument("model", metavar="NAME", nargs="?", help="hub name, or a short one; without: list these")
+    download.add_argument("--model-impl", default="auto", help="as of serve: who is to compute it")
+    download.set_defaults(run=_pull)
+
     for role, kind in ROLES.items():
-        command = commands.add_parser(role, help=(kind.__doc__ or "").splitlines()[0])
+        command = commands.add_parser(role, help=(kind.__doc__ or "").splitlines()[0], usage=USAGE)
         command.add_argument("--config-from-stdin", action="store_true", help=argparse.SUPPRESS)
         command.add_argument("--pulse", type=int, metavar="FD", help=argparse.SUPPRESS)
+        add_model(command, "checkpoint folder, GGUF file, hub name, or nano")
         add_fields(command, kind)
+        add_notes(command)
         command.set_defaults(run=_role, role=role)
+
+    plan = commands.add_parser("plan", help="what a model takes, and how many agents fit on which GPUs; loads nothing")
+    add_model(plan, "checkpoint folder, GGUF file, hub name (of which no weights are fetched), or nano")
+    plan.add_argument("--context", type=number, default=0, metavar="TOKENS", help="of an agent (default: 32K)")
+    plan.add_argument("--gpu", action="append", metavar="NAME", help="only this GPU; repeatable: H100, A100-40GB, ...")
+    plan.add_argument("--json", action="store_true", help="JSON instead of a table")
+    add_fields(plan, WorkerConfig, leave_out={field.name for field in dataclasses.fields(WorkerConfig)} - PLANNED)
+    plan.set_defaults(run=_plan)
 
     report = commands.add_parser("report", help="print the hit-rate report of a running stack")
     report.add_argument("--json", action="store_true", help="JSON instead of a table")
@@ -174,6 +180,8 @@ def build_parser() -> argparse.ArgumentParser:
     keygen = commands.add_parser("keygen", help="make a CURVE key for ZMQ beyond loopback")
     keygen.add_argument("file", metavar="FILE", help="secret key file to write; give it to --curve-secret-key")
     keygen.set_defaults(run=_keygen)
+    for command in commands.choices.values():
+        command.add_argument("--log-level", default=argparse.SUPPRESS, **LOG_LEVEL)
     return parser
 
 
@@ -181,6 +189,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> int:
+    if "model" not in args:
+        raise ValueError("which model? radixrt serve MODEL, or --model MODEL; nano is a small one that is included")
     read_keys(args)
     read_admin_key(args)
     _check_model_here(args.model, vars(args).get("fake", ""), vars(args).get("model_impl", "auto"))
@@ -219,8 +229,33 @@ def _role(args: argparse.Namespace) -> int:
         if args.role == "worker":
             _check_model_here(config.model, config.fake, config.model_impl)
             _check_adapters(config)
+        check_role(config)
+        config = folders(config)
     check_role(config)
     return run_role(args.role, resolve(config), Pulse(args.pulse))
+
+
+def _plan(args: argparse.Namespace) -> int:
+    if "model" not in args:
+        raise ValueError("which model? radixrt plan MODEL")
+    if args.context < 0:
+        raise ValueError(f"--context {args.context}: expected a number of tokens")
+    config = resolve(dataclasses.replace(from_args(WorkerConfig, args), device="cuda:0"))
+    check(config)
+    from radixrt.worker.load.capacity import find_capacity, named_gpus
+    from radixrt.worker.load.capacity_text import to_text
+
+    sizes = (config.tensor_parallel_size,) if "tensor_parallel_size" in args else ()
+    capacity = find_capacity(config, args.context, named_gpus(args.gpu or ()), sizes)
+    print(json.dumps(capacity.as_json(), indent=2) if args.json else to_text(capacity))
+    return 0
+
+
+def _pull(args: argparse.Namespace) -> int:
+    if args.model:
+        return pull(args.model, args.model_impl)
+    print(known_models())
+    return 0
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -331,16 +366,20 @@ def _keygen(args: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `radixrt`. Returns its exit code: 0 success, 1 it failed while running, 2 it could not start."""
-    args = build_parser().parse_args(arguments)
+    args = parse(build_parser(), arguments)
     logging.basicConfig(
         level=args.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", stream=sys.stderr
     )
     if args.log_level == "info":  # httpx writes a line for each request of a client at this level
         logging.getLogger("httpx").setLevel(logging.WARNING)
+    for note in vars(args).get("notes", ()):
+        log.info("%s", note)
     try:
         return args.run(args)
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
-        print(f"radixrt {args.command}: {error}", file=sys.stderr)
+        # Of our own OSErrors, without a file name, the text says all; Python would put "[Errno 98]" before it.
+        said = error.strerror if isinstance(error, OSError) and not error.filename and error.strerror else error
+        print(f"radixrt {args.command}: {said}", file=sys.stderr)
         return 2

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from radixrt.known_models import KNOWN
+
 
 class Form(NamedTuple):
     """A condition on the value of a setting, and its description for error messages."""
@@ -26,14 +28,31 @@ class Form(NamedTuple):
     words: str
 
 
+def one_of(*names: str) -> Form:
+    return Form(names.__contains__, f"{', '.join(names[:-1])} or {names[-1]}")
+
+
 DEVICE = Form(re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?").fullmatch, "auto, cpu, cuda or cuda:N")
-MODEL_IMPL = Form(re.compile(r"auto|radixrt|transformers").fullmatch, "auto, radixrt or transformers")
+MODEL_IMPL = one_of("auto", "radixrt", "transformers")
+DTYPE = one_of("auto", "float32", "bfloat16", "float16", "float", "half")
+QUANTIZATION = Form(one_of("auto", "fp8", "none").holds, "auto (as they are stored: AWQ, GPTQ, FP8), fp8 or none")
+KV_CACHE_DTYPE = one_of("auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+KV_SCALES = one_of("auto", "none")
+ATTENTION_BACKEND = one_of("auto", "flashinfer", "triton", "torch")
+TREE_ATTENTION = one_of("auto", "on", "off")
+DRAFTING = ("auto", "ngram", "mtp", "nextn", "none")
+SPECULATIVE_ALGORITHM = Form(lambda text: text.lower() in DRAFTING, one_of(*DRAFTING).words)
+LOAD_FORMAT = one_of("auto", "safetensors", "gguf", "dummy")
+NUMBER = r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?"
+FAKE = Form(re.compile(f"({NUMBER},{NUMBER})?").fullmatch, "PREFILL_TOKENS_PER_S,DECODE_STEP_S")
+GENERATION_CONFIG = one_of("auto", "none", "vllm")
+BACKEND = one_of("mp", "ray")
 NAME = Form(
     lambda text: text.isprintable() and len(text.encode(errors="replace")) <= 200,
     "at most 200 bytes, all of which can be printed",
 )
 GIBIBYTES = Form(re.compile(r"auto|none|[0-9]{1,6}(\.[0-9]{1,6})?").fullmatch, "auto, none or a number of GiB")
-EVICTION = Form(re.compile(r"lru|lfu|priority").fullmatch, "lru, lfu or priority")
+EVICTION = one_of("lru", "lfu", "priority")
 MAX_NUMBER = 1 << 40
 """The largest value of a number setting for which no smaller limit is given."""
 MAX_TOKENS = (1 << 31) - 1
@@ -49,13 +68,27 @@ def setting(
     most: float = MAX_NUMBER,
     form: Form | None = None,
     several: bool = False,
+    json: bool = False,
 ) -> Any:
     """A dataclass field with its help text for the command line, and the values that `check` allows: numbers from
-    `least` to `most`, or texts of a `form`. `several`: the flag takes one or more values at once."""
-    metadata = {"help": help, "least": least, "most": most, "form": form, "several": several}
+    `least` to `most`, or texts of a `form`. `several`: the flag takes one or more values at once; `json`: also a JSON
+    list of them."""
+    metadata = {"help": help, "least": least, "most": most, "form": form, "several": several, "json": json}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+PORT, CLIENT_PORT = 8000, 5555
+"""Of HTTP and of ZMQ for clients, by default."""
+
+
+def client_address(port: int = PORT) -> str:
+    """The ZMQ address for clients of a stack that serves HTTP at `port`: its port is as far from CLIENT_PORT as that is
+    from PORT, so that stacks with different ports live side by side. For ports below that have none, it is
+    CLIENT_PORT."""
+    moved = CLIENT_PORT + port - PORT
+    return f"tcp://127.0.0.1:{moved if moved >= 1024 else CLIENT_PORT}"
 
 
 SESSION_TOKENS = (
@@ -75,6 +108,10 @@ RUNTIME_LORA = (
 SHUTDOWN = (
     "a process that is told to stop finishes the requests in flight, and refuses new ones (503), for at most so many "
     "seconds (0: it ends at once); so long has a drained worker, before its requests continue elsewhere"
+)
+API_KEY = (
+    "KEY that clients send, or TENANT:KEY for tenants that share no prefixes, or @FILE with one per line; repeatable; "
+    "keys without a tenant are all of tenant 'default'"
 )
 TOOL_CALL_PARSER = (
     "format of the model's tool calls: auto, none, hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, "
@@ -115,14 +152,25 @@ class WorkerConfig:
     tensor_parallel_size: int = setting(
         1, "ranks (GPUs) of each worker, each with a part of every weight matrix", least=1, most=64
     )
-    dtype: str = setting("auto", "dtype of weights and activations: auto, float32, bfloat16, float16")
+    dtype: str = setting(
+        "auto",
+        "dtype of weights and activations: auto (float32 on a CPU, 16 bits on a GPU), float32, bfloat16, float16",
+        form=DTYPE,
+    )
     quantization: str = setting(
         "auto",
         "what to do with quantized weights on a GPU: auto (keep FP8, INT4, and MXFP4 experts, as stored), fp8 (round "
         "weights other than those experts to FP8, too), none (dequantize all)",
+        form=QUANTIZATION,
     )
-    kv_cache_dtype: str = setting("auto", "dtype of KV pages: auto, float32, bfloat16, fp8_e4m3, fp8_e5m2")
-    kv_scales: str = setting("auto", "scales of FP8 pages: auto (the checkpoint's, else calibrated), none (1)")
+    kv_cache_dtype: str = setting(
+        "auto",
+        "dtype of KV pages: auto, float32, bfloat16, float16, fp8_e4m3 (or fp8), fp8_e5m2",
+        form=KV_CACHE_DTYPE,
+    )
+    kv_scales: str = setting(
+        "auto", "scales of FP8 pages: auto (the checkpoint's, else calibrated), none (1)", form=KV_SCALES
+    )
     page_size: int = setting(1, "tokens per KV page", least=1, most=1 << 16)
     max_total_tokens: int = setting(0, "token slots in the KV pool (0: what fits in memory)", least=0, most=MAX_TOKENS)
     max_mamba_cache_size: int = setting(
@@ -135,7 +183,10 @@ class WorkerConfig:
         form=GIBIBYTES,
     )  # fmt: skip
     max_model_len: int = setting(
-        0, "most tokens of prompt and output together (0: the model's limit)", least=0, most=MAX_TOKENS
+        0,
+        "most tokens of prompt and output together, up to the model's limit (0: that limit)",
+        least=0,
+        most=MAX_TOKENS,
     )
     max_num_seqs: int = setting(256, "most requests running at once", least=1, most=1 << 16)
     max_pinned_share: float = setting(
@@ -165,6 +216,7 @@ class WorkerConfig:
         'LoRA adapters in PEFT\'s format, NAME=FOLDER or {"name": NAME, "path": FOLDER}, one or more; repeatable; each '
         "name is a model for clients; requests of all adapters and of the model run in one batch",
         several=True,
+        json=True,
     )
     max_lora_rank: int = setting(16, "largest rank of a LoRA adapter", least=1, most=1 << 10)
     max_loras: int = setting(
@@ -175,9 +227,13 @@ class WorkerConfig:
         most=1 << 10,
     )
     allow_runtime_lora_updating: bool = setting(False, RUNTIME_LORA)
-    attention_backend: str = setting("auto", "attention kernels: auto, flashinfer or triton (on a GPU), torch")
+    attention_backend: str = setting(
+        "auto", "attention kernels: auto, flashinfer or triton (on a GPU), torch", form=ATTENTION_BACKEND
+    )
     tree_attention: str = setting(
-        "auto", "prefixes that requests of a batch share are read from memory once: auto or on (where it pays off), off"
+        "auto",
+        "prefixes that requests of a batch share are read from memory once: auto or on (where it pays off), off",
+        form=TREE_ATTENTION,
     )
     jump_forward: bool = setting(
         True, "append text that a grammar forces instead of sampling it; JSON of a schema is then on one line"
@@ -186,12 +242,15 @@ class WorkerConfig:
         "auto",
         "drafting of tokens: ngram (prompt lookup), mtp or nextn (ngram, and the model's layer for multi-token "
         "prediction), none, auto (ngram on a GPU, none on a CPU)",
+        form=SPECULATIVE_ALGORITHM,
     )
     speculative_num_draft_tokens: int = setting(8, "most draft tokens per request and step", least=1, most=1 << 10)
     enforce_eager: bool = setting(False, "do not use CUDA graphs")
     cpu_threads: int = setting(0, "compute threads of each rank on a CPU (0: torch's default)", least=0, most=1 << 12)
     load_format: str = setting(
-        "auto", "weights: auto (safetensors, or of a GGUF file), dummy (random, from config.json alone)"
+        "auto",
+        "weights: auto (safetensors, or of a GGUF file), dummy (random, from config.json alone)",
+        form=LOAD_FORMAT,
     )
     seed: int = setting(0, "seed of dummy weights", least=0, most=(1 << 63) - 1)
     watchdog_timeout: float = setting(
@@ -204,7 +263,9 @@ class WorkerConfig:
     shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MAX_SECONDS)
     check: bool = setting(False, "assert the page accounting after every step (slow)")
     fake: str = setting(
-        "", "simulate a model with so many prefill tokens per second, and seconds per decode step, e.g. 50000,0.01"
+        "",
+        "simulate a model with so many prefill tokens per second, and seconds per decode step, e.g. 50000,0.01",
+        form=FAKE,
     )
 
 
@@ -222,19 +283,21 @@ class RouterConfig:
     )
     tokenizer: str = setting("", "tokenizer folder (default: the model's); none: prompts are token ids only")
     chat_template: str = setting("", "file with a Jinja chat template to use instead of the checkpoint's")
-    client_address: str = setting("tcp://127.0.0.1:5555", "ZMQ address for clients")
+    client_address: str = setting(
+        "",
+        f"ZMQ address for clients (default: {client_address()}; with serve the port moves with --port: 5655 for 8100)",
+    )
     worker_address: str = setting(
         "",
         "ZMQ address for workers that join from elsewhere, e.g. tcp://127.0.0.1:5556 (default: none; those that serve "
         "starts on this machine need none)",
     )
-    api_key: tuple[str, ...] = setting(
-        (), "TENANT:KEY, or @FILE with one per line; repeatable; without keys, all requests are of tenant 'default'"
-    )
+    api_key: tuple[str, ...] = setting((), API_KEY + "; without keys, all requests are of tenant 'default'")
     admin_api_key: str = setting(
         "",
-        "KEY, or @FILE with it, of the one who may load LoRA adapters where there are API keys, and who sees "
-        "the figures of all tenants (/metrics, /v1/report); it is no tenant's",
+        "KEY, or @FILE with it, of the one who runs this: where there are API keys, it alone loads LoRA adapters, "
+        "drains workers and empties caches, and sees the figures of all tenants (/metrics, /v1/report); it is no "
+        "tenant's",
     )
     allow_runtime_lora_updating: bool = setting(False, RUNTIME_LORA)
     worker_timeout: float = setting(
@@ -272,6 +335,11 @@ class RouterConfig:
     pause_seconds: float = setting(
         60.0, "longest time that a program's prefix stays cached while a tool runs", least=0.0, most=MAX_SECONDS
     )
+    otlp_traces_endpoint: str = setting(
+        "",
+        "URL of an OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces) that gets a span of "
+        "each request; needs the extra otel (default: no traces)",
+    )
     shutdown_timeout: float = setting(30.0, SHUTDOWN, least=0.0, most=MAX_SECONDS)
     curve_secret_key: str = setting("", "file with a CURVE secret key; required to listen beyond loopback")
     http: FrontendConfig | None = None
@@ -293,13 +361,15 @@ class FrontendConfig:
     served_model_name: str = setting("", "model name for clients (default: the folder's name)")
     tokenizer: str = setting("", "tokenizer folder (default: the model's); none: prompts are token ids only")
     chat_template: str = setting("", "file with a Jinja chat template to use instead of the checkpoint's")
-    router: str = setting("tcp://127.0.0.1:5555", "ZMQ address of the router's client socket")
+    router: str = setting(client_address(), "ZMQ address of the router's client socket")
     host: str = setting("127.0.0.1", "address to listen on; API keys are required to listen beyond loopback")
-    port: int = setting(8000, "port to listen on (0: a free one)", least=0, most=MAX_PORT)
-    api_key: tuple[str, ...] = setting((), "TENANT:KEY, or @FILE with one per line; repeatable")
-    admin_api_key: str = setting("", "KEY, or @FILE with it, of the one who may see the figures of all tenants")
+    port: int = setting(PORT, "port to listen on (0: a free one)", least=0, most=MAX_PORT)
+    api_key: tuple[str, ...] = setting((), API_KEY)
+    admin_api_key: str = setting(
+        "", "KEY, or @FILE with it, of the one who sees all tenants' figures and empties caches"
+    )
     allowed_origins: tuple[str, ...] = setting(
-        (), "origin whose web pages may send requests (CORS); repeatable; * for all"
+        (), "origin whose web pages may send requests (CORS), or a JSON list of some; repeatable; * for all", json=True
     )
     allowed_hosts: tuple[str, ...] = setting(
         (),
@@ -316,7 +386,9 @@ class FrontendConfig:
     tool_call_parser: str = setting("auto", TOOL_CALL_PARSER)
     reasoning_parser: str = setting("auto", REASONING_PARSER)
     generation_config: str = setting(
-        "auto", "sampling defaults: auto (the model's generation_config.json), none (OpenAI's defaults)"
+        "auto",
+        "sampling defaults: auto (the model's generation_config.json), none or vllm (OpenAI's defaults)",
+        form=GENERATION_CONFIG,
     )
     session_tokens: int = setting(4_000_000, SESSION_TOKENS, least=0)
     keep_thinking: bool = setting(False, KEEP_THINKING)
@@ -348,7 +420,7 @@ class StackConfig:
         most=1 << 10,
     )
     data_parallel_backend: str = setting(
-        "mp", "where workers run: mp (on this machine), ray (on the machines of a Ray cluster)"
+        "mp", "where workers run: mp (on this machine), ray (on the machines of a Ray cluster)", form=BACKEND
     )
     ray_address: str = setting("auto", "Ray cluster: HOST:PORT, auto (the one that this machine belongs to)")
     ready_timeout: float = setting(
@@ -389,16 +461,36 @@ NANO = Path(__file__).parent / "assets" / "nano"
 
 
 def model_folder(name: str) -> str:
-    """`name`, but for `nano` the folder of the included model, unless the current directory has a folder `nano`."""
-    return str(NANO) if name == NANO.name and not os.path.isdir(name) else name
+    """What a short name stands for: `nano` for the folder of the included model, one of `known_models` for its name at
+    the hub, unless the current directory has a folder of that name. Any other `name` as it is."""
+    if os.path.isdir(name):
+        return name
+    return str(NANO) if name == NANO.name else KNOWN[name].name if name in KNOWN else name
+
+
+def client_names(model: str) -> list[str]:
+    """The names of a model for clients, its own first: ORG/NAME as at the hub, and NAME; of a path its last part."""
+    full, last = model_folder(model), os.path.basename(os.path.normpath(model_folder(model))).removesuffix(".gguf")
+    at_hub = full.count("/") == 1 and full[0] not in "./~" and not full.endswith(".gguf") and not os.path.exists(full)
+    names = [full, last] if at_hub else [last]
+    return list(dict.fromkeys([*names, model] if model in KNOWN else names))
+
+
+def named(config: AnyConfig) -> AnyConfig:
+    """With the model's name for clients, if none is set. A router gets the others as aliases."""
+    if config.served_model_name or not config.model:
+        return config
+    name, *others = client_names(config.model)
+    changes: dict[str, Any] = {"served_model_name": name}
+    if isinstance(config, RouterConfig):
+        changes["model_aliases"] = (*config.model_aliases, *others)
+    return dataclasses.replace(config, **changes)
 
 
 def resolve(config: AnyConfig) -> AnyConfig:
     """Fill in all defaults that depend on the machine or on other settings. Idempotent."""
+    config = named(config)
     changes: dict[str, Any] = {"model": model_folder(config.model)}
-    if not config.served_model_name:
-        name = os.path.basename(os.path.normpath(config.model)) if config.model else ""
-        changes["served_model_name"] = name.removesuffix(".gguf")
     if isinstance(config, WorkerConfig):
         on_gpu = config.device.startswith("cuda") or (config.device == "auto" and gpu_count() > 0 and not config.fake)
         if config.device == "auto":
@@ -413,6 +505,8 @@ def resolve(config: AnyConfig) -> AnyConfig:
             changes["max_num_batched_tokens"] = 8192 if on_gpu else 512
     else:
         changes["tokenizer"] = model_folder(config.tokenizer) or changes["model"] or "none"
+    if isinstance(config, RouterConfig):
+        changes["client_address"] = config.client_address or client_address()
     return dataclasses.replace(config, **changes)
 
 

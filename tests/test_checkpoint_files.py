@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -232,6 +233,19 @@ def test_a_field_that_is_missing(folder, capsys, field):
     assert line.startswith("model_type '' is not served" if field == "model_type" else f"config.json has no {field}")
 
 
+def test_a_gguf_file_without_its_last_tensors(tmp_path, capsys):
+    """As a download that broke leaves it."""
+    tensors = b"".join(struct.pack("<Q1sIQIQ", 1, name, 1, 8, 0, offset) for name, offset in ((b"a", 0), (b"b", 4096)))
+    (tmp_path / "x.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 2, 0) + tensors + bytes(200))
+    line = said(["serve", str(tmp_path / "x.gguf")], capsys)
+    assert line == f"{tmp_path}/x.gguf: it is cut off: tensor b is missing; download it again"
+
+
+def test_a_folder_without_config(folder, capsys):
+    (folder / "config.json").unlink()
+    assert said(["serve", str(folder)], capsys).startswith(f"{folder} holds no config.json: give")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -245,7 +259,7 @@ def test_the_command_ends(folder, change, words):
     places = [f"--{name}-address=ipc://{folder}/{name}" for name in ("client", "worker")]
     command = [sys.executable, "-m", "radixrt", "serve", str(folder), "--device", "cpu", "--port", "0", *places]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "while starting" not in done.stderr
     assert words.format(folder=folder) in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""The documents name tests and files that there are."""
+"""The documents name tests that there are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.documents import PAGES, ROOT, name_of
+
 PAGE = (ROOT / "docs" / "guarantees.md").read_text()
 
 
@@ -21,14 +22,7 @@ def test_each_promise_names_tests_that_there_are():
             assert f"def {test}(" in (ROOT / file).read_text(), (file, test)
 
 
-PAGES = ("docs/architecture.md", "docs/guarantees.md", "docs/compatibility.md", "CONTRIBUTING.md", "CHANGELOG.md")
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_pages_name_tests_and_files_that_there_are(page: str):
-    path = ROOT / page
-    text = path.read_text()
-    for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_name_tests_that_there_are(page: Path) -> None:
+    for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text()):
         assert f"def {test}" in (ROOT / file).read_text(), (file, test)
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (path.parent / link).exists(), link

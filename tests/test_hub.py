@@ -3,6 +3,7 @@ for. The hub is a small HTTP server here."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -19,15 +20,18 @@ import pytest
 import torch
 
 from radixrt.checkpoint.gguf.quants import chosen, quants
-from radixrt.checkpoint.hub import find_files
-from radixrt.config import NANO
+from radixrt.checkpoint.hub import Lines, find_files
+from radixrt.config import NANO, FrontendConfig, RouterConfig, WorkerConfig, resolve
 from radixrt.worker.model.weights.gguf import GgufWeights
 from tests.checkpoints import make_model, make_tokenizer
 from tests.gguf_files import write
 
 COMMIT = "c" * 40
 NAME = "acme/nano-1"
-LOOK_UP = f"look_up(WorkerConfig({NAME!r}, device='cpu')).folder"
+HERE = (
+    f"(s := here(StackConfig(RouterConfig({NAME!r}), WorkerConfig({NAME!r}, device='cpu'), FrontendConfig({NAME!r}))))"
+    " and (*dict.fromkeys(p.model for p in (s.router, s.worker, s.frontend)), s.worker.served_model_name)"
+)
 
 
 @dataclass
@@ -107,13 +111,11 @@ def hub() -> Iterator[Hub]:
     server.server_close()
 
 
-def look_up(hub: Hub, home: Path, call: str = "", **more: str) -> subprocess.CompletedProcess[str]:
-    """What a worker does before it reads weights, or `call`, in a process of its own: the hub's address is read at
-    import."""
-    call = call or LOOK_UP
+def look_up(hub: Hub, home: Path, call: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """What `call` gives, or its error, in a process of its own: the hub's address is read at import."""
     code = (
-        "from radixrt.checkpoint.hub import find_files; from radixrt.config import WorkerConfig\n"
-        f"{'from radixrt.worker.load.options import look_up' if 'look_up' in call else ''}\n"
+        "from radixrt.checkpoint.hub import find, find_files; from radixrt.config import *\n"
+        "from radixrt.launch.pull import here\n"
         f"try: print({call})\n"
         "except ValueError as error: print(error)"
     )
@@ -123,27 +125,35 @@ def look_up(hub: Hub, home: Path, call: str = "", **more: str) -> subprocess.Com
 
 def test_weights_come_last_and_serve_offline(hub, tmp_path):
     hub.breaks["model.safetensors"] = 1_000_000
-    done = look_up(hub, tmp_path)
+    done = look_up(hub, tmp_path, HERE)
     assert hub.asked.count("config.json") == 1 and hub.asked[-2:] == ["model.safetensors"] * 2, (
         "after a lost connection"
     )
-    assert (Path(done.stdout.strip()) / "model.safetensors").read_bytes() == hub.files["model.safetensors"]
-    assert "HTTP" not in done.stderr
+    folder, name = ast.literal_eval(done.stdout)
+    assert (Path(folder) / "model.safetensors").read_bytes() == hub.files["model.safetensors"] and name == NAME
+    assert "HTTP" not in done.stderr and f"downloading {NAME}" in done.stderr
     hub.asked.clear()
-    again = look_up(hub, tmp_path, HF_ENDPOINT="http://127.0.0.1:1")
-    assert again.stdout == done.stdout and not hub.asked
+    again = look_up(hub, tmp_path, HERE, HF_ENDPOINT="http://127.0.0.1:1")
+    assert again.stdout == done.stdout and not hub.asked and not again.stderr
 
 
 def test_what_is_not_served_is_refused_before_its_weights(hub, tmp_path):
     config = json.loads(hub.files["config.json"]) | {"hidden_size": "wide"}
     hub.files["config.json"] = json.dumps(config).encode()
-    assert "hidden_size is 'wide'" in look_up(hub, tmp_path).stdout
+    assert "hidden_size is 'wide'" in look_up(hub, tmp_path, HERE).stdout
+    assert "config.json" in hub.asked and "model.safetensors" not in hub.asked
+
+
+def test_a_plan_fetches_no_weights(hub, tmp_path):
+    plan = f"__import__('radixrt.cli').cli.main(['plan', {NAME!r}, '--gpu', 'L4'])"
+    said = look_up(hub, tmp_path, plan).stdout
+    assert said.startswith("acme/nano-1: llama") and "\nL4 " in said
     assert "config.json" in hub.asked and "model.safetensors" not in hub.asked
 
 
 def test_a_model_of_which_a_part_is_here_is_named_offline(hub, tmp_path):
     look_up(hub, tmp_path, f"find_files({NAME!r})")
-    (said,) = look_up(hub, tmp_path, HF_HUB_OFFLINE="1").stdout.splitlines()
+    (said,) = look_up(hub, tmp_path, f"find({NAME!r})", HF_HUB_OFFLINE="1").stdout.splitlines()
     assert said.startswith(f"{NAME}: ") and "nor has its cache all files" in said and not hub.asked[4:]
 
 
@@ -151,6 +161,46 @@ def test_a_model_of_which_a_part_is_here_is_named_offline(hub, tmp_path):
 def test_a_path_is_not_asked_for_at_the_hub(path):
     with pytest.raises(ValueError, match=f"^there is no (file|folder) {Path(path)}; give one"):
         find_files(path)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (NAME, [NAME, "nano-1"]),
+        (f"{NAME}:Q4_0", [f"{NAME}:Q4_0", "nano-1:Q4_0"]),
+        ("smollm2", ["HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", "smollm2"]),
+        ("nano", ["nano"]),
+        (str(NANO), ["nano"]),
+        ("./models/tiny-Q4.gguf", ["tiny-Q4"]),
+    ],
+)
+def test_clients_may_use_the_name_that_the_server_was_given(model, names):
+    router = resolve(RouterConfig(model, model_aliases=("gpt-9",)))
+    assert [router.served_model_name, *router.model_aliases] == [names[0], "gpt-9", *names[1:]]
+    assert (
+        resolve(FrontendConfig(model)).served_model_name == resolve(WorkerConfig(model)).served_model_name == names[0]
+    )
+    assert resolve(router) == router and not resolve(RouterConfig(model, served_model_name="m")).model_aliases
+
+
+def test_a_download_is_told_in_lines_where_there_is_no_terminal(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("radixrt.checkpoint.hub.SAY_SECONDS", 0.0)
+    with Lines(total=5_000_000, unit="B") as whole, Lines(total=3, unit="it") as files:
+        whole.update(2_000_000)
+        files.update(1)
+    assert caplog.messages[-1] == "downloaded 2 of 5 MB" and not [m for m in caplog.messages if "3" in m]
+
+
+def test_a_download_that_is_stopped_leaves_no_part(tmp_path):
+    part, done = tmp_path / "x.incomplete", tmp_path / "y"
+    code = (
+        "import os, signal, sys; from radixrt.launch import pull\n"
+        "files = [open(name, 'w') for name in sys.argv[1:]]\n"
+        "pull._leave(signal.SIGINT, None)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, part, done]).returncode == 130
+    assert not part.exists() and done.exists()
 
 
 # ---------------------------------------------------------------- GGUF files
@@ -174,12 +224,12 @@ def gguf_hub(hub, model, tmp_path) -> Hub:
 
 
 def test_a_quant_is_downloaded_alone_and_serves_offline(gguf_hub, model, tmp_path):
-    name = f"{NAME}:f32"
-    call = f"look_up(WorkerConfig({name!r}, device='cpu')).folder"
-    cache = {"XDG_CACHE_HOME": str(tmp_path)}
+    call, cache = HERE.replace(NAME, f"{NAME}:f32"), {"XDG_CACHE_HOME": str(tmp_path)}
     done = look_up(gguf_hub, tmp_path, call, **cache)
     assert sorted(gguf_hub.asked) == FILES
-    weights = GgufWeights(Path(done.stdout.strip()) / "model.gguf", torch.float32, torch.device("cpu"), progress=False)
+    folder, name = ast.literal_eval(done.stdout)
+    assert name == f"{NAME}:f32"
+    weights = GgufWeights(Path(folder) / "model.gguf", torch.float32, torch.device("cpu"), progress=False)
     for tensor_name, tensor in model.state_dict().items():
         assert torch.equal(weights.load(tensor_name, tensor.shape), tensor)
     gguf_hub.asked.clear()

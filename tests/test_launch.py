@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import socket
 from types import SimpleNamespace
 
@@ -87,10 +88,18 @@ def test_too_few_gpus(monkeypatch, gpus, workers, ranks, words):
         shares(monkeypatch, gpus, workers, tensor_parallel_size=ranks)
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp-size"])
-def test_the_flags_of_other_engines(flag):
-    args = cli.build_parser().parse_args(["serve", "nano", flag, "2"])
-    assert cli.from_args(WorkerConfig, args).tensor_parallel_size == 2
+def test_the_zmq_port_moves_with_the_http_port():
+    """So that two stacks live side by side. Where there is no such port, and of a router alone, it is the usual one."""
+
+    def address(port: int, given: str = "") -> str:
+        stack = StackConfig(RouterConfig(client_address=given), WorkerConfig(fake="0,0"), FrontendConfig(port=port))
+        return launcher.Stack(stack)._client_address
+
+    usual = "tcp://127.0.0.1:5555"
+    assert address(8000) == address(443) == resolve(RouterConfig()).client_address == usual
+    assert address(8001) == "tcp://127.0.0.1:5556" and address(7999) == "tcp://127.0.0.1:5554"
+    assert address(8100, usual) == usual
+    assert address(0) != address(0), "a free one each"
 
 
 def test_a_free_address_is_given_to_nobody_else():
@@ -155,6 +164,7 @@ def test_a_worker_that_cannot_go_on_is_started_again(monkeypatch, lost):
         ("--max-num-batched-tokens", ["-1"]),
         ("--max-queued-requests", ["-1", "0"]),
         ("--port", ["99999", "-1"]),
+        ("--host", ["0.0.0.0", "::"]),
         ("--api-server-count", ["-1"]),
         ("--workers", ["0", "-1"]),
         ("--tensor-parallel-size", ["0"]),
@@ -165,6 +175,19 @@ def test_a_worker_that_cannot_go_on_is_started_again(monkeypatch, lost):
         ("--max-model-len", ["-1", str(10**30)]),
         ("--gpu-memory-utilization", ["0", "1.1"]),
         ("--device", ["foo", "cuda:", "cuda:x"]),
+        ("--dtype", ["foo", "int3"]),
+        ("--quantization", ["awq"]),
+        ("--kv-cache-dtype", ["int3"]),
+        ("--kv-scales", ["dynamic"]),
+        ("--attention-backend", ["FLASH_ATTN"]),
+        ("--tree-attention", ["maybe"]),
+        ("--speculative-algorithm", ["EAGLE"]),
+        ("--load-format", ["pt"]),
+        ("--generation-config", ["/tmp"]),
+        ("--tool-call-parser", ["lisp"]),
+        ("--reasoning-parser", ["lisp"]),
+        ("--data-parallel-backend", ["slurm"]),
+        ("--fake", ["50000", "1,2,3", "a,b"]),
         ("--client-address", ["tcp://127.0.0.1:65536", "tcp://127.0.0.1:*", "tcp://127.0.0.1:0", "inproc://x", "foo"]),
         ("--worker-address", ["tcp://127.0.0.1:-1", "udp://127.0.0.1:1"]),
     ],
@@ -175,7 +198,7 @@ def test_settings_that_cannot_be_are_named_before_anything_is_started(monkeypatc
         assert cli.main(["serve", "nano", flag, value]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"radixrt serve: {flag}") and value in line
-        assert "expected" in line or "a port is a number" in line
+        assert any(words in line for words in ("expected", "a port is a number", "needs --api-key"))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +259,17 @@ def test_keys_of_a_file(tmp_path, caplog, capsys):
     assert "can be read by others" in caplog.text
     file.write_text("# none\n")
     assert cli.main(["serve", "nano", "--api-key", f"@{file}"]) == 2, "else it would be open to all"
-    assert "there is no TENANT:KEY" in capsys.readouterr().err
+    assert "there is no key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "told"),
+    [(2, "code 2", True), (1, "code 1", False), (-9, "by SIGKILL .* memory", False), (-11, "by SIGSEGV", False)],
+)
+def test_what_is_said_of_a_process_that_ended(code, words, told):
+    """Nothing, if it has said why itself."""
+    error = starting.ended("worker-0", code)
+    assert re.match(f"worker-0 .*{words}", str(error)) and error.told is told
 
 
 def test_children_log_as_their_parent(monkeypatch):

@@ -20,8 +20,8 @@ from radixrt.client.local import LocalStack, local_stack
 from radixrt.config import NANO, FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.demo import program as demo
 from radixrt.demo import world
-from radixrt.demo.__main__ import Marks, run_chat
 from radixrt.demo.program import calculator
+from radixrt.demo.tour import Marks, run_chat
 from radixrt.frontend.server import FrontendThread
 from radixrt.lang import Branch, assistant, gen, program, race, select, system, user
 from radixrt.messages import Sampling
@@ -279,3 +279,4 @@ def test_the_whole_demo():
     assert done.returncode == 0, done.stderr
     right, _, asked, *_ = done.stdout.partition(" answers are right")[0].split("\n")[-1].split()
     assert int(right) >= 0.8 * int(asked) and "program recall, fork depth 1" in done.stdout
+    assert done.stdout.splitlines()[-2].endswith("radixrt serve nano"), "the next command to type"

@@ -632,7 +632,7 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path):
 
 def test_a_stack_whose_worker_cannot_start_says_so(folder):
     with pytest.raises(StartError, match="worker-0 ended with code"):
-        with stack_of(config(folder, 1, dtype="int3")):
+        with stack_of(config(folder, 1, max_model_len=1 << 20)):
             pass
 
 

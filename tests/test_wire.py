@@ -346,7 +346,7 @@ def test_a_port_for_http_is_shared_only_by_those_who_agree():
         port = first.getsockname()[1]
         first.listen()
         ports.bind_http("127.0.0.1", port, shared=True).close()
-        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use; --port"):
             ports.bind_http("127.0.0.1", port)
 
 

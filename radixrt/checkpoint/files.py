@@ -235,6 +235,8 @@ def check_model(folder: str | Path, impl: str = "auto") -> None:
     check_files(folder)
     path = Path(folder, "config.json")
     config = read_file(path)
+    if not config:
+        raise ValueError(f"{folder} holds no config.json: give the folder of a checkpoint, or ORG/NAME as at the hub")
     family = config.get("model_type")
     if isinstance(family, str) and family not in FAMILIES:  # of others values may be of other kinds
         if impl == "radixrt":

@@ -318,15 +318,15 @@ class AsyncClient:
 
     async def clear_cache(self) -> None:
         """Empty the caches of all workers, except for what running requests and pins hold: requests sent later find
-        them empty. For benchmarks, and for weights that have changed. Raises ServerError (403) where API keys are
-        configured."""
+        them empty. For benchmarks, and for weights that have changed. Raises ServerError (401, 403) where API keys are
+        configured, and this is not the admin's."""
         await self._ask_for(Done, ClearCache(id=0, api_key=self._api_key))
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> dict[str, str]:
         """Load a LoRA adapter from a folder on the workers' machines as model `name`; one that is loaded is replaced
         only with `in_place`. Requests that have the former one finish with it. Returns why workers could not load it,
         by worker; they do not serve it. Raises ServerError if none could, and (401, 403) if the server does not allow
-        it, or not with this key. (With the admin's key only over ZMQ; over HTTP there is /v1/load_lora_adapter.)"""
+        it, or not with this key."""
         return await self.change_adapter(
             ChangeAdapter(id=0, name=name, path=path, in_place=in_place, api_key=self._api_key)
         )

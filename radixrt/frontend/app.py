@@ -82,7 +82,7 @@ class Frontend:
             f"{RESPONSES_PATH}/input_tokens": self._guarded(responses.count),
             MESSAGES_PATH: self._guarded(messages.create, AnthropicError.wrap),
             f"{MESSAGES_PATH}/count_tokens": self._guarded(messages.count, AnthropicError.wrap),
-            NATIVE_PATH: Native(self._link, self._admit, self._body, self._restrict).handle,
+            NATIVE_PATH: Native(self._link, self._admit_admin, self._body, self._restrict).handle,
             "/tokenize": self._guarded(tokenization.tokenize),
             "/detokenize": self._guarded(tokenization.detokenize),
             **ollama.posts(for_ollama),
@@ -159,8 +159,7 @@ class Frontend:
         """As `_guarded`; the admin's key is valid as well."""
 
         async def for_admin(request: Request, key: str) -> Any:
-            if not _equal(key, self.config.admin_api_key):
-                self._admit(request, key)
+            self._admit_admin(request, key)
             return await handler(request, key)
 
         return self._unchecked(for_admin)
@@ -173,6 +172,12 @@ class Frontend:
         """Raise ApiError (401) for an unknown key."""
         self._check(key)
         count_for(request, self._tenants.get(key, ""))
+
+    def _admit_admin(self, request: Request, key: str) -> None:
+        """As `_admit`; the admin's key is valid as well. It is no tenant's, so that what is not the admin's to ask is
+        refused by the router."""
+        if not _equal(key, self.config.admin_api_key):
+            self._admit(request, key)
 
     def _check(self, key: str) -> None:
         if self._tenants and not any(_equal(key, known) for known in self._tenants):

@@ -16,12 +16,11 @@ import uvloop
 
 from radixrt.config import FrontendConfig, RouterConfig, http_url
 from radixrt.frontend.app import Frontend
-from radixrt.frontend.http.hosts import is_loopback
 from radixrt.frontend.http.protocol import PatientProtocol
 from radixrt.frontend.http.unread import Unread
 from radixrt.process.gc_tuning import settle
 from radixrt.process.open_files import ConnectionLimit, max_connections
-from radixrt.process.ports import bind_http
+from radixrt.process.ports import bind_http, cannot_listen, check_host
 from radixrt.process.shutdown import Ending, Pulse
 from radixrt.process.subprocesses import tell_parent
 from radixrt.process.tls import tls_context
@@ -175,14 +174,13 @@ def make_server(config: FrontendConfig, text: TextService, pulse: Pulse | None =
 def listen(config: FrontendConfig) -> socket.socket:
     """A listening socket. Raises ValueError for an address beyond loopback without API keys, and OSError if the port is
     taken by anything but front ends that share it."""
-    if not config.api_key and not is_loopback(config.host):
-        raise ValueError(f"host: {config.host} can be reached from other machines: that needs --api-key TENANT:KEY")
+    check_host(config)
     sock = bind_http(config.host, config.port, shared=config.shares_port)
     try:
         sock.listen(BACKLOG)
     except OSError as error:  # if two bind a port at the same time, `listen` fails for the later one
         sock.close()
-        raise OSError(error.errno, f"cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+        raise cannot_listen(error, config.host, config.port) from None
     sock.setblocking(False)
     if (key := config.ssl_keyfile or config.ssl_certfile) and not is_private(key):
         log.warning("%s, the TLS private key, can be read by others than its owner (chmod 600)", key)

@@ -38,13 +38,16 @@ from radixrt.config import (
     StackConfig,
     WorkerConfig,
     check,
+    client_address,
     http_url,
     resolve,
 )
+from radixrt.formats.parsing.detect import check_parsers
 from radixrt.launch.process_main import check_address, say_leave
-from radixrt.process.ports import free_tcp_address, keep_port
+from radixrt.launch.pull import here
+from radixrt.process.ports import check_host, free_tcp_address, keep_port
 from radixrt.process.shutdown import DRAINED, IDLE, Pulses
-from radixrt.process.starting import POLL_SECONDS, StartError, ask_health, worker_configs
+from radixrt.process.starting import POLL_SECONDS, StartError, ask_health, ended, worker_configs
 from radixrt.process.subprocesses import (
     HANG_CODE,
     RESTART_CODE,
@@ -92,6 +95,7 @@ class Stack:
 
     def __init__(self, config: StackConfig) -> None:
         check_stack(config)
+        config = with_client_address(config)
         router = config.router
         self._client_address, self._worker_address = reachable_addresses(router)
         if config.data_parallel_backend == "mp":
@@ -135,9 +139,10 @@ class Stack:
             self._launch("frontend", name, start)
         self._wait(deadline)
         if not self._stopping.is_set():
-            places = [f"ZMQ {self._client_address.partition('#')[0]}"]
-            if config.api_server_count:
-                places.insert(0, f"HTTP {http_url(frontend, self._port)}")
+            places = [f"HTTP {http_url(frontend, self._port)}"] if config.api_server_count else []
+            places.append(f"ZMQ {config.router.client_address}")
+            if config.router.worker_address:
+                places.append(f"{config.router.worker_address} for workers")
             log.info("ready after %.1f s: %s", time.monotonic() - began, ", ".join(places))
 
     def _frontend_config(self) -> FrontendConfig:
@@ -175,8 +180,10 @@ class Stack:
                     if line := ready.readline():
                         self._port = int(line) or self._port
                         return
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        child.process.wait(1.0)
                     stop_subprocesses([child])
-                    raise StartError(f"{child.name} ended with code {child.process.returncode} while starting")
+                    raise ended(child.name, child.process.returncode)
 
     def _launch(self, role: str, name: str, start: Callable[[], Child]) -> None:
         """Start a worker or a front end for the first time."""
@@ -187,8 +194,6 @@ class Stack:
         config = self._config
         if config.data_parallel_backend == "mp":
             return worker_configs(config, self._worker_address)
-        if config.data_parallel_backend != "ray":
-            raise ValueError(f"data_parallel_backend {config.data_parallel_backend!r}: expected mp or ray")
         from radixrt.launch.ray_workers import RayWorkers
 
         self._ray_workers = RayWorkers(config)
@@ -207,7 +212,7 @@ class Stack:
             while not self._stopping.is_set():
                 for child in self._subprocesses:
                     if not child.alive:
-                        raise StartError(f"{child.name} ended with code {child.process.returncode} while starting")
+                        raise ended(child.name, child.process.returncode)
                 if time.monotonic() > deadline:
                     raise StartError(f"{serving} of {self._config.workers} workers were ready in time")
                 health = ask_health(link, POLL_SECONDS)
@@ -357,14 +362,26 @@ class Stack:
         self.stop()
 
 
+def with_client_address(config: StackConfig) -> StackConfig:
+    """`config` with the ZMQ address for clients, which by default follows from the HTTP port: a free one for 0."""
+    if config.router.client_address:
+        return config
+    port = config.frontend.port
+    address = client_address(port) if port else free_tcp_address()
+    return dataclasses.replace(config, router=dataclasses.replace(config.router, client_address=address))
+
+
 def check_stack(config: StackConfig) -> None:
     """Raise ValueError, with a message of one line, if a setting is invalid."""
     for part in (config, config.router, config.worker, config.frontend):
         check(part)
-    check_address("client_address", config.router.client_address)
-    if config.router.worker_address:
-        check_address("worker_address", config.router.worker_address)
+    check_parsers(config.router.tool_call_parser, config.router.reasoning_parser)
+    for name in ("client_address", "worker_address"):
+        if address := getattr(config.router, name):
+            check_address(name, address)
     tls_context(config.frontend)
+    if config.api_server_count:
+        check_host(config.frontend)
 
 
 def reachable_addresses(router: RouterConfig) -> tuple[str, str]:
@@ -396,14 +413,16 @@ def near_address() -> str:
 
 def run_stack(config: StackConfig) -> int:
     """`radixrt serve`: start, watch, drain, stop. Returns the exit code: 0 when asked to stop, 1 when something failed,
-    2 when it could not start."""
-    with Stack(config) as stack:
+    2 when it could not start. Models of the hub are downloaded first."""
+    check_stack(config)
+    with Stack(here(config)) as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stack.request_stop)
         try:
             stack.start()
         except StartError as error:
-            log.error("%s", error)
+            if not error.told:
+                log.error("%s", error)
             return 2
         code = stack.watch()
         if code == 0:

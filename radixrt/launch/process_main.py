@@ -62,7 +62,8 @@ def check_role(config: Any) -> None:
     """Raise ValueError, with a message of one line, if a setting of a process is invalid."""
     check(config)
     if isinstance(config, RouterConfig):
-        check_address("client_address", config.client_address, listens=True)
+        if config.client_address:
+            check_address("client_address", config.client_address, listens=True)
         if config.worker_address:
             check_address("worker_address", config.worker_address, listens=True)
         elif not config.near_address:

@@ -141,7 +141,8 @@ class Recall(msgspec.Struct, tag="recall", kw_only=True):
 
 class ClearCache(msgspec.Struct, tag="clear_cache", kw_only=True):
     """Empty the caches of all workers, except for what running requests and pins hold; what is sent later finds them
-    empty. Refused (403) where API keys are configured: it would be a tenant's power over all others."""
+    empty. Where API keys are configured, refused (401, 403) for all keys but the admin's: it would be a tenant's power
+    over all others."""
 
     id: int
     api_key: str = ""

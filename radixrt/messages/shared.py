@@ -69,11 +69,12 @@ Label = Annotated[str, msgspec.Meta(max_length=1 << 16)]
 
 class Origin(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a request comes from, for the report: the program, the path of its branch, and the number of forks in that
-    path."""
+    path. `traceparent`: the caller's span (W3C Trace Context), for traces."""
 
     program: Label = ""
     branch: Label = ""
     depth: int = 0
+    traceparent: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

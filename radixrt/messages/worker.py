@@ -252,6 +252,7 @@ class StepDone(msgspec.Struct, tag="step"):
             numbered from `seq` on
     number  counts these messages from 1 since the Register, so that the router notices if one was lost with a
             connection (0: not counted)
+    began   (id, seconds in the worker's queue) of the runs that it has begun with
     """
 
     outputs: list[Output]
@@ -260,6 +261,7 @@ class StepDone(msgspec.Struct, tag="step"):
     events: list[CacheEvent] = []
     resync: bool = False
     number: int = 0
+    began: list[tuple[int, Finite]] = []
 
 
 class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):

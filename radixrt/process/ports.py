@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from pathlib import Path
 
+from radixrt.config import FrontendConfig
+from radixrt.wire.addresses import is_loopback
+
 PORTS = 8192
 """Ports of which `free_tcp_address` chooses one."""
+
+
+def check_host(config: FrontendConfig) -> None:
+    """Raise ValueError if a front end would listen beyond loopback without API keys."""
+    if not config.api_key and not is_loopback(f"tcp://{config.host or '*'}:0"):
+        raise ValueError(f"--host {config.host}: other machines can reach it, so it needs --api-key")
 
 
 def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:
@@ -20,8 +30,14 @@ def bind_http(host: str, port: int, *, shared: bool = False) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
+        raise cannot_listen(error, host, port) from None
     return bound
+
+
+def cannot_listen(error: OSError, host: str, port: int) -> OSError:
+    """The same error with the address, and with what to do."""
+    hint = "; --port takes another one (0: a free one)" if error.errno == errno.EADDRINUSE else ""
+    return OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}{hint}")
 
 
 def keep_port(host: str, port: int) -> socket.socket:

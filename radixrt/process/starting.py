@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from typing import Any
 
 from radixrt import wire
@@ -11,12 +12,27 @@ from radixrt.config import StackConfig, WorkerConfig, gpu_count, resolve
 from radixrt.messages import Ask, ClientReply, Info
 
 POLL_SECONDS = 0.1
+TOLD_CODE = 2
+"""Exit code of a process that could not start, and has written a line that says why."""
 
 _client_reply = wire.Decoder(ClientReply)
 
 
 class StartError(RuntimeError):
-    """The stack could not be started: a process ended, or was not ready in time."""
+    """The stack could not be started: a process ended, or was not ready in time. `told`: that process has said why."""
+
+    def __init__(self, text: str, *, told: bool = False) -> None:
+        super().__init__(text)
+        self.told = told
+
+
+def ended(name: str, code: int | None) -> StartError:
+    """What is said of a process that has ended with `code`, as `subprocess` has it, before it served."""
+    if code is None or code >= 0:
+        return StartError(f"{name} ended with code {code} while starting", told=code == TOLD_CODE)
+    number = signal.Signals(-code)
+    why = ", as the system does if memory runs out" if number is signal.SIGKILL else ""
+    return StartError(f"{name} was ended by {number.name} while starting{why}")
 
 
 def ask_health(link: wire.Link, seconds: float) -> dict[str, Any] | None:

@@ -13,6 +13,8 @@ from radixrt.requests.grammar import check_grammar
 from radixrt.tokens import ids_below
 from radixrt.tokens.errors import FieldError
 
+DEFAULT_TENANT = "default"
+"""Of keys that are not given with a tenant, and of all requests where there are no keys."""
 MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -180,12 +182,15 @@ def check_choices(n: int) -> None:
 
 
 def parse_api_keys(entries: Sequence[str]) -> dict[str, str]:
-    """Parse `TENANT:KEY` entries into {key: tenant}. Raises ValueError that names an invalid entry (never its key)."""
+    """Parse entries `TENANT:KEY`, or `KEY` for one of DEFAULT_TENANT, into {key: tenant}. Raises ValueError that names
+    an invalid entry (never its key)."""
     tenants: dict[str, str] = {}
     for number, entry in enumerate(entries, 1):
-        tenant, colon, key = entry.partition(":")
-        if not colon or not key or not re.fullmatch(r"[\w.@-]+", tenant):
-            raise ValueError(f"api_key number {number}: expected TENANT:KEY, TENANT of letters, digits and _ . @ -")
+        tenant, key = entry.split(":", 1) if ":" in entry else (DEFAULT_TENANT, entry)
+        if not key or not re.fullmatch(r"[\w.@-]+", tenant):
+            raise ValueError(
+                f"api_key number {number}: expected KEY or TENANT:KEY, TENANT of letters, digits and _ . @ -"
+            )
         if key in tenants:
             raise ValueError(f"api_key number {number}: tenants {tenants[key]} and {tenant} have the same key")
         tenants[key] = tenant

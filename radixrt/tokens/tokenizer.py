@@ -24,6 +24,9 @@ from radixrt.tokens.turns import Steps
 
 LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 LINE = "\n"
+VOCABULARIES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json", "merges.txt")
+"""Patterns of the files that transformers may make a tokenizer of."""
+INSTEAD = "; --tokenizer FOLDER takes that of another model, --tokenizer none serves token ids only"
 
 
 class Tokenizer:
@@ -270,15 +273,18 @@ def _add_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any],
 
 def _load_by_transformers(folder: Path, named: dict[str, str]) -> JsonBackend:
     """vocab.json and merges.txt, vocab.txt, ...: converted by transformers, seconds of import."""
+    if not any((folder / name).is_file() for name in ("config.json", "tokenizer_config.json")):
+        # What transformers says of the wrong folder would mislead.
+        raise ValueError(f"{folder} is not the folder of a checkpoint: it has no config.json")
+    if not any(next(folder.glob(pattern), None) for pattern in VOCABULARIES):
+        raise ValueError(f"{folder} holds no tokenizer that can be read: there is no tokenizer.json{INSTEAD}")
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # incomplete files, missing packages, code that is not run, and so on
-        if not any(Path(folder, name).is_file() for name in ("config.json", "tokenizer_config.json")):
-            # What transformers says of the wrong folder would mislead.
-            raise ValueError(f"{folder} is not the folder of a checkpoint: it has no config.json") from error
-        raise ValueError(f"{folder} holds no tokenizer that can be read: {error}") from error
+        why = " ".join(str(error).split())[:300]
+        raise ValueError(f"{folder} holds no tokenizer that can be read: {why}{INSTEAD}") from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"{folder}: {type(tokenizer).__name__} cannot be expressed as a tokenizer.json")

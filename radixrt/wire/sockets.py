@@ -60,7 +60,8 @@ def bind(socket: zmq.Socket, address: str, key: Key | None = None, *, domain: st
     try:
         socket.bind(endpoint)
     except zmq.ZMQError as error:
-        raise OSError(error.errno, f"cannot listen on {endpoint}: {error.strerror}") from None
+        why = error.strerror.partition(" (addr=")[0]
+        raise OSError(error.errno, f"cannot listen on {endpoint}: {why}") from None
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 

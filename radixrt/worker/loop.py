@@ -88,7 +88,13 @@ class Worker:
         room = (runner.num_pages - 1) * runner.page_size
         self.runner = runner
         self.identity = identity
-        self.max_model_len = min(max_model_len or runner.max_model_len, runner.max_model_len, room)
+        longest = min(max_model_len or runner.max_model_len, runner.max_model_len)
+        self.max_model_len = min(longest, room)
+        if room < longest:
+            log.warning(
+                "contexts have at most %d tokens, not %d: the KV pool has room for no more (see --max-total-tokens, "
+                "--gpu-memory-utilization)", room, longest,
+            )  # fmt: skip
         self.cache = PageCache(
             runner.num_pages,
             runner.page_size,
@@ -415,7 +421,7 @@ class Worker:
         if not outputs and not events and not self._resync_wanted and now - self._last_report < HEARTBEAT_SECONDS:
             return
         self._last_report = now
-        done = m.StepDone(outputs, self._load(), self._seq, events)
+        done = m.StepDone(outputs, self._load(), self._seq, events, began=self.scheduler.take_began())
         self._seq += len(events)
         self._send(done)
         if self._resync_wanted:

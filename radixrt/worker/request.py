@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -108,13 +109,14 @@ class Request:
     matcher         `compile_queue`: state of its grammar (set before it is scheduled, if it has one)
     draft_state     `ngram`: what its drafts are made from (set when drafts are first looked for)
     finished        `scheduler.finish`: whether it has ended
+    arrived         `scheduler.admission`: when it arrived; 0.0 once it was admitted
     """
 
     __slots__ = (
         "info", "id", "number", "namespace", "tenant", "tokens", "prompt_len", "sampling", "score_from", "limit",
         "stop_ids", "pinned", "group", "priority", "jumps", "initial_len", "scores", "adapter", "total", "computed",
         "discard_until", "reached", "cached_tokens", "reported", "row", "state", "lease", "checkpoints", "age", "hit",
-        "hit_version", "matcher", "draft_state", "finished",
+        "hit_version", "matcher", "draft_state", "finished", "arrived",
     )  # fmt: skip
 
     def __init__(self, run: Run, limit: int, eos_ids: frozenset[int], adapter: int = -1) -> None:
@@ -146,6 +148,7 @@ class Request:
         self.matcher: Matcher | None = None
         self.draft_state: DraftState | None = None
         self.finished = False
+        self.arrived = time.monotonic()
 
     @property
     def in_flight_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""The figures of the README are those of `bench/results`, to three digits."""
+"""The figures of the README and of docs/figures.md are those of `bench/results`, to three digits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from bench.common import RESULTS
+from bench.serve.rows import rival_rows
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs/figures.md").read_text()
 STEPS = {
     "Llama 3.1 8B": "worker",
     "Qwen3 30B A3B": "worker_qwen3_30b",
@@ -30,9 +32,9 @@ FRONT = {
 }
 
 
-def cells(name: str) -> list[str]:
+def cells(name: str, page: str = PAGE) -> list[str]:
     """Of the first row that begins so."""
-    found = re.search(rf"^\| {re.escape(name)} ?\|(.*)\|$", README, re.MULTILINE)
+    found = re.search(rf"^\| {re.escape(name)} ?\|(.*)\|$", page, re.MULTILINE)
     assert found, f"no row of {name}"
     return [cell.strip() for cell in found[1].split("|")]
 
@@ -57,7 +59,7 @@ def test_steps_of_a_worker(name):
 @pytest.mark.parametrize("load", LOADS)
 def test_loads_through_http(load):
     row = next(row for row in rows("serve") if row["load"] == load)
-    name = next(line[2:].split("|")[0].strip() for line in README.split("\n") if line.startswith(f"| {load}: "))
+    name = next(line[2:].split("|")[0].strip() for line in PAGE.split("\n") if line.startswith(f"| {load}: "))
     speed, first, after, cached = cells(name)
     if speed:
         assert speed == f"{row['out_tok_s']:,.0f}" and after == f"{row['tpot_p50_ms']:.1f}"
@@ -71,3 +73,44 @@ def test_the_front_end(name):
     what, over = FRONT[name]
     row = next(row for row in rows("front") if (row["what"], row["over"]) == (what, over))
     assert cells(name)[0] == (f"{row['sum']:.0f}" if row["sum"] >= 100 else f"{row['sum']:.1f}")
+
+
+# ---------------------------------------------------------------- beside others
+
+H200 = ("radixrt", "vllm 0.26.0, H200", "sglang 0.5.17, H200")
+H100 = ("radixrt b926049, H100", "sglang 0.5.17, H100")
+MS = ("hit", "cold")
+"""Loads that generate one token."""
+
+
+def measured(server: str, load: str) -> dict:
+    found = rival_rows({"rows": rows("rivals")}) + rival_rows({"rows": rows("serve")})
+    return next((row for row in found if (row["server"], row["load"]) == (server, load)), {})
+
+
+def figure(value: float | None) -> str:
+    """One digit after the point below 100; nothing for what was not measured."""
+    return "" if value is None else f"{value:,.{0 if value >= 100 else 1}f}"
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_the_readme_beside_other_servers(load):
+    """Tokens per second, or the time to the only token."""
+    key = "ttft_p50_ms" if load in MS else "out_tok_s"
+    name = next(line[2:].split("|")[0].strip() for line in README.split("\n") if line.startswith(f"| {load}: "))
+    assert cells(name, README) == [figure(measured(server, load).get(key)) for server in (*H200, *H100)]
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_latencies_beside_other_servers(load):
+    def cell(row: dict) -> str:
+        speed = "" if load in MS else f"{figure(row['out_tok_s'])}; "
+        return f"{speed}{figure(row['ttft_p50_ms'])} / {figure(row['ttft_p99_ms'])}"
+
+    assert cells(load) == [cell(measured(server, load)) for server in H200]
+
+
+@pytest.mark.parametrize("load", ["trunk16k", "sessions", "tot"])
+def test_one_machine_beside_another_server(load):
+    found = [measured(server, load) for server in H100]
+    assert cells(f"{load}, tokens/s") == [f"{figure(row['out_tok_s'])}; {figure(row['ttft_p50_ms'])}" for row in found]

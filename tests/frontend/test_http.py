@@ -158,7 +158,7 @@ def test_a_native_message_without_a_key_is_not_read(folder):
     ask = {"type": "tokenize", "id": 1, "prompt": {"type": "text", "text": "x"}}
     small = json.dumps(ask | {"api_key": "key"}).encode()
     large = json.dumps(ask | {"api_key": "key", "prompt": {"type": "text", "text": "x" * 9_000}}).encode()
-    with serving(folder, api_key=("t:key",)) as frontend, httpx.Client(base_url=frontend.url) as http:
+    with serving(folder, api_key=("key",)) as frontend, httpx.Client(base_url=frontend.url) as http:
         for size, body, status in ((1 << 40, b"", 401), (len(large), b"", 401), (len(small), small, 200)):
             with socket.create_connection(("127.0.0.1", int(frontend.url.rpartition(":")[2])), 10) as sock:
                 sock.sendall(b"POST /v1/native HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size + body)
@@ -251,11 +251,39 @@ def test_caches_are_cleared_on_request(http, url, path):
     assert [cached() for _ in range(2)] == [0, 56]
 
 
-def test_one_tenant_does_not_clear_the_caches_of_all(folder):
-    with serving(folder, api_key=("a:key", "b:other")) as frontend, httpx.Client(base_url=frontend.url) as http:
+def test_the_admin_clears_the_caches_of_all_tenants_and_none_of_these_does(folder):
+    keys = {"api_key": ("a:key", "b:other"), "admin_api_key": "root"}
+    with serving(folder, workers=1, **keys) as frontend, httpx.Client(base_url=frontend.url) as http:
         assert http.post("/flush_cache").status_code == 401
         refused = http.post("/flush_cache", headers={"x-api-key": "key"})
         assert refused.status_code == 403 and "all tenants" in error_of(refused)["message"]
+        cached = []
+        with Client(frontend.url, api_key="key") as client, Client(frontend.url, api_key="root") as admin:
+            for clear in (
+                lambda: None,
+                lambda: http.post("/flush_cache", headers={"authorization": "Bearer root"}).raise_for_status(),
+                admin.clear_cache,
+            ):
+                clear()
+                cached += [client.generate(list(range(3, 60)), SHORT).usage.cached_tokens for _ in range(2)]
+            assert [row["tenant"] for row in admin.report()["tenants"]] == ["a"]
+            with pytest.raises(ServerError, match="unknown API key"):
+                admin.generate([3, 4, 5], SHORT)
+        assert cached == [0, 56] * 3
+
+
+def test_a_browser_asks_its_user_for_a_key(folder):
+    page = {"accept": "text/html,*/*;q=0.8"}
+    with serving(folder, workers=1, api_key=("a:ka",), admin_api_key="root") as frontend:
+        with httpx.Client(base_url=frontend.url) as http:
+            asked = http.get("/v1/report", headers=page)
+            assert asked.status_code == 401 and asked.headers["www-authenticate"].startswith("Basic ")
+            assert http.get("/v1/report", headers=page, auth=("", "wrong")).status_code == 401
+            for key in ("root", "ka"):
+                shown = http.get("/v1/report", headers=page, auth=("anyone", key))
+                assert shown.status_code == 200 and (" of a</h1>" in shown.text) == (key == "ka")
+            assert "www-authenticate" not in http.get("/v1/report").headers, "programs are told in JSON"
+            assert http.post("/flush_cache", auth=("", "root")).status_code == 401, "other pages can make browsers ask"
 
 
 def test_health_metrics_and_report(http):

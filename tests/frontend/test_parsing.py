@@ -643,9 +643,9 @@ def test_templates_that_tell_of_lists_in_python_syntax(text):
 
 
 def test_unknown_parsers_are_refused():
-    with pytest.raises(ValueError, match="tool_call_parser: 'lisp' is none of auto, none, hermes"):
+    with pytest.raises(ValueError, match="--tool-call-parser 'lisp': expected auto, none or one of hermes"):
         tool_format("lisp", "")
-    with pytest.raises(ValueError, match="reasoning_parser"):
+    with pytest.raises(ValueError, match="--reasoning-parser .granite.: expected"):
         reasoning_format("granite", "")
 
 

@@ -91,13 +91,14 @@ def test_a_key_sees_its_tenant_and_the_admins_key_everything():
             assert {value for name in found for label, value in name[1:] if label == "tenant"} == {"a", "b"}
             assert found["radixrt_requests_total", ("outcome", "finished")] == 2 and found["radixrt_workers",] == 1
             assert client.health()["counters"]["finished"] == 2
+            client.clear_cache()
         for key in ("", "wrong"):
             with Client(running.address, api_key=key) as client:
                 health = client.health()
                 public = {"serving", "draining", "stuck", "max_model_len", "workers"}
                 assert set(health) == public, "enough to wait for the workers"
                 assert health["serving"] and len(health["workers"]) == 1
-                for ask in (client.report, client.metrics):
+                for ask in (client.report, client.metrics, client.clear_cache):
                     with pytest.raises(ServerError) as caught:
                         ask()
                     assert caught.value.code == 401

@@ -317,7 +317,17 @@ def test_the_namespace_comes_from_the_key_not_from_the_caller():
     assert [Namespace.of(n).tenant for n in namespaces] == ["acme", "bolt", "acme", "acme"]
 
 
-@pytest.mark.parametrize("entries", [["nokey"], ["a:"], [":k"], ["a b:k"], ["a:k", "b:k"]])
+def test_keys_without_a_tenant_are_all_of_the_default_tenant():
+    core = core_with(register("w0"), api_key=["sk-1", "acme:k2", "sk-3"])
+    found = [
+        only_run(core.submit(b"c", generate(i, api_key=key), 1.0))[1].namespace
+        for i, key in enumerate(("sk-1", "k2", "sk-3"))
+    ]
+    assert [Namespace.of(n).tenant for n in found] == ["default", "acme", "default"]
+    assert error(core.submit(b"c", generate(9, api_key="default"), 1.0)).code == 401
+
+
+@pytest.mark.parametrize("entries", [["a:"], [":k"], ["k", "a:k"], ["a b:k"], ["a:k", "b:k"]])
 def test_bad_api_keys_are_named_without_the_key(entries):
     with pytest.raises(ValueError, match=f"number {len(entries)}"):
         RouterCore(RouterConfig(api_key=entries))

@@ -52,6 +52,13 @@ def generate(id: int, prompt=PROMPT, max_tokens=8, **fields) -> Generate:
     return Generate(id=id, prompt=prompt, sampling=Sampling(max_tokens=max_tokens), **fields)
 
 
+def test_the_context_length_and_the_room_of_a_worker_are_logged(caplog):
+    caplog.set_level("INFO")
+    with stack():
+        pass
+    assert "worker w0 serves m on cpu; contexts of up to 4096 tokens, KV pages for 100000, 24.4 full" in caplog.text
+
+
 @pytest.mark.parametrize("transport", ["inproc", "ipc", "tcp"])
 def test_many_streams_at_once(transport, tmp_path):
     addresses = {

@@ -71,8 +71,8 @@ def test_broken_files_are_named(folder):
     ("settings", "words"),
     [
         ({"dtype": "int4"}, "dtype 'int4'"),
-        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype 'fp4'"),
-        ({"load_format": "pickle"}, "load_format 'pickle'"),
+        ({"kv_cache_dtype": "fp4"}, "--kv-cache-dtype 'fp4'"),
+        ({"load_format": "pickle"}, "--load-format 'pickle'"),
         ({"model": "/nowhere/at all"}, "there is no folder /nowhere/at all"),
     ],
 )

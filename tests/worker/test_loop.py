@@ -142,6 +142,14 @@ def run(id: int, tokens, sampling: Sampling = GREEDY, **changes) -> Run:
     return Run(id=id, sampling=sampling, **fields)
 
 
+def test_a_pool_that_shortens_contexts_is_warned_of(caplog):
+    for pages, length in ((400, 399), (401, 400)):
+        caplog.clear()
+        with worker(FakeRunner(num_pages=pages, max_model_len=400)) as (router, _):
+            assert router.hear(bool)[0].max_model_len == length
+        assert ("at most 399 tokens, not 400" in caplog.text) == (length < 400)
+
+
 def test_what_steps_of_decodes_take_is_learned(monkeypatch):
     """From the end of the step before to their own; after a pause, from when they were launched."""
     clock = SimpleNamespace(monotonic=time.monotonic, perf_counter=lambda: clock.now, now=0.0)

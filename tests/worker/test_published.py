@@ -434,7 +434,9 @@ def test_logits_of_published_configs(tmp_path, name):
 def test_max_model_len(changes, tokens):
     sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     config = {"model_type": "llama", "num_hidden_layers": 2} | sizes | LONG | changes
-    assert read_spec(config).max_model_len == tokens
+    assert read_spec(config).max_model_len == read_spec(config, tokens).max_model_len == tokens
+    with pytest.raises(ValueError, match=f"^--max-model-len {tokens + 1}: the model takes at most {tokens} tokens"):
+        read_spec(config, tokens + 1)
 
 
 @pytest.mark.parametrize(("served", "prompt"), [(64, 60), (0, 150), (65, 65)])

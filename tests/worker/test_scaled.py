@@ -386,11 +386,6 @@ def test_what_takes_16_bits_is_said(checkpoint, monkeypatch, caplog, family, qua
     assert len(said) == bool(words) and all(words in line for line in said)
 
 
-def test_an_unknown_quantization(monkeypatch):
-    with pytest.raises(ValueError, match="quantization 'int4': expected one of auto, fp8, none"):
-        choose("int4", monkeypatch=monkeypatch)
-
-
 def test_on_a_cpu_weights_are_dequantized(plain):
     config = resolve(WorkerConfig(model=str(plain), device="cpu"))
     assert choose_products(config.quantization, look_up(config), exact=False, kernels=False) is Products.NONE

@@ -246,8 +246,3 @@ def test_layers_that_are_not_finite_are_named(checkpoint, tmp_path, caplog):
     found = load(edit(checkpoint, tmp_path / "model", spoil), kv_cache_dtype="fp8_e4m3").pool.scales
     assert found[0][0] < 1 and found[0][1] == 1.0 and found[1] == (1.0, 1.0)
     assert "the scale of their FP8 pages is 1: layer 0 V, layer 1 K, layer 1 V" in caplog.text
-
-
-def test_a_source_that_is_not_known_is_named(checkpoint):
-    with pytest.raises(ValueError, match="kv_scales 'dynamic': expected one of auto, none"):
-        load(checkpoint("llama")[0], kv_scales="dynamic")

@@ -78,6 +78,8 @@ def shards(path: Path) -> list[Path]:
 
 def _read(path: Path) -> GgufFile:
     try:
+        if not path.stat().st_size:
+            raise ValueError("it is empty")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _Header(path, content).read()
     except (struct.error, OverflowError) as error:
@@ -107,6 +109,9 @@ class _Header:
         step = metadata.get("general.alignment") or ALIGNMENT
         start = -(-self._at // step) * step
         tensors = {name: StoredTensor(self._path, shape, kind, start + at) for name, shape, kind, at in found}
+        for name, tensor in tensors.items():
+            if tensor.offset > len(self._content):
+                raise ValueError(f"it is cut off: tensor {name} is missing; download it again")
         return GgufFile(self._path, metadata, tensors)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:

@@ -144,6 +144,12 @@ write calls themselves (SmolLM3, Granite 3, Phi-4-mini)."""
 _LLAMA = re.compile(r'\{\s*"name":\s*"probe_tool",\s*"parameters":\s*"?\{\\?"probe')
 
 
+def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
+    """Raise ValueError for an unknown name of a format."""
+    tool_format(tool_call_parser, "")
+    reasoning_format(reasoning_parser, "")
+
+
 def tool_format(name: str, rendered: str) -> ToolFormat | None:
     """The tool format `name`; with "auto" the one detected in `rendered`, the template's text for PROBE; None if there
     is none. Raises ValueError for an unknown name."""
@@ -153,7 +159,7 @@ def tool_format(name: str, rendered: str) -> ToolFormat | None:
     if name in ("none", ""):
         return None
     if name not in TOOL_FORMATS:
-        raise ValueError(f"tool_call_parser: {name!r} is none of auto, none, {', '.join(TOOL_FORMATS)}")
+        raise ValueError(f"--tool-call-parser {name!r}: expected auto, none or one of {', '.join(TOOL_FORMATS)}")
     told = TOOL_FORMATS[name]()
     return found if type(found) is type(told) else told
 
@@ -207,5 +213,5 @@ def reasoning_format(name: str, rendered: str) -> ReasoningFormat | Harmony | No
         return None
     if name not in REASONING_FORMATS:
         known = ", ".join([*REASONING_FORMATS, *HARMONY])
-        raise ValueError(f"reasoning_parser: {name!r} is none of auto, none, {known}")
+        raise ValueError(f"--reasoning-parser {name!r}: expected auto, none or one of {known}")
     return REASONING_FORMATS[name]

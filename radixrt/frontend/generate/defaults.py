@@ -20,10 +20,7 @@ Defaults = Mapping[str, Any]
 
 def sampling_defaults(setting: str, generation: Mapping[str, Any]) -> dict[str, Any]:
     """The defaults by `setting`, which is `FrontendConfig.generation_config`, and `generation`, the content of the file
-    of that name ({} without one). Invalid values are left out, with a warning. Raises ValueError for an unknown
-    setting."""
-    if setting not in ("auto", "none"):
-        raise ValueError(f"generation_config {setting!r}: expected auto or none")
+    of that name ({} without one). Invalid values are left out, with a warning."""
     found = {}
     for name in FIELDS if setting == "auto" else ():
         value = generation.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
@@ -26,6 +27,8 @@ VERSION = "/v1"
 MESSAGES_PATH = "/v1/messages"
 """The path of Anthropic's API: below it errors are sent in its format."""
 DEPTH_DIGITS = 9
+TRACEPARENT_CHARS = 128
+"""More than a traceparent of today has (55): later versions of the format may be longer."""
 REQUEST_ID = "x-request-id"
 """The header in which OpenAI's clients expect the id."""
 HEADERS = "radixrt.headers"
@@ -34,6 +37,10 @@ Handler = Callable[[Request], Awaitable[Any]]
 """Returns a response, which is an ASGI application itself."""
 KeyedHandler = Callable[[Request, str], Awaitable[Any]]
 """A Handler that also gets the caller's API key."""
+LOGIN = """This page needs an API key: reload it, and give the key as the password. The user name does not matter.
+The key of --admin-api-key shows all tenants, a tenant's key its own figures.
+"""
+"""What a browser shows whose user gave none."""
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -60,11 +67,40 @@ def headers_in(scope: Scope) -> dict[bytes, str]:
 
 
 def key_of(request: Request) -> str:
-    """The caller's API key; "" without one. Anthropic's clients may send both headers, one of them empty."""
+    """The caller's API key; "" without one. Anthropic's clients may send both headers, one of them empty. Browsers that
+    were asked for it (`with_login`) send it as a password. They do so whichever page makes them, so that it only counts
+    for what changes nothing."""
     headers = headers_of(request)
     scheme, _, key = headers.get(b"authorization", "").partition(" ")
-    bearer = key.strip() if scheme.lower() == "bearer" else ""
-    return bearer or headers.get(b"x-api-key", "")
+    found = key.strip() if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "basic" and request.method in ("GET", "HEAD"):
+        found = _password(key)
+    return found or headers.get(b"x-api-key", "")
+
+
+def _password(credentials: str) -> str:
+    """That of Basic credentials (RFC 7617); "" if they are none."""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def wants_page(request: Request) -> bool:
+    """Whether a browser asks, for a page to show."""
+    return "text/html" in headers_of(request).get(b"accept", "")
+
+
+def with_login(handler: Handler) -> Handler:
+    """Let browsers ask their users for a key where the `handler` of a page wants one. Other clients get its error."""
+
+    async def asking(request: Request) -> Any:
+        response = await handler(request)
+        if response.status_code != 401 or not wants_page(request):
+            return response
+        return PlainTextResponse(LOGIN, 401, {"www-authenticate": 'Basic realm="radixrt", charset="UTF-8"'})
+
+    return asking
 
 
 def count_for(request: Request, tenant: str) -> None:
@@ -75,12 +111,18 @@ def count_for(request: Request, tenant: str) -> None:
 
 
 def origin_of(request: Request) -> Origin:
-    """Program, branch and fork depth from headers, for the report."""
+    """Program, branch and fork depth from headers, for the report, and the caller's span, for traces."""
     headers = headers_of(request)
     depth = headers.get(b"x-radixrt-depth") or "0"
     if not (depth.isascii() and depth.isdigit() and len(depth) <= DEPTH_DIGITS):
         raise ApiError(400, f"x-radixrt-depth: expected a number of at most {DEPTH_DIGITS} digits", "x-radixrt-depth")
-    return Origin(headers.get(b"x-radixrt-program", ""), headers.get(b"x-radixrt-branch", ""), int(depth))
+    span = headers.get(b"traceparent", "")
+    return Origin(
+        headers.get(b"x-radixrt-program", ""),
+        headers.get(b"x-radixrt-branch", ""),
+        int(depth),
+        span if len(span) <= TRACEPARENT_CHARS else "",
+    )
 
 
 def told(path: str, error: ApiError) -> ApiError:

@@ -10,7 +10,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from radixrt.client import AsyncClient, ServerError
-from radixrt.frontend.http.auth import Handler, KeyedHandler, json_response
+from radixrt.frontend.http.auth import Handler, KeyedHandler, json_response, wants_page, with_login
 from radixrt.frontend.http.errors import ApiError
 from radixrt.report import to_html
 from radixrt.version import __version__
@@ -53,12 +53,12 @@ class InfoRoutes:
             Route("/", self.version),  # some agents ask by HEAD whether there is a server
             Route("/v1/models", guarded(self.models)),
             Route("/v1/models/{model:path}", guarded(self.model)),
-            Route("/v1/report", for_admin(self.report)),
+            Route("/v1/report", with_login(for_admin(self.report))),
             Route("/metrics", for_admin(self.metrics)),
             Route("/health", self.health),
             Route("/ping", self.health, methods=["GET", "POST"]),
             Route("/version", self.version),
-            *(Route(path, guarded(self.clear_cache), methods=["POST"]) for path in CLEAR_PATHS),
+            *(Route(path, for_admin(self.clear_cache), methods=["POST"]) for path in CLEAR_PATHS),
         ]
 
     async def models(self, request: Request, key: str) -> Response:
@@ -79,7 +79,7 @@ class InfoRoutes:
     async def report(self, request: Request, key: str) -> Response:
         """The report as JSON; for browsers as a page that reloads every REFRESH_SECONDS."""
         report = await self._ask(key).report()
-        if "text/html" not in request.headers.get("accept", ""):
+        if not wants_page(request):
             return json_response(report)
         return HTMLResponse(to_html(report, REFRESH_SECONDS), headers={"content-security-policy": PAGE_POLICY})
 

@@ -49,7 +49,7 @@ class Admission:
     def tenant(self, api_key: str) -> str:
         """The tenant of a key. Raises Refused (401) if keys are configured and this is not one of them."""
         if not self._tenants:
-            return "default"
+            return validate.DEFAULT_TENANT
         tenant = self._tenants.get(api_key)
         if tenant is None:
             raise Refused("api_key", "unknown API key", 401)

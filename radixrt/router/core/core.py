@@ -48,7 +48,7 @@ from radixrt.router.core.effects import Client, Effect, Order, Reply
 from radixrt.router.core.lora_updates import AdapterChanges
 from radixrt.router.core.metrics import Counters, Recorder
 from radixrt.router.core.recovery import FAILED, Recovery
-from radixrt.router.core.request import Request, RunState
+from radixrt.router.core.request import OnEnded, Request, RunState
 from radixrt.router.core.tool_waits import Pauses
 from radixrt.router.core.worker import Worker
 from radixrt.router.core.workers import Workers
@@ -73,7 +73,8 @@ _pack_token = Struct("<i").pack
 
 
 class RouterCore:
-    """See the module. `vocab_size` is the tokenizer's, for workers that do not report theirs (0: unknown)."""
+    """See the module. `vocab_size` is the tokenizer's, for workers that do not report theirs (0: unknown). `on_ended`
+    is called at the end of each request."""
 
     def __init__(
         self,
@@ -82,8 +83,10 @@ class RouterCore:
         *,
         vocab_size: int = 0,
         rng: random.Random | None = None,
+        on_ended: OnEnded | None = None,
     ) -> None:
         self._config = config
+        self._on_ended = on_ended
         self.counters = Counters()
         self._recorder = Recorder(report, self.counters)
         self.index = Index()
@@ -299,6 +302,9 @@ class RouterCore:
         deltas: Collected = defaultdict(list)
         others: list[Effect] = []
         runs, failed = self._dispatcher.in_flight, []
+        for id, seconds in message.began:
+            if (run := runs.get(id)) is not None and run.worker is worker:
+                run.queued = seconds
         for output in message.outputs:
             run = runs.get(output.id)
             if run is None or run.worker is not worker:
@@ -436,6 +442,8 @@ class RouterCore:
             del requests[request.id]
             if not requests:
                 del self._requests[request.client]
+            if self._on_ended is not None:
+                self._on_ended(request, well)
             request.runs = []  # breaks the reference cycle, so that the prompt is freed at once
 
     def _abandon(self, requests: list[Request]) -> list[Effect]:

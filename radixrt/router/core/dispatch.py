@@ -62,14 +62,14 @@ class Dispatcher:
             return []
         worker, hit, best_hit = self._choose(run, ids, tokens, fits, now)
         if run.id < 0:  # dispatched for the first time
-            run.hit, run.best_hit = hit, best_hit
+            run.hit, run.best_hit, run.sent_at = hit, best_hit, now
         else:
             run.most_cached = request.resident.get(worker.record)
         request.resident.setdefault(worker.record, hit)
         self._last_id += 1
         worker.sent_at = now
         run.id, run.worker, run.started, run.waiting_since = self._last_id, worker, False, None
-        run.sent = len(run.emitted)
+        run.sent, run.served_by = len(run.emitted), worker.name
         self.in_flight[run.id] = run
         worker.dispatched(run.id, Sent(tokens, tokens - hit))
         self._index.computing(worker.number, run.id, request.namespace.key, run.prompt)

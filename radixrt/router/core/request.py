@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from radixrt.messages import TOKEN_BYTES, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
@@ -107,11 +108,14 @@ class RunState:
         "prompt",
         "prompt_len",
         "prompt_logprobs",
+        "queued",
         "request",
         "sampling",
         "score_from",
         "scores",
         "sent",
+        "sent_at",
+        "served_by",
         "started",
         "tries",
         "waiting_since",
@@ -159,8 +163,13 @@ class RunState:
         self.losses: list[Worker] = []
         """Workers that were lost while they served it, since it last made progress (`PROGRESS_TOKENS`)."""
         self.waiting_since: float | None = None
-        self.arrived_at = self.first_at = self.last_at = 0.0
-        """Times of its arrival, which the core sets, and of its first and latest token, if there are any."""
+        self.queued = 0.0
+        """Seconds that it waited at the worker that it was sent to last."""
+        self.served_by = ""
+        """The worker that it was sent to last; "" if to none."""
+        self.arrived_at = self.sent_at = self.first_at = self.last_at = 0.0
+        """Times of its arrival, which the core sets, of its first dispatch, and of its first and latest token, if there
+        are any."""
 
     @property
     def reusable(self) -> int:
@@ -224,3 +233,7 @@ class RunState:
             version=self.request.namespace.version,
             priority=self.request.priority,
         )
+
+
+OnEnded = Callable[[Request, bool], None]
+"""Called with a request that has ended, and whether its last choice did so by itself."""

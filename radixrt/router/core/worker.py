@@ -20,6 +20,13 @@ def process(info: Register) -> Process:
     return info.pid, info.incarnation
 
 
+def room_of(info: Register) -> str:
+    """What a worker says of its context length and its pool, for the log."""
+    slots = info.total_pages * info.page_size
+    longest = min(info.max_model_len, slots)
+    return f"contexts of up to {longest} tokens, KV pages for {slots}, {slots / max(1, longest):.1f} full contexts"
+
+
 class Sent(NamedTuple):
     """A run that was dispatched to a worker."""
 

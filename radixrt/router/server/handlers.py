@@ -272,9 +272,10 @@ class Handlers:
         self._answer(client, Done(message.id))
 
     def _clear_cache(self, client: bytes, message: ClearCache) -> None:
-        self._core.tenant(message.api_key)
-        if self._config.api_key:
-            raise Refused("", "the cache of all tenants is not emptied for one of them", 403)
+        """Raises Refused (401, 403) for all keys but the admin's, where there are keys."""
+        if self._visible(message.api_key) is not None:
+            words = "the cache of all tenants is emptied only with the key of --admin-api-key"
+            raise Refused("api_key", words, 403)
         self._perform(self._core.clear_caches())
         self._answer(client, Done(message.id))
 

@@ -9,12 +9,13 @@ No decisions are made here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from radixrt import wire
-from radixrt.config import RouterConfig, resolve
+from radixrt.config import RouterConfig, flag, resolve
 from radixrt.messages import (
     AdapterLoaded,
     ClientReply,
@@ -34,12 +35,14 @@ from radixrt.report import Report
 from radixrt.requests.validate import malformed
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Effect, Order, Reply
+from radixrt.router.core.worker import room_of
 from radixrt.router.programs.programs import Programs
 from radixrt.router.server.connections import ClientConnections, WorkerConnections
 from radixrt.router.server.gate import Gate
 from radixrt.router.server.handlers import Handlers
 from radixrt.router.server.streams import TextStreams
 from radixrt.router.server.tasks import now
+from radixrt.router.server.traces import Traces
 from radixrt.tokens import TextService
 from radixrt.wire.keys import is_private, load_secret_key
 
@@ -67,7 +70,9 @@ class RouterServer:
         self.config = config = resolve(config)
         self.text = text or TextService.load(config)
         self.report = Report(config.report_tokens)
-        self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size)
+        self._traces = Traces(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
+        ended = self._traces.ended if self._traces else None
+        self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size, on_ended=ended)
         self.client_address = config.client_address
         self.worker_address = config.worker_address
         self.programs = Programs(self.text, config)
@@ -99,6 +104,8 @@ class RouterServer:
             self._workers.flush()
             clients.close()
             workers.close()
+            if self._traces:
+                self._traces.close()
 
     def _listen(self) -> tuple[wire.RouterSocket, wire.RouterSocket]:
         path = self.config.curve_secret_key
@@ -106,15 +113,17 @@ class RouterServer:
             log.warning("%s, the CURVE secret key, can be read by others than its owner (chmod 600)", path)
         key = {role: load_secret_key(path, role) if path else None for role in ("clients", "workers")}
         limit, config = wire.MAX_CLIENT_BYTES, self.config
-        clients = wire.RouterSocket(self.client_address, self._from_client, key=key["clients"], max_bytes=limit)
+        with _for("client_address"):
+            clients = wire.RouterSocket(self.client_address, self._from_client, key=key["clients"], max_bytes=limit)
         try:
-            workers = wire.RouterSocket(
-                self.worker_address,
-                self._from_worker,
-                key=key["workers"],
-                near=config.near_address,
-                password=config.near_password,
-            )
+            with _for("worker_address"):
+                workers = wire.RouterSocket(
+                    self.worker_address,
+                    self._from_worker,
+                    key=key["workers"],
+                    near=config.near_address,
+                    password=config.near_password,
+                )
         except BaseException:
             clients.close()
             raise
@@ -201,7 +210,8 @@ class RouterServer:
                 self._workers.dismiss(identity, NAME_TAKEN)
             case Register():
                 self._workers.bind(message.name, identity)
-                log.info("worker %s serves %s on %s", message.name, message.model, message.device)
+                about = message.name, message.model, message.device, room_of(message)
+                log.info("worker %s serves %s on %s; %s", *about)
                 self._perform(self.core.register(message, now()))
             case Leave():
                 log.info("worker %s left: %s", message.name, message.reason or "no reason given")
@@ -242,6 +252,15 @@ class RouterServer:
     def _lost(self, names: list[str]) -> None:
         """Called with the names of workers that could not be reached."""
         self._perform(self.core.lose(names, now()))
+
+
+@contextlib.contextmanager
+def _for(setting: str) -> Iterator[None]:
+    """An address that cannot be listened on is named by its setting."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, f"{flag(setting)}: {error.strerror}; give another one") from None
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

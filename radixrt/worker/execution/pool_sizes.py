@@ -23,6 +23,14 @@ def num_states(memory: int, state_bytes: int, most: int) -> int:
     return min(int(STATE_SHARE * memory) // state_bytes, most)
 
 
+def divide(memory: int, token_bytes: int, state_bytes: int, most: int) -> tuple[int, int]:
+    """(recurrent states, tokens) that fit in `memory` bytes, without the null slots: `num_states` of `state_bytes`
+    each (0: the model has none), and as many tokens of `token_bytes` as fit beside them; not one of either: (0, 0)."""
+    states = max(1, num_states(memory, state_bytes, most)) if state_bytes else 0
+    tokens = (memory - (states + 1) * state_bytes if states else memory) // token_bytes
+    return (states, tokens) if tokens > 0 else (0, 0)
+
+
 def row_bytes(max_num_seqs: int, vocab_size: int) -> int:
     """Bytes of the counts of tokens that penalties need, and as many of logits of CUDA graphs."""
     return 4 * max_num_seqs * vocab_size

@@ -21,9 +21,6 @@ log = logging.getLogger("radixrt.scales")
 
 Scales = list[tuple[float, float]]
 """(of K, of V) by layer."""
-
-SOURCES = ("auto", "none")
-"""Values of the setting `kv_scales`: the checkpoint's scales, or else calibrated ones; or 1."""
 NAMES = (
     ("k_scale", "v_scale"),
     ("attn.k_scale", "attn.v_scale"),

@@ -14,7 +14,6 @@ from radixrt.checkpoint.files import FAMILIES, check_model
 from radixrt.checkpoint.hub import find, find_files
 from radixrt.config import WorkerConfig
 from radixrt.worker.execution.kv_pool import DTYPES
-from radixrt.worker.load.kv_scales import SOURCES
 from radixrt.worker.model import read_spec, transformers_model
 from radixrt.worker.model.layers import int4
 from radixrt.worker.model.parallel.sharding import Shard
@@ -25,8 +24,6 @@ from radixrt.worker.model.weights.quantized import Products, has_int4, rounds_ac
 
 log = logging.getLogger("radixrt.loading")
 
-BACKENDS = ("auto", "flashinfer", "triton", "torch")
-QUANTIZATIONS = ("auto", "fp8", "none")
 CAPABILITY = 8, 0
 """The compute capability that kernels need."""
 
@@ -54,25 +51,11 @@ class Loaded:
         return self.spec.token_bytes(self.kv_dtype.itemsize, self.dtype.itemsize)
 
 
-def check_settings(config: WorkerConfig) -> None:
-    """Raises ValueError for a setting that no checkpoint and no device can be served with."""
-    if config.attention_backend not in BACKENDS:
-        raise ValueError(f"attention_backend {config.attention_backend!r}: expected one of {', '.join(BACKENDS)}")
-    if config.kv_scales not in SOURCES:
-        raise ValueError(f"kv_scales {config.kv_scales!r}: expected one of {', '.join(SOURCES)}")
-    if config.tree_attention not in ("auto", "on", "off"):
-        raise ValueError(f"tree_attention {config.tree_attention!r}: expected auto, on or off")
-    if config.tensor_parallel_size < 1:
-        raise ValueError(f"tensor_parallel_size {config.tensor_parallel_size}: expected 1 or more")
-
-
 def look_up(config: WorkerConfig, shard: Shard = Shard()) -> Loaded:  # noqa: B008
     """Reads the configuration of the checkpoint, not its weights, which of a hub name are downloaded last. Raises
     ValueError if it cannot be served."""
     folder = find_files(config.model)
     hf_config = checkpoint.read_json(folder / "config.json")
-    if not hf_config:
-        raise ValueError(f"{folder} holds no config.json: it is no checkpoint")
     check_model(folder, config.model_impl)
     try:
         loaded = _look_up(config, shard, folder, hf_config)
@@ -103,10 +86,15 @@ def _look_up(config: WorkerConfig, shard: Shard, folder: Path, hf_config: dict[s
     if predicts(config, hf_config, folder, device):
         spec = with_predictor(spec, hf_config)
     for note in () if by_transformers else notes(hf_config, spec):
-        log.warning("%s: %s", folder.name, note)
+        log.warning("%s: %s", shown(config, folder), note)
     # A tokenizer may have ids for which the model has no logits.
     eos_ids = frozenset(id for id in checkpoint.eos_ids(folder) if id < spec.vocab_size)
     return Loaded(folder, hf_config, spec, shard.spec(spec), device, dtype, kv_dtype, eos_ids, by_transformers)
+
+
+def shown(config: WorkerConfig, folder: Path) -> str:
+    """What the log calls a model: the folder of one of the hub has no name that says anything."""
+    return config.served_model_name or folder.name
 
 
 def uses_transformers(config: WorkerConfig, family: object) -> bool:
@@ -142,7 +130,10 @@ def predicts(config: WorkerConfig, hf_config: Mapping[str, Any], folder: Path, d
         return True
     stored = config.load_format != "dummy" and has_predictor(hf_config)
     if config.speculative_algorithm == "auto" and device.type == "cuda" and alone and stored and is_stored(folder):
-        log.info("%s has a layer for multi-token prediction: --speculative-algorithm mtp drafts with it", folder.name)
+        log.info(
+            "%s has a layer for multi-token prediction: --speculative-algorithm mtp drafts with it",
+            shown(config, folder),
+        )
     return False
 
 
@@ -201,37 +192,26 @@ def capability_for(kv_dtype: torch.dtype) -> tuple[int, int]:
 
 
 def choose_dtype(name: str, hf_config: dict[str, Any], device: torch.device) -> torch.dtype:
-    """The dtype of `name`. `auto`: float32 on a CPU; on a GPU float16 if the checkpoint states it, else bfloat16.
-
-    Raises ValueError for an unknown name.
-    """
+    """The dtype of `name`. `auto`: float32 on a CPU; on a GPU float16 if the checkpoint states it, else bfloat16."""
     if name == "auto":
         stated = str(hf_config.get("dtype") or hf_config.get("torch_dtype")).removeprefix("torch.")
         name = "float32" if device.type == "cpu" else stated if stated == "float16" else "bfloat16"
-    if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype {name!r}: expected auto, float32, bfloat16 or float16")
-    return DTYPES[name]
+    return DTYPES[{"float": "float32", "half": "float16"}.get(name, name)]
 
 
 def choose_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of KV pages. `auto`: e4m3 on Hopper and newer if activations (`dtype`) have 16 bits, else `dtype`.
-
-    Raises ValueError for an unknown name.
-    """
-    name = {"fp8": "fp8_e4m3"}.get(name, name)
+    """The dtype of KV pages. `auto`: e4m3 on Hopper and newer if activations (`dtype`) have 16 bits, else `dtype`."""
     if name == "auto":
         new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         return torch.float8_e4m3fn if new and dtype.itemsize == 2 else dtype
-    if name not in DTYPES:
-        raise ValueError(f"kv_cache_dtype {name!r}: expected auto or one of {', '.join(DTYPES)}")
-    return DTYPES[name]
+    return DTYPES[{"fp8": "fp8_e4m3"}.get(name, name)]
 
 
 def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Products:
     """Which matrix products are computed in FP8.
 
     `auto`: those of weights that the checkpoint stores in FP8 for this purpose, if there are `kernels` and the GPU can
-    multiply FP8. Raises ValueError for an unknown name, or if `fp8` is not possible.
+    multiply FP8. Raises ValueError if `fp8` is not possible.
     """
     capability = torch.cuda.get_device_capability(loaded.device) if kernels and loaded.device.type == "cuda" else None
     return products_on(capability, name, loaded, exact)
@@ -239,8 +219,6 @@ def choose_products(name: str, loaded: Loaded, exact: bool, kernels: bool) -> Pr
 
 def products_on(capability: tuple[int, int] | None, name: str, loaded: Loaded, exact: bool) -> Products:
     """As `choose_products`, on a GPU of this compute capability, with its kernels; None: without."""
-    if name not in QUANTIZATIONS:
-        raise ValueError(f"quantization {name!r}: expected one of {', '.join(QUANTIZATIONS)}")
     missing = ""
     if capability is None:
         missing = "a GPU and its kernels"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,18 @@ from torch import distributed
 
 from radixrt.checkpoint.gguf.folder import WEIGHTS as GGUF
 from radixrt.checkpoint.lora_modules import lora_modules, most_loaded, num_slots
-from radixrt.config import WorkerConfig
+from radixrt.config import WorkerConfig, check
 from radixrt.worker.execution.torch_runner import ModelRunner, TorchRunner
 from radixrt.worker.load.kv_scales import Scales, choose_scales
+from radixrt.worker.load.memory import check_memory
 from radixrt.worker.load.options import (
     Loaded,
-    check_settings,
     choose_products,
     is_exact,
     keeps_packed,
     look_up,
     no_kernels,
+    shown,
     uses_kernels,
 )
 from radixrt.worker.load.pools import begin_host, make_pool, make_states, pool_tokens
@@ -54,7 +56,7 @@ def load_runner(config: WorkerConfig) -> Runner:
 
     Raises ValueError, which names the wrong setting or file.
     """
-    check_settings(config)
+    check(config)
     if config.tensor_parallel_size > 1:
         return _lead(config)
     return _load(config, look_up(config), None)
@@ -120,6 +122,7 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
         torch.set_num_threads(config.cpu_threads)
     elif group is not None and loaded.device.type == "cpu":
         torch.set_num_threads(max(1, torch.get_num_threads() // group.shard.size))
+    check_memory(config, loaded)
     began = time.monotonic()
     by_torch = loaded.device.type == "cuda" and not uses_kernels(config, loaded)
     host = begin_host(config, loaded, group, by_torch)
@@ -128,6 +131,10 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
         runner.host = host(runner.pool, runner.states)
     except torch.OutOfMemoryError as error:
         raise ValueError(_out_of_memory(config, loaded, error)) from error
+    except (MemoryError, RuntimeError, subprocess.CalledProcessError) as error:
+        if reason := _missing(error):
+            raise ValueError(reason) from error
+        raise
     if runner.host is not None:
         tokens = (runner.host.slots - 1) * config.page_size
         states = f" and {runner.num_host_states - 1} recurrent states" if runner.num_host_states else ""
@@ -136,7 +143,7 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
         log.info("%d recurrent states, %.2f GB", runner.num_states - 1, runner.states.nbytes / 1e9)
     log.info(
         "%s: %d layers in %s; %d token slots of %s, %.2f GB; ready in %.1f s",
-        loaded.folder.name, loaded.spec.num_layers, loaded.dtype, runner.num_pages * runner.page_size,
+        shown(config, loaded.folder), loaded.spec.num_layers, loaded.dtype, runner.num_pages * runner.page_size,
         runner.kv_dtype, runner.pool.nbytes / 1e9, time.monotonic() - began,
     )  # fmt: skip
     return runner
@@ -184,7 +191,7 @@ def load_model(
     try:
         model = Decoder(loaded.whole, weights, exact, ops, group, read_lora(config, loaded), lora_room(config))
         if wide := _kept_wide(loaded, model, weights, products, packed):
-            log.warning("%s: %s", loaded.folder.name, wide)
+            log.warning("%s: %s", shown(config, loaded.folder), wide)
         without = _without_kv(loaded.whole)
         unused = [name for name in weights.unused() if not name.startswith(_drafting(loaded))]
         if unused := [name for name in unused if not any(part in name for part in without)]:
@@ -249,6 +256,19 @@ def load_scales(config: WorkerConfig, loaded: Loaded, model: Model) -> Scales:
         weights.close()
 
 
+def _missing(error: Exception) -> str:
+    """What the machine lacks, by an error that has many causes; "" if it is another."""
+    text = " ".join(str(error).split())[:500]
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
+        return f"there is not enough memory: lower --max-total-tokens, or take a smaller model ({text})"
+    if isinstance(error, subprocess.CalledProcessError) or "Failed to find C compiler" in text:
+        return (
+            "Triton needs a C compiler and Python's headers: install gcc and python3-dev, or name a compiler in CC; "
+            f"--attention-backend torch does without, much slower ({text})"
+        )
+    return ""
+
+
 def _out_of_memory(config: WorkerConfig, loaded: Loaded, error: Exception) -> str:
     free, total = torch.cuda.mem_get_info(loaded.device)
     return (
@@ -266,7 +286,7 @@ def open_weights(
     products: Products = Products.NONE,
     packed: bool = False,
 ) -> Weights:
-    """The weights in the configured `load_format`. Raises ValueError for an unknown one."""
+    """The weights in the configured `load_format`. Raises ValueError if the checkpoint is not of it."""
     quantization = quantization_of(loaded.hf_config)
     match config.load_format:
         case "auto" | "gguf" if (loaded.folder / GGUF).is_file():
@@ -278,4 +298,4 @@ def open_weights(
             )
         case "dummy":
             return RandomWeights(config.seed, loaded.dtype, loaded.device, products, packed, quantization)
-    raise ValueError(f"load_format {config.load_format!r}: expected auto, safetensors, gguf (of a GGUF file) or dummy")
+    raise ValueError(f"--load-format {config.load_format}: {loaded.folder} is not of a GGUF file")

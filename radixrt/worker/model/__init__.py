@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from typing import Any
 
@@ -14,7 +13,7 @@ from radixrt.worker.model.weights.quantized import check_quantization
 
 def read_spec(config: dict[str, Any], longest: int = 0) -> ModelSpec:
     """The spec of a parsed `config.json`, for contexts of up to `longest` tokens (0: the model's own limit). ValueError
-    names what is not served, or the field that is missing."""
+    names what is not served, or the field that is missing, or the model's limit if that is shorter."""
     family = config.get("model_type", "")
     if family not in FAMILIES:
         raise ValueError(not_served(family))
@@ -23,8 +22,8 @@ def read_spec(config: dict[str, Any], longest: int = 0) -> ModelSpec:
         spec: ModelSpec = importlib.import_module(f"{__name__}.families.{family}").spec(config)
     except KeyError as missing:
         raise ValueError(f"config.json has no {missing.args[0]}") from None
-    if 0 < longest < spec.max_model_len:
-        spec = dataclasses.replace(spec, max_model_len=longest)
+    if longest:
+        spec = spec.shortened(longest)
     for rope in spec.ropes:  # raises if not served, before gigabytes of weights are read
         frequencies(rope, spec.rope_dim, spec.max_model_len)
     return spec

@@ -178,7 +178,7 @@ class TransformersModel(Model):
 
 def read_spec(folder: Path, longest: int = 0) -> ModelSpec:
     """What runners have to know of a checkpoint's model, for contexts of up to `longest` tokens (0: the model's own
-    limit). ValueError says what of it is not served."""
+    limit). ValueError says what of it is not served, or names that limit if it is shorter."""
     config = _read_config(folder)
     name = NOT_SERVED.format(config.model_type)
     try:
@@ -209,14 +209,14 @@ def read_spec(folder: Path, longest: int = 0) -> ModelSpec:
         num_heads=first.heads,
         num_kv_heads=first.kv_heads,
         head_dim=first.head_dim,
-        max_model_len=min(longest or most, most),
+        max_model_len=most,
         norm_eps=0.0,
         rope={},
         activation="silu",
         tied=False,
         windows=tuple(None if call.window is None or call.window >= most else call.window for call in calls),
         attention=AttentionSpec(scale_override=first.scale, score_cap=first.cap),
-    )
+    ).shortened(longest or most)
 
 
 def load(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, seed: int | None) -> Model:
@@ -241,6 +241,13 @@ def load(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device
         raise ValueError(f"{name}: more than attention mixes its tokens, or tells where they are")
     made.door.calls = None
     return made
+
+
+def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
+    """Bytes of the model's weights in `dtype`, without loading any."""
+    with torch.device("meta"):
+        model = _auto().from_config(_read_config(folder), trust_remote_code=False, dtype=dtype)
+    return sum(p.nbytes for p in model.parameters())
 
 
 def _is_alike_alone(model: TransformersModel) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from radixrt.worker.cache.page_cache import PageCache
@@ -46,6 +47,8 @@ class Admission:
         self._prompts: list[Request] = []
         """What is prefilling and not planned in this step yet: a few tokens after generated ones, more, and prompts."""
         self._forced_are_next = True
+        self.began: list[tuple[int, float]] = []
+        """(id, seconds that it waited) of requests that were admitted for the first time; the worker empties it."""
 
     def begin(self, prefilling: Sequence[Request], budget: int) -> None:
         """Begin a step of `budget` tokens with the running requests that are prefilling, oldest first."""
@@ -129,6 +132,9 @@ class Admission:
         self._waiting.take(request, passed)
         self._running.prefilling.append(request)
         self._branching.admitted(request)
+        if request.arrived:
+            self.began.append((request.id, time.monotonic() - request.arrived))
+            request.arrived = 0.0
         return request
 
     def _has_room(self, request: Request, pages: int) -> bool:

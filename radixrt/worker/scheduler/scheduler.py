@@ -144,6 +144,11 @@ class Scheduler:
         """The numbers of the LoRA adapters that requests have; -1 for none."""
         return {request.adapter for request in self._requests.values()}
 
+    def take_began(self) -> list[tuple[int, float]]:
+        """(id, seconds that it waited) of the requests that were admitted since the last call, each once."""
+        began, self._admission.began = self._admission.began, []
+        return began
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting) + len(self._waiting.parked)

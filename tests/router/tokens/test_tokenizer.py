@@ -191,7 +191,12 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not the folder of a checkpoint: it has no config.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds no tokenizer that can be read"):
+    with pytest.raises(
+        ValueError, match=r"holds no tokenizer that can be read: there is no tokenizer\.json; --tokenizer"
+    ):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text("{")
+    with pytest.raises(ValueError, match=r"^\S+ holds no tokenizer that can be read: [^\n]+; --tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"no model")
     with pytest.raises(ValueError, match="not a sentencepiece model"):

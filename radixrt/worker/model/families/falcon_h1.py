@@ -60,7 +60,7 @@ class Multiplied(Renamed):
             return super().load(name, shape, part)
         whole = super().load(name, shape)
         counts, factors = (torch.tensor(x, device=whole.device) for x in zip(*rows, strict=True))
-        column = factors.float().repeat_interleave(counts).view(-1, *[1] * (whole.dim() - 1))
+        column = factors.float().repeat_interleave(counts, output_size=len(whole)).view(-1, *[1] * (whole.dim() - 1))
         whole = (whole.float() * column).to(whole.dtype)
         return whole if part is None else copied_part(whole, part)
 

@@ -90,8 +90,8 @@ class PackedStack:
 
 
 def fits(scales: torch.Tensor) -> bool:
-    """Whether a PackedStack can hold these scales."""
-    return int(scales.max()) <= LARGEST
+    """Whether a PackedStack can hold these scales. Those on the meta device, where only sizes matter, fit."""
+    return scales.is_meta or int(scales.max()) <= LARGEST
 
 
 def _joined(parts: torch.Tensor, bits: int) -> torch.Tensor:

@@ -218,6 +218,12 @@ class ModelSpec:
     """The checkpoint's multi-token prediction layer is used (see `predictor`). It counts as one more layer with
     attention, after all others."""
 
+    def shortened(self, longest: int) -> ModelSpec:
+        """The same model for contexts of up to `longest` tokens. ValueError names its own limit if that is shorter."""
+        if longest > (most := self.max_model_len):
+            raise ValueError(f"--max-model-len {longest}: the model takes at most {most} tokens, by its config.json")
+        return dataclasses.replace(self, max_model_len=longest)
+
     @property
     def kv_elements(self) -> int:
         """Elements of K and V that are stored for one token, all layers."""

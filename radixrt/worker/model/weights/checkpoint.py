@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import reprlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,27 +104,8 @@ class SafetensorsWeights:
         )  # fmt: skip
 
     def _find_tensors(self, folder: Path) -> dict[str, Path]:
-        """Tensor name -> file. As in transformers, the files are model.safetensors, or the shards that an index names,
-        or all safetensors of the folder. Which shard has a tensor is read from the shards: indices may be outdated."""
-        single = folder / SINGLE
-        if not single.is_file() and (index := read_json(folder / INDEX).get("weight_map")):
-            shards = {file: folder / file for file in sorted(set(_shard_names(folder / INDEX, index)))}
-            missing = [file for file, path in shards.items() if not path.is_file()]
-            if missing:
-                raise ValueError(f"{folder} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:5])}")
-            return {name: path for path in shards.values() for name in self._open(path).keys()}
-        paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-        foreign = [path.name for path in paths if path.match(ORIGINAL_FILES)]
-        paths = [path for path in paths if path.name not in foreign]
-        if foreign and not paths:
-            raise ValueError(f"{folder} holds no safetensors of transformers, only {', '.join(foreign)}: convert them")
-        if not paths:
-            found = {path.suffix for path in folder.iterdir()}
-            others = sorted(found & {".bin", ".pt", ".pth"})
-            hint = f"; convert its {' and '.join(others)} files to safetensors" if others else ""
-            hint = "; give one of its .gguf files, not the folder" if ".gguf" in found else hint
-            raise ValueError(f"{folder} holds no safetensors{hint}")
-        return {name: path for path in paths for name in self._open(path).keys()}
+        """Tensor name -> file. Which shard has a tensor is read from the shards: indices may be outdated."""
+        return {name: path for path in weight_files(folder) for name in self._open(path).keys()}
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
@@ -133,19 +114,11 @@ class SafetensorsWeights:
             except (SafetensorError, OSError) as error:
                 if _begins_with(path, LFS_POINTER):
                     raise ValueError(f"{path} is a pointer of git-lfs, not the file: run git lfs pull") from error
-                raise ValueError(f"{path} cannot be read: {error}") from error
+                raise ValueError(f"{path} cannot be read: {error}; if it was downloaded, do it again") from error
         return self._files[path]
 
     def _name(self, name: str) -> str:
-        """The tensor's name in this checkpoint: one that was saved without its head lacks the prefix `model.`, and
-        multimodal ones have another prefix."""
-        bare = name.removeprefix("model.")
-        others = (bare, f"language_model.{name}", f"model.language_model.{bare}")
-        return (
-            name
-            if name in self._files_by_name
-            else next((other for other in others if other in self._files_by_name), name)
-        )
+        return stored_name(name, self._files_by_name)
 
     def __contains__(self, name: str) -> bool:
         return self._name(name) in self._files_by_name or self._integer_layer(name) is not None
@@ -272,6 +245,38 @@ class SafetensorsWeights:
         self._bar.update(self._bar.total - self._bar.n)
         self._bar.close()
         self._files.clear()
+
+
+def stored_name(name: str, stored: Container[str]) -> str:
+    """The tensor's name among those `stored` in a checkpoint: one that was saved without its head lacks the prefix
+    `model.`, and multimodal ones have another prefix."""
+    bare = name.removeprefix("model.")
+    others = (name, bare, f"language_model.{name}", f"model.language_model.{bare}")
+    return next((other for other in others if other in stored), name)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """As in transformers: model.safetensors, or the shards that an index names, or all safetensors of the folder.
+    ValueError says what is missing."""
+    single = folder / SINGLE
+    if not single.is_file() and (index := read_json(folder / INDEX).get("weight_map")):
+        shards = {file: folder / file for file in sorted(set(_shard_names(folder / INDEX, index)))}
+        missing = [file for file, path in shards.items() if not path.is_file()]
+        if missing:
+            raise ValueError(f"{folder} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing[:5])}")
+        return list(shards.values())
+    paths = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    foreign = [path.name for path in paths if path.match(ORIGINAL_FILES)]
+    paths = [path for path in paths if path.name not in foreign]
+    if foreign and not paths:
+        raise ValueError(f"{folder} holds no safetensors of transformers, only {', '.join(foreign)}: convert them")
+    if not paths:
+        found = {path.suffix for path in folder.iterdir()}
+        others = sorted(found & {".bin", ".pt", ".pth"})
+        hint = f"; convert its {' and '.join(others)} files to safetensors" if others else ""
+        hint = "; give one of its .gguf files, not the folder" if ".gguf" in found else hint
+        raise ValueError(f"{folder} holds no safetensors{hint}")
+    return paths
 
 
 def _shard_names(path: Path, index: Any) -> Iterable[str]:

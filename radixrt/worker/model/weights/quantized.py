@@ -71,6 +71,15 @@ def has_int4(config: Mapping[str, Any]) -> bool:
     return ("int", 4) in _kinds(quantization)
 
 
+def int4_group(quantization: Mapping[str, Any]) -> int | None:
+    """The columns that share a scale, if weights are stored in INT4."""
+    if not has_int4({"quantization_config": quantization}):
+        return None
+    groups = quantization.get("config_groups") or {}
+    each = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []
+    return next((size for one in (*each, quantization) if (size := one.get("group_size") or 0) > 0), 128)
+
+
 def is_expanded(config: Mapping[str, Any]) -> bool:
     """Whether weights are in a format that is dequantized at load (see `integers`), unless kernels keep them."""
     return stored_as(config) not in ("", "FP8", "MXFP4")

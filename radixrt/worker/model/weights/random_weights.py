@@ -11,7 +11,7 @@ import torch
 from radixrt.worker.model.layers.fp8 import Fp8Weight
 from radixrt.worker.model.layers.int4 import Int4
 from radixrt.worker.model.parallel.sharding import Part
-from radixrt.worker.model.weights.quantized import Products, has_int4
+from radixrt.worker.model.weights.quantized import Products, int4_group
 from radixrt.worker.model.weights.weights import copied_part
 
 
@@ -30,7 +30,7 @@ class RandomWeights:
         packed: bool = False,
         quantization: Mapping[str, Any] | None = None,
     ) -> None:
-        self._group = _int4_group(quantization or {}) if packed else None
+        self._group = int4_group(quantization or {}) if packed else None
         self.num_dequantized = 0
         self._seed = seed
         self.dtype = dtype
@@ -82,12 +82,3 @@ class RandomWeights:
 
     def close(self) -> None:
         """Nothing to close."""
-
-
-def _int4_group(quantization: Mapping[str, Any]) -> int | None:
-    """The columns that share a scale, if weights are stored in INT4."""
-    if not has_int4({"quantization_config": quantization}):
-        return None
-    groups = quantization.get("config_groups") or {}
-    each = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else []
-    return next((size for one in (*each, quantization) if (size := one.get("group_size") or 0) > 0), 128)

@@ -86,7 +86,7 @@ class TensorLoader:
             return tied
         part = None if self._group is None else Part(0, ids.start, ids.stop)
         head = self._weights.load(HEAD, embedding.shape, part)
-        return tied if self._spec.tied and torch.equal(head, tied) else head
+        return tied if self._spec.tied and (head.is_meta or torch.equal(head, tied)) else head
 
     def head_bias(self, ids: range, width: int) -> torch.Tensor | None:
         """float32[width]: the bias of the output projection to this rank's token `ids`, padded with zeros; None if
