@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from radixrt.checkpoint.files import check_files, check_model
-from radixrt.checkpoint.hub import find_files, is_hub_name
+from radixrt.checkpoint.hub import find_files, has_quant, is_complete, is_hub_name
 from radixrt.checkpoint.lora_modules import check_lora_modules
 from radixrt.config import (
     NANO,
@@ -241,6 +241,8 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError("which model? radixrt plan MODEL")
     if args.context < 0:
         raise ValueError(f"--context {args.context}: expected a number of tokens")
+    if is_hub_name(name := model_folder(args.model)) and has_quant(name) and not is_complete(name):
+        raise ValueError(f"a GGUF file is read from the cache: radixrt pull {args.model} first")
     config = resolve(dataclasses.replace(from_args(WorkerConfig, args), device="cuda:0"))
     check(config)
     from radixrt.worker.load.capacity import find_capacity, named_gpus

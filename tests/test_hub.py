@@ -167,7 +167,6 @@ def test_a_path_is_not_asked_for_at_the_hub(path):
     ("model", "names"),
     [
         (NAME, [NAME, "nano-1"]),
-        (f"{NAME}:Q4_0", [f"{NAME}:Q4_0", "nano-1:Q4_0"]),
         ("smollm2", ["HuggingFaceTB/SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", "smollm2"]),
         ("nano", ["nano"]),
         (str(NANO), ["nano"]),
@@ -224,12 +223,14 @@ def gguf_hub(hub, model, tmp_path) -> Hub:
 
 
 def test_a_quant_is_downloaded_alone_and_serves_offline(gguf_hub, model, tmp_path):
-    call, cache = HERE.replace(NAME, f"{NAME}:f32"), {"XDG_CACHE_HOME": str(tmp_path)}
+    name = f"{NAME}:f32"
+    call = HERE.replace(NAME, name)
+    cache = {"XDG_CACHE_HOME": str(tmp_path)}
     done = look_up(gguf_hub, tmp_path, call, **cache)
     assert sorted(gguf_hub.asked) == FILES
-    folder, name = ast.literal_eval(done.stdout)
-    assert name == f"{NAME}:f32"
-    weights = GgufWeights(Path(folder) / "model.gguf", torch.float32, torch.device("cpu"), progress=False)
+    weights = GgufWeights(
+        Path(ast.literal_eval(done.stdout)[0]) / "model.gguf", torch.float32, torch.device("cpu"), progress=False
+    )
     for tensor_name, tensor in model.state_dict().items():
         assert torch.equal(weights.load(tensor_name, tensor.shape), tensor)
     gguf_hub.asked.clear()
@@ -247,6 +248,11 @@ def test_a_quant_is_downloaded_alone_and_serves_offline(gguf_hub, model, tmp_pat
 def test_the_quants_are_listed(gguf_hub, tmp_path, name, said):
     assert look_up(gguf_hub, tmp_path, f"find_files({name!r})").stdout.strip() == said
     assert not gguf_hub.asked
+
+
+def test_a_plan_downloads_no_quant(gguf_hub, tmp_path):
+    said = look_up(gguf_hub, tmp_path, f"__import__('radixrt.cli').cli.main(['plan', '{NAME}:f32'])")
+    assert f"radixrt pull {NAME}:f32 first" in said.stderr and not gguf_hub.asked
 
 
 def test_an_architecture_that_is_not_served_is_refused_before_its_weights(gguf_hub, tmp_path):

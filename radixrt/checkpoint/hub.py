@@ -8,7 +8,6 @@ Of ORG/NAME:QUANT, a GGUF file, the hub is asked for its list of files, and then
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import glob
 import io
@@ -45,17 +44,20 @@ def is_hub_name(model: str) -> bool:
     return HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf") and not Path(model).exists()
 
 
+def has_quant(model: str) -> bool:
+    """Whether a hub name is ORG/NAME:QUANT, whose configuration and tokenizer are in the file of its weights."""
+    return ":" in model
+
+
 def find(model: str, *, cached: bool = False) -> Path:
     """The folder of a checkpoint, with its weights: made of a GGUF file if `model` is one, downloaded if it is a hub
     name, unless only what is `cached` is wanted. ValueError, in one line, if there is none."""
-    if not is_hub_name(model):
-        return find_files(model)
-    name, _, quant = model.partition(":")
-    if quant:
-        return unpacked(_gguf_file(name, quant, cached))
-    folder = _fetch(name, SMALL_FILES + WEIGHTS, cached)
+    if not is_hub_name(model) or has_quant(model):
+        return find_files(model, cached=cached)
+    folder = _fetch(model, SMALL_FILES + WEIGHTS, cached)
     if not any(folder.glob("*.safetensors")):
-        _refuse_gguf(name, cached)
+        if not cached:
+            _refuse_gguf(model)
         raise ValueError(f"{model} has no safetensors at the hub: convert its weights, and give the folder")
     return folder
 
@@ -69,7 +71,7 @@ def is_complete(model: str) -> bool:
     return True
 
 
-def find_files(model: str | Path) -> Path:
+def find_files(model: str | Path, *, cached: bool = False) -> Path:
     """The same without weights, unless they are in the same file: a folder with the configuration and the tokenizer."""
     if Path(model).is_dir():
         return _with_config(Path(model))
@@ -79,8 +81,8 @@ def find_files(model: str | Path) -> Path:
         raise ValueError(_no_folder(Path(model)))
     name, _, quant = str(model).partition(":")
     if quant:
-        return unpacked(_gguf_file(name, quant))
-    return _with_config(_fetch(name, SMALL_FILES), name)
+        return unpacked(_gguf_file(name, quant, cached))
+    return _with_config(_fetch(name, SMALL_FILES, cached), name)
 
 
 def _with_config(folder: Path, name: str = "") -> Path:
@@ -93,7 +95,7 @@ def _with_config(folder: Path, name: str = "") -> Path:
     return folder
 
 
-def _gguf_file(name: str, quant: str, cached: bool = False) -> Path:
+def _gguf_file(name: str, quant: str, cached: bool) -> Path:
     """The file that this quant means, the first one if it is split; downloaded, with the others."""
     paths, architecture = _listed(name, cached)
     if architecture and architecture not in ARCHITECTURES:
@@ -105,23 +107,25 @@ def _gguf_file(name: str, quant: str, cached: bool = False) -> Path:
     return _fetch(name, [glob.escape(path) for path in files], cached) / files[0]
 
 
-def _refuse_gguf(name: str, cached: bool = False) -> None:
+def _refuse_gguf(name: str) -> None:
     """ValueError lists the quants if there are GGUF files."""
-    if there := quants(_listed(name, cached)[0]):
+    if there := quants(_listed(name)[0]):
         raise ValueError(f"{name} has GGUF files: give one of its quants, as {name}:{there[0]}; {', '.join(there)}")
 
 
-def _listed(name: str, cached: bool) -> tuple[list[str], str]:
-    """Paths of a hub name's files, and the architecture of its GGUF files, "" if it is not known. Of what is `cached`,
-    where that is wanted or the hub cannot be reached."""
+def _listed(name: str, cached: bool = False) -> tuple[list[str], str]:
+    """Paths of a hub name's files, those in the cache if the hub cannot be reached or only they are wanted, and the
+    architecture of its GGUF files, "" if it is not known."""
     folder = _fetch(name, [], cached)
     from huggingface_hub import HfApi
 
-    if not cached:
-        with contextlib.suppress(Exception):  # of what matters, the line above would have told
-            info = HfApi().model_info(name)
-            return [file.rfilename for file in info.siblings or ()], str((info.gguf or {}).get("architecture", ""))
-    return [str(path.relative_to(folder)) for path in folder.rglob("*")], ""
+    try:
+        info = None if cached else HfApi().model_info(name)
+    except Exception:  # of what matters, the line above would have told
+        info = None
+    if info is None:
+        return [str(path.relative_to(folder)) for path in folder.rglob("*")], ""
+    return [file.rfilename for file in info.siblings or ()], str((info.gguf or {}).get("architecture", ""))
 
 
 def _no_folder(path: Path) -> str:

@@ -16,7 +16,7 @@ import sys
 from types import FrameType
 
 from radixrt.checkpoint.files import check_files, check_model
-from radixrt.checkpoint.hub import find, find_files, is_complete, is_hub_name
+from radixrt.checkpoint.hub import find, find_files, has_quant, is_complete, is_hub_name
 from radixrt.config import AnyConfig, StackConfig, WorkerConfig, client_names, model_folder, named, resolve
 from radixrt.known_models import KNOWN
 
@@ -31,7 +31,7 @@ def pull(name: str, impl: str = "auto") -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     model = model_folder(name)
-    if is_hub_name(model) and find_files(model) and not is_complete(model):
+    if is_hub_name(model) and (has_quant(model) or find_files(model)) and not is_complete(model):
         log.info("downloading %s", model)
     folder = look_up(resolve(WorkerConfig(model=name, device="cpu", model_impl=impl))).folder
     print(f"{client_names(name)[0]} is in {folder}; serve it by\n    radixrt serve {name}")
@@ -89,7 +89,8 @@ def _model(name: str, impl: str) -> str:
     model = model_folder(name)
     if not name or not is_hub_name(model):
         return name
-    check_model(find_files(model), impl)
+    if not has_quant(model):
+        check_model(find_files(model), impl)
     if not is_complete(model):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or else the child would go on
         command = [sys.executable, "-m", "radixrt", "pull", model, "--model-impl", impl]
