@@ -31,6 +31,7 @@ from radixrt.checkpoint.files import check_files, check_model
 from radixrt.checkpoint.hub import find_files, has_quant, is_complete, is_hub_name
 from radixrt.checkpoint.lora_modules import check_lora_modules
 from radixrt.config import (
+    NANO,
     FrontendConfig,
     RouterConfig,
     StackConfig,
@@ -340,6 +341,8 @@ def _run(args: argparse.Namespace) -> int:
         return 2
     with client, trace() if args.trace else contextlib.nullcontext() as traced:
         use_client(client)
+        if not args.model:
+            _warn_of_nano(client)
         try:
             runpy.run_path(args.program, run_name="__main__")
         except ProgramError as error:
@@ -354,6 +357,17 @@ def _run(args: argparse.Namespace) -> int:
             if traced:
                 Path(args.trace).write_text(traced.html(), encoding="utf-8")
     return 0
+
+
+def _warn_of_nano(client: Client) -> None:
+    """Say what nano is for, if the server has no other model: of most programs it makes nonsense."""
+    from radixrt.client import ServerError
+
+    with contextlib.suppress(ServerError):
+        if {worker["model"] for worker in client.health()["workers"]} == {NANO.name}:
+            log.info(
+                "nano reads notes, calls tools and fills in JSON; other programs need a larger model to make sense"
+            )
 
 
 def _print_from(program: str, error: Exception) -> None:

@@ -15,6 +15,7 @@ from openai import OpenAI
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from radixrt import cli
 from radixrt.client import Client
 from radixrt.client.local import LocalStack, local_stack
 from radixrt.config import NANO, FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
@@ -118,6 +119,13 @@ def test_in_process():
         assert client.models()[0]["id"] == "nano"
         done = client.generate([{"role": "user", "content": f"{NOTES}\n\n{asking('the old mill')}"}], GREEDY)
         assert "9350" in done.text and done.finish == "stop"
+
+
+def test_programs_are_told_what_nano_is_for(addresses, tmp_path, caplog):
+    (tmp_path / "program.py").write_text("print('done')")
+    with caplog.at_level("INFO", "radixrt.cli"):
+        assert cli.main(["run", "--url", addresses[0], str(tmp_path / "program.py")]) == 0
+    assert [record.message for record in caplog.records if "nano reads notes" in record.message]
 
 
 # ---------------------------------------------------------------- over OpenAI's API

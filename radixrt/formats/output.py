@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,8 +36,6 @@ from radixrt.requests.grammar import check_aside
 from radixrt.tokens import Tokenizer
 from radixrt.tokens.errors import FieldError
 from radixrt.tokens.stops import Quiet
-
-log = logging.getLogger(__name__)
 
 UNSHOWN = "the chat template does not show tools to the model: its instructions tell of them"
 UNREAD = "the format of the model's tool calls is not known (--tool-call-parser), so calls are content"
@@ -130,8 +127,8 @@ class Formats:
             self.tools = Harmony(thoughts)
         self._tokenizer = tokenizer
         self._unshown = tokenizer is not None and not tokenizer.shows_tools
-        for warning in self._warnings(forced=False) if rendered else ():
-            log.warning("requests with tools: %s", warning)
+        self.warnings = self._warnings(forced=False) if rendered else ()
+        """What is to be known of chats with tools."""
         self._special_ids = tokenizer.special_ids if tokenizer else frozenset()
 
     @property

@@ -341,6 +341,14 @@ def test_of_alternatives_with_the_same_text_the_likeliest_is_kept():
     assert top == {"x": -0.25, "\ufffd": -0.5}
 
 
+def test_alternatives_of_completions_begin_with_the_likeliest():
+    tokenizer = SimpleNamespace(token_text=str, token_bytes=lambda _: b"?")
+    for token, logprob, order in ((8, -3.0, "9318"), (3, -1.0, "931")):
+        found = TokenLogprob(token, logprob, [(9, -0.25), (3, -1.0), (1, -2.0)])
+        (top,) = Reply("m", tokenizer).logprobs([found], Offsets(None, frozenset()))["top_logprobs"]
+        assert list(top) == list(order)
+
+
 @pytest.mark.parametrize("make", [complete, chat])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_ended_an_answer(client, make, stream):

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from radixrt.config import RouterConfig
 from radixrt.formats.output import UNSHOWN, Formats, probe_text
 from radixrt.formats.parsing import (
     PROBE,
@@ -44,6 +45,7 @@ from radixrt.formats.tools import Tool, ToolUse
 from radixrt.frontend.generate.choice import Choice
 from radixrt.messages import Delta, Grammar, Sampling, TokenLogprob, Usage
 from radixrt.requests.schemas.ebnf import compilable
+from radixrt.router.server.parsed import ChatFormats
 from radixrt.tokens import TextService, load_tokenizer
 from tests.checkpoints import make_tokenizer
 from tests.frontend.scripted import joined, make_family
@@ -903,14 +905,21 @@ def test_thoughts_that_only_a_question_shows(tmp_path, template):
     assert reasoning_format("auto", rendered) is THINK
 
 
-def test_a_template_without_tools_is_told_of(tmp_path):
+def test_a_template_without_tools_is_told_of(tmp_path, caplog):
+    """In replies, and in the log of the router alone: a stack has one, and any number of front ends."""
     file = tmp_path / "template.jinja"
     use = ToolUse((Tool("f", "", {}),), shown=[])
     for source, unshown in (("{% for m in messages %}{{ m.content }}{% endfor %}", True), ("{{ tools }}", False)):
         file.write_text(source)
-        formats = Formats(load_tokenizer(make_family(tmp_path, "plain"), str(file)), "hermes")
+        tokenizer = load_tokenizer(make_family(tmp_path, "plain"), str(file))
+        formats = Formats(tokenizer, "hermes")
         assert formats.output(b"", False, True, use, None).warnings == (UNSHOWN,) * unshown
         assert formats.output(b"", False, True, ToolUse(()), None).warnings == ()
+        assert UNSHOWN not in caplog.text
+        with TextService(tokenizer) as text:
+            ChatFormats(text, RouterConfig(tool_call_parser="hermes"))
+        assert caplog.text.count(UNSHOWN) == unshown
+        caplog.clear()
 
 
 @pytest.mark.parametrize(

@@ -159,12 +159,14 @@ class Reply(BaseReply):
         }
 
     def _alternatives(self, found: TokenLogprob) -> dict[str, float] | None:
-        """The most likely tokens, and the token itself, by text; None for a prompt's first token. Of two tokens with
-        the same text the more likely one is kept: it is written last."""
+        """The most likely tokens, and the token itself, by text, the likeliest first; None for a prompt's first token.
+        Of two tokens with the same text the more likely one is kept."""
         if math.isnan(found.logprob):
             return None
-        own = {self._text(found.token): finite(found.logprob)}
-        return own | {self._text(token): finite(logprob) for token, logprob in found.top[::-1]}
+        tops: dict[str, float] = {}
+        for token, logprob in (*found.top, (found.token, found.logprob)):
+            tops.setdefault(self._text(token), finite(logprob))
+        return tops
 
     def _text(self, token: int) -> str:
         return token_text(None if self.reported.names_ids else self._tokenizer, token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from radixrt.requests.validate import Refused
 from radixrt.tokens import OutputProcessor, TextService, Tokenizer
 from radixrt.tokens.errors import FieldError
 
+log = logging.getLogger("radixrt.router")
+
 
 class ChatFormats:
     """The formats of the served model."""
@@ -24,6 +27,8 @@ class ChatFormats:
     def __init__(self, text: TextService, config: RouterConfig) -> None:
         """Raises ValueError for the name of a format that there is not."""
         self._formats = Formats(text.tokenizer, config.tool_call_parser, config.reasoning_parser)
+        for warning in self._formats.warnings:  # not by front ends as well, of which there may be many
+            log.warning("requests with tools: %s", warning)
 
     async def prepare(
         self, request: Generate, tools: list[dict[str, Any]] | None, partial: bool
