@@ -17,6 +17,7 @@ def extension(name: str, source: str, *headers: str) -> Extension:
 
 
 TREE = "radixrt/tree/"
+LAYERS = "radixrt/worker/model/layers/"
 setup(
     ext_modules=[
         extension(
@@ -32,6 +33,7 @@ setup(
         extension("radixrt.frontend.http._shape", "radixrt/frontend/http/shape.cpp"),
         extension("radixrt.wire._heads", "radixrt/wire/heads.cpp"),
         extension("radixrt.worker.speculative._repeats", "radixrt/worker/speculative/repeats.cpp"),
+        extension("radixrt.worker.model.layers._int_products", LAYERS + "int_products.cpp", LAYERS + "int_kernels.h"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )
