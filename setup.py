@@ -33,7 +33,7 @@ setup(
         extension("radixrt.frontend.http._shape", "radixrt/frontend/http/shape.cpp"),
         extension("radixrt.wire._heads", "radixrt/wire/heads.cpp"),
         extension("radixrt.worker.speculative._repeats", "radixrt/worker/speculative/repeats.cpp"),
-        extension("radixrt.worker.model.layers._int_products", LAYERS + "int_products.cpp", LAYERS + "int_kernels.h"),
+        extension("radixrt.worker.model.layers._cpu_kernels", LAYERS + "cpu_kernels.cpp", LAYERS + "cpu_kernels.h"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

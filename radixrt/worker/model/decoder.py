@@ -106,6 +106,11 @@ class Decoder(Model):
         return isinstance(_first_product(self._layers[-1].mlp), Int4Linear)
 
     @property
+    def is_int(self) -> bool:
+        """Whether most weights are in integers for a CPU, judged by the last layer's MLP."""
+        return isinstance(_first_product(self._layers[-1].mlp), IntLinear)
+
+    @property
     def has_adapters(self) -> bool:
         return self._adapters is not None
 

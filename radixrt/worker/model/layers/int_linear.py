@@ -1,7 +1,7 @@
 """Weights in integers of 4 or 8 bits on a CPU: a step of few tokens takes as long as it takes to read the weights.
 
 A weight is q * scale + min in float32, with a scale and a min for each group of columns, and is multiplied by float32
-activations: only the order of sums differs from the product of the dequantized weight. See `int_products.cpp`.
+activations: only the order of sums differs from the product of the dequantized weight. See `cpu_kernels.cpp`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from radixrt.worker.model.layers._int_products import IntMatrix
+from radixrt.worker.model.layers._cpu_kernels import IntMatrix
 from radixrt.worker.model.layers.fp8 import Activations, plain
 from radixrt.worker.model.parallel.sharding import Part
 

@@ -1,8 +1,9 @@
-// Products with weights in integers of 4 or 8 bits, which stay so in memory: a CPU that generates is bound by reading
-// them. torch has such products only in bfloat16, which leaves logits 8 significant bits.
+// What a CPU spends the steps of generation on, in float32: products with weights in integers of 4 or 8 bits, which stay
+// so in memory, since reading them takes longest, and attention of single queries to pages. torch has such products only
+// in bfloat16, which leaves logits 8 significant bits, and copies K and V before it reads them.
 //
-// A product is cut into chunks of rows of the weight, which a pool of threads takes one after the other. A thread spins
-// for a moment before it sleeps, since the products of a step follow each other closely.
+// A task is cut into chunks, which a pool of threads takes one after the other. A thread spins for a moment before it
+// sleeps, since the tasks of a step follow each other closely.
 
 #include <Python.h>
 
@@ -14,10 +15,13 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #if defined(__GNUC__)
 #pragma GCC diagnostic ignored "-Wpsabi"                 // vectors are passed within this file only
@@ -44,13 +48,24 @@ struct Matrix {
 
 // What is to be done with a matrix: out[count, rows] (+)= x[count, columns] times it, or, without x, write its rows to
 // out: those of `ids`, or those from `first` on.
-struct Job {
+struct Product {
+  const Matrix* matrix;
   const float* x;
   float* out;
   int64_t count;
   bool add;
   const int64_t* ids;
   int64_t first;
+};
+
+// out[requests, heads, dim]: the attention of a query of each request, q[requests, heads, dim], to the keys and values
+// at its `slots`, from bounds[request] to bounds[request + 1]; k and v are [slots, kv_heads, dim].
+struct Attention {
+  const float *q, *k, *v;
+  float* out;
+  const int64_t *slots, *bounds;
+  int64_t heads, kv_heads, dim;
+  float scale;
 };
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -60,7 +75,7 @@ struct Job {
 #define RADIXRT_V4
 namespace v4 {
 constexpr int kLanes = 16;  // elements of a vector
-#include "int_kernels.h"
+#include "cpu_kernels.h"
 }  // namespace v4
 #undef RADIXRT_V4
 #pragma GCC pop_options
@@ -69,28 +84,34 @@ constexpr int kLanes = 16;  // elements of a vector
 #define RADIXRT_V3
 namespace v3 {
 constexpr int kLanes = 8;
-#include "int_kernels.h"
+#include "cpu_kernels.h"
 }  // namespace v3
 #undef RADIXRT_V3
 #pragma GCC pop_options
 #endif
 namespace plain {
 constexpr int kLanes = 4;
-#include "int_kernels.h"
+#include "cpu_kernels.h"
 }  // namespace plain
 
-using Compute = void (*)(const Matrix&, const Job&, int64_t, int64_t);
+using Compute = void (*)(const void* task, int64_t begin, int64_t end);
 
-Compute best() {
+struct Kernels {
+  Compute product, attention;
+};
+
+Kernels best() {
 #ifdef RADIXRT_MANY
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
-    return v4::compute;
+    return {v4::product, v4::attention};
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-    return v3::compute;
+    return {v3::product, v3::attention};
 #endif
-  return plain::compute;
+  return {plain::product, plain::attention};
 }
+
+const Kernels kernels = best();
 
 void pause() {
 #if defined(__x86_64__)
@@ -104,15 +125,15 @@ void pause() {
 // a thread that comes late cannot take a chunk of a task that it does not know.
 class Pool {
  public:
-  // Compute rows [0, rows) by `threads`, of which this is one. One caller at a time.
-  void run(const Matrix& matrix, const Job& job, int64_t rows, int threads) {
+  // Compute [0, count) of a task by `threads`, of which this is one, at least `least` at once. One caller at a time.
+  void run(Compute compute, const void* what, int64_t count, int64_t least, int threads) {
     std::lock_guard<std::mutex> one(callers_);
-    const int64_t each = threads < 2 ? rows : std::max<int64_t>(8, (rows / (threads * kChunks) + 7) / 8 * 8);
-    const uint32_t chunks = static_cast<uint32_t>((rows + each - 1) / each);
-    if (chunks < 2) return compute_(matrix, job, 0, rows);
+    const int64_t each = threads < 2 ? count : std::max(least, (count / (threads * kChunks) + least - 1) / least * least);
+    const uint32_t chunks = count ? static_cast<uint32_t>((count + each - 1) / each) : 0;
+    if (chunks < 2) return compute(what, 0, count);
     const uint64_t task = ++number_ << 32;
     state_.store(task | kClosed, std::memory_order_seq_cst);  // late threads find nothing to take while this is written
-    matrix_ = &matrix, job_ = job, rows_ = rows, each_ = each, chunks_ = chunks;
+    compute_ = compute, what_ = what, count_ = count, each_ = each, chunks_ = chunks;
     done_.store(0, std::memory_order_relaxed);
     helpers_.store(threads - 1, std::memory_order_relaxed);
     state_.store(task, std::memory_order_seq_cst);
@@ -122,14 +143,17 @@ class Pool {
       awake_.notify_all();
     }
     work(task);
-    while (done_.load(std::memory_order_acquire) < chunks) pause();
+    for (int spins = 0; done_.load(std::memory_order_acquire) < chunks; ++spins) {
+      if (spins < 1024) pause();
+      else std::this_thread::yield();
+    }
   }
 
  private:
   void work(uint64_t task) {
-    const Matrix* matrix = matrix_;
-    const Job job = job_;
-    const int64_t rows = rows_, each = each_;
+    const Compute compute = compute_;
+    const void* what = what_;
+    const int64_t count = count_, each = each_;
     const uint32_t chunks = chunks_;
     for (;;) {
       uint64_t state = state_.load(std::memory_order_acquire);
@@ -137,7 +161,7 @@ class Pool {
         if (state >> 32 != task >> 32 || static_cast<uint32_t>(state) >= chunks) return;
       } while (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel));
       const int64_t begin = static_cast<int64_t>(static_cast<uint32_t>(state)) * each;
-      compute_(*matrix, job, begin, std::min(begin + each, rows));
+      compute(what, begin, std::min(begin + each, count));
       done_.fetch_add(1, std::memory_order_release);
     }
   }
@@ -172,7 +196,6 @@ class Pool {
     return state_.load(std::memory_order_acquire);
   }
 
-  const Compute compute_ = best();
   std::mutex callers_, mutex_;
   std::condition_variable awake_;
   std::atomic<uint64_t> state_{0};
@@ -180,9 +203,9 @@ class Pool {
   std::atomic<int> helpers_{0}, sleepers_{0};
   uint64_t number_ = 0;
   int made_ = 0;
-  const Matrix* matrix_ = nullptr;
-  Job job_{};
-  int64_t rows_ = 0, each_ = 0;
+  Compute compute_ = nullptr;
+  const void* what_ = nullptr;
+  int64_t count_ = 0, each_ = 0;
   uint32_t chunks_ = 0;
 };
 
@@ -230,22 +253,28 @@ PyObject* make(PyTypeObject*, PyObject* args, PyObject*) {
   return self;
 }
 
-// Compute `rows` of a job by at most `most` threads, each with kBytes of the weights to read at least.
-void run(const Matrix& matrix, const Job& job, int64_t rows, int most) {
-  const int64_t bytes = rows * (matrix.columns * matrix.bits / 8) * std::max<int64_t>(1, job.count / 4);
+// Compute a task by at most `most` threads, each with kBytes to read at least.
+void run(Compute compute, const void* what, int64_t count, int64_t least, int64_t bytes, int most) {
   const int threads = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(most, bytes / kBytes)));
   Py_BEGIN_ALLOW_THREADS
-  pool().run(matrix, job, rows, threads);
+  pool().run(compute, what, count, least, threads);
   Py_END_ALLOW_THREADS
 }
+
+void run(const Product& job, int64_t rows, int most) {
+  const int64_t bytes = rows * (job.matrix->columns * job.matrix->bits / 8) * std::max<int64_t>(1, job.count / 4);
+  run(kernels.product, &job, rows, 8, bytes, most);
+}
+
+const float* floats(unsigned long long address) { return reinterpret_cast<const float*>(address); }
 
 PyObject* multiply(PyObject* self, PyObject* args) {
   unsigned long long x, out;
   long long count;
   int threads, add;
   if (!PyArg_ParseTuple(args, "KKLip", &x, &out, &count, &threads, &add)) return nullptr;
-  const Job job{reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), count, add != 0, nullptr, 0};
-  if (count > 0) run(matrix_of(self), job, matrix_of(self).rows, threads);
+  const Matrix& matrix = matrix_of(self);
+  if (count > 0) run({&matrix, floats(x), reinterpret_cast<float*>(out), count, add != 0, nullptr, 0}, matrix.rows, threads);
   Py_RETURN_NONE;
 }
 
@@ -254,11 +283,12 @@ PyObject* dequantize(PyObject* self, PyObject* args) {
   long long first, count;
   int threads;
   if (!PyArg_ParseTuple(args, "KLLi", &out, &first, &count, &threads)) return nullptr;
-  if (first < 0 || count < 0 || first + count > matrix_of(self).rows) {
+  const Matrix& matrix = matrix_of(self);
+  if (first < 0 || count < 0 || first + count > matrix.rows) {
     PyErr_SetString(PyExc_IndexError, "there are fewer rows");
     return nullptr;
   }
-  run(matrix_of(self), Job{nullptr, reinterpret_cast<float*>(out), 0, false, nullptr, first}, count, threads);
+  run({&matrix, nullptr, reinterpret_cast<float*>(out), 0, false, nullptr, first}, count, threads);
   Py_RETURN_NONE;
 }
 
@@ -266,13 +296,33 @@ PyObject* take(PyObject* self, PyObject* args) {
   unsigned long long ids, out;
   long long count;
   if (!PyArg_ParseTuple(args, "KKL", &out, &ids, &count)) return nullptr;
+  const Matrix& matrix = matrix_of(self);
   const int64_t* rows = reinterpret_cast<const int64_t*>(ids);
   for (int64_t i = 0; i < count; ++i)
-    if (rows[i] < 0 || rows[i] >= matrix_of(self).rows) {
+    if (rows[i] < 0 || rows[i] >= matrix.rows) {
       PyErr_SetString(PyExc_IndexError, "there are fewer rows");
       return nullptr;
     }
-  run(matrix_of(self), Job{nullptr, reinterpret_cast<float*>(out), 0, false, rows, 0}, count, 1);
+  run({&matrix, nullptr, reinterpret_cast<float*>(out), 0, false, rows, 0}, count, 1);
+  Py_RETURN_NONE;
+}
+
+PyObject* attend(PyObject*, PyObject* args) {
+  unsigned long long q, k, v, out, slots, bounds;
+  long long requests, heads, kv_heads, dim;
+  float scale;
+  int threads;
+  if (!PyArg_ParseTuple(args, "KKKKKKLLLLfi", &q, &k, &v, &out, &slots, &bounds, &requests, &heads, &kv_heads, &dim, &scale,
+                        &threads))
+    return nullptr;
+  if (dim % 16 || kv_heads < 1 || heads % kv_heads) {
+    PyErr_SetString(PyExc_ValueError, "dim has to be a multiple of 16, heads one of kv_heads");
+    return nullptr;
+  }
+  const int64_t* ends = reinterpret_cast<const int64_t*>(bounds);
+  const Attention job{floats(q), floats(k), floats(v), reinterpret_cast<float*>(out),
+                      reinterpret_cast<const int64_t*>(slots), ends, heads, kv_heads, dim, scale};
+  run(kernels.attention, &job, requests * kv_heads, 1, (ends[requests] - ends[0]) * kv_heads * dim * 8, threads);
   Py_RETURN_NONE;
 }
 
@@ -286,6 +336,13 @@ PyMethodDef methods[] = {
     {"take", take, METH_VARARGS,
      "take(out, ids, count): writes the rows of int64 ids[count] to float32 out[count, columns]; both are addresses."},
     {}};
+PyMethodDef functions[] = {
+    {"attend", attend, METH_VARARGS,
+     "attend(q, k, v, out, slots, bounds, requests, heads, kv_heads, dim, scale, threads): writes the attention of float32 "
+     "q[requests, heads, dim] to out, of the same shape. The keys and values of a request are those at int64 slots[i] of "
+     "float32 k and v, [.., kv_heads, dim], for i from int64 bounds[request] to bounds[request + 1]. All but the last six "
+     "are addresses."},
+    {}};
 PyType_Slot slots[] = {
     {Py_tp_doc,
      const_cast<char*>("IntMatrix(values, scales, mins, rows, columns, bits, group): a matrix q * scale + min, of integers "
@@ -294,12 +351,12 @@ PyType_Slot slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(drop)},
     {Py_tp_methods, methods},
     {}};
-PyType_Spec spec = {"radixrt.worker.model.layers._int_products.IntMatrix", sizeof(Matrix), 0, Py_TPFLAGS_DEFAULT, slots};
-PyModuleDef module = {PyModuleDef_HEAD_INIT, "_int_products", nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr};
+PyType_Spec spec = {"radixrt.worker.model.layers._cpu_kernels.IntMatrix", sizeof(Matrix), 0, Py_TPFLAGS_DEFAULT, slots};
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cpu_kernels", nullptr, 0, functions, nullptr, nullptr, nullptr, nullptr};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__int_products() {
+PyMODINIT_FUNC PyInit__cpu_kernels() {
   PyObject* made = PyModule_Create(&module);
   matrix_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
   if (!made || !matrix_type || PyModule_AddType(made, matrix_type) < 0) {

@@ -1,7 +1,7 @@
-// The inner loops of `int_products.cpp`, which includes this file once for each instruction set, within a namespace.
+// The inner loops of `cpu_kernels.cpp`, which includes this file once for each instruction set, within a namespace.
+// Each result is a sum in one order, whatever else is computed with it: it does not depend on the batch or on threads.
 //
 // A weight is q * scale + min in float32, where q has 4 or 8 bits and a group of 16 or 32 columns shares scale and min.
-// Each result is a sum in one order, whatever else is computed with it: it does not depend on the batch or on threads.
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
@@ -65,7 +65,7 @@ inline void expand(const Matrix& w, int64_t row, int64_t number, Floats (&out)[g
 
 // Products of `count` rows of x with `wide` rows of w.
 template <int bits, int group, int count, int wide>
-inline void tile(const Matrix& w, const Job& job, int64_t row, int64_t first) {
+inline void tile(const Matrix& w, const Product& job, int64_t row, int64_t first) {
   Floats sums[wide][count] = {};
   for (int64_t number = 0; number < w.columns / group; ++number) {
     for (int r = 0; r < wide; ++r) {
@@ -84,14 +84,14 @@ inline void tile(const Matrix& w, const Job& job, int64_t row, int64_t first) {
 }
 
 template <int bits, int group, int count, int wide>
-inline void strip(const Matrix& w, const Job& job, int64_t begin, int64_t end, int64_t first) {
+inline void strip(const Matrix& w, const Product& job, int64_t begin, int64_t end, int64_t first) {
   int64_t row = begin;
   for (; row + wide <= end; row += wide) tile<bits, group, count, wide>(w, job, row, first);
   for (; row < end; ++row) tile<bits, group, count, 1>(w, job, row, first);
 }
 
 template <int bits, int group>
-void multiply(const Matrix& w, const Job& job, int64_t begin, int64_t end) {
+void multiply(const Matrix& w, const Product& job, int64_t begin, int64_t end) {
   int64_t first = 0;
   for (; first + 8 <= job.count; first += 8) strip<bits, group, 8, 2>(w, job, begin, end, first);
   for (; first + 4 <= job.count; first += 4) strip<bits, group, 4, 4>(w, job, begin, end, first);
@@ -100,7 +100,7 @@ void multiply(const Matrix& w, const Job& job, int64_t begin, int64_t end) {
 }
 
 template <int bits, int group>
-void dequantize(const Matrix& w, const Job& job, int64_t begin, int64_t end) {
+void dequantize(const Matrix& w, const Product& job, int64_t begin, int64_t end) {
   for (int64_t at = begin; at < end; ++at) {
     const int64_t row = job.ids ? job.ids[at] : job.first + at;
     for (int64_t number = 0; number < w.columns / group; ++number) {
@@ -111,7 +111,10 @@ void dequantize(const Matrix& w, const Job& job, int64_t begin, int64_t end) {
   }
 }
 
-inline void compute(const Matrix& w, const Job& job, int64_t begin, int64_t end) {
+// Rows [begin, end) of a Product.
+inline void product(const void* task, int64_t begin, int64_t end) {
+  const Product& job = *static_cast<const Product*>(task);
+  const Matrix& w = *job.matrix;
   if (w.bits == 4) {
     if (job.x) multiply<4, 32>(w, job, begin, end);
     else dequantize<4, 32>(w, job, begin, end);
@@ -121,5 +124,75 @@ inline void compute(const Matrix& w, const Job& job, int64_t begin, int64_t end)
   } else {
     if (job.x) multiply<8, 16>(w, job, begin, end);
     else dequantize<8, 16>(w, job, begin, end);
+  }
+}
+
+// exp(x) for x <= 0, within 2 units in the last place: 2^n 2^f, with f in [-1/2, 1/2] by its Taylor series.
+inline Floats exponential(Floats x) {
+  const Floats t = (x < -87.0f ? Floats{} - 87.0f : x) * 1.44269504f;
+  const Floats n = (t + 12582912.0f) - 12582912.0f;  // rounds to an integer
+  const Floats f = (t - n) * 0.693147181f;
+  Floats sum = Floats{} + 1.0f / 5040;
+  for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * f + term;
+  const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+  return sum * (Floats)power;
+}
+
+// Attention of `count` queries of one request to one KV head.
+template <int count>
+inline void attend(const Attention& job, int64_t request, int64_t kv_head, int64_t query, float* scores) {
+  const int64_t *slots = job.slots + job.bounds[request], keys = job.bounds[request + 1] - job.bounds[request];
+  const int64_t dim = job.dim, stride = job.kv_heads * dim, padded = (keys + kLanes - 1) / kLanes * kLanes;
+  const int64_t head = request * job.heads + kv_head * (job.heads / job.kv_heads) + query;
+  const float *q = job.q + head * dim, *k = job.k + kv_head * dim, *v = job.v + kv_head * dim;
+  float most[count], total[count];
+  for (int g = 0; g < count; ++g) most[g] = -INFINITY;
+  for (int64_t i = 0; i < keys; ++i) {
+    const float* key = k + slots[i] * stride;
+    Floats sums[count] = {};
+    for (int64_t d = 0; d < dim; d += kLanes)
+      for (int g = 0; g < count; ++g) sums[g] += load<Floats>(q + g * dim + d) * load<Floats>(key + d);
+    for (int g = 0; g < count; ++g) {
+      const float score = sum(sums[g]) * job.scale;
+      scores[g * padded + i] = score;
+      most[g] = std::max(most[g], score);
+    }
+  }
+  for (int g = 0; g < count; ++g) {
+    for (int64_t i = keys; i < padded; ++i) scores[g * padded + i] = -INFINITY;
+    Floats sums = {};
+    for (int64_t i = 0; i < padded; i += kLanes) {
+      Floats weights = exponential(load<Floats>(scores + g * padded + i) - most[g]);
+      for (int64_t past = std::max<int64_t>(0, keys - i); past < kLanes; ++past) weights[past] = 0;
+      std::memcpy(scores + g * padded + i, &weights, sizeof weights);
+      sums += weights;
+    }
+    total[g] = sum(sums);
+  }
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    Floats sums[count] = {};
+    for (int64_t i = 0; i < keys; ++i) {
+      const Floats value = load<Floats>(v + slots[i] * stride + d);
+      for (int g = 0; g < count; ++g) sums[g] += scores[g * padded + i] * value;
+    }
+    for (int g = 0; g < count; ++g) {
+      const Floats found = sums[g] / total[g];
+      std::memcpy(job.out + (head + g) * dim + d, &found, sizeof found);
+    }
+  }
+}
+
+// Pairs [begin, end) of a request and a KV head of an Attention.
+inline void attention(const void* task, int64_t begin, int64_t end) {
+  const Attention& job = *static_cast<const Attention*>(task);
+  static thread_local std::vector<float> scores;
+  for (int64_t pair = begin; pair < end; ++pair) {
+    const int64_t request = pair / job.kv_heads, kv_head = pair % job.kv_heads, group = job.heads / job.kv_heads;
+    scores.resize(4 * (job.bounds[request + 1] - job.bounds[request] + kLanes));
+    int64_t query = 0;
+    for (; query + 4 <= group; query += 4) attend<4>(job, request, kv_head, query, scores.data());
+    for (; query + 3 <= group; query += 3) attend<3>(job, request, kv_head, query, scores.data());
+    for (; query + 2 <= group; query += 2) attend<2>(job, request, kv_head, query, scores.data());
+    for (; query < group; ++query) attend<1>(job, request, kv_head, query, scores.data());
   }
 }
