@@ -82,9 +82,9 @@ class TorchAttention:
         that reads the pages in place. A sequence's tokens are at int64 slots[bounds[i] : bounds[i + 1]]."""
         q, (k, v) = q.contiguous(), self.pool.stored(layer)
         out = torch.empty_like(q)
-        _, heads, dim = q.shape
-        addresses = (x.data_ptr() for x in (q, k, v, out, slots, bounds))
-        kernel_attend(*addresses, len(q), heads, k.shape[1], dim, self._scale, self._threads)
+        count, heads, dim = q.shape
+        at = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), slots.data_ptr(), bounds.data_ptr()
+        kernel_attend(*at, count, heads, k.shape[1], dim, self._scale, self._threads)
         return out
 
     def one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

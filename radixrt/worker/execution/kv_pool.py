@@ -49,6 +49,7 @@ class KVPool:
         self.index = index
         stacked = 2 if latent is None else 1
         self._values = zeros((layers, stacked, slots, kv_heads, head_dim), stored, device)
+        self._by_layer = [tuple(layer) for layer in self._values]
 
     @property
     def slots(self) -> int:
@@ -71,7 +72,7 @@ class KVPool:
     def stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V of a layer, [slots, kv_heads, head_dim], as uint8 if they are FP8."""
         if self.latent is None:
-            return tuple(self._values[layer])
+            return self._by_layer[layer]
         keys = self._values[layer, 0]
         return keys, keys[..., : self.latent]
 

@@ -33,6 +33,7 @@ namespace {
 constexpr int kChunks = 4;             // chunks for each thread, so that a slow one does not keep the others waiting
 constexpr int64_t kBytes = 64 << 10;   // of weights that are worth a thread
 constexpr int kAhead = 4096;            // bytes ahead of those in use that are fetched from memory
+constexpr int kKeysAhead = 8;           // the same in keys
 constexpr uint32_t kClosed = ~0u;        // in place of the next chunk
 constexpr auto kSpin = std::chrono::microseconds(100);
 
@@ -68,6 +69,30 @@ struct Attention {
   float scale;
 };
 
+// out[rows, width]: RMSNorm of x[rows, width].
+struct Norm {
+  const float *x, *weight;
+  float* out;
+  int64_t width;
+  float eps;
+};
+
+// out[tokens, heads, 2 half]: x[tokens, heads, 2 half], whose tokens are `stride` apart, rotated by the angles of
+// cos and sin[tokens, half]: element i with i + half.
+struct Rotation {
+  const float *x, *cos, *sin;
+  float* out;
+  int64_t stride, heads, half;
+};
+
+// out[rows, width]: SiLU, or GELU by `tanh`, of the first half of x[rows, 2 width], times the second.
+struct Gate {
+  const float* x;
+  float* out;
+  int64_t width;
+  bool tanh;
+};
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define RADIXRT_MANY
 #pragma GCC push_options
@@ -97,18 +122,18 @@ constexpr int kLanes = 4;
 using Compute = void (*)(const void* task, int64_t begin, int64_t end);
 
 struct Kernels {
-  Compute product, attention;
+  Compute product, attention, norm, rotation, gate;
 };
 
 Kernels best() {
 #ifdef RADIXRT_MANY
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
-    return {v4::product, v4::attention};
+    return {v4::product, v4::attention, v4::norm, v4::rotation, v4::gate};
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-    return {v3::product, v3::attention};
+    return {v3::product, v3::attention, v3::norm, v3::rotation, v3::gate};
 #endif
-  return {plain::product, plain::attention};
+  return {plain::product, plain::attention, plain::norm, plain::rotation, plain::gate};
 }
 
 const Kernels kernels = best();
@@ -326,6 +351,45 @@ PyObject* attend(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* norm(PyObject*, PyObject* args) {
+  unsigned long long x, weight, out;
+  long long rows, width;
+  float eps;
+  int threads;
+  if (!PyArg_ParseTuple(args, "KKKLLfi", &x, &weight, &out, &rows, &width, &eps, &threads)) return nullptr;
+  const Norm job{floats(x), floats(weight), reinterpret_cast<float*>(out), width, eps};
+  run(kernels.norm, &job, rows, 1, rows * width * 4, threads);
+  Py_RETURN_NONE;
+}
+
+PyObject* rotate(PyObject*, PyObject* args) {
+  unsigned long long x, cos, sin, out;
+  long long tokens, stride, heads, half;
+  int threads;
+  if (!PyArg_ParseTuple(args, "KKKKLLLLi", &x, &cos, &sin, &out, &tokens, &stride, &heads, &half, &threads)) return nullptr;
+  if (half % 16) {
+    PyErr_SetString(PyExc_ValueError, "half has to be a multiple of 16");
+    return nullptr;
+  }
+  const Rotation job{floats(x), floats(cos), floats(sin), reinterpret_cast<float*>(out), stride, heads, half};
+  run(kernels.rotation, &job, tokens, 1, tokens * heads * half * 8, threads);
+  Py_RETURN_NONE;
+}
+
+PyObject* gate(PyObject*, PyObject* args) {
+  unsigned long long x, out;
+  long long rows, width;
+  int tanh, threads;
+  if (!PyArg_ParseTuple(args, "KKLLpi", &x, &out, &rows, &width, &tanh, &threads)) return nullptr;
+  if (width % 16) {
+    PyErr_SetString(PyExc_ValueError, "width has to be a multiple of 16");
+    return nullptr;
+  }
+  const Gate job{floats(x), reinterpret_cast<float*>(out), width, tanh != 0};
+  run(kernels.gate, &job, rows, 1, rows * width * 8, threads);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
     {"multiply", multiply, METH_VARARGS,
      "multiply(x, out, count, threads, add): writes the product of float32 x[count, columns] and the transposed matrix "
@@ -342,6 +406,15 @@ PyMethodDef functions[] = {
      "q[requests, heads, dim] to out, of the same shape. The keys and values of a request are those at int64 slots[i] of "
      "float32 k and v, [.., kv_heads, dim], for i from int64 bounds[request] to bounds[request + 1]. All but the last six "
      "are addresses."},
+    {"norm", norm, METH_VARARGS,
+     "norm(x, weight, out, rows, width, eps, threads): writes the RMSNorm of float32 x[rows, width] to out. The first "
+     "three are addresses, as below."},
+    {"rotate", rotate, METH_VARARGS,
+     "rotate(x, cos, sin, out, tokens, stride, heads, half, threads): writes x[tokens, heads, 2 half], whose tokens are "
+     "`stride` elements apart, to out with elements i and i + half of each head rotated by cos and sin[tokens, half]."},
+    {"gate", gate, METH_VARARGS,
+     "gate(x, out, rows, width, tanh, threads): writes SiLU, or GELU by `tanh`, of the first half of x[rows, 2 width] "
+     "times the second to out."},
     {}};
 PyType_Slot slots[] = {
     {Py_tp_doc,

@@ -63,6 +63,12 @@ inline void expand(const Matrix& w, int64_t row, int64_t number, Floats (&out)[g
   }
 }
 
+// Fetch scales and mins that are kAhead bytes after these.
+inline void fetch_facts(const Matrix& w, int64_t place) {
+  __builtin_prefetch(w.scales + place + kAhead / 4);
+  if (w.mins) __builtin_prefetch(w.mins + place + kAhead / 4);
+}
+
 // Products of `count` rows of x with `wide` rows of w.
 template <int bits, int group, int count, int wide>
 inline void tile(const Matrix& w, const Product& job, int64_t row, int64_t first) {
@@ -71,6 +77,7 @@ inline void tile(const Matrix& w, const Product& job, int64_t row, int64_t first
     for (int r = 0; r < wide; ++r) {
       Floats weights[group / kLanes];
       expand<bits, group>(w, row + r, number, weights);
+      if (number % 16 == 0) fetch_facts(w, (row + r) * (w.columns / group) + number);
       for (int t = 0; t < count; ++t)
         for (int i = 0; i < group / kLanes; ++i)
           sums[r][t] += weights[i] * load<Floats>(job.x + (first + t) * w.columns + number * group + i * kLanes);
@@ -127,9 +134,10 @@ inline void product(const void* task, int64_t begin, int64_t end) {
   }
 }
 
-// exp(x) for x <= 0, within 2 units in the last place: 2^n 2^f, with f in [-1/2, 1/2] by its Taylor series.
+// exp(x), as if x was between -87 and 88, within 2 units in the last place: 2^n 2^f, with f in [-1/2, 1/2] by its Taylor
+// series. NaN stays NaN.
 inline Floats exponential(Floats x) {
-  const Floats t = (x < -87.0f ? Floats{} - 87.0f : x) * 1.44269504f;
+  const Floats low = x < -87.0f ? Floats{} - 87.0f : x, t = (low > 88.0f ? Floats{} + 88.0f : low) * 1.44269504f;
   const Floats n = (t + 12582912.0f) - 12582912.0f;  // rounds to an integer
   const Floats f = (t - n) * 0.693147181f;
   Floats sum = Floats{} + 1.0f / 5040;
@@ -149,6 +157,9 @@ inline void attend(const Attention& job, int64_t request, int64_t kv_head, int64
   for (int g = 0; g < count; ++g) most[g] = -INFINITY;
   for (int64_t i = 0; i < keys; ++i) {
     const float* key = k + slots[i] * stride;
+    if (i + kKeysAhead < keys)
+      for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(k + slots[i + kKeysAhead] * stride + d);
+    for (int64_t d = 0; d < dim; d += 16) __builtin_prefetch(v + slots[i] * stride + d);
     Floats sums[count] = {};
     for (int64_t d = 0; d < dim; d += kLanes)
       for (int g = 0; g < count; ++g) sums[g] += load<Floats>(q + g * dim + d) * load<Floats>(key + d);
@@ -194,5 +205,58 @@ inline void attention(const void* task, int64_t begin, int64_t end) {
     for (; query + 3 <= group; query += 3) attend<3>(job, request, kv_head, query, scores.data());
     for (; query + 2 <= group; query += 2) attend<2>(job, request, kv_head, query, scores.data());
     for (; query < group; ++query) attend<1>(job, request, kv_head, query, scores.data());
+  }
+}
+
+// Rows [begin, end) of a Norm.
+inline void norm(const void* task, int64_t begin, int64_t end) {
+  const Norm& job = *static_cast<const Norm*>(task);
+  const int64_t whole = job.width / kLanes * kLanes;
+  for (int64_t row = begin; row < end; ++row) {
+    const float* x = job.x + row * job.width;
+    float* out = job.out + row * job.width;
+    Floats squares = {};
+    for (int64_t i = 0; i < whole; i += kLanes) squares += load<Floats>(x + i) * load<Floats>(x + i);
+    float total = sum(squares);
+    for (int64_t i = whole; i < job.width; ++i) total += x[i] * x[i];
+    const float factor = 1 / std::sqrt(total / job.width + job.eps);
+    for (int64_t i = 0; i < whole; i += kLanes) {
+      const Floats found = load<Floats>(job.weight + i) * (load<Floats>(x + i) * factor);
+      std::memcpy(out + i, &found, sizeof found);
+    }
+    for (int64_t i = whole; i < job.width; ++i) out[i] = job.weight[i] * (x[i] * factor);
+  }
+}
+
+// Tokens [begin, end) of a Rotation.
+inline void rotation(const void* task, int64_t begin, int64_t end) {
+  const Rotation& job = *static_cast<const Rotation*>(task);
+  for (int64_t token = begin; token < end; ++token) {
+    const float *cos = job.cos + token * job.half, *sin = job.sin + token * job.half;
+    for (int64_t head = 0; head < job.heads; ++head) {
+      const float* x = job.x + token * job.stride + head * 2 * job.half;
+      float* out = job.out + (token * job.heads + head) * 2 * job.half;
+      for (int64_t i = 0; i < job.half; i += kLanes) {
+        const Floats a = load<Floats>(x + i), b = load<Floats>(x + job.half + i);
+        const Floats c = load<Floats>(cos + i), s = load<Floats>(sin + i);
+        const Floats first = a * c - b * s, second = b * c + a * s;
+        std::memcpy(out + i, &first, sizeof first);
+        std::memcpy(out + job.half + i, &second, sizeof second);
+      }
+    }
+  }
+}
+
+// Rows [begin, end) of a Gate.
+inline void gate(const void* task, int64_t begin, int64_t end) {
+  const Gate& job = *static_cast<const Gate*>(task);
+  for (int64_t row = begin; row < end; ++row) {
+    const float* x = job.x + row * 2 * job.width;
+    for (int64_t i = 0; i < job.width; i += kLanes) {
+      const Floats a = load<Floats>(x + i);
+      const Floats u = job.tanh ? a * (1.59576912f + 0.0713548163f * (a * a)) : a;
+      const Floats found = a / (1.0f + exponential(-u)) * load<Floats>(x + job.width + i);
+      std::memcpy(job.out + row * job.width + i, &found, sizeof found);
+    }
   }
 }

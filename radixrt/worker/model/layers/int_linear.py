@@ -129,6 +129,7 @@ class IntLinear:
     bias: torch.Tensor | None
     batch_invariant: bool
     threads: int
+    rows: int
 
     fp8_scaling: ClassVar[None] = None
     """The input is not to be quantized."""
@@ -136,11 +137,11 @@ class IntLinear:
     @classmethod
     def of(cls, weight: IntWeight, bias: torch.Tensor | None = None, batch_invariant: bool = False) -> IntLinear:
         """With as many threads as torch has now."""
-        return cls(weight, weight.matrix(), bias, batch_invariant, torch.get_num_threads())
+        return cls(weight, weight.matrix(), bias, batch_invariant, torch.get_num_threads(), len(weight))
 
     def __call__(self, x: Activations) -> torch.Tensor:
         x = plain(x)
-        out = torch.empty((len(x), len(self.weight)))
+        out = torch.empty((x.shape[0], self.rows))  # len of a tensor takes as long as a small kernel
         self._multiply(x, out, False)
         return out if x.dtype == out.dtype else out.to(x.dtype)
 
@@ -156,9 +157,9 @@ class IntLinear:
             residual.add_(self(x), alpha=factor)
 
     def _multiply(self, x: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-        x = x.float().contiguous()
-        if len(x) <= FEW or self.batch_invariant:
-            self.matrix.multiply(x.data_ptr(), out.data_ptr(), len(x), self.threads, add)
+        x, count = x.float().contiguous(), x.shape[0]
+        if count <= FEW or self.batch_invariant:
+            self.matrix.multiply(x.data_ptr(), out.data_ptr(), count, self.threads, add)
         else:
             self._multiply_dequantized(x, out, add)
         if self.bias is not None:
