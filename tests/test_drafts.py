@@ -83,6 +83,8 @@ def test_settings_of_drafts():
     assert drafter is not None and drafter.predicts
     assert not make_drafter(WorkerConfig(speculative_algorithm="ngram"), runner).predicts
     assert resolve(WorkerConfig(device="cpu")).speculative_algorithm == "none"
+    assert resolve(WorkerConfig(device="cpu", model="x.gguf")).speculative_algorithm == "ngram"
+    assert resolve(WorkerConfig(device="cpu", model="x.gguf", quantization="none")).speculative_algorithm == "none"
     assert resolve(WorkerConfig(device="cuda")).speculative_algorithm == "auto", "it depends on the checkpoint"
     assert make_drafter(WorkerConfig(speculative_algorithm="auto"), runner) is not None
     assert resolve(WorkerConfig(device="cpu", speculative_algorithm="ngram")).speculative_algorithm == "ngram"
