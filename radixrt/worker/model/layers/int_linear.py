@@ -99,8 +99,8 @@ class IntWeight:
 
     def matrix(self) -> IntMatrix:
         """For products. It shares the memory."""
-        mins = None if self.mins is None else self.mins.numpy()
-        values, scales = self.values.numpy(), self.scales.numpy()
+        mins = None if self.mins is None else self.mins.numpy().data
+        values, scales = self.values.numpy().data, self.scales.numpy().data
         return IntMatrix(values, scales, mins, len(self), self.columns, self.bits, self.group)
 
 
