@@ -17,8 +17,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.Tens
     """RMSNorm (arXiv 1910.07467) over the last dimension, in float32. `mean`: the mean of squares, if known. The weight
     is multiplied in its own dtype, that of x or float32."""
     if mean is None and for_kernels(x, weight) and weight.shape == x.shape[-1:]:
+        x, weight, width = x.contiguous(), weight.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
-        width = x.shape[-1]
         _cpu_kernels.norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps, 1)
         return out
     wide = x.float()

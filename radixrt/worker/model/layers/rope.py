@@ -133,6 +133,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     If `interleaved`, 2i is paired with 2i + 1. The result is then deinterleaved, which does not matter to attention:
     dot products of queries and keys in the same order are the same."""
     if (rotary_dim := 2 * cos.shape[-1]) == x.shape[-1] and not interleaved and _for_kernel(x, cos, sin):
+        x, cos, sin = x if x.stride()[1:] == (rotary_dim, 1) else x.contiguous(), cos.contiguous(), sin.contiguous()
         out, (tokens, heads, _) = torch.empty(x.shape), x.shape
         at = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
         _cpu_kernels.rotate(*at, tokens, x.stride(0), heads, rotary_dim // 2, 1)
@@ -144,7 +145,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
 
 def _for_kernel(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    if x.dtype != torch.float32 or x.dim() != 3 or x.stride()[1:] != (x.shape[2], 1):
-        return False
     half = cos.shape[-1]
-    return half % ALIGNMENT == 0 and cos.numel() == x.shape[0] * half and for_kernels(cos, sin)
+    whole = half % ALIGNMENT == 0 and cos.shape == sin.shape == (x.shape[0], 1, half)
+    return whole and x.dim() == 3 and for_kernels(x, cos, sin)
