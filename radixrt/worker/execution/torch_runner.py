@@ -136,7 +136,9 @@ class TorchRunner(ModelRunner):
         )  # fmt: skip
         widest = spec.hidden_size * max(spec.intermediate_size, spec.num_heads * spec.head_dim)
         small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS
-        self._alone = MOST_ALONE if model.is_int else SMALL_PRODUCT // widest if small else 0
+        self._alone = SMALL_PRODUCT // widest if small else 0
+        if model.is_int and not batch_invariant:
+            self._alone = MOST_ALONE
         """Steps of at most this many tokens are computed by one thread."""
         self._threads = torch.get_num_threads()
         self._sampler = TorchSampler()
