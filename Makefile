@@ -17,7 +17,7 @@ find_python = $(shell for p in python$(1) "$$(uv python find $(1) 2>/dev/null)" 
   do "$$p" -V 2>/dev/null | grep -q "^Python $(1)[.]" && echo "$$p" && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/tokens/*.cpp radixrt/wire/*.cpp radixrt/frontend/http/*.cpp radixrt/worker/speculative/*.cpp)
+SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/tokens/*.cpp radixrt/wire/*.cpp radixrt/frontend/http/*.cpp radixrt/worker/speculative/*.cpp radixrt/worker/model/layers/*.cpp radixrt/worker/model/layers/*.h)
 
 GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout \
   pyzmq uvloop starlette uvicorn httptools prometheus-client \
@@ -169,7 +169,7 @@ types: $(VENV)/installed-test
 	$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-* build .mypy_cache *.egg-info radixrt/tree/*.so radixrt/tokens/*.so radixrt/frontend/http/*.so radixrt/worker/speculative/*.so
+	rm -rf .venv .venv-* build .demo .mypy_cache *.egg-info radixrt/tree/*.so radixrt/tokens/*.so radixrt/frontend/http/*.so radixrt/worker/speculative/*.so radixrt/worker/model/layers/*.so
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.12"; exit 1; }

@@ -30,6 +30,7 @@ def extension(name: str, source: str, *headers: str) -> Extension:
 
 
 TREE = "radixrt/tree/"
+LAYERS = "radixrt/worker/model/layers/"
 setup(
     cmdclass={"build_ext": Build},
     ext_modules=[
@@ -47,6 +48,7 @@ setup(
         extension("radixrt.frontend.http._shape", "radixrt/frontend/http/shape.cpp"),
         extension("radixrt.wire._heads", "radixrt/wire/heads.cpp"),
         extension("radixrt.worker.speculative._repeats", "radixrt/worker/speculative/repeats.cpp"),
+        extension("radixrt.worker.model.layers._cpu_kernels", LAYERS + "cpu_kernels.cpp", LAYERS + "cpu_kernels.h"),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

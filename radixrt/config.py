@@ -241,7 +241,7 @@ class WorkerConfig:
     speculative_algorithm: str = setting(
         "auto",
         "drafting of tokens: ngram (prompt lookup), mtp or nextn (ngram, and the model's layer for multi-token "
-        "prediction), none, auto (ngram on a GPU, none on a CPU)",
+        "prediction), none, auto (ngram on a GPU, and on a CPU for GGUF files; else none)",
         form=SPECULATIVE_ALGORITHM,
     )
     speculative_num_draft_tokens: int = setting(8, "most draft tokens per request and step", least=1, most=1 << 10)
@@ -497,7 +497,9 @@ def resolve(config: AnyConfig) -> AnyConfig:
             changes["device"] = "cuda" if on_gpu else "cpu"
         algorithm = config.speculative_algorithm.lower()
         if algorithm == "auto" and not on_gpu:
-            algorithm = "none"  # on a GPU it depends on the checkpoint
+            # On a GPU it depends on the checkpoint; on a CPU rows are cheap if weights stay in 4 or 8 bits.
+            is_int = config.model.endswith(".gguf") and config.quantization != "none" and not config.fake
+            algorithm = "ngram" if is_int else "none"
         changes["speculative_algorithm"] = "mtp" if algorithm == "nextn" else algorithm
         if not config.name:
             changes["name"] = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"

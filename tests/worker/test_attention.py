@@ -38,7 +38,7 @@ def test_a_token_that_is_nan_does_not_change_those_before_it(checkpoint, family,
         runner = load(folder, **SETTINGS[settings])
         if poisoned:
             with torch.inference_mode():
-                runner._model._embedding[POISON] = torch.nan
+                runner._model._embedding.weight[POISON] = torch.nan
         engine = Engine(runner)
         logits = all_logits(engine, prompt)
         assert len(logits) == len(prompt) and logits[PLACE].isnan().any() == poisoned

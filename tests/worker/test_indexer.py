@@ -89,7 +89,7 @@ def test_requests_with_broken_tokens_fail_alone(checkpoint):
     answers = Engine(load(folder)).generate(good)
     broken = next(token for token in range(3, 512) if not any(token in x for x in (*good, *answers)))
     with torch.inference_mode():
-        runner._model._embedding[broken] = torch.nan
+        runner._model._embedding.weight[broken] = torch.nan
     engine = Engine(runner, chunk=24)
     bad = engine.add([5, 6, broken, *good[1]], GREEDY)
     ids = [engine.add(prompt, GREEDY) for prompt in good]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from radixrt.config import WorkerConfig, resolve
-from radixrt.worker.load import options, runner
+from radixrt.worker.load import options, pools, runner
 from tests.checkpoints import make_model
 
 
@@ -98,6 +98,16 @@ def test_no_room_for_pages(folder, monkeypatch):
     assert runner.pool_tokens(loaded, 0.9) == 10**9 // (loaded.spec.kv_elements * loaded.kv_dtype.itemsize)
     with pytest.raises(ValueError, match=r"9.0 GB free, 2.0 GB needed by a step; see --gpu-memory-utilization"):
         runner.pool_tokens(loaded, 0.9, reserved=2 * 10**9)
+
+
+def test_on_a_cpu_pages_take_a_share_of_what_is_available_and_short_contexts_are_a_warning(folder, monkeypatch, caplog):
+    loaded = options.look_up(config(folder))
+    monkeypatch.setattr(pools, "available_bytes", lambda: 4 * loaded.token_bytes * (loaded.spec.max_model_len + 5))
+    assert runner.pool_tokens(loaded, 0.9) == loaded.spec.max_model_len + 5
+    assert not caplog.records
+    monkeypatch.setattr(pools, "available_bytes", lambda: 4 * loaded.token_bytes * 100)
+    assert runner.pool_tokens(loaded, 0.9) == 100
+    assert f"contexts are limited to 100 tokens, not the model's {loaded.spec.max_model_len}" in caplog.text
 
 
 @pytest.mark.parametrize(("backend", "fails"), [("auto", False), ("flashinfer", True), ("triton", False)])

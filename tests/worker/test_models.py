@@ -530,7 +530,7 @@ def test_requests_with_poisoned_logits_fail_alone(checkpoint):
     folder, _ = checkpoint("llama")
     runner = load(folder)
     with torch.inference_mode():
-        runner._model._embedding[7] = torch.nan
+        runner._model._embedding.weight[7] = torch.nan
     good = [[t for t in prompt if t != 7] for prompt in prompts(3, 20, 30)]
     answers = Engine(load(folder)).generate(good)
     engine = Engine(runner)

@@ -693,7 +693,7 @@ def test_a_stored_head_of_a_tied_model_is_used_if_it_differs(folder):
     assert torch.equal(logits(folder), untied)
     rewrite(folder, lambda weights: weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     same = load(folder)
-    held = same._model._head.weight.data_ptr(), same._model._embedding.data_ptr()
+    held = same._model._head.weight.data_ptr(), same._model._embedding.weight.data_ptr()
     assert held[0] == held[1], "it is held once"
     rewrite(folder, lambda weights: {name: tensor for name, tensor in weights.items() if name != "lm_head.weight"})
     assert torch.equal(logits(folder), all_logits(Engine(same), prompts(1, 40, 40)[0]))

@@ -11,10 +11,14 @@ from torch.nn import functional as F
 
 from radixrt.worker.execution.kv_pool import KVPool
 from radixrt.worker.model.layers import sparse
+from radixrt.worker.model.layers._cpu_kernels import attend as kernel_attend
 from radixrt.worker.model.layers.indexer import Index
 from radixrt.worker.model.layers.latent import LatentHeads
 from radixrt.worker.model.layers.mixers import Projected
 from radixrt.worker.plan import Plan
+
+DIM_ALIGNMENT = 16
+"""The kernel for single queries needs heads whose elements are a multiple of this."""
 
 
 class TorchAttention:
@@ -52,6 +56,9 @@ class TorchAttention:
         self.top_k = top_k
         self._cap = cap
         self._chunked = chunked
+        self._threads = torch.get_num_threads()
+        self.fuses = not self.exact and cap is None and all(x is None for x in self._sinks) and _is_for_kernel(pool)
+        """Whether single queries are for `single`."""
 
     def bind(self, table: np.ndarray) -> None:
         self._table = table
@@ -65,6 +72,20 @@ class TorchAttention:
         size = self._page_size
         pages = self._table[row, : -(-tokens // size)].astype(np.int64)
         return pages if size == 1 else (pages[:, None] * size + np.arange(size)).reshape(-1)[:tokens]
+
+    def first_key(self, layer: int, position: int) -> int:
+        """The first position that a query at `position` sees."""
+        return first_key(position, self._windows[layer], self._chunked)
+
+    def single(self, layer: int, q: torch.Tensor, slots: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
+        """Attention of the last token of each of R sequences: [R, heads, D] for q[R, heads, D], by a kernel for CPUs
+        that reads the pages in place. A sequence's tokens are at int64 slots[bounds[i] : bounds[i + 1]]."""
+        q, (k, v) = q.contiguous(), self.pool.stored(layer)
+        out = torch.empty_like(q)
+        count, heads, dim = q.shape
+        at = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), slots.data_ptr(), bounds.data_ptr()
+        kernel_attend(*at, count, heads, k.shape[1], dim, self._scale, self._threads)
+        return out
 
     def one(self, layer: int, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Attention of the last tokens of one sequence over all of it: [count, heads, width of V] for q[count, heads,
@@ -106,6 +127,12 @@ class TorchAttention:
             k = k.squeeze(1).unflatten(0, selected.shape)
             parts.append(sparse.attend(some, k, self.pool.latent, self._scale))
         return torch.cat(parts)
+
+
+def _is_for_kernel(pool: KVPool) -> bool:
+    """Whether the kernel for single queries can read these pages."""
+    plain = type(pool) is KVPool and pool.latent is None and pool.dtype == torch.float32
+    return plain and pool.device.type == "cpu" and pool.head_dim % DIM_ALIGNMENT == 0
 
 
 def attend(
@@ -195,11 +222,16 @@ class TorchStep:
         self._attention = attention
         self._written = torch.from_numpy(plan.slots).to(device, torch.int64)
         self._counts = plan.counts.tolist()
-        ends = (plan.starts + plan.counts).tolist()
+        self._ends = (plan.starts + plan.counts).tolist()
         self._slots = [
             torch.from_numpy(attention.slots(row, end)).to(device)
-            for row, end in zip(plan.rows.tolist(), ends, strict=True)
+            for row, end in zip(plan.rows.tolist(), self._ends, strict=True)
         ]
+        more = np.flatnonzero(plan.counts > 1)
+        self._singles = (int(more[0]) if len(more) else len(plan.counts)) if attention.fuses else 0
+        """How many of the first requests have one token each, and are computed together."""
+        self._visible: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        """By the first positions that these see: their slots, and the bounds of each one's."""
 
     def __call__(self, layer: int, heads: Projected) -> torch.Tensor:
         q, k, v = heads.split()
@@ -209,8 +241,21 @@ class TorchStep:
 
     def over_pages(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """[T, heads, width of V] for q[T, heads, D], when K and V of the step are written to their pages."""
-        parts = zip(q.split(self._counts), self._slots, strict=True)
-        return torch.cat([self._attention.one(layer, part, slots) for part, slots in parts])
+        count = self._singles
+        found = [self._attention.single(layer, q[:count], *self._seen(layer))] if count else []
+        if count < len(self._counts):
+            parts = zip(q[count:].split(self._counts[count:]), self._slots[count:], strict=True)
+            found += [self._attention.one(layer, part, slots) for part, slots in parts]
+        return torch.cat(found) if len(found) > 1 else found[0]
+
+    def _seen(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What single queries see in a layer: see `_visible`."""
+        firsts = tuple(self._attention.first_key(layer, end - 1) for end in self._ends[: self._singles])
+        if firsts not in self._visible:
+            seen = [slots[first:] for slots, first in zip(self._slots, firsts, strict=False)]
+            bounds = np.cumsum([0, *map(len, seen)], dtype=np.int64)
+            self._visible[firsts] = torch.cat(seen), torch.from_numpy(bounds)
+        return self._visible[firsts]
 
 
 class SparseStep(TorchStep):

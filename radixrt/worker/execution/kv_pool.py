@@ -49,6 +49,7 @@ class KVPool:
         self.index = index
         stacked = 2 if latent is None else 1
         self._values = zeros((layers, stacked, slots, kv_heads, head_dim), stored, device)
+        self._by_layer = [tuple(layer) for layer in self._values]
 
     @property
     def slots(self) -> int:
@@ -65,13 +66,13 @@ class KVPool:
     def pages(self, layer: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V of a layer, each [pages, page_size, kv_heads, head_dim] of the pool's dtype. With `latent`,
         V is a view of K's first elements."""
-        keys, values = self._stored(layer)
+        keys, values = self.stored(layer)
         return tuple(x.unflatten(0, (-1, page_size)).view(self.dtype) for x in (keys, values))
 
-    def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of K and V of a layer, [slots, kv_heads, head_dim], as uint8 if they are FP8."""
         if self.latent is None:
-            return tuple(self._values[layer])
+            return self._by_layer[layer]
         keys = self._values[layer, 0]
         return keys, keys[..., : self.latent]
 
@@ -83,7 +84,7 @@ class KVPool:
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store k, v [T, kv_heads, head_dim] at int64 slots[T]. If slots are equal, any one of the tokens is stored."""
-        keys, values = self._stored(layer)
+        keys, values = self.stored(layer)
         k_scale, v_scale = self.scales[layer]
         keys[slots] = self._encode(k, k_scale)
         if self.latent is None:
@@ -91,10 +92,12 @@ class KVPool:
 
     def read(self, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V at int64 slots[L], each [L, kv_heads, head_dim] of `dtype`."""
-        keys, values = self._stored(layer)
+        keys, values = self.stored(layer)
         k_scale, v_scale = self.scales[layer]
-        k = self._decode(keys[slots], dtype, k_scale)
-        return k, self._decode(values[slots], dtype, v_scale) if self.latent is None else k[..., : self.latent]
+        k = self._decode(keys.index_select(0, slots), dtype, k_scale)  # on a CPU 8 times as fast as keys[slots]
+        if self.latent is not None:
+            return k, k[..., : self.latent]
+        return k, self._decode(values.index_select(0, slots), dtype, v_scale)
 
     def _encode(self, x: torch.Tensor, scale: float) -> torch.Tensor:
         if not self._quantized:

@@ -38,7 +38,7 @@ class MixedKVPool(KVPool):
 
     @property
     def slots(self) -> int:
-        return len(self._stored(0)[0])
+        return len(self.stored(0)[0])
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +47,7 @@ class MixedKVPool(KVPool):
     def planes(self, page_size: int) -> list[torch.Tensor]:
         return [by_page(x[None], page_size) for own in self._own if own is not None for x in own]
 
-    def _stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._own[self._sources[layer]]
         assert found is not None
         return found

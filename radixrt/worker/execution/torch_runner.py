@@ -24,6 +24,10 @@ SMALL_WEIGHTS, SMALL_PRODUCT = 4 << 20, 8 << 20
 """Bytes of a weight matrix, and multiplications of a matrix product, below which synchronizing threads takes longer
 than they save."""
 
+MOST_ALONE = 16
+"""Tokens of a step up to which torch uses one thread, if the large products are not torch's: their kernels have threads
+of their own."""
+
 
 class ModelRunner(Runner):
     """The attributes of a Runner that follow from a model and its pool."""
@@ -133,6 +137,8 @@ class TorchRunner(ModelRunner):
         widest = spec.hidden_size * max(spec.intermediate_size, spec.num_heads * spec.head_dim)
         small = pool.device.type == "cpu" and not batch_invariant and widest * model.dtype.itemsize < SMALL_WEIGHTS
         self._alone = SMALL_PRODUCT // widest if small else 0
+        if model.is_int and not batch_invariant:
+            self._alone = MOST_ALONE
         """Steps of at most this many tokens are computed by one thread."""
         self._threads = torch.get_num_threads()
         self._sampler = TorchSampler()

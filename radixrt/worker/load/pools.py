@@ -4,7 +4,6 @@ their creation."""
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from radixrt.config import WorkerConfig
 from radixrt.worker.execution.host_pool import HostPool, host_bytes, plain_memory
 from radixrt.worker.execution.kv_pool import IndexPool, KVPool, StatePool
+from radixrt.worker.execution.memory import available_bytes
 from radixrt.worker.execution.mixed_pool import MixedKVPool
 from radixrt.worker.execution.pool_sizes import STATES, cache_bytes, num_states
 from radixrt.worker.load.options import Loaded
@@ -21,7 +21,7 @@ from radixrt.worker.parallel.group import TorchGroup
 log = logging.getLogger("radixrt.loading")
 
 CPU_MEMORY_SHARE = 0.25
-"""Share of the machine's free memory that KV pages take on a CPU, unless `max_total_tokens` sets their number."""
+"""Share of the available memory that KV pages take on a CPU, unless `max_total_tokens` sets their number."""
 CPU_MAX_TOKENS = 1 << 18
 """Upper limit of the token slots chosen that way."""
 
@@ -62,7 +62,8 @@ def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: Torc
     """The number of token slots that fit into the memory left beside the weights; the same on all ranks.
 
     On a GPU as many as fit when `gpu_share` of its memory is used in total, less `reserved` bytes; on a CPU as many as
-    fit in CPU_MEMORY_SHARE of the free memory, at most CPU_MAX_TOKENS. Raises ValueError if not even one fits.
+    fit in CPU_MEMORY_SHARE of the available memory, at most CPU_MAX_TOKENS. Warns if contexts of the model could be
+    longer. Raises ValueError if not even one fits.
     """
     tokens = _cache_bytes(loaded, gpu_share, reserved, group) // loaded.token_bytes
     if loaded.device.type == "cpu":
@@ -75,6 +76,12 @@ def pool_tokens(loaded: Loaded, gpu_share: float, reserved: int = 0, group: Torc
             f"no memory is left for KV pages: {free / 1e9:.1f} GB free, {reserved / 1e9:.1f} GB needed by a step; see "
             "--gpu-memory-utilization and --max-num-batched-tokens"
         )
+    if tokens < loaded.spec.max_model_len:
+        free = _free_bytes(loaded.device)
+        log.warning(
+            "contexts are limited to %d tokens, not the model's %d: of %.1f GB available, %.1f GB are for pages; see "
+            "--max-total-tokens", tokens, loaded.spec.max_model_len, free / 1e9, tokens * loaded.token_bytes / 1e9,
+        )  # fmt: skip
     return tokens
 
 
@@ -130,4 +137,4 @@ def _cache_bytes(loaded: Loaded, gpu_share: float, reserved: int, group: TorchGr
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_bytes()

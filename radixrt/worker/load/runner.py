@@ -290,7 +290,8 @@ def open_weights(
     quantization = quantization_of(loaded.hf_config)
     match config.load_format:
         case "auto" | "gguf" if (loaded.folder / GGUF).is_file():
-            return GgufWeights(loaded.folder / GGUF, loaded.dtype, loaded.device, progress)
+            keep = loaded.device.type == "cpu" and config.quantization != "none"
+            return GgufWeights(loaded.folder / GGUF, loaded.dtype, loaded.device, progress, keep)
         case "auto" | "safetensors":
             block = block_size(loaded.hf_config)
             return SafetensorsWeights(

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional as F
 
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Activations, Fp8Linear, plain
 from radixrt.worker.model.layers.hybrid_layers import odd_sums
 from radixrt.worker.model.layers.int4 import Int4Linear
+from radixrt.worker.model.layers.int_linear import IntLinear
 from radixrt.worker.model.layers.layers import DecoderLayer
 from radixrt.worker.model.layers.linear import Linear, Product
 from radixrt.worker.model.layers.mixers import Attend, ForwardContext, Mix
@@ -61,7 +61,7 @@ class Decoder(Model):
         self._lora = lora
         self._adapters = None if lora is None else lora.rows
         self._norm = reader.norm("norm")
-        self._head = Linear(reader.head(self._embedding), None, batch_invariant)
+        self._head = reader.head(self._embedding)
         self._layer_inputs = reader.layer_inputs()
         self._head_bias = reader.head_bias(self.own_ids, self.own_width)
         self._positions = Positions(spec, self._embedding.device)
@@ -104,6 +104,11 @@ class Decoder(Model):
     def is_int4(self) -> bool:
         """Whether most weights are in INT4, judged by the last layer's MLP; not for experts."""
         return isinstance(_first_product(self._layers[-1].mlp), Int4Linear)
+
+    @property
+    def is_int(self) -> bool:
+        """Whether most weights are in integers for a CPU, judged by the last layer's MLP."""
+        return isinstance(_first_product(self._layers[-1].mlp), IntLinear)
 
     @property
     def has_adapters(self) -> bool:
@@ -177,7 +182,7 @@ class Decoder(Model):
         return self._layers[-1].mix(x, context), residual
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        embedded = F.embedding(tokens, self._embedding)
+        embedded = self._embedding(tokens)
         return embedded if self._embedding_factor == 1 else embedded.mul_(self._embedding_factor)
 
     def hidden(
@@ -228,12 +233,12 @@ class Decoder(Model):
         return self._group.gather(logits)[:, : self.spec.vocab_size]
 
     def _logits(self, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        if x.is_cuda and x.dtype.itemsize == 2 and self._head.batch_invariant:
+        if isinstance(self._head, Linear) and x.is_cuda and x.dtype.itemsize == 2 and self._head.batch_invariant:
             from radixrt.worker.cuda.linear.invariant import product
 
             logits = product(x, self._head.weight, dtype=torch.float32)
             return logits if out is None else out.copy_(logits)
-        if not x.is_cuda or x.dtype == torch.float32:
+        if isinstance(self._head, IntLinear) or not x.is_cuda or x.dtype == torch.float32:
             logits = self._head(x).float()
             return logits if out is None else out.copy_(logits)
         if out is None:

@@ -51,6 +51,11 @@ class Model(ABC):
         return False
 
     @property
+    def is_int(self) -> bool:
+        """Whether most weights are in integers for a CPU."""
+        return False
+
+    @property
     def is_int4(self) -> bool:
         """Whether most weights are in INT4; not for experts."""
         return False

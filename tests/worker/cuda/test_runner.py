@@ -477,7 +477,7 @@ def test_scores_and_a_failed_request(folder):
         engine.finish()
         scores.append([s for o in engine.outputs[id] for s in o.scores or []])
     assert torch.allclose(torch.tensor(scores[0]), torch.tensor(scores[1]), atol=1e-4) and len(scores[0]) == 8
-    fast._model._embedding[7] = torch.nan
+    fast._model._embedding.weight[7] = torch.nan
     engine = Engine(fast, max_model_len=128, rows=8)
     bad, good = engine.add([3, 7, 9]), engine.add([5, 4, 9], Sampling(max_tokens=3, temperature=0.0, ignore_eos=True))
     engine.finish()

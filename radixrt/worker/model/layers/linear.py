@@ -140,6 +140,25 @@ class HeadLinear:
                 part.copy_(torch.bmm(tile.transpose(0, 1).contiguous(), transposed).transpose(0, 1)[: len(part)])
 
 
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """Rows of weight[vocab, hidden]."""
+
+    weight: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] of int tokens[T]."""
+        return F.embedding(tokens, self.weight)
+
+
 def concatenate(parts: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """torch.cat that clears the list `parts`, so that they are freed before the next matrix is loaded."""
     if len(parts) == 1:

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import torch
 
+from radixrt.worker.model.layers import _cpu_kernels
+from radixrt.worker.model.layers.cpu import for_kernels
 from radixrt.worker.model.layers.fp8 import Activations, Fp8Scaling
 from radixrt.worker.model.layers.rope import rotate
 
@@ -14,6 +16,11 @@ from radixrt.worker.model.layers.rope import rotate
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, mean: torch.Tensor | None = None) -> torch.Tensor:
     """RMSNorm (arXiv 1910.07467) over the last dimension, in float32. `mean`: the mean of squares, if known. The weight
     is multiplied in its own dtype, that of x or float32."""
+    if mean is None and for_kernels(x, weight) and weight.shape == x.shape[-1:]:
+        x, weight, width = x.contiguous(), weight.contiguous(), x.shape[-1]
+        out = torch.empty_like(x)
+        _cpu_kernels.norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps, 1)
+        return out
     wide = x.float()
     mean = wide.square().mean(-1, keepdim=True) if mean is None else mean
     return (weight * (wide * torch.rsqrt(mean + eps)).to(weight.dtype)).to(x.dtype)

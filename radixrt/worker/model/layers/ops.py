@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
+from radixrt.worker.model.layers.cpu import GATES, for_kernels, fused_gate
 from radixrt.worker.model.layers.fp8 import (
     Activations,
     Fp8Activations,
@@ -80,6 +81,8 @@ class TorchOps:
     def gate(
         x: torch.Tensor, activation: str, fp8_scaling: Fp8Scaling | None = None, up: torch.Tensor | None = None
     ) -> Activations:
+        if up is None and fp8_scaling is None and activation in GATES and for_kernels(x) and not x.shape[-1] % 32:
+            return fused_gate(x, activation == "gelu_pytorch_tanh")
         gate, up = x.chunk(2, dim=-1) if up is None else (x, up)
         out = _ACTIVATIONS[activation](gate, up)
         return out if fp8_scaling is None else quantize_activations(out, fp8_scaling)

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from radixrt.worker.model.layers import _cpu_kernels
+from radixrt.worker.model.layers.cpu import ALIGNMENT, for_kernels
+
 TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
@@ -129,7 +132,19 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
 
     If `interleaved`, 2i is paired with 2i + 1. The result is then deinterleaved, which does not matter to attention:
     dot products of queries and keys in the same order are the same."""
-    if (rotary_dim := 2 * cos.shape[-1]) < x.shape[-1]:
+    if (rotary_dim := 2 * cos.shape[-1]) == x.shape[-1] and not interleaved and _for_kernel(x, cos, sin):
+        x, cos, sin = x if x.stride()[1:] == (rotary_dim, 1) else x.contiguous(), cos.contiguous(), sin.contiguous()
+        out, (tokens, heads, _) = torch.empty(x.shape), x.shape
+        at = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()
+        _cpu_kernels.rotate(*at, tokens, x.stride(0), heads, rotary_dim // 2, 1)
+        return out
+    if rotary_dim < x.shape[-1]:
         return torch.cat((rotate(x[..., :rotary_dim], cos, sin, interleaved), x[..., rotary_dim:]), dim=-1)
     first, second = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _for_kernel(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    half = cos.shape[-1]
+    whole = half % ALIGNMENT == 0 and cos.shape == sin.shape == (x.shape[0], 1, half)
+    return whole and x.dim() == 3 and for_kernels(x, cos, sin)

@@ -17,12 +17,13 @@ import torch
 from radixrt.checkpoint.lora_modules import FLAG
 from radixrt.worker.model.layers.fp8 import Fp8Linear
 from radixrt.worker.model.layers.int4 import Int4Linear
+from radixrt.worker.model.layers.int_linear import IntLinear
 from radixrt.worker.model.layers.linear import Linear, Product
 from radixrt.worker.model.lora.adapter import Adapter, Pair
 from radixrt.worker.model.lora.lora import LoraLinear, LoraOps, Rows, Stack
 from radixrt.worker.model.parallel.sharding import Part
 
-BaseProduct = Linear | Fp8Linear | Int4Linear
+BaseProduct = Linear | Fp8Linear | Int4Linear | IntLinear
 """A product without adapters."""
 RANK_ALIGNMENT = 16
 """Ranks are padded to a multiple of this: tensor cores multiply so many columns at once."""

@@ -201,6 +201,9 @@ class SafetensorsWeights:
         self.num_dequantized += 1
         return found.to(self.dtype)
 
+    def integers(self, name: str, shape: Sequence[int], part: Part | None = None) -> None:
+        """Only GGUF files have such."""
+
     def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
         layer = self._integer_layer(name) if self.packed else None
         if layer is None:

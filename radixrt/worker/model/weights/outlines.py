@@ -98,6 +98,9 @@ class Outlines:
         layer = name.removesuffix("weight")
         return any(self._find(layer + suffix) is not None for suffix in integers.SUFFIXES)
 
+    def integers(self, name: str, shape: Sequence[int], part: Part | None = None) -> None:
+        """None: a GPU has them dequantized."""
+
     def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
         size = int4_group(self._quantization) if self.packed else None
         if size is None or not self._is_integer(name):

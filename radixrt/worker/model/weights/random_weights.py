@@ -51,6 +51,9 @@ class RandomWeights:
     def scaled(self, name: str, shape: Sequence[int], part: Part | None = None) -> Fp8Weight | None:
         return Fp8Weight.of(self.load(name, shape, part)) if self._products is Products.ALL else None
 
+    def integers(self, name: str, shape: Sequence[int], part: Part | None = None) -> None:
+        """Only GGUF files have such."""
+
     def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
         """Uniform 4-bit values, whose standard deviation is 4.6."""
         if self._group is None:

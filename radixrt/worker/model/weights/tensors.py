@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from radixrt.worker.model.layers.fp8 import FP8, Fp8Linear, Fp8Scaling, Fp8Weight, concatenate_fp8
 from radixrt.worker.model.layers.hybrid_layers import HybridLayerNames
 from radixrt.worker.model.layers.int4 import Int4, Int4Linear, concatenate_int4
+from radixrt.worker.model.layers.int_linear import IntEmbedding, IntLinear, IntWeight, concatenate_ints
 from radixrt.worker.model.layers.layers import Output
-from radixrt.worker.model.layers.linear import Linear, Product, concatenate
+from radixrt.worker.model.layers.linear import Embedding, Linear, Product, concatenate
 from radixrt.worker.model.layers.norms import NoNorm, Norm
 from radixrt.worker.model.layers.ops import Ops
 from radixrt.worker.model.lora.lora_slots import Adapters, BaseProduct, Piece
@@ -23,7 +24,7 @@ from radixrt.worker.model.spec.spec import ModelSpec
 from radixrt.worker.model.weights.interleaved_experts import deinterleave
 from radixrt.worker.model.weights.weights import Renamed, Weights
 
-HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+EMBEDDING, HEAD, HEAD_BIAS = "model.embed_tokens.weight", "lm_head.weight", "lm_head.bias"
 
 
 class TensorLoader:
@@ -54,11 +55,15 @@ class TensorLoader:
         spec = self._spec
         return HybridLayerNames(weights, spec) if spec.hybrid_layers else Renamed(weights, spec.stored.other_names)
 
-    def embedding(self) -> torch.Tensor:
+    def embedding(self) -> Embedding | IntEmbedding:
         """Read before all others."""
         spec = self._spec
-        loaded = self.matrix("embed_tokens", spec.vocab_size, spec.hidden_size)
-        self._ones = loaded.new_ones(spec.hidden_size)
+        shape = spec.vocab_size, spec.hidden_size
+        if (found := self._weights.integers(EMBEDDING, shape)) is not None:
+            loaded: Embedding | IntEmbedding = IntEmbedding(found, found.matrix(), self._weights.dtype)
+        else:
+            loaded = Embedding(self._weights.load(EMBEDDING, shape))
+        self._ones = torch.ones(spec.hidden_size, dtype=loaded.dtype, device=loaded.device)
         return loaded
 
     def matrix(self, name: str, rows: int, columns: int) -> torch.Tensor:
@@ -71,12 +76,26 @@ class TensorLoader:
     def _vector(self, name: str, size: int, part: Part | None = None) -> torch.Tensor:
         return self._weights.load(f"model.{name}.weight", (size,), part)
 
-    def head(self, embedding: torch.Tensor) -> torch.Tensor:
+    def head(self, embedding: Embedding | IntEmbedding) -> Linear | IntLinear:
         """The output projection to this rank's token ids, padded with zero rows to the size of rank 0's."""
-        ids = self._shard.token_ids(len(embedding))
-        head = self._own_head(embedding, ids)
-        missing = len(Shard(0, self._shard.size).token_ids(len(embedding))) - len(ids)
-        return F.pad(head, (0, 0, 0, missing)) if missing else head
+        vocab_size, known = self._spec.vocab_size, embedding.weight
+        ids = self._shard.token_ids(vocab_size)
+        missing = len(Shard(0, self._shard.size).token_ids(vocab_size)) - len(ids)
+        if not missing and (found := self._int_head(embedding, ids)) is not None:
+            return IntLinear.of(found, None, self._batch_invariant)
+        whole = known if isinstance(known, torch.Tensor) else known.dequantized().to(embedding.dtype)
+        head = self._own_head(whole, ids)
+        return Linear(F.pad(head, (0, 0, 0, missing)) if missing else head, None, self._batch_invariant)
+
+    def _int_head(self, embedding: Embedding | IntEmbedding, ids: range) -> IntWeight | None:
+        """The head in integers, without padding."""
+        part = None if self._group is None else Part(0, ids.start, ids.stop)
+        if HEAD in self._weights:
+            return self._weights.integers(HEAD, (self._spec.vocab_size, self._spec.hidden_size), part)
+        weight = embedding.weight
+        if not self._spec.tied or isinstance(weight, torch.Tensor):
+            return None
+        return weight if part is None else weight.part(part)
 
     def _own_head(self, embedding: torch.Tensor, ids: range) -> torch.Tensor:
         """Without padding. If a model is tied but also has a stored head that differs, the stored one is used:
@@ -117,6 +136,8 @@ class TensorLoader:
             return Fp8Linear(scaled, biases, self._weights.dtype, self._ops)
         if packed := self._int4(pieces):
             return Int4Linear(packed, biases, self._batch_invariant, self._ops)
+        if ints := self._integers(pieces):
+            return IntLinear.of(ints, biases, self._batch_invariant)
         weight = concatenate([self._weight(p) for p in pieces])
         return Linear(weight, biases, self._batch_invariant, self._ops)
 
@@ -190,6 +211,17 @@ class TensorLoader:
                 weight = weight.take(self._deinterleaved(p, torch.arange(weight.rows, device=weight.values.device)))
             found.append(weight)
         return concatenate_int4(found)
+
+    def _integers(self, pieces: list[Piece]) -> IntWeight | None:
+        """The matrices as one in integers; None if any is not to be used so."""
+        found = []
+        for p in pieces:
+            if (weight := self._weights.integers(f"model.{p.name}.weight", p.shape, p.part)) is None:
+                return None
+            if p.order is not None or (p.rotated and self._spec.stored.interleaved):
+                weight = weight.take(self._deinterleaved(p, torch.arange(len(weight))))
+            found.append(weight)
+        return concatenate_ints(found)
 
     def _output(self, name: str, shape: tuple[int, int], bias: bool, turn: int, after: Norm | None = None) -> Output:
         pieces = [Piece(name, shape, self._shard.part(1, shape[1]))]

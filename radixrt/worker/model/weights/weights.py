@@ -9,6 +9,7 @@ import torch
 
 from radixrt.worker.model.layers.fp8 import Fp8Weight
 from radixrt.worker.model.layers.int4 import Int4
+from radixrt.worker.model.layers.int_linear import IntWeight
 from radixrt.worker.model.parallel.sharding import Part
 
 
@@ -35,6 +36,9 @@ class Weights(Protocol):
 
     def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
         """A matrix in INT4, or a part of it; None if it is not to be used in INT4: then `load` it."""
+
+    def integers(self, name: str, shape: Sequence[int], part: Part | None = None) -> IntWeight | None:
+        """A matrix in integers for a CPU, or a part of it; None if it is not to be used so: then `load` it."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The stored shape of a tensor that exists."""
@@ -85,6 +89,9 @@ class Renamed:
 
     def int4(self, name: str, shape: Sequence[int], part: Part | None = None) -> Int4 | None:
         return self._weights.int4(self._name(name), shape, part)
+
+    def integers(self, name: str, shape: Sequence[int], part: Part | None = None) -> IntWeight | None:
+        return self._weights.integers(self._name(name), shape, part)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights.shape(self._name(name))
