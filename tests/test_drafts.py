@@ -93,5 +93,3 @@ def test_settings_of_drafts():
     assert drafter is not None and drafter.most == 3 and drafter.among > 1000
     runner.sparse = True
     assert make_drafter(WorkerConfig(speculative_algorithm="ngram"), runner).among == MAX_SPARSE_REQUESTS
-    with pytest.raises(ValueError, match="^speculative_num_draft_tokens: "):
-        make_drafter(WorkerConfig(speculative_num_draft_tokens=0), runner)
