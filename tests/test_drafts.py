@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 
 from radixrt import Client, Sampling
 from radixrt.client.local import LocalStack
