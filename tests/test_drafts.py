@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 from radixrt import Client, Sampling
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
