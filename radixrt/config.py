@@ -51,7 +51,7 @@ NAME = Form(
     lambda text: text.isprintable() and len(text.encode(errors="replace")) <= 200,
     "at most 200 bytes, all of which can be printed",
 )
-GIBIBYTES = Form(re.compile(r"auto|none|[0-9]{1,6}(\.[0-9]{1,6})?").fullmatch, "auto, none or a number of GiB")
+GIBIBYTES = Form(re.compile(r"auto|none|[0-9]{1,6}(\.[0-9]{1,12})?").fullmatch, "auto, none or a number of GiB")
 EVICTION = one_of("lru", "lfu", "priority")
 MAX_NUMBER = 1 << 40
 """The largest value of a number setting for which no smaller limit is given."""

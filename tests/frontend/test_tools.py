@@ -445,7 +445,7 @@ def test_parsers_can_be_named(tmp_path):
     with scripted("plain", tmp_path, tool_call_parser="hermes", reasoning_parser="qwen3") as model:
         message = model.chat("<think>Hm</think>" + CALLS["hermes"], tools=TOOLS).choices[0].message
         assert len(message.tool_calls) == 2 and message.reasoning_content == "Hm"
-    with pytest.raises(ValueError, match="tool_call_parser: 'nope'"):
+    with pytest.raises(ValueError, match="--tool-call-parser 'nope'"):
         make_server(FrontendConfig(tool_call_parser="nope"), TextService.none())
 
 
