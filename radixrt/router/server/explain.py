@@ -167,7 +167,8 @@ def _sentences(
     if diverged:
         said += _of_diverged(diverged, misses)
     elif misses.never_seen:
-        said.append(f"{misses.never_seen} tokens are new: they follow what was seen before, as in a next turn.")
+        how = "they follow what was seen before, as in a next turn" if one.bound else "no earlier prompt begins so"
+        said.append(f"{misses.never_seen} tokens are new: {how}.")
     if misses.page_rounding:
         said.append(f"{misses.page_rounding} tokens do not fill a page, and only whole pages are shared.")
     return said
