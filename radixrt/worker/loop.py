@@ -152,7 +152,8 @@ class Worker:
         """Serve until a Stop arrives or `stop` is called."""
         self._link = self._connect()
         self._send(self._registration)
-        self._reply([])  # what outlived another process: the router knows it before the first request
+        if self.runner.disk is not None:
+            self._reply([])  # the router is to know what outlived another process before it sends requests
         beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         beat.start()
         try:

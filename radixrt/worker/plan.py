@@ -319,6 +319,9 @@ class Runner(Protocol):
     sparse: bool
     """Whether the model has experts, so that tokens differ in which weights they read."""
 
+    disk: Disk | None
+    """What outlives the process, below host memory; None: nothing does."""
+
     @property
     def num_host_pages(self) -> int:
         """Slots of pages in host memory, slot 0, which is not used, included; 0: there are none."""
@@ -326,10 +329,6 @@ class Runner(Protocol):
     @property
     def num_host_states(self) -> int:
         """The same for recurrent states."""
-
-    @property
-    def disk(self) -> Disk | None:
-        """What outlives the process, below host memory; None: nothing does."""
 
     @property
     def plain_keys(self) -> int:

@@ -34,6 +34,9 @@ class Disk(Protocol):
     def rates(self) -> tuple[float, float]:
         """(read, written), bytes a second; 0: not known."""
 
+    def keeps(self, namespace: str) -> bool:
+        """Whether what is of a namespace can be kept."""
+
     def blocks(self) -> list[Block]:
         """All that can be read, parents first. To be called once."""
 
@@ -46,6 +49,8 @@ class Disk(Protocol):
     def touch(self, numbers: list[int]) -> None: ...
 
     def delete(self, numbers: list[int]) -> None: ...
+
+    def close(self) -> None: ...
 
     def settled(self) -> Callable[[], bool]:
         """A function that tells whether all copies to and from host memory that were begun by now have ended."""

@@ -164,8 +164,8 @@ class DiskIndex:
             kids[entry.handle] = []
         self.changes += 1
         for head in heads:
-            above = self.path(head.parent)[: head.start * TOKEN_BYTES] if head.parent else b""
-            self._insert(head, above, kids)
+            before = self.path(head.parent)[: head.start * TOKEN_BYTES] if head.parent else b""
+            self._insert(head, before, kids)
 
     def _insert(self, head: Entry, above: bytes, kids: dict[int, list[Entry]]) -> None:
         """Insert new blocks into the tree, from `head` down, whose path begins with `above`: chains of them at once."""
@@ -176,7 +176,7 @@ class DiskIndex:
             while below := kids[last.handle]:
                 follows = next((kid for kid in below if kid.start == last.stop), None)
                 if len(below) > 1 or follows is None:
-                    whole = above + b"".join(x.ids for x in chain)
+                    whole = b"".join([above, *[x.ids for x in chain]])
                     waiting += [(kid, whole[: kid.start * TOKEN_BYTES]) for kid in below if kid is not follows]
                 if follows is None:
                     break

@@ -95,7 +95,7 @@ class DiskWriter:
 
     def note(self, namespace: str, ids: bytes) -> None:
         """A path of whole pages, int32, is in memory: it is to be on disk soon."""
-        if not ids or not self._disk.serves:
+        if not ids or not self._disk.serves or not self._disk.keeps(namespace):
             return
         self._noted.append(_Noted(namespace, ids))
         self._noted_bytes += len(ids)
@@ -157,7 +157,7 @@ class DiskWriter:
         if len(lent) < len(copied):
             slots, copied = slots[: copied[len(lent)]], copied[: len(lent)]
         slots[copied] = lent
-        leased = lease
+        leased: Lease | None = lease
         if len(copied) == len(slots):
             lease.release()
             leased = None

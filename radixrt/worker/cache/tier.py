@@ -77,6 +77,7 @@ class Tier(Protocol):
 
     def applied(self) -> None:
         """The first of the steps, or of the `drain_idle`s, that were planned and did not fail has ended."""
+        return
 
     def reset(self) -> bool:
         """Remove everything, also the copies that are still to be made: a step has failed, and with it its copies.
@@ -98,6 +99,7 @@ class Tier(Protocol):
 
     def note(self, namespace: str, ids: memoryview) -> None:
         """A request leaves a path of whole pages, int32, in the device's tree."""
+        return
 
     def prefetch(self, namespace: str, tokens: Tokens, most: int, hit: int) -> int:
         """Begin to bring to memory what it lacks of a path, of which a request can use `most` tokens and has `hit`.
@@ -110,9 +112,11 @@ class Tier(Protocol):
 
     def stop_waiting(self, fetch: int) -> None:
         """What is on its way under that number is not waited for any more."""
+        return
 
     def poll(self) -> None:
         """Go on with what is on its way. To be called in each turn of the worker's loop."""
+        return
 
     @property
     def is_busy(self) -> bool:
@@ -121,6 +125,7 @@ class Tier(Protocol):
 
     def erase(self) -> None:
         """Remove what would outlive the process."""
+        return
 
     def check(self) -> None:
         """Assert all invariants."""

@@ -18,6 +18,7 @@ import numpy as np
 from radixrt.checkpoint.lora_modules import LoraModule, check_files
 from radixrt.messages import TokenLogprob
 from radixrt.messages.ranks import RequestInfo
+from radixrt.worker.cache.disk_figures import Disk
 from radixrt.worker.disk import DiskStore
 from radixrt.worker.execution.host_disk import HostDisk
 from radixrt.worker.plan import (
@@ -113,7 +114,7 @@ class FakeRunner:
         """With `check`: those of the states in host memory."""
         self._applied = 0
         """The last step whose copies are made."""
-        self.disk: HostDisk | None = None
+        self.disk: Disk | None = None
         if store is not None:
             if not check:
                 raise ValueError("store: only a fake runner that checks has pages")

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from radixrt.checkpoint.lora_modules import LoraModule
+from radixrt.worker.cache.disk_figures import Disk
 from radixrt.worker.execution.attention import BatchInvariantAttention, TorchAttention
-from radixrt.worker.execution.host_disk import HostDisk
 from radixrt.worker.execution.host_pool import HostPool
 from radixrt.worker.execution.kv_pool import DTYPES, KVPool, StatePool
 from radixrt.worker.execution.mtp import Predicting
@@ -41,7 +41,7 @@ class ModelRunner(Runner):
         self.states = states
         self.host: HostPool | None = None
         """Pages and states in host memory; set before the runner is used, if there are any."""
-        self.disk: HostDisk | None = None
+        self.disk: Disk | None = None
         """The same for what outlives the process."""
         self.num_pages = pool.slots // page_size
         self.page_size = page_size
