@@ -397,7 +397,7 @@ class Session:
                 if wanted > self._at.limits.batch_bytes // 4:
                     break
             wanted = max(extent, min(wanted, space.limit // 8))
-            gone = space.make(self._index, wanted, below, self._writer.segment).numbers
+            gone = space.make(self._index, wanted, below, self._writer.segment, self._fingerprint).numbers
             outcome.gone.extend(gone)
             outcome.is_short = bool(gone) or self._writer.close_segment(self._index) and not self._at.files.holes
         if outcome.is_short or self._writing and extent <= space.limit:  # what is being written can go later
@@ -422,7 +422,7 @@ class Session:
             if at.space.used > at.space.limit:
                 with index.transaction():
                     at.space.look(index)
-                    gone = at.space.make(index, 0, float("inf"), self._writer.segment).numbers
+                    gone = at.space.make(index, 0, float("inf"), self._writer.segment, self._fingerprint).numbers
                 self._forget(gone)
             at.space.free(index)
         if self._is_due("upkeep", at.limits.upkeep_seconds):
@@ -431,7 +431,7 @@ class Session:
             with index.transaction():
                 index.use(self._fingerprint)
                 index.trim_removals()
-                for fingerprint in index.unused(old):
+                for fingerprint in set(index.unused(old)) - {self._fingerprint}:
                     index.delete(index.of_fingerprint(fingerprint, _DELETED))
                 homes = index.forget_fingerprints(old)
             for home in homes:

@@ -49,15 +49,16 @@ class Space:
         """The file system took no more, whatever it says is free (a quota): others go before more come."""
         self._ceiling, self._ceiling_until = self.used - self.used // 64, time.monotonic() + _CEILING_SECONDS
 
-    def make(self, index: Index, nbytes: int, below: float, segment: Segment | None) -> Freed:
+    def make(self, index: Index, nbytes: int, below: float, segment: Segment | None, own: int) -> Freed:
         """Within a transaction: let blocks go, so that there is room for `nbytes` and a bit more. `below`: see
-        `Index.evict`. `segment` is being appended to. Their bytes are free after `free`."""
+        `Index.evict`. `segment` is being appended to, `own` is the store's fingerprint. Their bytes are free after
+        `free`."""
         excess = self.used + nbytes - self.limit
         if excess <= 0:
             return Freed([], 0)
         if not self._files.holes:
             return index.delete(index.least_segment(0 if segment is None else segment.id))
-        unused = index.unused(time.time() - self._unused_seconds)
+        unused = [x for x in index.unused(time.time() - self._unused_seconds) if x != own]
         return index.evict(excess + min(self._size // 128, 4 * nbytes), below, unused)
 
     def free(self, index: Index) -> None:
