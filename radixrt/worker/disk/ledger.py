@@ -148,6 +148,15 @@ _WORDS = {
 }
 
 
+_VANISHED = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+
+def write_trouble(e: OSError) -> tuple[StoreState, str]:
+    """What it means that a segment cannot be written."""
+    state, why = trouble(e)
+    return StoreState.READONLY if state is StoreState.GONE and e.errno not in _VANISHED else state, why
+
+
 def trouble(e: Exception) -> tuple[StoreState, str]:
     """What an error of the file system, or of SQLite, means."""
     if isinstance(e, OSError):

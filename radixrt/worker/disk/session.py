@@ -277,7 +277,7 @@ class Session:
             outcome.gone.extend(self._index.delete(self._index.subtree([number])).numbers)
             why = "given up" if task.error is None or isinstance(task.error, GivenUp) else str(task.error)
             if isinstance(task.error, OSError) and trouble(task.error)[0] is StoreState.FULL:
-                self._at.space.lower()
+                self._at.space.lower(aligned(task.place.nbytes))
             outcome.sealed.append((task, why))
             return
         missing = self._index.seal(number, rank, task.place.seal)
@@ -417,14 +417,6 @@ class Session:
         for task in late:
             del self._for_ranks[task.job.number]
             at.ledger.end(task.job, "other ranks did not write it")
-        if self._is_due("look", at.limits.tick_seconds):
-            at.space.look(index)
-            if at.space.used > at.space.limit:
-                with index.transaction():
-                    at.space.look(index)
-                    gone = at.space.make(index, 0, float("inf"), self._writer.segment, self._fingerprint).numbers
-                self._forget(gone)
-            at.space.free(index)
         if self._is_due("upkeep", at.limits.upkeep_seconds):
             reclaim(at.files, self._folder, index, self._writer.name)
             old = time.time() - at.limits.forget_seconds
@@ -437,6 +429,14 @@ class Session:
             for home in homes:
                 with contextlib.suppress(OSError):
                     (self._folder / home).rmdir()
+        if self._is_due("look", at.limits.tick_seconds):
+            at.space.look(index)
+            if at.space.used > at.space.limit:
+                with index.transaction():
+                    at.space.look(index)
+                    gone = at.space.make(index, 0, float("inf"), self._writer.segment, self._fingerprint).numbers
+                self._forget(gone)
+            at.space.free(index)
 
     def _is_due(self, what: str, seconds: float) -> bool:
         """Whether it was not done for so long; then it is now."""
