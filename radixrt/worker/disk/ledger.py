@@ -148,6 +148,15 @@ _WORDS = {
 }
 
 
+_VANISHED = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+
+def write_trouble(e: OSError) -> tuple[StoreState, str]:
+    """What it means that a segment cannot be written."""
+    state, why = trouble(e)
+    return StoreState.READONLY if state is StoreState.GONE and e.errno not in _VANISHED else state, why
+
+
 def trouble(e: Exception) -> tuple[StoreState, str]:
     """What an error of the file system, or of SQLite, means."""
     if isinstance(e, OSError):
@@ -155,7 +164,10 @@ def trouble(e: Exception) -> tuple[StoreState, str]:
             StoreState.FULL if e.errno in _FULL else StoreState.READONLY if e.errno in _READONLY else StoreState.GONE
         )
         return state, e.strerror or str(e)
-    code = getattr(e, "sqlite_errorcode", 0) & 0xFF
+    code = getattr(e, "sqlite_errorcode", 0)
+    if code == sqlite3.SQLITE_READONLY_DBMOVED:
+        return StoreState.GONE, "the index vanished"
+    code &= 0xFF
     if code == sqlite3.SQLITE_FULL:
         return StoreState.FULL, str(e)
     if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):

@@ -31,6 +31,7 @@ class Manager:
         """The index was read, or cannot be."""
         self._left: dict[int, Write] = {}
         """Of a session that was lost, under way: until they have settled there is no other one."""
+        self._begun_at = float("-inf")
         self._closing = False
         self._close_at = 0.0
         self._thread = threading.Thread(target=self._run, name="disk-index", daemon=True)
@@ -78,17 +79,16 @@ class Manager:
             self._begin_anew(str(e))
         elif isinstance(e, sqlite3.Error | OSError):
             self._fail(e)
-        else:
-            log.exception("the KV store on disk failed")
-            self._fail(e)
+        else:  # of values that no index of ours has; or a fault of ours
+            log.debug("the index of KV on disk", exc_info=True)
+            self._begin_anew(repr(e))
 
     def _turn(self) -> None:
         if self._health.state is not StoreState.OK:
             if self._health.state is StoreState.GONE:
                 self._lose()
             if not self._health.may_retry():
-                self._at.inbox.refuse(self._at.ledger, self._health.state.value)
-                self.loaded.set()
+                self._do_without()
                 return
             self._health.try_again()
         if self.session is not None and self.session.is_lost():
@@ -103,6 +103,18 @@ class Manager:
         wrote = self.session.turn()
         self.loaded.set()
         self._health.worked(wrote)
+
+    def _do_without(self) -> None:
+        """Until it is time to try again. Blocks of a full disk can be deleted, and what was written before is there."""
+        state, inbox = self._health.state, self._at.inbox
+        if state is StoreState.FULL and self.session is not None:
+            while inbox.writes:
+                self._at.ledger.end(inbox.writes.popleft().job, state.value)
+            with contextlib.suppress(OSError, sqlite3.OperationalError):
+                self.session.turn()
+                return
+        inbox.refuse(self._at.ledger, state.value)
+        self.loaded.set()
 
     def _end(self) -> None:
         if self.session is None:
@@ -132,7 +144,11 @@ class Manager:
             self._at.ledger.end(task.job, "gone")
 
     def _begin_anew(self, why: str) -> None:
-        """The index is damaged."""
+        """The index is damaged. If the last one was just begun, something else is wrong."""
+        if time.monotonic() < self._begun_at + self._at.limits.retry_seconds:
+            self._fail(OSError(f"its index is damaged again: {why}"))
+            return
+        self._begun_at = time.monotonic()
         try:
             generations = Index.generations(self._at.folder)
             damaged = self.session.generation if self.session is not None else max(generations, default=0)

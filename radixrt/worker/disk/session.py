@@ -277,7 +277,7 @@ class Session:
             outcome.gone.extend(self._index.delete(self._index.subtree([number])).numbers)
             why = "given up" if task.error is None or isinstance(task.error, GivenUp) else str(task.error)
             if isinstance(task.error, OSError) and trouble(task.error)[0] is StoreState.FULL:
-                self._at.space.lower()
+                self._at.space.lower(aligned(task.place.nbytes))
             outcome.sealed.append((task, why))
             return
         missing = self._index.seal(number, rank, task.place.seal)
@@ -397,7 +397,7 @@ class Session:
                 if wanted > self._at.limits.batch_bytes // 4:
                     break
             wanted = max(extent, min(wanted, space.limit // 8))
-            gone = space.make(self._index, wanted, below, self._writer.segment).numbers
+            gone = space.make(self._index, wanted, below, self._writer.segment, self._fingerprint).numbers
             outcome.gone.extend(gone)
             outcome.is_short = bool(gone) or self._writer.close_segment(self._index) and not self._at.files.holes
         if outcome.is_short or self._writing and extent <= space.limit:  # what is being written can go later
@@ -417,26 +417,26 @@ class Session:
         for task in late:
             del self._for_ranks[task.job.number]
             at.ledger.end(task.job, "other ranks did not write it")
-        if self._is_due("look", at.limits.tick_seconds):
-            at.space.look(index)
-            if at.space.used > at.space.limit:
-                with index.transaction():
-                    at.space.look(index)
-                    gone = at.space.make(index, 0, float("inf"), self._writer.segment).numbers
-                self._forget(gone)
-            at.space.free(index)
         if self._is_due("upkeep", at.limits.upkeep_seconds):
             reclaim(at.files, self._folder, index, self._writer.name)
             old = time.time() - at.limits.forget_seconds
             with index.transaction():
                 index.use(self._fingerprint)
                 index.trim_removals()
-                for fingerprint in index.unused(old):
+                for fingerprint in set(index.unused(old)) - {self._fingerprint}:
                     index.delete(index.of_fingerprint(fingerprint, _DELETED))
                 homes = index.forget_fingerprints(old)
             for home in homes:
                 with contextlib.suppress(OSError):
                     (self._folder / home).rmdir()
+        if self._is_due("look", at.limits.tick_seconds):
+            at.space.look(index)
+            if at.space.used > at.space.limit:
+                with index.transaction():
+                    at.space.look(index)
+                    gone = at.space.make(index, 0, float("inf"), self._writer.segment, self._fingerprint).numbers
+                self._forget(gone)
+            at.space.free(index)
 
     def _is_due(self, what: str, seconds: float) -> bool:
         """Whether it was not done for so long; then it is now."""

@@ -45,19 +45,22 @@ class Space:
         own = self._size - self._size // 128 - 2 * index.nbytes()
         self.used, self.limit, self.is_floor = used, max(0, int(min(own, self._free, self._ceiling))), self._free < own
 
-    def lower(self) -> None:
-        """The file system took no more, whatever it says is free (a quota): others go before more come."""
-        self._ceiling, self._ceiling_until = self.used - self.used // 64, time.monotonic() + _CEILING_SECONDS
+    def lower(self, extent: int) -> None:
+        """The file system did not take `extent`, whatever it says is free (a quota): others go before more come."""
+        held = self.used - extent
+        if held > self._size // 16:  # less is not worth it: it waits until others need less
+            self._ceiling, self._ceiling_until = held - held // 64, time.monotonic() + _CEILING_SECONDS
 
-    def make(self, index: Index, nbytes: int, below: float, segment: Segment | None) -> Freed:
+    def make(self, index: Index, nbytes: int, below: float, segment: Segment | None, own: int) -> Freed:
         """Within a transaction: let blocks go, so that there is room for `nbytes` and a bit more. `below`: see
-        `Index.evict`. `segment` is being appended to. Their bytes are free after `free`."""
+        `Index.evict`. `segment` is being appended to, `own` is the store's fingerprint. Their bytes are free after
+        `free`."""
         excess = self.used + nbytes - self.limit
         if excess <= 0:
             return Freed([], 0)
         if not self._files.holes:
             return index.delete(index.least_segment(0 if segment is None else segment.id))
-        unused = index.unused(time.time() - self._unused_seconds)
+        unused = [x for x in index.unused(time.time() - self._unused_seconds) if x != own]
         return index.evict(excess + min(self._size // 128, 4 * nbytes), below, unused)
 
     def free(self, index: Index) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from radixrt.worker.disk.block import Block, Changes, Job, NewBlock, StoreState
 from radixrt.worker.disk.files import Files
 from radixrt.worker.disk.inbox import Inbox
-from radixrt.worker.disk.ledger import Clocks, Health, Ledger, trouble
+from radixrt.worker.disk.ledger import Clocks, Health, Ledger, write_trouble
 from radixrt.worker.disk.limits import Limits
 from radixrt.worker.disk.manager import Manager
 from radixrt.worker.disk.seals import BadSeal, Seals, check_key
@@ -227,7 +227,7 @@ class DiskStore:
         assert isinstance(task, Write)
         task.error = error
         if isinstance(error, OSError):
-            self._health.failed(*trouble(error))
+            self._health.failed(*write_trouble(error))
         self._inbox.settle(task)
 
     # Calls that do not return
