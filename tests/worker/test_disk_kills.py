@@ -102,6 +102,9 @@ class Process:
                 assert not isinstance(message, Heartbeat)
         return True
 
+    def finish(self, id: int) -> None:
+        assert self.receive(lambda: id in self.ended)
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
@@ -127,7 +130,9 @@ def ask(worker: Process, id: int, prompt: list[int], namespace: str) -> int:
 
 @pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("overlaps", [False, True], ids=["one-by-one", "overlapped"])
-def test_a_worker_that_is_killed_at_any_moment_serves_no_wrong_token(tmp_path: Path, kills: int, overlaps: bool) -> None:
+def test_a_worker_that_is_killed_at_any_moment_serves_no_wrong_token(
+    tmp_path: Path, kills: int, overlaps: bool
+) -> None:
     """Conversations in two namespaces that begin alike; the worker is killed while some of their turns are under way.
     Of what was under way, the client asks again."""
     rng, id, read = random.Random(kills), 0, 0
@@ -139,7 +144,7 @@ def test_a_worker_that_is_killed_at_any_moment_serves_no_wrong_token(tmp_path: P
             id += 1
             prompt = histories[n] = [*histories[n], rng.randint(3, 900)]
             expected = ask(worker, id, prompt, f"tenant{n % 2}\n\n\n")
-            assert worker.receive(lambda id=id: id in worker.ended)
+            worker.finish(id)
             assert worker.tokens[id] == alone(prompt, 8)
             assert worker.ended[id] == expected, "what the index says is what there is"
             read += expected
