@@ -19,7 +19,8 @@ from radixrt.tokens.turns import in_one_step
 
 
 class SharedStore(Protocol):
-    """Other front-end processes with sessions. Values are shared among processes, separately for each tenant."""
+    """Where answers are kept beyond this process' sessions: for other processes, and for later ones. Separately for
+    each tenant; `api_key` is one of its keys or, within the router, its name."""
 
     def share(self, entries: Sequence[tuple[bytes, bytes | None]], api_key: str) -> None:
         """Store (key, value) entries for all processes."""
@@ -30,7 +31,7 @@ class SharedStore(Protocol):
 
 class Conversations:
     """The sessions of one process. Without `session_tokens` or a tokenizer there are none, and chats are encoded like
-    any text. With `shared_store`, answers that other processes have generated are known as well."""
+    any text. With `shared_store`, answers that other processes, or earlier ones, have generated are known as well."""
 
     def __init__(
         self, text: TextService, config: RouterConfig | FrontendConfig, shared_store: SharedStore | None = None

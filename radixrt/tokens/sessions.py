@@ -148,12 +148,16 @@ class Sessions:
     def export(self, key: Key) -> bytes | None:
         """What is kept under a key, for `learn` in another process."""
         with self._lock:
-            return _export(self._answers[key]) if key in self._answers else None
+            answers = self._answers.get(key)
+            return self._tokenizer.fingerprint + _export(answers) if answers is not None else None
 
     def learn(self, namespace: Namespace, key: Key, exported: bytes) -> None:
-        """Keep what another process has exported; ignored if it cannot be decoded."""
+        """Keep what another process has exported; ignored if it cannot be decoded, or is of another vocabulary."""
+        vocabulary = self._tokenizer.fingerprint
+        if not exported.startswith(vocabulary):
+            return
         try:
-            answers = _exported.decode(exported)
+            answers = _exported.decode(memoryview(exported)[len(vocabulary) :])
         except msgspec.MsgspecError:
             return
         if 0 < self._size(answers) <= self._max_bytes:
