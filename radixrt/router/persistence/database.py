@@ -26,6 +26,7 @@ APPLICATION = 0x72785354
 ENTRY_BYTES, PIECE_BYTES = 160, 96
 """About what an entry and a piece take beside their key and data, with indexes."""
 CHECKSUM_BYTES = 8
+MAX_KEY_BYTES = 64
 EVICTED_AT_ONCE = 32
 CACHE_KIB = 8192
 BUSY_MS = 2000
@@ -275,8 +276,9 @@ class Database:
             del self._ids[change.tenant]
             self._changed.discard(change.tenant)
             return True
-        above = (int.from_bytes(change.prefix) + 1).to_bytes(len(change.prefix) + 1)[1:]
-        keys = query("SELECT key FROM entry WHERE tenant = ? AND key >= ? AND key < ?", (tenant, change.prefix, above))
+        # SQLite compares blobs as bytes: those above all that begin with the prefix.
+        above = change.prefix + b"\xff" * (MAX_KEY_BYTES - len(change.prefix))
+        keys = query("SELECT key FROM entry WHERE tenant = ? AND key BETWEEN ? AND ?", (tenant, change.prefix, above))
         for (key,) in keys.fetchall():
             self._remove_one(change.tenant, key)
         return False
@@ -326,8 +328,7 @@ class Database:
 
     def _give_back(self) -> None:
         """Return free pages to the file system, and leave nothing of what was removed in the log."""
-        for statement in ("PRAGMA incremental_vacuum", "PRAGMA wal_checkpoint(TRUNCATE)"):
-            self._connection.execute(statement).fetchall()
+        self._connection.executescript("PRAGMA incremental_vacuum; PRAGMA wal_checkpoint(TRUNCATE);")
 
 
 class Reader:
@@ -344,6 +345,12 @@ class Reader:
         """The values of keys; None for those that are missing or damaged."""
         found = (self._entry(tenant, key) for key in keys)
         return [one and one[1] for one in found]
+
+    def values(self, tenant: str) -> list[bytes]:
+        """All values of a tenant."""
+        query = "SELECT key FROM entry WHERE tenant = (SELECT id FROM tenant WHERE name = ?)"
+        keys = [key for (key,) in self._connection.execute(query, (_encoded(tenant),)).fetchall()]
+        return [value for value in self.get(tenant, keys) if value is not None]
 
     def record(self, tenant: str, key: bytes) -> Record | None:
         """A value with its chains, None if anything of it is missing or damaged."""

@@ -176,6 +176,15 @@ class PersistentStore:
         found = await self._read(tenant, lambda reader: self._settled(tenant, key) and reader.record(tenant, key))
         return None if self._peek(tenant, key) is None else found or None
 
+    def values(self, tenant: str) -> list[bytes]:
+        """All values of a tenant that are written. Waits for the disk: to be called before the event loop runs."""
+        answer: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
+        self._reads.put(lambda: answer.put(self._read_now(lambda reader: reader.values(tenant))))
+        try:
+            return answer.get(timeout=READ_SECONDS) or []
+        except queue.Empty:
+            return []
+
     def _peek(self, tenant: str, key: bytes) -> object:
         """A value that waits to be written, None if it is to be removed; _UNKNOWN if neither."""
         with self._mutex:
@@ -257,10 +266,10 @@ class PersistentStore:
                 self._done(changes)
             else:
                 self._keep(changes, size)
-                if not self._closing:
-                    time.sleep(RETRY_SECONDS)
-                    continue
-            if self._closing:
+                if self._closing:
+                    break
+                time.sleep(RETRY_SECONDS)
+            if self._closing and not self._changes:
                 break
         if self._database is not None:
             self._database.close()

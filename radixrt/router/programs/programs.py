@@ -120,11 +120,15 @@ class Programs:
                 del self._coming[key]
         return key
 
-    def forget(self, tenant: str, scope: str) -> None:
-        """Drop all states of a scope, also those that are still being built or computed."""
-        for key in [key for key in self._coming if key[:2] == (tenant, scope)]:
+    def forget(self, tenant: str, scope: str | None = None) -> None:
+        """Drop all states of a scope, or of a tenant, also those that are still being built or computed."""
+
+        def is_meant(key: Key) -> bool:
+            return key.tenant == tenant and scope in (None, key.scope)
+
+        for key in list(filter(is_meant, self._coming)):
             del self._coming[key]
-        for saving in [saving for saving in self._savings if saving.key[:2] == (tenant, scope)]:
+        for saving in [saving for saving in self._savings if is_meant(saving.key)]:
             self._savings.discard(saving)
         self.states.forget(tenant, scope)
 

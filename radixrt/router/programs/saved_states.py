@@ -132,9 +132,9 @@ class SavedStates:
     def remove(self, key: Key) -> None:
         self._store.remove(key.tenant, _bytes_of(key))
 
-    def forget(self, tenant: str, scope: str) -> None:
-        """Remove all states of a scope."""
-        self._store.remove_all(tenant, KIND + _digest(scope))
+    def forget(self, tenant: str, scope: str | None) -> None:
+        """Remove all states of a scope, or of a tenant."""
+        self._store.remove_all(tenant, KIND + _digest(scope) if scope is not None else KIND)
 
 
 def _ends(state: State) -> Sequence[Piece | None]:

@@ -96,10 +96,11 @@ class ProgramStateStore:
         if self._saved is not None:
             self._saved.remove(key)
 
-    def forget(self, tenant: str, scope: str) -> None:
-        """Drop all states of a scope."""
-        for number in tuple(self._scopes.get((tenant, scope), ())):
-            self._drop(Key(tenant, scope, number))
+    def forget(self, tenant: str, scope: str | None = None) -> None:
+        """Drop all states of a scope, or of a tenant."""
+        for one in [scope] if scope is not None else [s for t, s in self._scopes if t == tenant]:
+            for number in tuple(self._scopes.get((tenant, one), ())):
+                self._drop(Key(tenant, one, number))
         if self._saved is not None:
             self._saved.forget(tenant, scope)
 

@@ -33,6 +33,7 @@ from radixrt.messages import (
     Done,
     DrainWorker,
     Forget,
+    Forgotten,
     Fork,
     Generate,
     Info,
@@ -47,6 +48,7 @@ from radixrt.messages import (
     TokenPrompt,
     Tokens,
 )
+from radixrt.messages.namespace import tenant_digest
 from radixrt.report import Report
 from radixrt.requests.grammar import check_aside
 from radixrt.requests.validate import Refused, check_cancel, refusal
@@ -104,6 +106,8 @@ class Handlers:
         self._decode = decode
         self.explainer = Explainer(core, report, text.tokenizer)
         self._live = LiveView(core, report, self.explainer, decode)
+        self._sharing: set[bytes] = set()
+        """Clients that share values: front ends, which have sessions of their own."""
         self._size = 0
         """Of the message that is being handled."""
 
@@ -130,8 +134,10 @@ class Handlers:
                     self._tasks.start(self._forget, client, message, tenant, always=True)
                 case Share():
                     tenant = self._core.tenant(message.api_key)
+                    self._sharing.add(client)
                     for key, value in message.entries:
                         self._shared.put(tenant, key, value)
+                    self._shared.touch(tenant, message.used)
                     self._answer(client, Done(message.id))
                 case Recall():
                     self._recall(client, message)
@@ -156,6 +162,7 @@ class Handlers:
         """A client has disconnected: cancel everything of it."""
         self._tasks.cancel_client(client)
         self._streams.forget_client(client)
+        self._sharing.discard(client)
         return self._core.drop_client(client)
 
     @property
@@ -298,6 +305,18 @@ class Handlers:
         self._perform(self._core.pauses.forget(tenant, message.scope))
         self._answer(client, Done(message.id))
 
+    def forget_tenant(self, tenant: str) -> None:
+        """Delete all that is kept of a tenant's conversations and programs, in memory and on disk, here and in the
+        front ends. What is in flight goes on, and may leave something when it ends."""
+        self._perform(self._core.pauses.forget(tenant))
+        self._programs.forget(tenant)
+        self._shared.forget(tenant)
+        self._conversations.forget(tenant.__eq__)
+        if self._store is not None:
+            self._store.remove_all(tenant)
+        told = Forgotten(tenant_digest(tenant))
+        self._perform([Reply(client, told) for client in self._sharing])
+
     def _clear_cache(self, client: bytes, message: ClearCache) -> None:
         """Raises Refused (401, 403) for all keys but the admin's, where there are keys."""
         if self._visible(message.api_key) is not None:
@@ -334,6 +353,7 @@ class Handlers:
     def _recall(self, client: bytes, message: Recall) -> None:
         """Raises Refused if the values are too large for one reply."""
         tenant, keys = self._core.tenant(message.api_key), message.keys
+        self._sharing.add(client)
         if len(set(keys)) < len(keys):  # the reply could be of any size
             raise Refused("keys", "keys must not hold one twice")
         if self._shared.misses(tenant, keys):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from radixrt.router.persistence.store import PersistentStore
 from radixrt.tokens.quota import Shares
 
 ENTRY_BYTES = 256
 """About what an entry takes beside its key and value."""
+MAX_SHORT_BYTES = 32
 KIND = b"v"
 """The first byte of the keys of values on disk, among what else is kept of a tenant there."""
 
@@ -45,9 +47,9 @@ class SharedMemory:
         """The values of keys, in memory and on disk; None for unknown ones."""
         found = {key: self.get(tenant, key) for key in keys}
         if self._store is not None:
-            self._store.touch(tenant, [KIND + key for key, value in found.items() if value is not None])
+            self._store.touch(tenant, [_stored(key) for key, value in found.items() if value is not None])
             if missing := [key for key, value in found.items() if value is None]:
-                values = await self._store.get(tenant, [KIND + key for key in missing])
+                values = await self._store.get(tenant, [_stored(key) for key in missing])
                 for key, value in zip(missing, values, strict=True):
                     if (newer := self.get(tenant, key)) is None and value is not None:
                         self._keep(tenant, key, value)
@@ -60,14 +62,18 @@ class SharedMemory:
         if value is not None:
             self._keep(tenant, key, value)
         if self._store is not None and value is not None:
-            self._store.put(tenant, KIND + key, value)
+            self._store.put(tenant, _stored(key), value)
         elif self._store is not None:
-            self._store.remove(tenant, KIND + key)
+            self._store.remove(tenant, _stored(key))
 
     def touch(self, tenant: str, keys: Sequence[bytes]) -> None:
         """Values of these keys were used where they are known already."""
+        if (own := self._tenants.get(tenant)) is not None:
+            for key in keys:
+                if key in own:
+                    own.move_to_end(key)
         if self._store is not None:
-            self._store.touch(tenant, [KIND + key for key in keys])
+            self._store.touch(tenant, [_stored(key) for key in keys])
 
     def forget(self, tenant: str) -> None:
         """Drop all values of a tenant from memory."""
@@ -100,8 +106,16 @@ class SharedAnswers:
         for key, value in entries:
             self._shared.put(tenant, key, value)
 
+    def touch(self, keys: Sequence[bytes], tenant: str) -> None:
+        self._shared.touch(tenant, keys)
+
     async def recall(self, keys: Sequence[bytes], tenant: str) -> list[bytes | None]:
         return await self._shared.find(tenant, keys)
+
+
+def _stored(key: bytes) -> bytes:
+    """The key on disk; of a long one, which front ends do not use, a digest."""
+    return KIND + (key if len(key) <= MAX_SHORT_BYTES else blake2b(key, digest_size=MAX_SHORT_BYTES + 1).digest())
 
 
 def _size(key: bytes, value: bytes) -> int:

@@ -36,6 +36,7 @@ from radixrt.requests.validate import malformed
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Effect, Order, Reply
 from radixrt.router.core.worker import room_of
+from radixrt.router.persistence.adapters import SavedAdapters
 from radixrt.router.persistence.store import PersistentStore
 from radixrt.router.programs.programs import Programs
 from radixrt.router.server.connections import ClientConnections, WorkerConnections
@@ -74,9 +75,11 @@ class RouterServer:
         self._traces = Traces(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
         ended = self._traces.ended if self._traces else None
         self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size, on_ended=ended)
+        self._store = PersistentStore(config.state_path, _state_bytes(config)) if config.state_path else None
+        if self._store and config.allow_runtime_lora_updating:
+            self._restore_adapters(SavedAdapters(self._store))
         self.client_address = config.client_address
         self.worker_address = config.worker_address
-        self._store = PersistentStore(config.state_path, _state_bytes(config)) if config.state_path else None
         self.programs = Programs(self.text, config, self._store)
         self._streams = TextStreams(self.text, self.core)
         self._handlers = Handlers(
@@ -115,6 +118,11 @@ class RouterServer:
             workers.close()
             if self._traces:
                 self._traces.close()
+
+    def _restore_adapters(self, saved: SavedAdapters) -> None:
+        for adapter in saved.read():
+            self.core.workers.want(adapter)
+        self.core.workers.on_want = saved.keep
 
     def _listen(self) -> tuple[wire.RouterSocket, wire.RouterSocket]:
         path = self.config.curve_secret_key
