@@ -147,7 +147,7 @@ class Kept(RuleBasedStateMachine):
 
 
 TestKept = Kept.TestCase
-TestKept.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestKept.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 
 
 # ---------------------------------------------------------------- bounds
@@ -233,7 +233,7 @@ def filled(folder: Path) -> dict[bytes, tuple[bytes, list[tuple[int, bytes]]]]:
     return model
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(15))
 def test_a_damaged_file_gives_what_was_put_or_nothing(folder, seed, caplog):
     model, rng = filled(folder), random.Random(seed)
     with open(folder / FILE, "r+b") as file:
@@ -409,7 +409,7 @@ def check_killed(folder: Path, first: int, last: int) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("kills", [2, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_what_was_written_before_kill_9_is_whole_after_it(folder, kills):
     rng = random.Random(0)
     for _ in range(kills):
