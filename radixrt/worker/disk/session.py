@@ -24,8 +24,6 @@ from radixrt.worker.disk.tasks import GivenUp, Place, Read, Write
 
 _DELETED = 4096
 """Blocks that one transaction deletes at most."""
-_EARLY_SECONDS = 0.02
-"""Until it is looked again whether rank 0 has named a block."""
 
 
 class Setting(NamedTuple):
@@ -89,7 +87,10 @@ class Session:
         self._sequence = 0
         self._version = -1
         self._due: dict[str, float] = {}
-        self._waits_until = 0.0
+        self._early = 0
+        """Parts that wait for rank 0 to name their blocks,"""
+        self._early_version = 0
+        """and the last index that had none of them."""
         self._wrote = False
         try:
             home = setting.seals.fingerprint
@@ -209,7 +210,7 @@ class Session:
         inbox, limits = self._at.inbox, self._at.limits
         settled, deletions = list(inbox.settled), list(inbox.deletions)
         touches = inbox.take_values() if self._is_due("touch", limits.touch_seconds) else {}
-        reserves = bool(inbox.writes) and time.monotonic() >= self._waits_until
+        reserves = len(inbox.writes) > self._early or self._early > 0 and self._looks_again()
         if not (settled or deletions or touches or reserves):
             return False
         outcome = _Outcome()
@@ -234,6 +235,10 @@ class Session:
             inbox.deletions.popleft()
         self._tell(outcome)
         return outcome.is_short or bool(inbox.settled)
+
+    def _looks_again(self) -> bool:
+        """For blocks that rank 0 was to name: somebody changed the index, or it is time to give up."""
+        return self._index.changed() != self._early_version or self._is_due("early", 1.0)
 
     def _tell(self, outcome: _Outcome) -> None:
         at = self._at
@@ -335,6 +340,7 @@ class Session:
         """Places for what waits, as far as there is room; if there is not enough, make some."""
         inbox, space = self._at.inbox, self._at.space
         flying = sum(aligned(x.place.nbytes) for x in self._writing.values())
+        early = 0
         most = min(self._at.limits.batch_bytes, space.limit // 4)
         while inbox.writes and flying < max(1, most):
             task = inbox.writes.popleft()
@@ -348,6 +354,7 @@ class Session:
                     outcome.failed.append((task, why))
                 else:
                     outcome.back.append(task)
+                    early += 1
                 continue
             extent = aligned(task.job.nbytes + self._at.seals.overhead)
             if space.used + extent > space.limit:
@@ -357,8 +364,7 @@ class Session:
             outcome.placed.append(task)
             space.used += extent
             flying += extent
-        waits = outcome.back and not outcome.is_short and not outcome.placed
-        self._waits_until = time.monotonic() + _EARLY_SECONDS if waits else 0.0
+        self._early, self._early_version = early, self._index.changed()
 
     def _path(self, task: Write) -> tuple[bytes | None, str]:
         """The digest of a block's path; or why there is none: nothing if there may be one soon."""
