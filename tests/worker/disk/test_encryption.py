@@ -81,5 +81,5 @@ def test_a_short_key_is_refused(tmp_path, key):
 
 def test_without_the_package_a_key_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "cryptography.hazmat.primitives.ciphers.aead", None)
-    with pytest.raises(ValueError, match=r"kv_disk_key_file: needs radixrt\[encryption\]"):
+    with pytest.raises(ValueError, match=r"kv_disk_key_file: pip install 'radixrt\[encryption\]'"):
         opened(tmp_path, key=KEY)
