@@ -218,7 +218,7 @@ def test_a_thousand_workers_come_and_go(seconds, leaves):
             fleet.core.lose([name], fleet.now)
         fleet.now += seconds
     lines = fleet.scrape()
-    assert lines["stays"] == 10 + 11 and lines["host-999"] == 10, "all is shown of who serves, sums of who is gone"
+    assert lines["stays"] == 20 + 13 and lines["host-999"] == 20, "all is shown of who serves, sums of who is gone"
     assert len(lines) == 1 + min(MAX_GONE_WORKERS, KEPT_SECONDS / seconds)
     assert sum(row["steps"] for row in fleet.report.to_json()["workers"]) == 3 * 1000, "the report forgets no sum"
     fleet.now += GONE_SECONDS
