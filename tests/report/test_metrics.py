@@ -227,7 +227,7 @@ def test_a_thousand_workers_come_and_go(seconds, leaves):
     assert len(fleet.report.workers) <= 2 + MAX_GONE_WORKERS, "nor is much more kept than is shown"
     names = {row["worker"] for row in fleet.report.to_json()["workers"]}
     assert names >= {"(other)", "new"} and len(names) <= 3 + MAX_GONE_WORKERS
-    assert fleet.scrape()["new"] == 10 + 11
+    assert fleet.scrape()["new"] == 20 + 13
 
 
 @pytest.mark.parametrize("told", [[(100, 100), (161, 161), (200, 200)], [(100, 100), (40, 140), (70, 170)]])
