@@ -171,6 +171,24 @@ def test_builds_begin_for_what_the_model_needs_and_without_flashinfer_there_are_
     assert builds.compiling == () and builds.is_done(cuda.SAMPLING)
 
 
+@pytest.mark.parametrize(
+    ("compiled", "tokens", "ranks", "steps"),
+    [(False, 0, None, 1), (True, 0, None, 0), (False, 512, None, 0), (False, 0, 0, 0), (False, 0, 1, 1)],
+    ids=["compiling", "compiled", "no step to measure", "another rank has them", "all ranks compile"],
+)
+def test_a_step_without_flashinfer_passes_the_time_of_its_builds(folder, monkeypatch, compiled, tokens, ranks, steps):
+    cuda = pytest.importorskip("radixrt.worker.load.cuda_runner")
+    loaded = replace(on_gpu(folder, monkeypatch, (9, 0)), dtype=torch.bfloat16)
+    ran = []
+    monkeypatch.setattr(cuda, "attention_kernels", lambda *_: ["attention"])
+    monkeypatch.setattr(cuda, "_largest_step", lambda *arguments: ran.append(arguments))
+    builds = SimpleNamespace(is_done=lambda kernels: compiled)
+    group = None if ranks is None else SimpleNamespace(smallest=lambda number: min(number, ranks))
+    settings = SimpleNamespace(max_total_tokens=tokens)
+    cuda._pass_time(settings, loaded, "model", builds, "thresholds", group)
+    assert ran == steps * [(settings, loaded, "model", "thresholds", None, None, group)]
+
+
 @pytest.mark.parametrize("long", [False, True])
 def test_a_build_that_takes_long_is_spoken_of_before_it_ends(folder, monkeypatch, caplog, long):
     cuda = pytest.importorskip("radixrt.worker.load.cuda_runner")
