@@ -335,7 +335,7 @@ def test_all_that_serve_are_shown():
         fleet.now += 1.0
     fleet.join("new")
     fleet.step("new")
-    assert fleet.scrape() == dict.fromkeys([*names, "new"], 10 + 11)
+    assert fleet.scrape() == dict.fromkeys([*names, "new"], 20 + 13)
     assert {state.sums["steps"] for state in fleet.report.workers.values()} == {1, 4}
 
 
@@ -345,11 +345,11 @@ def test_a_worker_that_comes_back_goes_on_where_it_was():
         fleet.join("w")
         fleet.step("w")
         fleet.step("w")
-        assert fleet.scrape()["w"] == 10 + 11
+        assert fleet.scrape()["w"] == 20 + 13
         assert fleet.report.workers["w"].sums["evicted_tokens"] == 20 * incarnation
         fleet.core.leave("w", fleet.now)
         fleet.now += KEPT_SECONDS / 2
-        assert fleet.scrape()["w"] == 10
+        assert fleet.scrape()["w"] == 20
     fleet.now += KEPT_SECONDS
     assert not fleet.scrape()
 
