@@ -195,6 +195,26 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Since start: tokens whose pages were evicted to host memory and came back from there."""
     host_tokens: int = 0
     """Tokens whose pages are in host memory."""
+    disk_tokens: int = 0
+    """Tokens whose pages are on disk (`--kv-disk-path`), of this model."""
+    disk_bytes: int = 0
+    """Bytes of all that is in its folder."""
+    disk_hits: int = 0
+    """Since start: requests for which pages were read from disk."""
+    disk_read_tokens: int = 0
+    disk_read_bytes: int = 0
+    disk_read_seconds: Finite = 0.0
+    """From a request's arrival to when its pages were read, summed."""
+    disk_saved_seconds: Finite = 0.0
+    """What computing these tokens would have taken, less that, summed over the requests for which it is more."""
+    disk_written_tokens: int = 0
+    disk_written_bytes: int = 0
+    disk_lost_tokens: int = 0
+    """Tokens that had gone from memory before they were written."""
+    disk_evicted_tokens: int = 0
+    """Tokens that were removed from disk to make room."""
+    disk_early_tokens: int = 0
+    """Of these, those that a request asked for within ten minutes."""
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):

@@ -268,7 +268,10 @@ class Report:
             workers    ... with `worker` ("" for none, "(other)" for those gone for long); if `tenant` is null, also
                        total_pages, used_pages (including evictable_pages), free_pages, and counters of
                        `messages.Load`: evicted_tokens, preemptions, steps, plain_keys, read_keys, busy_seconds,
-                       forced_tokens, drafted_tokens, accepted_tokens, fetched_tokens (from host memory)
+                       forced_tokens, drafted_tokens, accepted_tokens, fetched_tokens (from host memory), disk_hits,
+                       disk_read_tokens, disk_read_bytes, disk_read_seconds, disk_saved_seconds, disk_written_tokens,
+                       disk_written_bytes, disk_lost_tokens, disk_evicted_tokens, disk_early_tokens; and what is there
+                       now: host_tokens, disk_tokens, disk_bytes
             sessions   answers in chat prompts that were generated here: kept_turns (encoded by the generated ids),
                        respelled_turns (of them, those that the template renders differently), dropped_turns (generated
                        ids could not be used; by reason)

@@ -158,6 +158,8 @@ class _Collector(Collector):
                 ("queued_tokens", "queued_tokens", "Tokens to compute until all sequences decode."),
                 ("kept_tokens", "kept_tokens", "Tokens of ended requests that are leased for a follow-up request."),
                 ("host_tokens", "host_tokens", "Tokens whose pages are in host memory."),
+                ("disk_tokens", "disk_tokens", "Tokens whose pages are on disk."),
+                ("disk_bytes", "disk_bytes", "Bytes of all that is in the folder for pages on disk."),
             )
         }
         pages = GaugeMetricFamily("radixrt_worker_pages", "KV pages by state.", labels=["worker", "state"])
@@ -174,6 +176,16 @@ class _Collector(Collector):
                 ("drafted_tokens", "Tokens that were drafted and verified."),
                 ("accepted_tokens", "Of drafted_tokens, those that were accepted."),
                 ("fetched_tokens", "Tokens whose pages came back from host memory."),
+                ("disk_hits", "Requests for which pages were read from disk."),
+                ("disk_read_tokens", "Tokens whose pages were read from disk."),
+                ("disk_read_bytes", "Bytes read from disk."),
+                ("disk_read_seconds", "Seconds from requests' arrival to when their pages were read from disk."),
+                ("disk_saved_seconds", "Seconds that computing what was read would have taken longer."),
+                ("disk_written_tokens", "Tokens whose pages were written to disk."),
+                ("disk_written_bytes", "Bytes written to disk."),
+                ("disk_lost_tokens", "Tokens whose pages had gone from memory before they were written to disk."),
+                ("disk_evicted_tokens", "Tokens whose pages were removed from disk to make room."),
+                ("disk_early_tokens", "Of disk_evicted_tokens, those that were asked for within ten minutes."),
             )
         }
         for name, state in self._states(serving).items():

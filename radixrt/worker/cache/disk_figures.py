@@ -73,7 +73,7 @@ class DiskFigures:
     read_seconds: float = 0.0
     """From a request's arrival to when its blocks were read, summed."""
     saved_seconds: float = 0.0
-    """What computing them would have taken, by the measured rate, less `read_seconds`."""
+    """What computing them would have taken, by the measured rate, less that; of those requests for which it is more."""
     declined: int = 0
     """Requests for which computing was faster."""
     late: int = 0

@@ -25,6 +25,7 @@ from radixrt.messages.digests import prefix_digest
 from radixrt.tree import RadixTree
 from radixrt.worker.cache import disk_policy as policy
 from radixrt.worker.cache.disk_figures import Disk, DiskFigures
+from radixrt.worker.cache.disk_ghosts import Ghosts
 from radixrt.worker.cache.disk_index import DiskIndex, Entry, runs
 from radixrt.worker.cache.disk_reads import DiskReader
 from radixrt.worker.cache.disk_states import DiskState, DiskStates
@@ -65,6 +66,7 @@ class DiskTier(Tier):
         parts = host, disk, self.index, self.states, self.figures, page_size
         self._writer = DiskWriter(*parts, policy.pages_in_block(disk.page_bytes, block_bytes))
         self._reader = DiskReader(*parts)
+        self._ghosts = Ghosts()
         self._gone: deque[int] = deque()
         """Numbers of blocks that the store does not have any more, and the tree still has."""
         self._add(disk.blocks())
@@ -80,6 +82,11 @@ class DiskTier(Tier):
     def version(self) -> int:
         """Changes whenever `reach`, or a state, may be another: they are those of host memory."""
         return self.host.version
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all that is in the disk's folder."""
+        return self._disk.used
 
     @property
     def used_pages(self) -> int:
@@ -168,6 +175,9 @@ class DiskTier(Tier):
             if (state := self.states.by_number(number)) is not None:
                 self.states.remove(state)
             elif (entry := self.index.by_number(number)) is not None:
+                for handle in self.index.below([entry.handle]):
+                    lost = self.index.of(handle)
+                    self._ghosts.add(lost.namespace, self.index.path(handle), lost.start)
                 gone = self._remove([entry.handle])
                 self.figures.evicted_tokens += sum(entry.stop - entry.start for entry in gone)
 
@@ -182,7 +192,9 @@ class DiskTier(Tier):
         self._writer.note(namespace, bytes(ids))
 
     def prefetch(self, namespace: str, tokens: Tokens, most: int, hit: int) -> int:
-        return self._reader.begin(namespace, bytes(tokens), most, hit, self.prefill_rate)
+        ids = bytes(tokens)
+        self.figures.early_tokens += self._ghosts.asked(namespace, ids, hit)
+        return self._reader.begin(namespace, ids, most, hit, self.prefill_rate)
 
     def fetched(self) -> list[int]:
         found, self._reader.ready = self._reader.ready, []

@@ -171,6 +171,7 @@ class CudaRunner(ModelRunner):
     def close(self) -> None:
         """Release the graphs: NCCL cannot destroy its communicators while graphs use them. Does nothing if the device
         is lost."""
+        super().close()
         if not self.works():
             return
         for graphs in (self._graphs, self._piecewise_graphs, self._predicting):
