@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,15 @@ class Tokenizer:
         if self._shown is not None:
             return self._shown.bytes_of(token)
         return self.decode([token], skip_special_tokens=False).encode()
+
+    @functools.cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ between vocabularies: token ids that were kept are not used with another one."""
+        known = blake2b(digest_size=16)
+        for token in range(self.vocab_size):
+            text = self.token_bytes(token)
+            known.update(b"%d %d " % (len(text), token in self.special_ids) + text)
+        return known.digest()
 
     def token_text(self, token: int) -> str:
         """`token_bytes` as text, with U+FFFD for incomplete characters."""

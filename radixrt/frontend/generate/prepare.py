@@ -103,6 +103,10 @@ class Prompts:
         """Keep the ids of an answer to a chat, for later prompts that contain it."""
         self._conversations.remember(encoded, message, ids, key)
 
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """See Conversations."""
+        self._conversations.forget(is_meant)
+
     # ------------------------------------------------------------ parts
 
     def namespace(self, key: str, cache_salt: str | None) -> Namespace:

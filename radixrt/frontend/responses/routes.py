@@ -55,6 +55,11 @@ class Responses:
         self._tenant = tenant
         self._seals = seals
 
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Drop the responses of the tenants that are meant from this process."""
+        if isinstance(self._store, LocalResponses):
+            self._store.forget(is_meant)
+
     async def create(self, request: Request, key: str) -> StreamAnswer | WholeAnswer:
         asked, turns = await self._read_asked(request, key)
         namespace = self._namespace(key, asked.cache_salt or "")
