@@ -6,12 +6,14 @@
          |  allocate, free           \\  evict, onload
     PagePool        free pages        Tier: the CPU's memory, and what may come below it (see `tier`)
 
-`RecurrentStatePool` has the slots of recurrent states; models without have NoStates, and without host memory there is
-NullTier. The parts are made here to fit each other; others call methods of the parts.
+`Hints` does what clients ask for beside their requests. `RecurrentStatePool` has the slots of recurrent states; models
+without have NoStates, and without host memory there is NullTier. The parts are made here to fit each other; others call
+methods of the parts.
 """
 
 from __future__ import annotations
 
+from radixrt.worker.cache.hints import Hints
 from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool
 from radixrt.worker.cache.host_tier import HostTier
 from radixrt.worker.cache.page_pool import PagePool
@@ -61,12 +63,14 @@ class PageCache:
             self.states = RecurrentStatePool(num_states, num_pages, events, host_states, page_size)
         self.tier: Tier = NullTier()
         if num_host_pages:
-            self.tier = HostTier(num_host_pages, page_size, events, host_states, self.pool.total, eviction_policy)
+            self.tier = HostTier(num_host_pages, page_size, events, host_states, self.pool.total, eviction_policy,
+                                 max_pinned_share)  # fmt: skip
         self.prefixes = PrefixCache(
             self.pool, page_size, self.states, self.tier, policy=eviction_policy, events=events,
             pinned_share=max_pinned_share,
         )  # fmt: skip
         self.requests = RequestPages(self.prefixes, self.states, self.tier, rows, max_model_len)
+        self.hints = Hints(self.prefixes, self.tier)
         self.pins = self.prefixes.pins
         self.retained = self.prefixes.retained
         self.keeps = num_host_pages - 1 < KEPT * self.pool.total

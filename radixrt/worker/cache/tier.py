@@ -8,6 +8,9 @@ A tier has a radix tree of its own, from tokens to its slots, and so is one cach
 events have run numbers of their own (`HostTier` counts backwards). It only plans copies: `drain` hands them to the step
 that is being planned, whose runner makes them.
 
+Besides, a tier does what clients ask for (see `hints`): it takes what is demoted (`offload`), gives back what is
+prefetched (`hold`, `onload`), evicts by priority what is retained, and deletes what a tenant has.
+
 A further tier, such as a disk, implements `Tier` and stands below HostTier: what HostTier evicts itself goes there
 (today it is lost, see `HostTier._make_room`), and `reach` and `hold` ask it for what follows the pages that are here.
 """
@@ -36,6 +39,8 @@ class Tier(Protocol):
     """Pages that were evicted and are nowhere any more, since start."""
     onloaded_pages: int
     """Pages that were copied back since start."""
+    keeps: bool
+    """Whether what is evicted goes here; otherwise it is lost."""
 
     @property
     def version(self) -> int:
@@ -65,6 +70,27 @@ class Tier(Protocol):
     def hold_state(self, slot: int) -> None:
         """Do not reuse the slot of a state before the next step."""
 
+    def offload(self, namespace: str, path: bytes, pages: np.ndarray) -> None:
+        """Copy `pages` here, int32, which are evicted from the device: those of the last tokens of `path`, int32
+        bytes."""
+
+    def prefetch(self, namespace: str, tokens: Tokens, start: int) -> int:
+        """Begin to fetch here, from further below, what follows the first `start` tokens. Returns how many tokens are
+        on their way; `reach` says when they are here."""
+
+    def retain(self, namespace: str, path: bytes, priority: int, seconds: float, now: float, name: int) -> int:
+        """Retain a path, int32 bytes, as far as it is here, as `Priorities` do. Returns how many tokens that are."""
+
+    def release(self, name: int) -> None:
+        """End the retention of that name, if there is one."""
+
+    def share(self, namespace: str, path: bytes) -> int | None:
+        """Let other workers have a path, int32 bytes, from a store that they read as well. Returns how many tokens of
+        it are there, or on their way; None if there is no such store."""
+
+    def delete(self, tenant: str) -> None:
+        """Remove all that a tenant has, except what is held."""
+
     def drain(self) -> Moves | None:
         """The copies to be made before the step that is being planned; None if there are none."""
 
@@ -92,6 +118,7 @@ class NullTier(Tier):
     """The end of all tiers: what is evicted into it is lost."""
 
     version = used_pages = onloaded_pages = 0
+    keeps = False
 
     def __init__(self) -> None:
         self.lost_pages = 0
@@ -111,6 +138,15 @@ class NullTier(Tier):
     def deepest_state(self, namespace: str, tokens: Tokens, most: int) -> tuple[int, int]:
         return 0, 0
 
+    def prefetch(self, namespace: str, tokens: Tokens, start: int) -> int:
+        return 0
+
+    def retain(self, namespace: str, path: bytes, priority: int, seconds: float, now: float, name: int) -> int:
+        return 0
+
+    def share(self, namespace: str, path: bytes) -> None:
+        return None
+
     def drain(self) -> None:
         return None
 
@@ -126,4 +162,4 @@ class NullTier(Tier):
     def _nothing(self, *_: object, **__: object) -> None:
         pass
 
-    onload = hold_state = forget = clear = check = _nothing
+    onload = offload = release = delete = hold_state = forget = clear = check = _nothing

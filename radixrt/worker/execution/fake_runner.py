@@ -58,6 +58,7 @@ class FakeRunner:
     time)."""
 
     sparse = shares = False
+    page_bytes = 0
 
     def __init__(
         self,
