@@ -32,6 +32,7 @@ from radixrt.messages import (
     ChatPrompt,
     ClearCache,
     ClientRequest,
+    ControlCache,
     Delta,
     Detokenize,
     Done,
@@ -345,6 +346,10 @@ class AsyncClient:
 
     async def change_adapter(self, message: ChangeAdapter) -> dict[str, str]:
         """Load or unload a LoRA adapter, as the message says. Returns and raises as `load_adapter`."""
+        return (await self._ask_for(Info, message)).data
+
+    async def control_cache(self, message: ControlCache) -> dict[str, Any]:
+        """Send a hint to the cache. Returns what became of it, as ControlCache describes it."""
         return (await self._ask_for(Info, message)).data
 
     async def drain_worker(self, name: str, *, restart: bool = False) -> dict[str, Any]:

@@ -82,6 +82,13 @@ class Conversations:
         if self._shared_store is not None and key is not None and (value := self._sessions.export(key)):
             self._shared_store.share([(key, value)], api_key)
 
+    def delete(self, tenant: str) -> None:
+        """Forget the answers of a tenant, and the ids of its texts."""
+        if self._sessions is not None:
+            self._sessions.delete(tenant)
+        if self._text.tokenizer is not None:
+            self._text.tokenizer.delete(tenant)
+
 
 def facts(encoded: Encoded) -> SessionFacts:
     """Counts of the answers in a chat that kept their ids, and that lost them, by reason."""

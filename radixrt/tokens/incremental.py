@@ -117,6 +117,12 @@ class Incremental:
             while self._shares.total > self._max_bytes:
                 self._drop_oldest(self._shares.largest())
 
+    def delete(self, tenant: str) -> None:
+        """Forget all texts of a tenant."""
+        with self._lock:
+            for own in self._memory.pop(tenant, {}).values():
+                self._shares.add(tenant, -sum(_size(part, ids) for part, ids in own.items()))
+
     def _drop_oldest(self, tenant: str) -> None:
         own = self._memory[tenant]
         key, memory = next(iter(own.items()))

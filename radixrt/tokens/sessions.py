@@ -160,6 +160,12 @@ class Sessions:
             with self._lock:
                 self._put(namespace.tenant, key, answers)
 
+    def delete(self, tenant: str) -> None:
+        """Forget all answers of a tenant."""
+        with self._lock:
+            for key in self._used.pop(tenant, ()):
+                self._shares.add(tenant, -self._size(self._answers.pop(key)))
+
     def _put(self, tenant: str, key: Key, answers: list[Answer]) -> None:
         used = self._used.setdefault(tenant, OrderedDict())
         self._shares.add(tenant, self._size(answers) - self._size(self._answers.get(key, [])))

@@ -78,6 +78,12 @@ class Tokenizer:
         """`encode` as int32 bytes."""
         return self.start(text, add_special_tokens).finish()
 
+    def delete(self, tenant: str) -> None:
+        """Forget the ids of all texts of a tenant."""
+        self._incremental.delete(tenant)
+        if self._whole is not None:
+            self._whole.delete(tenant)
+
     def start(
         self, text: str, add_special_tokens: bool = True, *, grows: bool = True, namespace: Namespace = NO_TENANT
     ) -> PendingText:

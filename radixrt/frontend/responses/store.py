@@ -92,6 +92,11 @@ class ResponseStore:
         self._remove(namespace.tenant, (namespace, response_id))
         return True
 
+    def delete_all(self, tenant: str) -> None:
+        """Delete all responses of a tenant."""
+        for name in list(self._tenants.get(tenant, ())):
+            self._remove(tenant, name)
+
     def _remove(self, tenant: str, name: Name) -> None:
         own = self._tenants[tenant]
         kept = own.pop(name)
@@ -145,3 +150,7 @@ class LocalResponses:
     async def delete(self, namespace: Namespace, response_id: str, api_key: str) -> bool:
         """See ResponseStore."""
         return self._store.delete(namespace, response_id)
+
+    def delete_all(self, tenant: str) -> None:
+        """See ResponseStore."""
+        self._store.delete_all(tenant)

@@ -82,6 +82,11 @@ class Pauses:
         states = [state for state in self._paused.get(tenant, ()) if state.scope == scope]
         return [effect for state in states for _ in range(self.waiting(state)) for effect in self._drop(state)]
 
+    def delete(self, tenant: str) -> list[Effect]:
+        """Drop all pauses of a tenant."""
+        states = list(self._paused.get(tenant, ()))
+        return [effect for state in states for _ in range(self.waiting(state)) for effect in self._drop(state)]
+
     def expire(self, now: float) -> list[Effect]:
         """Drop the pauses that are older than LONGEST_SECONDS."""
         known = [pair for own in self._paused.values() for pair in own.items()]

@@ -129,6 +129,14 @@ class Programs:
             self._savings.discard(saving)
         self.states.forget(tenant, scope)
 
+    def delete(self, tenant: str) -> None:
+        """Drop all states of a tenant, also those that are still being built or computed."""
+        for key in [key for key in self._coming if key.tenant == tenant]:
+            del self._coming[key]
+        for saving in [saving for saving in self._savings if saving.key.tenant == tenant]:
+            self._savings.discard(saving)
+        self.states.delete(tenant)
+
     @staticmethod
     def key(tenant: str, prompt: StatePrompt) -> Key:
         """The key of the state that a prompt begins with."""

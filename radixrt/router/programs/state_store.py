@@ -95,6 +95,16 @@ class ProgramStateStore:
         for number in tuple(self._scopes.get((tenant, scope), ())):
             self.drop(Key(tenant, scope, number))
 
+    def of_scope(self, tenant: str, scope: str) -> list[State]:
+        """The states of a scope, the lowest number first."""
+        numbers = sorted(self._scopes.get((tenant, scope), ()))
+        return [self._states[tenant][Key(tenant, scope, number)] for number in numbers]
+
+    def delete(self, tenant: str) -> None:
+        """Drop all states of a tenant."""
+        for key in list(self._states.get(tenant, ())):
+            self.drop(key)
+
     def check(self) -> None:
         """Assert that the counts of bytes and users are right."""
         self._shares.check()

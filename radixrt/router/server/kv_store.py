@@ -41,6 +41,11 @@ class SharedMemory:
             most = self._shares.largest()
             self._drop(most, next(iter(self._tenants[most])))
 
+    def delete(self, tenant: str) -> None:
+        """Remove all values of a tenant."""
+        for key in list(self._tenants.get(tenant, ())):
+            self._drop(tenant, key)
+
     def _drop(self, tenant: str, key: bytes) -> None:
         own = self._tenants.get(tenant)
         if own is None or (value := own.pop(key, None)) is None:
