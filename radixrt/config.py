@@ -98,7 +98,8 @@ SESSION_TOKENS = (
 )
 RESPONSE_BYTES = (
     "memory of a front end for responses that previous_response_id can refer to (0: none); when it is full, responses "
-    "of the tenant that has most are dropped; several front ends keep them in the router (--shared-bytes) instead"
+    "of the tenant that has most are dropped; several front ends keep them in the router (--shared-bytes) instead, as "
+    "does one with --state-path"
 )
 RUNTIME_LORA = (
     "let clients load, replace and unload LoRA adapters while it serves (/v1/load_lora_adapter, "
@@ -181,6 +182,14 @@ class WorkerConfig:
         "auto", "GiB of host memory for evicted pages and recurrent states, of all GPUs of a worker together (auto: a "
         "quarter of what is available, divided by the number of GPUs; none on a CPU)",
         form=GIBIBYTES,
+    )  # fmt: skip
+    kv_disk_path: str = setting(
+        "", "folder in which KV pages and recurrent states outlive memory and restarts, for workers of one machine "
+        "together (\"\": none)"
+    )  # fmt: skip
+    kv_disk_size: float = setting(64.0, "GiB that all files in --kv-disk-path may take", least=0.01, most=1e6)
+    kv_disk_key_file: str = setting(
+        "", "file with a secret, at least 32 bytes, with which what is in --kv-disk-path is encrypted (\"\": it is not)"
     )  # fmt: skip
     max_model_len: int = setting(
         0,
@@ -331,6 +340,18 @@ class RouterConfig:
         256 << 20,
         "memory of the router for what several front ends share: token ids of answers, stored responses",
         least=0,
+    )
+    state_path: str = setting(
+        "",
+        "folder in which the router keeps what conversations and programs need to go on after a restart: token ids of "
+        "answers, stored responses, states of programs (default: none, they are lost)",
+    )
+    state_size: float = setting(
+        4.0,
+        "most GiB of --state-path; when it is full, what was used least recently is dropped, of the tenant that has "
+        "most",
+        least=0.001,
+        most=1 << 20,
     )
     pause_seconds: float = setting(
         60.0, "longest time that a program's prefix stays cached while a tool runs", least=0.0, most=MAX_SECONDS

@@ -29,6 +29,7 @@ from radixrt.messages import (
     Done,
     Error,
     ErrorReason,
+    Forgotten,
     Generate,
     Info,
     Scored,
@@ -143,7 +144,7 @@ class _Pending:
         if isinstance(reply, Deltas):
             for delta in reply.items:
                 self.give_delta(delta)
-        else:
+        elif not isinstance(reply, Forgotten):
             self.open = 0
             self.on_answer(reply)
 
@@ -165,6 +166,8 @@ class RouterTransport(ABC):
     def __init__(self) -> None:
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
+        self.on_forgotten: Callable[[bytes], None] = lambda tenant: None
+        """Called with the digest of a tenant (`tenant_digest`) of which everything was deleted."""
         self._unconfirmed = False
         """Whether a Cancel was sent, which may not have arrived yet."""
 
@@ -221,6 +224,9 @@ class RouterTransport(ABC):
 
     def _take(self, reply: ClientReply) -> None:
         """Pass a reply to the request that it is for."""
+        if isinstance(reply, Forgotten):
+            self.on_forgotten(reply.tenant)
+            return
         if not isinstance(reply, Deltas):
             if reply.id is not None and (pending := self._pending.pop(reply.id, None)):
                 pending.give(reply)

@@ -43,6 +43,7 @@ from radixrt.frontend.openai.tokenization import Tokenization
 from radixrt.frontend.responses.routes import RESPONSES_PATH, Responses
 from radixrt.frontend.responses.sealed import Seals
 from radixrt.messages import ChangeAdapter, DrainWorker
+from radixrt.messages.namespace import tenant_digest
 from radixrt.requests.validate import parse_api_keys
 from radixrt.tokens import TextService
 from radixrt.tokens.errors import FieldError
@@ -62,9 +63,9 @@ class Frontend:
         self._bodies = Bodies()
         self._link = RouterLink(config.router, here)
         self._shared_store = SharedStore(lambda: self._link.transport) if config.share_sessions else None
-        prompts = Prompts(config, text, self._shared_store, self._tenant, self._link.max_model_len)
+        self._prompts = prompts = Prompts(config, text, self._shared_store, self._tenant, self._link.max_model_len)
         self.generation = Generation(prompts, self._link, text, self._shared_store, config.served_model_name)
-        responses = Responses(
+        self._responses = responses = Responses(
             config.response_bytes,
             self._shared_store,
             self.generation,
@@ -76,7 +77,7 @@ class Frontend:
         messages = MessageRoutes(self.generation, prompts, text.tokenizer, self._body)
         ollama = OllamaRoutes(self.generation, self._link.ask, prompts.formats, self._body)
         for_ollama = functools.partial(self._guarded, told=OllamaError.wrap)
-        cache = CacheRoutes(self._link.ask, prompts, responses, self._body, self._tenant)
+        cache = CacheRoutes(self._link.ask, prompts, responses, self._body, self._tenant, self.forget_tenant)
         tokenization = Tokenization(text, self._link, config.max_model_len, self._body, prompts.namespace)
         posts = {
             "/v1/completions": self._guarded(self.completions),
@@ -109,11 +110,24 @@ class Frontend:
     @contextlib.asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
         self._link.open()
+        self._link.transport.on_forgotten = self._forget
         try:
             await self._link.wait()
             yield
         finally:
             await self.close()
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Drop what this process keeps of a tenant's conversations: all of it where there are no API keys, since any
+        key is a tenant's name then. The router tells the other processes (`Handlers.forget_tenant`)."""
+        self._forget(tenant_digest(tenant))
+
+    def _forget(self, digest: bytes) -> None:
+        def is_meant(tenant: str) -> bool:
+            return not self._tenants or tenant_digest(tenant) == digest
+
+        self._prompts.forget(is_meant)
+        self._responses.forget(is_meant)
 
     async def close(self) -> None:
         """End the streams of the live page, and see RouterLink."""

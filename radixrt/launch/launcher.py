@@ -152,7 +152,7 @@ class Stack:
         frontend = dataclasses.replace(
             config.frontend,
             router=self._client_address,
-            share_sessions=config.frontend.share_sessions or several,
+            share_sessions=config.frontend.share_sessions or several or bool(config.router.state_path),
             shares_port=several,
         )
         if several:

@@ -105,4 +105,12 @@ class Done(msgspec.Struct, tag="done"):
     id: int
 
 
-ClientReply = Deltas | Scored | Tokens | Info | Error | Done
+class Forgotten(msgspec.Struct, tag="forgotten"):
+    """To clients that share values, not in reply to anything: all that a tenant has was deleted. `tenant` is a digest
+    of its name (`tenant_digest`), so that others do not learn it."""
+
+    tenant: bytes
+    id: None = None
+
+
+ClientReply = Deltas | Scored | Tokens | Info | Error | Done | Forgotten

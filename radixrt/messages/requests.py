@@ -165,10 +165,12 @@ class ControlCache(msgspec.Struct, tag="cache", kw_only=True, omit_defaults=True
 
 class Share(msgspec.Struct, tag="share", kw_only=True):
     """Store (key, value) entries in the router, for all front ends, separately for each tenant; None deletes a key. If
-    memory runs out, entries are dropped."""
+    memory runs out, entries are dropped. `used`: keys whose values were used where they are known already, so that
+    others are dropped before them."""
 
     id: int
     entries: list[tuple[bytes, bytes | None]]
+    used: list[bytes] = []
     api_key: str = ""
 
 

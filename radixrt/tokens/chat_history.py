@@ -6,7 +6,7 @@ prompt --encode--> ids, facts ... answer generated ... --remember--> the next tu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from radixrt.config import FrontendConfig, RouterConfig
@@ -19,7 +19,8 @@ from radixrt.tokens.turns import in_one_step
 
 
 class SharedStore(Protocol):
-    """Other front-end processes with sessions. Values are shared among processes, separately for each tenant."""
+    """Where answers are kept beyond this process' sessions: for other processes, and for later ones. Separately for
+    each tenant; `api_key` is one of its keys or, within the router, its name."""
 
     def share(self, entries: Sequence[tuple[bytes, bytes | None]], api_key: str) -> None:
         """Store (key, value) entries for all processes."""
@@ -27,10 +28,13 @@ class SharedStore(Protocol):
     async def recall(self, keys: Sequence[bytes], api_key: str) -> list[bytes | None]:
         """The values of keys; None for unknown ones."""
 
+    def touch(self, keys: Sequence[bytes], api_key: str) -> None:
+        """These keys were used: values of others are dropped before theirs."""
+
 
 class Conversations:
     """The sessions of one process. Without `session_tokens` or a tokenizer there are none, and chats are encoded like
-    any text. With `shared_store`, answers that other processes have generated are known as well."""
+    any text. With `shared_store`, answers that other processes, or earlier ones, have generated are known as well."""
 
     def __init__(
         self, text: TextService, config: RouterConfig | FrontendConfig, shared_store: SharedStore | None = None
@@ -61,18 +65,31 @@ class Conversations:
         sessions = self._sessions
         if sessions is None or not isinstance(prompt, ChatPrompt):
             return Encoded(await self._text.encode(prompt, namespace, room, last), "")
-        if self._shared_store is not None and (missing := await self._missing(sessions, namespace, prompt)):
-            for key, value in zip(missing, await self._shared_store.recall(missing, api_key), strict=True):
+        if self._shared_store is not None:
+            kept, missing = await self._answers_in(sessions, namespace, prompt)
+            if kept:
+                self._shared_store.touch(kept, api_key)
+            values = await self._shared_store.recall(missing, api_key) if missing else []
+            for key, value in zip(missing, values, strict=True):
                 if value is not None:
                     sessions.learn(namespace, key, value)
         return await self._text.encode_chat(sessions, namespace, prompt, room)
 
-    async def _missing(self, sessions: Sessions, namespace: Namespace, prompt: ChatPrompt) -> list[Key]:
-        """The keys of answers that only other processes may know; of a long chat, they are computed in a thread."""
+    async def _answers_in(
+        self, sessions: Sessions, namespace: Namespace, prompt: ChatPrompt
+    ) -> tuple[list[Key], list[Key]]:
+        """`Sessions.answers_in`; for a long chat, in a thread."""
         if is_short_chat(prompt):
-            return sessions.missing(namespace, prompt)
-        work = in_one_step(sessions.missing, namespace, prompt)
+            return sessions.answers_in(namespace, prompt)
+        work = in_one_step(sessions.answers_in, namespace, prompt)
         return await self._text.run(namespace, work, "messages")
+
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Drop the answers of the tenants that are meant from this process, and the ids of their texts."""
+        if self._sessions is not None:
+            self._sessions.forget(is_meant)
+        if self._text.tokenizer is not None:
+            self._text.tokenizer.forget(is_meant)
 
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, api_key: str = "") -> None:
         """Keep the ids of an answer; `message` is the same answer as the client sees it."""
@@ -81,13 +98,6 @@ class Conversations:
         key = self._sessions.remember(encoded, message, ids)
         if self._shared_store is not None and key is not None and (value := self._sessions.export(key)):
             self._shared_store.share([(key, value)], api_key)
-
-    def delete(self, tenant: str) -> None:
-        """Forget the answers of a tenant, and the ids of its texts."""
-        if self._sessions is not None:
-            self._sessions.delete(tenant)
-        if self._text.tokenizer is not None:
-            self._text.tokenizer.delete(tenant)
 
 
 def facts(encoded: Encoded) -> SessionFacts:

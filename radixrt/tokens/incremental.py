@@ -117,11 +117,12 @@ class Incremental:
             while self._shares.total > self._max_bytes:
                 self._drop_oldest(self._shares.largest())
 
-    def delete(self, tenant: str) -> None:
-        """Forget all texts of a tenant."""
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Forget all texts of the tenants that are meant."""
         with self._lock:
-            for own in self._memory.pop(tenant, {}).values():
-                self._shares.add(tenant, -sum(_size(part, ids) for part, ids in own.items()))
+            for tenant in filter(is_meant, tuple(self._memory)):
+                del self._memory[tenant]
+                self._shares.add(tenant, -self._shares[tenant])
 
     def _drop_oldest(self, tenant: str) -> None:
         own = self._memory[tenant]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -135,36 +136,44 @@ class Sessions:
             self._put(encoded.tenant, key, [*others, answer])
         return key
 
-    def missing(self, namespace: Namespace, prompt: ChatPrompt) -> list[Key]:
-        """The keys of the answers in a chat that are not kept here; empty if the chat is invalid."""
+    def answers_in(self, namespace: Namespace, prompt: ChatPrompt) -> tuple[list[Key], list[Key]]:
+        """The keys of the answers in a chat: of those that are kept here, and of the others. Both empty if the chat is
+        invalid."""
         try:
             keys = keys_of(namespace, prompt, self._keep_calls)[1:]
             answers = [key for key, m in zip(keys, prompt.messages, strict=True) if m["role"] == "assistant"]
         except NO_MESSAGES:
-            return []
+            return [], []
         with self._lock:
-            return [key for key in answers if key not in self._answers]
+            kept = [key for key in answers if key in self._answers]
+            return kept, [key for key in answers if key not in self._answers]
 
     def export(self, key: Key) -> bytes | None:
         """What is kept under a key, for `learn` in another process."""
         with self._lock:
-            return _export(self._answers[key]) if key in self._answers else None
+            answers = self._answers.get(key)
+            return self._tokenizer.fingerprint + _export(answers) if answers is not None else None
 
     def learn(self, namespace: Namespace, key: Key, exported: bytes) -> None:
-        """Keep what another process has exported; ignored if it cannot be decoded."""
+        """Keep what another process has exported; ignored if it cannot be decoded, or is of another vocabulary."""
+        vocabulary = self._tokenizer.fingerprint
+        if not exported.startswith(vocabulary):
+            return
         try:
-            answers = _exported.decode(exported)
+            answers = _exported.decode(memoryview(exported)[len(vocabulary) :])
         except msgspec.MsgspecError:
             return
         if 0 < self._size(answers) <= self._max_bytes:
             with self._lock:
                 self._put(namespace.tenant, key, answers)
 
-    def delete(self, tenant: str) -> None:
-        """Forget all answers of a tenant."""
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Drop all answers of the tenants that are meant."""
         with self._lock:
-            for key in self._used.pop(tenant, ()):
-                self._shares.add(tenant, -self._size(self._answers.pop(key)))
+            for tenant in filter(is_meant, tuple(self._used)):
+                for key in self._used.pop(tenant):
+                    del self._answers[key]
+                self._shares.add(tenant, -self._shares[tenant])
 
     def _put(self, tenant: str, key: Key, answers: list[Answer]) -> None:
         used = self._used.setdefault(tenant, OrderedDict())

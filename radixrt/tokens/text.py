@@ -91,6 +91,11 @@ class TextService:
         return cls(None)
 
     @property
+    def fingerprint(self) -> bytes:
+        """See Tokenizer; b"" without one."""
+        return self.tokenizer.fingerprint if self.tokenizer is not None else b""
+
+    @property
     def has_tokenizer(self) -> bool:
         return self.tokenizer is not None
 

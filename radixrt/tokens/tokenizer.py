@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +80,11 @@ class Tokenizer:
         """`encode` as int32 bytes."""
         return self.start(text, add_special_tokens).finish()
 
-    def delete(self, tenant: str) -> None:
-        """Forget the ids of all texts of a tenant."""
-        self._incremental.delete(tenant)
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Forget the ids of all texts of the tenants that are meant."""
+        self._incremental.forget(is_meant)
         if self._whole is not None:
-            self._whole.delete(tenant)
+            self._whole.forget(is_meant)
 
     def start(
         self, text: str, add_special_tokens: bool = True, *, grows: bool = True, namespace: Namespace = NO_TENANT
@@ -158,6 +160,15 @@ class Tokenizer:
         if self._shown is not None:
             return self._shown.bytes_of(token)
         return self.decode([token], skip_special_tokens=False).encode()
+
+    @functools.cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that differ between vocabularies: token ids that were kept are not used with another one."""
+        known = blake2b(digest_size=16)
+        for token in range(self.vocab_size):
+            text = self.token_bytes(token)
+            known.update(b"%d %d " % (len(text), token in self.special_ids) + text)
+        return known.digest()
 
     def token_text(self, token: int) -> str:
         """`token_bytes` as text, with U+FFFD for incomplete characters."""

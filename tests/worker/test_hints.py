@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from radixrt.messages import CacheAction, Output, Run, Sampling
-from radixrt.worker.cache import host_tier, prefix_cache
+from radixrt.worker.cache import disk_policy, host_tier, prefix_cache
 from radixrt.worker.cache.hints import Outcome
+from tests.worker.memory_store import Folder
+from tests.worker.test_disk_tier import DiskBench
 from tests.worker.test_simulation import Bench, alone, overlaps, random_prompt  # noqa: F401
 
 A, A2, B = "a\nm\n\n", "a\nm\n\nsalt", "b\nm\n\n"
@@ -335,6 +337,76 @@ def test_checkpoints_of_recurrent_states_are_deleted_too(monkeypatch):
     bench.cache.check()
     assert bench.ask(11, [1, *PROMPT, 5], A) == bench.ask(13, [3, *PROMPT, 5], A) == 0
     assert bench.ask(12, [2, *PROMPT, *alone([2, *PROMPT], 4), 5], B) > 40
+
+
+# ---------------------------------------------------------------- with a disk
+
+
+class HintedDisk(DiskBench, Hinted):
+    """The same with a tier on disk."""
+
+    def settle(self) -> None:
+        for _ in range(4):
+            self.step()
+            self.cache.hints.go_on_prefetching()
+
+
+@pytest.fixture
+def folder(monkeypatch) -> Folder:
+    monkeypatch.setattr(disk_policy, "READ_SECONDS", 0.0)
+    return Folder()
+
+
+def written(folder: Folder, *prompts: tuple[list[int], str]) -> HintedDisk:
+    """A worker, started again after one that has written these."""
+    before = HintedDisk(folder)
+    for id, (prompt, namespace) in enumerate(prompts, 1):
+        before.add(id, prompt, 1, namespace=namespace)
+        before.rest()
+    return HintedDisk(folder)
+
+
+def test_what_is_prefetched_comes_from_disk_to_the_device(folder):
+    bench = written(folder, (PROMPT, A))
+    assert bench.hint("prefetch", PROMPT, B) == Outcome("missing")
+    assert bench.hint("prefetch", PROMPT) == Outcome("deferred", 0, "it is being read")
+    while bench.on_device(PROMPT) < 40:
+        bench.settle()
+    bench.settle()
+    fetched, read = bench.cache.tier.onloaded_pages, bench.store.reads
+    bench.add(2, [*PROMPT, 5], 4, namespace=A)
+    bench.drain()
+    assert bench.cached[2] == 40 and bench.tokens[2] == alone([*PROMPT, 5], 4)
+    assert (bench.cache.tier.onloaded_pages, bench.store.reads) == (fetched, read), "nothing is copied or read for it"
+
+
+def test_sharing_writes_what_others_then_prefetch(folder):
+    one, other = HintedDisk(folder), HintedDisk(folder)
+    one.add(1, PROMPT, 1, namespace=A)
+    one.drain()
+    assert one.hint("share", PROMPT, destination="w2") == Outcome("deferred", 0, "it is being written")
+    one.rest()
+    assert one.hint("share", PROMPT, destination="w2") == Outcome("done", 40)
+    other.step()
+    assert other.hint("prefetch", PROMPT).result == "deferred"
+    while other.on_device(PROMPT) < 40:
+        other.settle()
+    assert other.hint("prefetch", PROMPT) == Outcome("done", 40)
+
+
+def test_a_tenants_blocks_are_deleted_from_disk(folder):
+    bench = written(folder, (PROMPT, A), (PROMPT[:20], A2), (PROMPT, B))
+    bench.add(5, [*PROMPT, 8], 1, namespace=A)
+    bench.rest()
+    bench.cache.hints.delete("a", runs=False)
+    bench.rest()
+    bench.step()
+    assert {block.namespace for block in folder.blocks.values()} == {B}
+    assert bench.hint("prefetch", PROMPT) == Outcome("missing")
+    assert bench.hint("prefetch", PROMPT, B).result == "deferred"
+    bench.add(6, [*PROMPT, 8], 1, namespace=A)
+    bench.drain()
+    assert bench.cached[6] == 0
 
 
 # ---------------------------------------------------------------- any order

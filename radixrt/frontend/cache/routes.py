@@ -34,7 +34,8 @@ _body = msgspec.json.Decoder(CacheBody)
 
 
 class CacheRoutes:
-    """`ask` returns a client with an API key; `read` reads a body; `tenant` returns the tenant of a key."""
+    """`ask` returns a client with an API key; `read` reads a body; `tenant` returns the tenant of a key;
+    `forget` deletes what this process keeps of a tenant."""
 
     def __init__(
         self,
@@ -43,12 +44,14 @@ class CacheRoutes:
         responses: Responses,
         read: Callable[[Request], Awaitable[bytes]],
         tenant: Callable[[str], str],
+        forget: Callable[[str], None],
     ) -> None:
         self._ask = ask
         self._prompts = prompts
         self._responses = responses
         self._read = read
         self._tenant = tenant
+        self._forget = forget
         self._budget = Budget()
 
     def posts(self, guarded: Callable[[KeyedHandler], Handler]) -> dict[str, Handler]:
@@ -95,7 +98,6 @@ class CacheRoutes:
 
     async def delete(self, request: Request, key: str) -> Response:
         """Delete all that a tenant has: here, in the router, and on all workers."""
-        self._prompts.delete(key)
-        self._responses.delete_all(key)
+        self._forget(self._tenant(key))
         message = ControlCache(id=0, action=CacheAction("delete"), api_key=key)
         return json_response(await self._ask(key).control_cache(message))

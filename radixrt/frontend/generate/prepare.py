@@ -106,13 +106,13 @@ class Prompts:
         except FieldError as problem:
             raise api_error(problem, names) from None
 
-    def delete(self, key: str) -> None:
-        """Forget the texts and answers of a caller's tenant."""
-        self._conversations.delete(self._tenant(key))
-
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, key: str) -> None:
         """Keep the ids of an answer to a chat, for later prompts that contain it."""
         self._conversations.remember(encoded, message, ids, key)
+
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """See Conversations."""
+        self._conversations.forget(is_meant)
 
     # ------------------------------------------------------------ parts
 

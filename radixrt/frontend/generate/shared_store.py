@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -16,6 +17,7 @@ from radixrt.messages import Info, Namespace, Recall, Share
 
 _encode = msgspec.msgpack.Encoder().encode
 
+TOUCH_SECONDS = 300.0
 SECONDS = 1.0
 """How long to wait for the router; after that, values count as unknown."""
 
@@ -28,6 +30,8 @@ class SharedStore:
         self._sent = self._taken = 0
         """Numbers of Share messages that were sent, and that the router has handled, in order."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._touched: set[bytes] = set()
+        self._touched_until = 0.0
 
     def share(self, entries: Sequence[tuple[bytes, bytes | None]], api_key: str) -> None:
         """Store values for all front ends, or remove them (None). `settled` waits until that is done."""
@@ -36,6 +40,15 @@ class SharedStore:
         except ServerError:  # the router does not read; what is not shared will be computed again
             return
         self._sent += 1
+
+    def touch(self, keys: Sequence[bytes], api_key: str) -> None:
+        """These keys were used. The router is told seldom: it need not know exactly when."""
+        if (now := time.monotonic()) >= self._touched_until:
+            self._touched, self._touched_until = set(), now + TOUCH_SECONDS
+        if used := [key for key in keys if key not in self._touched]:
+            self._touched.update(used)
+            with contextlib.suppress(ServerError):
+                self._transport().submit(Share(id=0, entries=[], used=used, api_key=api_key), lambda _: None)
 
     def _took(self, _: Answer) -> None:
         self._taken += 1

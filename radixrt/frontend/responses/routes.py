@@ -80,6 +80,11 @@ class Responses:
         self._tenant = tenant
         self._seals = seals
 
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Drop the responses of the tenants that are meant from this process."""
+        if isinstance(self._store, LocalResponses):
+            self._store.forget(is_meant)
+
     async def create(self, request: Request, key: str) -> StreamAnswer | WholeAnswer:
         asked, turns = await self._read_asked(request, key)
         namespace = self._namespace(key, asked.cache_salt or "")
@@ -160,10 +165,6 @@ class Responses:
         asked.follow(found[1])
         (prompt,) = asked.prompts(asked.tool_use())
         return prompt
-
-    def delete_all(self, key: str) -> None:
-        """Delete all responses of a caller's tenant."""
-        self._store.delete_all(self._tenant(key))
 
     async def _before(
         self, namespace: Namespace, response_id: str | None, key: str

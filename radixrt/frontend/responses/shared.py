@@ -79,9 +79,6 @@ class SharedResponses:
         await self._shared_store.settled()
         return True
 
-    def delete_all(self, tenant: str) -> None:
-        """The router does that: it has them."""
-
     async def _find(self, namespace: Namespace, response_id: str, api_key: str) -> SharedResponse | None:
         (value,) = await self._shared_store.recall([key_of("response", namespace, response_id)], api_key)
         try:

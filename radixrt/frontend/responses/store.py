@@ -7,7 +7,7 @@ live as long as a chain that holds them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -92,10 +92,11 @@ class ResponseStore:
         self._remove(namespace.tenant, (namespace, response_id))
         return True
 
-    def delete_all(self, tenant: str) -> None:
-        """Delete all responses of a tenant."""
-        for name in list(self._tenants.get(tenant, ())):
-            self._remove(tenant, name)
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Delete all responses of the tenants that are meant."""
+        for tenant in filter(is_meant, tuple(self._tenants)):
+            for name in tuple(self._tenants[tenant]):
+                self._remove(tenant, name)
 
     def _remove(self, tenant: str, name: Name) -> None:
         own = self._tenants[tenant]
@@ -151,6 +152,6 @@ class LocalResponses:
         """See ResponseStore."""
         return self._store.delete(namespace, response_id)
 
-    def delete_all(self, tenant: str) -> None:
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
         """See ResponseStore."""
-        self._store.delete_all(tenant)
+        self._store.forget(is_meant)

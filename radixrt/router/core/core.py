@@ -207,10 +207,6 @@ class RouterCore:
         paused = self.pauses.end(state, now)
         return paused.unpin() if paused else []
 
-    def delete(self, client: Client, request_id: int, tenant: str, now: float) -> list[Effect]:
-        """Let all workers delete what a tenant has; its pauses end."""
-        return self.pauses.delete(tenant) + self.hints.delete(client, request_id, tenant, now)
-
     def cancel(self, client: Client, request_id: int) -> list[Effect]:
         """Abort a request with all its choices. Only workers are told, not the client."""
         request = self._requests.get(client, {}).get(request_id)

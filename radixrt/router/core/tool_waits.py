@@ -77,14 +77,9 @@ class Pauses:
             self._report.went_on(paused.tenant, now - paused.since)
         return paused
 
-    def forget(self, tenant: str, scope: str) -> list[Effect]:
-        """Drop all pauses of a scope."""
-        states = [state for state in self._paused.get(tenant, ()) if state.scope == scope]
-        return [effect for state in states for _ in range(self.waiting(state)) for effect in self._drop(state)]
-
-    def delete(self, tenant: str) -> list[Effect]:
-        """Drop all pauses of a tenant."""
-        states = list(self._paused.get(tenant, ()))
+    def forget(self, tenant: str, scope: str | None = None) -> list[Effect]:
+        """Drop all pauses of a scope, or of a tenant."""
+        states = [state for state in self._paused.get(tenant, ()) if scope is None or state.scope == scope]
         return [effect for state in states for _ in range(self.waiting(state)) for effect in self._drop(state)]
 
     def expire(self, now: float) -> list[Effect]:

@@ -10,7 +10,7 @@ were sent to it. `dispatch` decides where the runs of a lost one continue.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from radixrt.messages import Abort, Adapter, Register, Resync, StepDone
@@ -50,6 +50,8 @@ class Workers:
         """A cache by model and version, cleared when what workers serve changes."""
         self.wanted: dict[str, Adapter] = {}
         """The LoRA adapters that were loaded, or unloaded (path ""), while workers serve. Changed by `want`."""
+        self.on_want: Callable[[Adapter], None] = lambda adapter: None
+        """Called by `want`."""
         self._closed: set[str] = set()
         """Names of the workers that get no new runs."""
         self._numbers = itertools.count()
@@ -109,6 +111,7 @@ class Workers:
     def want(self, adapter: Adapter) -> None:
         """From now on new requests get this version of an adapter; none with path ""."""
         self.wanted[adapter.name] = adapter
+        self.on_want(adapter)
         self._by_model.clear()
 
     def loaded(self, worker: Worker, adapter: Adapter) -> None:

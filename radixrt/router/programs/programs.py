@@ -23,7 +23,9 @@ from radixrt.messages import (
     StatePrompt,
 )
 from radixrt.requests.validate import Refused
+from radixrt.router.persistence.store import PersistentStore
 from radixrt.router.programs.prompt_builder import FIELD, PromptBuilder, State
+from radixrt.router.programs.saved_states import SavedStates
 from radixrt.router.programs.state_store import Key, ProgramStateStore
 from radixrt.tokens import TextService
 from radixrt.tokens.errors import Room
@@ -51,10 +53,11 @@ class Saving:
 
 
 class Programs:
-    """The states of all programs; builds prompts from them."""
+    """The states of all programs; builds prompts from them. With `store`, states survive this process."""
 
-    def __init__(self, text: TextService, config: RouterConfig) -> None:
-        self.states = ProgramStateStore(config.state_bytes)
+    def __init__(self, text: TextService, config: RouterConfig, store: PersistentStore | None = None) -> None:
+        saved = SavedStates(store, text.fingerprint) if store is not None and config.state_bytes else None
+        self.states = ProgramStateStore(config.state_bytes, saved)
         self._text = text
         self._coming: dict[Key, asyncio.Future[None]] = {}
         """States that forks are still building. Clients do not wait for them, but requests that begin with them do."""
@@ -97,9 +100,7 @@ class Programs:
         said = None
         if saving.sampling is not None:
             said = GeneratedSegment(answer.ids, answer.text, answer.stop, saving.sampling, answer.message)
-        if saving.before is not None:
-            self.states.drop(saving.before)
-        self.states.put(saving.key, builder.state(namespace, said))
+        self.states.put(saving.key, builder.state(namespace, said), saving.before)
 
     async def fork(self, tenant: str, message: Fork) -> Key:
         """Keep the state of a fork; returns its key. Raises as `prompt` does."""
@@ -112,30 +113,24 @@ class Programs:
         try:
             builder, _ = await self._built(tenant, prompt, _build_alone, before)
             if self._coming.get(key) is coming:  # otherwise it was forgotten meanwhile
-                if prompt.replaces:
-                    self.states.drop(self.key(tenant, prompt))
-                self.states.put(key, builder.state())
+                self.states.put(key, builder.state(), self.key(tenant, prompt) if prompt.replaces else None)
         finally:
             coming.set_result(None)
             if self._coming.get(key) is coming:
                 del self._coming[key]
         return key
 
-    def forget(self, tenant: str, scope: str) -> None:
-        """Drop all states of a scope, also those that are still being built or computed."""
-        for key in [key for key in self._coming if key[:2] == (tenant, scope)]:
+    def forget(self, tenant: str, scope: str | None = None) -> None:
+        """Drop all states of a scope, or of a tenant, also those that are still being built or computed."""
+
+        def is_meant(key: Key) -> bool:
+            return key.tenant == tenant and scope in (None, key.scope)
+
+        for key in list(filter(is_meant, self._coming)):
             del self._coming[key]
-        for saving in [saving for saving in self._savings if saving.key[:2] == (tenant, scope)]:
+        for saving in [saving for saving in self._savings if is_meant(saving.key)]:
             self._savings.discard(saving)
         self.states.forget(tenant, scope)
-
-    def delete(self, tenant: str) -> None:
-        """Drop all states of a tenant, also those that are still being built or computed."""
-        for key in [key for key in self._coming if key.tenant == tenant]:
-            del self._coming[key]
-        for saving in [saving for saving in self._savings if saving.key.tenant == tenant]:
-            self._savings.discard(saving)
-        self.states.delete(tenant)
 
     @staticmethod
     def key(tenant: str, prompt: StatePrompt) -> Key:
@@ -153,7 +148,7 @@ class Programs:
         """Build a prompt, after its state is there if it is `coming`; in a thread if there is much to encode."""
         if coming is not None:
             await asyncio.wait([coming])
-        state, namespace = self.states.get(self.key(tenant, prompt)), Namespace(tenant)
+        state, namespace = await self.states.find(self.key(tenant, prompt)), Namespace(tenant)
         work = self._steps(state, prompt.transcript, namespace, room, build)
         if not self._text.has_tokenizer or _is_short(state, prompt.transcript):
             return finished(work)

@@ -52,7 +52,7 @@ class Piece:
     is set when the first of them is made. `users` counts the kept states that end with it, and the pieces of kept
     states that come right after it."""
 
-    __slots__ = ("before", "chars", "size", "users")
+    __slots__ = ("__weakref__", "before", "chars", "epoch", "number", "size", "users")
 
     def __init__(self, chars: int, size: int) -> None:
         self.before: Piece | None = None
@@ -60,6 +60,8 @@ class Piece:
         """Characters of its text; once it is in a state, also those of all pieces before it."""
         self.size = OVERHEAD + size
         self.users = 0
+        self.number = self.epoch = 0
+        """Of the piece on disk, and when it was put there (`saved_states`)."""
 
     @staticmethod
     def link(pieces: Sequence[Piece]) -> None:

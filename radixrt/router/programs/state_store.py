@@ -11,30 +11,25 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict, defaultdict
-from typing import NamedTuple
 
 from radixrt.messages import GONE
 from radixrt.requests.validate import Refused
 from radixrt.router.programs.prompt_builder import NOTHING, Piece, State
+from radixrt.router.programs.saved_states import Key, SavedStates
 from radixrt.tokens.quota import Shares
 
-
-class Key(NamedTuple):
-    """The key of a state."""
-
-    tenant: str
-    scope: str
-    number: int
+__all__ = ["Key", "ProgramStateStore"]
 
 
 class ProgramStateStore:
     """Keeps states within `limit` bytes; pieces that several states share count once. States of different tenants share
-    nothing.
+    nothing. With `saved`, states are also kept on disk, where those that memory has no room for stay.
 
     Keeping and dropping a state takes time linear in the pieces that no other state has."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, saved: SavedStates | None = None) -> None:
         self._limit = limit
+        self._saved = saved
         self._states: dict[str, OrderedDict[Key, State]] = {}
         """By tenant, the last used one last."""
         self._scopes: dict[tuple[str, str], set[int]] = {}
@@ -57,28 +52,68 @@ class ProgramStateStore:
         return self._shares[tenant]
 
     def get(self, key: Key, field: str = "prompt.state") -> State:
-        """A state, which becomes the last used one. Raises Refused (GONE) if it is not known; state 0 is NOTHING."""
+        """A state in memory, which becomes the last used one. Raises Refused (GONE) if it is not there; state 0 is
+        NOTHING."""
         if key.number == 0:
             return NOTHING
-        own = self._states.get(key.tenant)
-        if own is None or key not in own:
+        if not self.holds(key):
             raise Refused(field, f"{field}: state {key.number} is not known (any more)", GONE)
-        own.move_to_end(key)
-        return own[key]
+        self._states[key.tenant].move_to_end(key)
+        if self._saved is not None:
+            self._saved.touch(key)
+        return self._states[key.tenant][key]
 
-    def put(self, key: Key, state: State) -> None:
-        """Keep a state, replacing the one of the same key. Others may be dropped for it, or itself if it is too
-        large."""
-        added = state.size + sum(map(_use, state.ends))  # before the old one goes, which may hold the same pieces
-        self._shares.add(key.tenant, added)
-        self.drop(key)
-        self._states.setdefault(key.tenant, OrderedDict())[key] = state
-        self._scopes.setdefault(key[:2], set()).add(key.number)
-        while self._shares.total > self._limit:
-            self.drop(next(iter(self._states[self._shares.largest()])))
+    async def find(self, key: Key, field: str = "prompt.state") -> State:
+        """As `get`, also of a state that is only on disk."""
+        if self._saved is not None and key.number and not self.holds(key):
+            state = await self._saved.load(key)
+            if state is not None and not self.holds(key):
+                self._keep(key, state)
+                return state
+        return self.get(key, field)
+
+    def holds(self, key: Key) -> bool:
+        """Whether a state is in memory."""
+        return key in self._states.get(key.tenant, ())
+
+    @property
+    def may_find(self) -> bool:
+        """Whether `find` knows more states than `get`."""
+        return self._saved is not None
+
+    def put(self, key: Key, state: State, replaces: Key | None = None) -> None:
+        """Keep a state, replacing the one of the same key, and that of `replaces`. Others may be dropped from memory
+        for it, or itself if it is too large."""
+        if replaces is not None:
+            self._drop(replaces)
+        self._keep(key, state)
+        if self._saved is not None:
+            self._saved.save(key, state, replaces)
 
     def drop(self, key: Key) -> None:
         """Forget a state, if it is known."""
+        self._drop(key)
+        if self._saved is not None:
+            self._saved.remove(key)
+
+    def forget(self, tenant: str, scope: str | None = None) -> None:
+        """Drop all states of a scope, or of a tenant."""
+        for one in [scope] if scope is not None else [s for t, s in self._scopes if t == tenant]:
+            for number in tuple(self._scopes.get((tenant, one), ())):
+                self._drop(Key(tenant, one, number))
+        if self._saved is not None:
+            self._saved.forget(tenant, scope)
+
+    def _keep(self, key: Key, state: State) -> None:
+        added = state.size + sum(map(_use, state.ends))  # before the old one goes, which may hold the same pieces
+        self._shares.add(key.tenant, added)
+        self._drop(key)
+        self._states.setdefault(key.tenant, OrderedDict())[key] = state
+        self._scopes.setdefault(key[:2], set()).add(key.number)
+        while self._shares.total > self._limit:
+            self._drop(next(iter(self._states[self._shares.largest()])))
+
+    def _drop(self, key: Key) -> None:
         states = self._states.get(key.tenant)
         if states is None or (state := states.pop(key, None)) is None:
             return
@@ -90,20 +125,10 @@ class ProgramStateStore:
             del self._scopes[key[:2]]
         self._shares.add(key.tenant, -state.size - sum(map(_leave, state.ends)))
 
-    def forget(self, tenant: str, scope: str) -> None:
-        """Drop all states of a scope."""
-        for number in tuple(self._scopes.get((tenant, scope), ())):
-            self.drop(Key(tenant, scope, number))
-
     def of_scope(self, tenant: str, scope: str) -> list[State]:
         """The states of a scope, the lowest number first."""
         numbers = sorted(self._scopes.get((tenant, scope), ()))
         return [self._states[tenant][Key(tenant, scope, number)] for number in numbers]
-
-    def delete(self, tenant: str) -> None:
-        """Drop all states of a tenant."""
-        for key in list(self._states.get(tenant, ())):
-            self.drop(key)
 
     def check(self) -> None:
         """Assert that the counts of bytes and users are right."""

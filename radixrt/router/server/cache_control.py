@@ -18,8 +18,8 @@ from radixrt.requests.validate import Refused, check_action, check_token_bytes
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Effect, Reply
 from radixrt.router.programs.programs import Programs
+from radixrt.router.programs.prompt_builder import State
 from radixrt.router.programs.state_store import Key
-from radixrt.router.server.kv_store import SharedMemory
 from radixrt.router.server.tasks import Tasks, now
 from radixrt.tokens import TextService
 from radixrt.tokens.chat_history import Conversations
@@ -31,7 +31,8 @@ Path = tuple[Namespace, bytes]
 
 
 class CacheControl:
-    """Handles ControlCache messages. Replies and orders are passed to `perform`."""
+    """Handles ControlCache messages. Replies and orders are passed to `perform`; `forget` deletes what the router and
+    front ends keep of a tenant."""
 
     def __init__(
         self,
@@ -39,16 +40,16 @@ class CacheControl:
         text: TextService,
         programs: Programs,
         conversations: Conversations,
-        shared: SharedMemory,
         report: Report,
         tasks: Tasks,
         perform: Callable[[list[Effect]], None],
+        forget: Callable[[str], None],
     ) -> None:
         self._core = core
         self._text = text
         self._programs = programs
         self._conversations = conversations
-        self._shared = shared
+        self._forget = forget
         self._report = report
         self._tasks = tasks
         self._perform = perform
@@ -84,8 +85,8 @@ class CacheControl:
         if isinstance(prompt, StatePrompt):
             if prompt.transcript or prompt.save:
                 raise Refused("prompt.said", "prompt.said: a hint is for a state as it is")
-            state = states.get(Key(tenant, prompt.scope, prompt.state))
-            return [(state.namespace, state.ids)] if state.namespace else []
+            key = Key(tenant, prompt.scope, prompt.state)
+            return None if states.may_find and not states.holds(key) else _path_of(states.get(key))
         if isinstance(prompt, TokenPrompt):
             namespace = self._namespace(tenant, message)
             vocab_size = self._core.workers.serving(namespace.model, namespace.version).vocab_size
@@ -99,7 +100,11 @@ class CacheControl:
 
     async def _encode(self, client: bytes, message: ControlCache) -> None:
         prompt, tenant = message.prompt, self._core.tenant(message.api_key)
-        assert prompt is not None and not isinstance(prompt, StatePrompt)
+        assert prompt is not None
+        if isinstance(prompt, StatePrompt):
+            state = await self._programs.states.find(Key(tenant, prompt.scope, prompt.state))
+            self._tasks.leave(client, message.id)
+            return self._ask(client, message, _path_of(state))
         namespace = self._namespace(tenant, message)
         room = self._core.room(Generate(id=0, prompt=prompt, model=message.model))
         encoded = await self._conversations.encode(prompt, tenant, message.cache_salt, message.api_key, room)
@@ -114,11 +119,13 @@ class CacheControl:
     def _delete(self, client: bytes, message: ControlCache, tenant: str) -> None:
         if message.prompt is not None or message.session:
             raise Refused("prompt", "prompt: what is deleted is all that a tenant has")
-        self._programs.delete(tenant)
-        self._conversations.delete(tenant)
-        self._shared.delete(tenant)
+        self._forget(tenant)
         self._report.delete(tenant)
-        self._perform(self._core.delete(client, message.id, tenant, now()))
+        self._perform(self._core.hints.delete(client, message.id, tenant, now()))
+
+
+def _path_of(state: State) -> list[Path]:
+    return [(state.namespace, state.ids)] if state.namespace else []
 
 
 def longest(paths: list[Path]) -> list[Path]:

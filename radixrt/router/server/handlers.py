@@ -35,6 +35,7 @@ from radixrt.messages import (
     Done,
     DrainWorker,
     Forget,
+    Forgotten,
     Fork,
     Generate,
     Info,
@@ -49,17 +50,20 @@ from radixrt.messages import (
     TokenPrompt,
     Tokens,
 )
+from radixrt.messages.namespace import tenant_digest
 from radixrt.report import Report
 from radixrt.requests.grammar import check_aside
 from radixrt.requests.validate import Refused, check_cancel, refusal
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Effect, Reply
+from radixrt.router.persistence.store import PersistentStore
 from radixrt.router.programs.programs import Programs
+from radixrt.router.programs.prompt_builder import State
 from radixrt.router.programs.state_store import Key
 from radixrt.router.server import status
 from radixrt.router.server.cache_control import CacheControl
 from radixrt.router.server.explain import Explainer
-from radixrt.router.server.kv_store import SharedMemory
+from radixrt.router.server.kv_store import SharedAnswers, SharedMemory
 from radixrt.router.server.live import LiveView
 from radixrt.router.server.parsed import ChatFormats, Parsing
 from radixrt.router.server.prometheus import render
@@ -87,6 +91,7 @@ class Handlers:
         programs: Programs,
         report: Report,
         perform: Callable[[list[Effect]], None],
+        store: PersistentStore | None = None,
     ) -> None:
         self._config = config
         self._core = core
@@ -95,17 +100,20 @@ class Handlers:
         self._programs = programs
         self._report = report
         self._perform = perform
-        self._conversations = Conversations(text, config)
+        self._store = store
+        self._shared = SharedMemory(config.shared_bytes, store)
+        self._conversations = Conversations(text, config, SharedAnswers(self._shared) if store else None)
         self._formats = ChatFormats(text, config)
-        self._shared = SharedMemory(config.shared_bytes)
         self._tasks = Tasks(core, perform)
         self._cache = CacheControl(
-            core, text, programs, self._conversations, self._shared, report, self._tasks, perform
+            core, text, programs, self._conversations, report, self._tasks, perform, self.forget_tenant
         )
         decode = functools.partial(_decoded, text.tokenizer) if text.tokenizer else None
         self._decode = decode
         self.explainer = Explainer(core, report, text.tokenizer)
         self._live = LiveView(core, report, self.explainer, decode)
+        self._sharing: set[bytes] = set()
+        """Clients that share values: front ends, which have sessions of their own."""
         self._size = 0
         """Of the message that is being handled."""
 
@@ -134,11 +142,13 @@ class Handlers:
                     self._cache.take(client, message, size)
                 case Share():
                     tenant = self._core.tenant(message.api_key)
+                    self._sharing.add(client)
                     for key, value in message.entries:
                         self._shared.put(tenant, key, value)
+                    self._shared.touch(tenant, message.used)
                     self._answer(client, Done(message.id))
                 case Recall():
-                    self._answer(client, Info(message.id, self._recalled(message)))
+                    self._recall(client, message)
                 case ChangeAdapter():
                     self._perform(self._core.change_adapter(client, message, time.time_ns() // 1_000_000))
                 case DrainWorker():
@@ -160,6 +170,7 @@ class Handlers:
         """A client has disconnected: cancel everything of it."""
         self._tasks.cancel_client(client)
         self._streams.forget_client(client)
+        self._sharing.discard(client)
         return self._core.drop_client(client)
 
     @property
@@ -210,9 +221,9 @@ class Handlers:
         if isinstance(answer.stop, str):
             return
         plain = {"role": "assistant", "content": answer.text}
-        self._conversations.remember(chat, plain, answer.ids)
+        self._conversations.remember(chat, plain, answer.ids, chat.tenant)
         if answer.message is not None and (parsed := answer.message.to_openai()) != plain:
-            self._conversations.remember(chat, parsed, answer.ids)
+            self._conversations.remember(chat, parsed, answer.ids, chat.tenant)
 
     async def _submit_state_prompt(self, client: bytes, request: Generate | Score) -> None:
         """Submit a request whose prompt continues a program state."""
@@ -279,7 +290,18 @@ class Handlers:
         if message.seconds is not None and not message.seconds > 0:
             raise Refused("seconds", "seconds must be above 0")
         key = Key(self._core.tenant(message.api_key), message.scope, message.state)
-        state = self._programs.states.get(key, "state")
+        states = self._programs.states
+        if states.may_find and key.number and not states.holds(key):
+            self._start(self._pause_found, client, message)
+        else:
+            self._pause_in(client, message, key, states.get(key, "state"))
+
+    async def _pause_found(self, client: bytes, message: Pause) -> None:
+        """In a state that is not in memory."""
+        key = Key(self._core.tenant(message.api_key), message.scope, message.state)
+        self._pause_in(client, message, key, await self._programs.states.find(key, "state"))
+
+    def _pause_in(self, client: bytes, message: Pause, key: Key, state: State) -> None:
         if state.namespace:
             self._perform(self._core.pause(key, state.namespace, state.ids, message.seconds, now()))
         self._answer(client, Done(message.id))
@@ -290,6 +312,18 @@ class Handlers:
         self._programs.forget(tenant, message.scope)
         self._perform(self._core.pauses.forget(tenant, message.scope))
         self._answer(client, Done(message.id))
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Delete all that is kept of a tenant's conversations and programs, in memory and on disk, here and in the
+        front ends. What is in flight goes on, and may leave something when it ends."""
+        self._perform(self._core.pauses.forget(tenant))
+        self._programs.forget(tenant)
+        self._shared.forget(tenant)
+        self._conversations.forget(tenant.__eq__)
+        if self._store is not None:
+            self._store.remove_all(tenant)
+        told = Forgotten(tenant_digest(tenant))
+        self._perform([Reply(client, told) for client in self._sharing])
 
     def _clear_cache(self, client: bytes, message: ClearCache) -> None:
         """Raises Refused (401, 403) for all keys but the admin's, where there are keys."""
@@ -324,17 +358,22 @@ class Handlers:
             case "metrics":
                 return render(self._report, self._core, self._visible(message.api_key))
 
-    def _recalled(self, message: Recall) -> list[bytes | None]:
-        """The values of a Recall. Raises Refused if they are too large for one reply."""
+    def _recall(self, client: bytes, message: Recall) -> None:
+        """Raises Refused if the values are too large for one reply."""
         tenant, keys = self._core.tenant(message.api_key), message.keys
+        self._sharing.add(client)
         if len(set(keys)) < len(keys):  # the reply could be of any size
             raise Refused("keys", "keys must not hold one twice")
-        values = [self._shared.get(tenant, key) for key in keys]
-        if len(values) > 1 and sum(len(value or b"") for value in values) > MAX_RECALL_BYTES:
-            raise Refused(
-                "keys", f"keys have values of more than {MAX_RECALL_BYTES} bytes in all: ask for fewer at once"
-            )
-        return values
+        if self._shared.misses(tenant, keys):
+            self._start(self._recall_found, client, message)
+        else:
+            values = [self._shared.get(tenant, key) for key in keys]
+            self._answer(client, Info(message.id, _within_limit(values)))
+
+    async def _recall_found(self, client: bytes, message: Recall) -> None:
+        """Of values that are not all in memory."""
+        values = await self._shared.find(self._core.tenant(message.api_key), message.keys)
+        self._answer(client, Info(message.id, _within_limit(values)))
 
     def _health(self, api_key: str) -> dict[str, Any]:
         """What a key may see; without a valid one, what load balancers and the launcher need."""
@@ -352,6 +391,13 @@ class Handlers:
             return None
         tenant = self._core.tenant(api_key)
         return tenant if self._config.api_key else None
+
+
+def _within_limit(values: list[bytes | None]) -> list[bytes | None]:
+    """The values of a Recall. Raises Refused if they are too large for one reply."""
+    if len(values) > 1 and sum(len(value or b"") for value in values) > MAX_RECALL_BYTES:
+        raise Refused("keys", f"keys have values of more than {MAX_RECALL_BYTES} bytes in all: ask for fewer at once")
+    return values
 
 
 def _decoded(tokenizer: Tokenizer, ids: bytes) -> str:

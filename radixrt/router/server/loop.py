@@ -37,6 +37,8 @@ from radixrt.requests.validate import malformed
 from radixrt.router.core.core import RouterCore
 from radixrt.router.core.effects import Effect, Order, Reply
 from radixrt.router.core.worker import room_of
+from radixrt.router.persistence.adapters import SavedAdapters
+from radixrt.router.persistence.store import PersistentStore
 from radixrt.router.programs.programs import Programs
 from radixrt.router.server.connections import ClientConnections, WorkerConnections
 from radixrt.router.server.gate import Gate
@@ -74,12 +76,15 @@ class RouterServer:
         self._traces = Traces(config.otlp_traces_endpoint) if config.otlp_traces_endpoint else None
         ended = self._traces.ended if self._traces else None
         self.core = RouterCore(config, self.report, vocab_size=self.text.vocab_size, on_ended=ended)
+        self._store = PersistentStore(config.state_path, _state_bytes(config)) if config.state_path else None
+        if self._store and config.allow_runtime_lora_updating:
+            self._restore_adapters(SavedAdapters(self._store))
         self.client_address = config.client_address
         self.worker_address = config.worker_address
-        self.programs = Programs(self.text, config)
+        self.programs = Programs(self.text, config, self._store)
         self._streams = TextStreams(self.text, self.core)
         self._handlers = Handlers(
-            config, self.core, self.text, self._streams, self.programs, self.report, self._perform
+            config, self.core, self.text, self._streams, self.programs, self.report, self._perform, self._store
         )
         self._clients = ClientConnections(self.core.tenant)
         self._gate = Gate(self.core.keys)
@@ -87,6 +92,13 @@ class RouterServer:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until `stop` is set; `on_ready` is called once it listens."""
+        try:
+            await self._run(stop, on_ready)
+        finally:
+            if self._store:
+                self._store.close()
+
+    async def _run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None) -> None:
         clients, workers = self._listen()
         self._clients.socket, self._workers = clients, WorkerConnections(workers, self._lost)
         try:
@@ -107,6 +119,11 @@ class RouterServer:
             workers.close()
             if self._traces:
                 self._traces.close()
+
+    def _restore_adapters(self, saved: SavedAdapters) -> None:
+        for adapter in saved.read():
+            self.core.workers.want(adapter)
+        self.core.workers.on_want = saved.keep
 
     def _listen(self) -> tuple[wire.RouterSocket, wire.RouterSocket]:
         path = self.config.curve_secret_key
@@ -257,6 +274,10 @@ class RouterServer:
     def _lost(self, names: list[str]) -> None:
         """Called with the names of workers that could not be reached."""
         self._perform(self.core.lose(names, now()))
+
+
+def _state_bytes(config: RouterConfig) -> int:
+    return int(config.state_size * (1 << 30))
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ async def encode_chat(
     names an invalid field."""
     prompt = request.prompt
     assert isinstance(prompt, ChatPrompt)
-    chat = await conversations.encode(prompt, tenant, request.cache_salt, room=room)
+    chat = await conversations.encode(prompt, tenant, request.cache_salt, tenant, room)
     return msgspec.structs.replace(request, prompt=TokenPrompt(chat.ids), session=facts(chat)), chat
 
 

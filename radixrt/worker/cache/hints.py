@@ -12,6 +12,7 @@ a tenant may give is for the router to say.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from radixrt.messages import TOKEN_BYTES, CacheAction, CacheResult, Output, Run,
 from radixrt.worker.cache.prefix_cache import PrefixCache
 from radixrt.worker.cache.tier import Tier
 
+MAX_COMING, COMING_SECONDS = 64, 60.0
+"""The most paths that are read from further below, and for how long each is waited for."""
 MAX_SECONDS = 86_400.0
 """Of a pin or a retention."""
 
@@ -33,6 +36,18 @@ class Outcome:
     reason: str = ""
 
 
+@dataclass(slots=True)
+class Coming:
+    """A path that is being read to the tier below, and is to go on to the device."""
+
+    namespace: str
+    path: bytes
+    version: int
+    """Of the tier below, when it was last looked at."""
+    until: float
+    """When nobody waits for it any more."""
+
+
 class Hints:
     """The hints for one cache."""
 
@@ -42,6 +57,7 @@ class Hints:
         self._size = prefixes.page_size
         self._wanted: dict[int, tuple[Run, list[int]]] = {}
         """Requests with hints for when they have ended, and the tokens that they have generated so far."""
+        self._coming: list[Coming] = []
         self.leaving: set[str] = set()
         """Tenants whose cache is deleted as far as running requests allow, as these end."""
 
@@ -88,7 +104,7 @@ class Hints:
         if start >= stop:
             return Outcome("refused", reason="the range of tokens is empty")
         path = ids[: stop * TOKEN_BYTES]
-        if self._reach(namespace, path) <= start:
+        if self._reach(namespace, path, deep=True) <= start:
             return Outcome("missing")
         seconds = MAX_SECONDS if action.seconds is None else min(action.seconds, MAX_SECONDS)
         match action.verb:
@@ -163,16 +179,36 @@ class Hints:
 
     def _prefetch(self, namespace: str, path: bytes, start: int, stop: int) -> Outcome:
         reach = self._reach(namespace, path)
-        coming = self._tier.prefetch(namespace, path, reach)
-        here = self._prefixes.prefetch(namespace, path, self._prefixes.pins.tenant_tokens)
-        if coming:
-            return Outcome("deferred", max(0, here - start) + coming, "it is being read")
+        here = self._bring(namespace, path)
+        if len(self._coming) < MAX_COMING and self._tier.prefetch(namespace, path, stop, reach):
+            self._coming.append(Coming(namespace, path, self._tier.version, time.monotonic() + COMING_SECONDS))
+            return Outcome("deferred", max(0, here - start), "it is being read")
         return self._judged(here, "there was no room" if here < reach else "", start, stop)
+
+    def _bring(self, namespace: str, path: bytes) -> int:
+        """Copy to the device what is in host memory. Returns how many tokens of the path the device has then."""
+        return self._prefixes.prefetch(namespace, path, self._prefixes.pins.tenant_tokens)
+
+    def go_on_prefetching(self) -> None:
+        """Copy to the device what has come from further below."""
+        now, version = time.monotonic(), self._tier.version
+        for one in list(self._coming):
+            if one.version != version:
+                one.version = version
+                reach = self._reach(one.namespace, one.path)
+                if self._prefixes.on_device(one.namespace, one.path) < reach:
+                    self._bring(one.namespace, one.path)
+                if reach >= self._reach(one.namespace, one.path, deep=True):
+                    one.until = now
+            if now >= one.until:
+                self._coming.remove(one)
 
     def _share(self, namespace: str, path: bytes, start: int, stop: int) -> Outcome:
         there = self._tier.share(namespace, path)
         if there is None:
             return Outcome("refused", reason="workers share no store on disk")
+        if there < self._reach(namespace, path) // self._size * self._size:
+            return Outcome("deferred", max(0, there - start), "it is being written")
         return self._judged(there, "", start, stop)
 
     def _judged(self, upto: int, why: str, start: int, stop: int) -> Outcome:
@@ -184,9 +220,11 @@ class Hints:
             return Outcome("refused", reason=why)
         return Outcome("clipped", tokens, why or "no more of it is cached")
 
-    def _reach(self, namespace: str, path: bytes) -> int:
-        """Tokens of a path that are cached, on the device or below."""
-        return self._prefixes.find(namespace, path, 0)[0]
+    def _reach(self, namespace: str, path: bytes, deep: bool = False) -> int:
+        """Tokens of a path that are cached, on the device or below; if `deep`, also what has to come to the tier below
+        before."""
+        reach = self._tier.deep_reach if deep else self._tier.reach
+        return reach(namespace, path, self._prefixes.on_device(namespace, path))
 
 
 def _name(namespace: str, path: bytes) -> int:

@@ -11,8 +11,8 @@ that is being planned, whose runner makes them.
 Besides, a tier does what clients ask for (see `hints`): it takes what is demoted (`offload`), gives back what is
 prefetched (`hold`, `onload`), evicts by priority what is retained, and deletes what a tenant has.
 
-A further tier, such as a disk, implements `Tier` and stands below HostTier: what HostTier evicts itself goes there
-(today it is lost, see `HostTier._make_room`), and `reach` and `hold` ask it for what follows the pages that are here.
+Below host memory there may be a disk (`disk_tier`): what it has comes to host memory before a request is admitted that
+needs it, so that `reach` and `hold` are those of host memory.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Tier(Protocol):
     """Pages that were copied back since start."""
     keeps: bool
     """Whether what is evicted goes here; otherwise it is lost."""
+    prefill_rate: float = 0.0
+    """Tokens a second that the model computes, as measured; 0: not known. Set by the worker's loop."""
 
     @property
     def version(self) -> int:
@@ -49,6 +51,10 @@ class Tier(Protocol):
     @property
     def used_pages(self) -> int:
         """Pages that it holds."""
+
+    @property
+    def is_onloading(self) -> bool:
+        """Whether pages or states of the device are still to be filled before the next step."""
 
     def evict(self, tree: RadixTree, tokens: int) -> np.ndarray:
         """Evict at least so many tokens from the device's tree, in its order, and offload them here. Returns their
@@ -74,9 +80,8 @@ class Tier(Protocol):
         """Copy `pages` here, int32, which are evicted from the device: those of the last tokens of `path`, int32
         bytes."""
 
-    def prefetch(self, namespace: str, tokens: Tokens, start: int) -> int:
-        """Begin to fetch here, from further below, what follows the first `start` tokens. Returns how many tokens are
-        on their way; `reach` says when they are here."""
+    def deep_reach(self, namespace: str, tokens: Tokens, start: int) -> int:
+        """As `reach`, with what is further below, and has to come here before."""
 
     def retain(self, namespace: str, path: bytes, priority: int, seconds: float, now: float, name: int) -> int:
         """Retain a path, int32 bytes, as far as it is here, as `Priorities` do. Returns how many tokens that are."""
@@ -86,13 +91,22 @@ class Tier(Protocol):
 
     def share(self, namespace: str, path: bytes) -> int | None:
         """Let other workers have a path, int32 bytes, from a store that they read as well. Returns how many tokens of
-        it are there, or on their way; None if there is no such store."""
+        it are there now, others being on their way; None if there is no such store."""
 
     def delete(self, tenant: str) -> None:
         """Remove all that a tenant has, except what is held."""
 
     def drain(self) -> Moves | None:
         """The copies to be made before the step that is being planned; None if there are none."""
+
+    def drain_idle(self) -> Moves | None:
+        """The copies that can be made without a step, while none is in flight; `applied` is to follow. None if there
+        are none."""
+        return None
+
+    def applied(self) -> None:
+        """The first of the steps, or of the `drain_idle`s, that were planned and did not fail has ended."""
+        return
 
     def reset(self) -> bool:
         """Remove everything, also the copies that are still to be made: a step has failed, and with it its copies.
@@ -110,6 +124,38 @@ class Tier(Protocol):
     def resync_events(self) -> list[Event]:
         """As those of `PrefixCache`, to follow those of the device's tree."""
 
+    # What only a tier does that keeps more than memory does:
+
+    def note(self, namespace: str, ids: memoryview) -> None:
+        """A request leaves a path of whole pages, int32, in the device's tree."""
+        return
+
+    def prefetch(self, namespace: str, tokens: Tokens, most: int, hit: int) -> int:
+        """Begin to bring to memory what it lacks of a path, of which a request can use `most` tokens and has `hit`.
+        Returns a number of what is on its way (see `fetched`); 0: there is nothing."""
+        return 0
+
+    def fetched(self) -> list[int]:
+        """The numbers of what has arrived, or will not, since the last call."""
+        return []
+
+    def stop_waiting(self, fetch: int) -> None:
+        """What is on its way under that number is not waited for any more."""
+        return
+
+    def poll(self) -> None:
+        """Go on with what is on its way. To be called in each turn of the worker's loop."""
+        return
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `poll` is to be called soon again."""
+        return False
+
+    def erase(self) -> None:
+        """Remove what would outlive the process."""
+        return
+
     def check(self) -> None:
         """Assert all invariants."""
 
@@ -118,7 +164,7 @@ class NullTier(Tier):
     """The end of all tiers: what is evicted into it is lost."""
 
     version = used_pages = onloaded_pages = 0
-    keeps = False
+    keeps = is_onloading = False
 
     def __init__(self) -> None:
         self.lost_pages = 0
@@ -138,8 +184,8 @@ class NullTier(Tier):
     def deepest_state(self, namespace: str, tokens: Tokens, most: int) -> tuple[int, int]:
         return 0, 0
 
-    def prefetch(self, namespace: str, tokens: Tokens, start: int) -> int:
-        return 0
+    def deep_reach(self, namespace: str, tokens: Tokens, start: int) -> int:
+        return start
 
     def retain(self, namespace: str, path: bytes, priority: int, seconds: float, now: float, name: int) -> int:
         return 0
