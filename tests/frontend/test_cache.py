@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from radixrt.client import Client
+from radixrt import assistant, gen, program
+from radixrt import user as user_says
+from radixrt.client import Client, ServerError
 from radixrt.client.local import LocalStack
 from radixrt.config import FrontendConfig, RouterConfig, StackConfig, WorkerConfig, resolve
 from radixrt.frontend.server import FrontendThread
-from radixrt.messages import Namespace, Sampling, StatePrompt, TextSegment
+from radixrt.messages import CacheAction, Namespace, Sampling, StatePrompt, TextSegment, TokenPrompt
 from radixrt.worker import setup
 from radixrt.worker.execution.fake_runner import FakeRunner
 from tests.waiting import eventually
@@ -223,7 +226,102 @@ def test_a_request_says_what_is_to_become_of_it(plain, path):
     assert refused.status_code == 400 and "kv_hints.actions" in refused.text
 
 
+# ---------------------------------------------------------------- other clients
+
+
+@pytest.mark.parametrize("over", ["http", "zmq"])
+def test_the_native_clients_give_the_same_hints(tiered, over):
+    url = tiered.url if over == "http" else tiered.stack.address
+    greedy = Sampling(max_tokens=8, temperature=0)
+    with Client(url, api_key="key-a") as client:
+        asked = told(f"A native client, over {over}.")
+        done = client.generate(asked, greedy, cache=[CacheAction("retain", priority=3)])
+        tokens = done.usage.prompt_tokens
+        turn = [*asked, done.to_openai()]
+        assert client.pin(asked, seconds=60.0).tokens == tokens
+        assert client.retain(turn, priority=90, seconds=60.0).result == "done"
+        half = client.retain(client.tokenize(asked), token_start=3, token_end=10)
+        assert (half.result, half.tokens) == ("done", 7)
+        worker = tiered.worker.identity.name
+        assert client.share(asked, worker=worker).result == "done"
+        assert client.demote(asked, cache_salt="other").result == "missing"
+        assert client.demote(turn).tokens == 0, "the pin holds it"
+        assert client.pin(asked, seconds=0.01).result == "done"
+        time.sleep(0.05)
+        eventually(lambda: client.demote(turn).tokens > 0)
+        assert client.prefetch(turn, worker=worker).result == "done"
+        assert client.generate(asked, greedy).text == done.text
+        with pytest.raises(ServerError, match="seconds"):
+            client.pin(asked, seconds=0)
+        with pytest.raises(ServerError, match="cache"):
+            client.generate(asked, greedy, cache=[CacheAction("prefetch")])
+        assert client.delete_cache().result == "done"
+        assert client.pin(asked).result == "missing"
+
+
+@pytest.mark.parametrize("plain_function", [False, True])
+def test_a_program_gives_hints_for_its_branches(tiered, plain_function):
+    name = f"plain {plain_function}"
+
+    async def alone(s):
+        early = await s.hint("retain")
+        s += user_says(f"Say something, {name}.")
+        s += assistant(gen("said", max_tokens=8, temperature=0))
+        found = [await s.hint("retain", priority=70), await s.hint("demote"), await s.hint("prefetch")]
+        s += user_says("And again.")
+        s += assistant(gen("again", max_tokens=8, temperature=0))
+        return early, found, (await s.value("again")).usage
+
+    def plainly(s):
+        early = s.hint("retain")
+        s += user_says(f"Say something, {name}.")
+        s += assistant(gen("said", max_tokens=8, temperature=0))
+        found = [s.hint("retain", priority=70), s.hint("demote"), s.hint("prefetch")]
+        s += user_says("And again.")
+        s += assistant(gen("again", max_tokens=8, temperature=0))
+        return early, found, s.value("again").usage
+
+    with Client(tiered.url, api_key="key-a") as client:
+        early, found, usage = program(plainly if plain_function else alone).run(client)
+    assert early.result == "missing"
+    assert [one.result for one in found] == ["done", "clipped", "done"], "all but what other chats begin with as well"
+    assert found[0].tokens == found[2].tokens > found[1].tokens > 20 and usage.cached_tokens >= found[0].tokens
+
+
 # ---------------------------------------------------------------- bounds and errors
+
+
+def test_a_flood_of_hints_is_refused_before_it_costs_anything(plain, monkeypatch):
+    """Counted: what reaches the worker, what is encoded, and what another tenant's request computes meanwhile."""
+    router, acted, encoded = plain.stack._router_thread.server, [], []
+    act, encode = plain.worker.cache.hints.act, router.text.encode
+
+    def counted(namespace, ids, action, now):
+        acted.append(len(ids))
+        return act(namespace, ids, action, now)
+
+    async def counted_encode(prompt, *args):
+        encoded.append(prompt)
+        return await encode(prompt, *args)
+
+    monkeypatch.setattr(plain.worker.cache.hints, "act", counted)
+    monkeypatch.setattr(router.text, "encode", counted_encode)
+    asked = told("Mine, as before.")
+    first = plain.chat(asked, plain.b)
+    steps = plain.worker.scheduler.steps
+    with Client(plain.stack.address, api_key="key-a") as client:
+        prompt = TokenPrompt(array("i", range(5, 505)).tobytes() * 100)  # 50,000 tokens
+        found = [client.retain(prompt) for _ in range(60)]
+        refused = [one for one in found if one.result == "refused"]
+        assert len(refused) >= 15 and all(one.retry_after > 0 for one in refused)
+        assert client.pin("The quick brown fox. " * 50).result == "refused"
+    assert not encoded, "nor is text encoded of who has no budget left"
+    assert sum(acted) // 4 <= 45 * 50_000
+    assert plain.worker.scheduler.steps == steps, "hints take no step"
+    again = plain.chat(asked, plain.b)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == again["usage"]["prompt_tokens"] - 1
+    assert again["choices"][0]["message"] == first["choices"][0]["message"]
+    assert plain.hint("pin", plain.b, messages=asked)["result"] == "done", "another tenant's are taken"
 
 
 @pytest.mark.parametrize(

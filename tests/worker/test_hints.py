@@ -237,6 +237,14 @@ def test_a_pin_brings_back_what_is_below(tiered):
     assert tiered.hint("pin", PROMPT) == Outcome("done", 40) and tiered.on_device(PROMPT) == 40
 
 
+def test_what_is_demoted_stays_retained_below_and_a_pin_holds_it_here(tiered):
+    tiered.ask(1, PROMPT)
+    tiered.hint("retain", PROMPT[:20], priority=9, seconds=60.0)
+    tiered.hint("pin", PROMPT[:10])
+    assert tiered.hint("demote", PROMPT) == Outcome("clipped", 30, "others use it, or go on from it")
+    assert tiered.on_device(PROMPT) == 10 and tiered.cache.tier._priorities.tokens("a") == 20
+
+
 def test_running_requests_keep_what_is_demoted(tiered):
     tiered.add(1, PROMPT, 20, namespace=A)
     while tiered.scheduler.running.prefilling or not tiered.scheduler.num_running:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from radixrt.client import token_bytes
+from radixrt.client.hints import TAIL_TOKENS
 from radixrt.formats.tools import tool_use
 from radixrt.frontend.generate.kv_hints import Fields, Tokens
 from radixrt.frontend.generate.request import Int
@@ -15,8 +16,6 @@ from radixrt.frontend.openai.schema import chat_prompt
 from radixrt.messages import Name, Prompt, StatePrompt, TextPrompt, TokenPrompt
 
 TARGETS = ("messages", "prompt", "token_ids", "response_id", "session")
-TAIL_TOKENS = 32
-"""The most tokens that a chat template writes between an answer and the next one, if nothing is said there."""
 
 
 class CacheBody(Fields, kw_only=True):

@@ -10,6 +10,7 @@ Nothing waits for them: what a worker does not answer in time is reported as def
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,8 @@ class CacheHints:
         self._asked: dict[int, Asked] = {}
         """By the id of each CacheHint that is not answered yet."""
         self._ids = fresh_numbers()
+        self._later: deque[tuple[float, str, CacheHint]] = deque(maxlen=MAX_PENDING)
+        """(when, worker, its hint): what is being written to disk for it, and is to be fetched then."""
         self._owed: dict[str, set[str]] = {}
         """The tenants whose cache a lost worker is to delete when it comes back, by its name."""
 
@@ -156,11 +159,15 @@ class CacheHints:
             return []
         worker = asked.left.pop(message.id)
         asked.answers.append((name, message))
-        if asked.action.verb == "share" and worker.name != asked.action.destination and message.result != "refused":
+        if asked.action.verb == "share" and worker.name != asked.action.destination:
             destination = self._workers.worker(asked.action.destination)
-            if destination is not None:
+            fetch = msgspec.structs.replace(asked.action, verb="prefetch")
+            if message.result == "deferred":
+                self._later.append(
+                    (asked.until, asked.action.destination, CacheHint(0, asked.path[0], fetch, asked.path[1]))
+                )
+            elif message.result in ("done", "clipped") and destination is not None:
                 asked.answers.clear()
-                fetch = msgspec.structs.replace(asked.action, verb="prefetch")
                 return [self._order(asked, destination, *asked.path, fetch)]
         return [] if asked.left else self._reply(asked)
 
@@ -174,6 +181,9 @@ class CacheHints:
     def tick(self, now: float) -> list[Effect]:
         """Reply to hints that workers do not answer in time. To be called about once a second."""
         effects: list[Effect] = []
+        while self._later and now >= self._later[0][0]:
+            _, name, hint = self._later.popleft()
+            effects += [Order(name, hint)] if self._workers.worker(name) else []
         known = {worker.name for worker in (*self._workers, *self._workers.lost())}
         self._owed = {name: tenants for name, tenants in self._owed.items() if name in known}
         for asked in {id(asked): asked for asked in self._asked.values()}.values():

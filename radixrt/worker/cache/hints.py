@@ -166,9 +166,7 @@ class Hints:
     def _demote(self, namespace: str, path: bytes, start: int, stop: int) -> Outcome:
         if not self._tier.keeps:
             return Outcome("refused", reason="there is no tier below the device")
-        name = _name(namespace, path)
-        self._prefixes.pins.release(name)
-        self._prefixes.priorities.release(name)
+        self._prefixes.pins.release(_name(namespace, path))
         self._prefixes.demote(namespace, path, start)
         left, reach = self._prefixes.on_device(namespace, path), self._reach(namespace, path)
         tokens = max(0, reach - max(left, start))

@@ -126,7 +126,8 @@ class PrefixCache:
 
     def demote(self, namespace: str, path: bytes, keep: int) -> None:
         """Evict the tokens of a path, int32 bytes, beyond its first `keep` to the tier below, except what is leased or
-        has other continuations."""
+        has other continuations. What is retained there by priority is retained below then."""
+        self.priorities.loosen_along(namespace, path)
         known = self.tree.match(namespace, path)
         pages, path = int32(known.values()), path[: known.length * TOKEN_BYTES]
         gone = len(self.tree.forget(namespace, path, keep)) // TOKEN_BYTES
@@ -135,6 +136,7 @@ class PrefixCache:
             self._tier.offload(namespace, path, pages)
             self._states.evict(pages)
             self.free(pages)
+        self._fasten(time.monotonic())
 
     def prefetch(self, namespace: str, path: bytes, most: int) -> int:
         """Copy back, before the next step, up to `most` tokens of a path, int32 bytes, that the tier below holds, as
@@ -199,6 +201,9 @@ class PrefixCache:
                 self.free(pages)
             elif not self.priorities.loosen():
                 break
+        self._fasten(now)
+
+    def _fasten(self, now: float) -> None:
         for name, lost in self.priorities.fasten():
             self._tier.retain(lost.namespace, lost.ids, lost.priority, lost.until - now, now, name)
 

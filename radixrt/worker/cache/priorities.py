@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from radixrt.messages import TOKEN_BYTES
 from radixrt.tree import Lease
-from radixrt.worker.cache.pins import Key, Pin, Pins
+from radixrt.worker.cache.pins import Key, Pin, Pins, ends_along
 
 
 class Priorities(Pins):
@@ -40,6 +40,13 @@ class Priorities(Pins):
             self._loose[key] = self._pins[key]
             self._release(key)
         return key is not None
+
+    def loosen_along(self, namespace: str, ids: bytes) -> None:
+        """Let those be evicted of which a path is a prefix, or that are one of it. `fasten` is to be called after the
+        eviction."""
+        for key in [key for key in self._pins if key[0] == namespace and ends_along(key[1], ids, 0)]:
+            self._loose[key] = self._pins[key]
+            self._release(key)
 
     def fasten(self) -> list[tuple[int, Pin]]:
         """Retain what is left of the paths that were loosened. Returns (name, former pin) of those that have lost
