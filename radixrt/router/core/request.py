@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from radixrt.messages import TOKEN_BYTES, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
+from radixrt.messages import TOKEN_BYTES, CacheAction, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
 from radixrt.router.core.effects import Client
 from radixrt.router.core.incidents import Incident, Record
 from radixrt.router.core.worker import Worker
@@ -24,6 +24,7 @@ class Request:
 
     __slots__ = (
         "bounded",
+        "cache",
         "client",
         "group",
         "id",
@@ -62,6 +63,8 @@ class Request:
         """Whether max_tokens is given, and some worker has room for as many."""
         self.pin: list[tuple[int, float]] = []
         """(tokens, seconds): prefixes of the prompt that its worker is to pin."""
+        self.cache: list[CacheAction] = []
+        """What is to become of its tokens when it has ended."""
         self.group: Group | None = None
         """The fork whose branches it is placed with, if any."""
         self.resumed: Paused | None = None
@@ -236,6 +239,7 @@ class RunState:
             sampling=self.sampling,
             score_from=None if self.scored else self.score_from,
             pin=self.request.pin,
+            cache=[] if self.index else self.request.cache,
             group=self.request.group.id if self.request.group else 0,
             adapter=worker.adapter(self.request.namespace.model),
             version=self.request.namespace.version,
