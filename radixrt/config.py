@@ -183,6 +183,14 @@ class WorkerConfig:
         "quarter of what is available, divided by the number of GPUs; none on a CPU)",
         form=GIBIBYTES,
     )  # fmt: skip
+    kv_disk_path: str = setting(
+        "", "folder in which KV pages and recurrent states outlive memory and restarts, for workers of one machine "
+        "together (\"\": none)"
+    )  # fmt: skip
+    kv_disk_size: float = setting(64.0, "GiB that all files in --kv-disk-path may take", least=0.01, most=1e6)
+    kv_disk_key_file: str = setting(
+        "", "file with a secret, at least 32 bytes, with which what is in --kv-disk-path is encrypted (\"\": it is not)"
+    )  # fmt: skip
     max_model_len: int = setting(
         0,
         "most tokens of prompt and output together, up to the model's limit (0: that limit)",

@@ -18,6 +18,9 @@ Further loads, run only if named, for a cache of 320,000 tokens, which holds a h
     tools     the same with a pause of 2 seconds between turns, for a tool
     returning the same with four turns, and pauses of 10 seconds
     long      48 agents with 15,000 to 20,000 tokens of their own
+    paused    32 agents with 14,000 to 18,000 tokens of their own, three turns, and pauses of a minute, for a build: for
+              device and host memory that hold a third of them (--max-total-tokens 90000 --kv-offloading-size 5.6 of a
+              model of 8B)
     mixed     100 agents as in pressed, with ten turns, and 12 clients that each send ten requests, one after the other,
               of 1,000 to 6,000 tokens that nothing else shares
     tenants   as pressed, but with 32 agents of each of five tenants, which share nothing
@@ -184,6 +187,10 @@ def long(load: Load, size: Size) -> None:
     agents_with_much(load, size, agents=48, own=(15_000, 20_000))
 
 
+def paused(load: Load, size: Size) -> None:
+    agents_with_much(load, size, agents=32, own=(14_000, 18_000), turns=3, pause=60.0)
+
+
 def mixed(load: Load, size: Size) -> None:
     agents_with_much(load, size, agents=100, own=(1_000, 3_000), turns=10)
     draw = np.random.default_rng(2)
@@ -240,7 +247,7 @@ def twice(load: Load, size: Size) -> None:
 
 
 MEASURED = {make.__name__: make for make in (plain, trunk16k, trunk4k, sessions, tot, hit, cold)}
-ASKED_FOR = {make.__name__: make for make in (pressed, tools, returning, long, mixed, tenants, uneven)}
+ASKED_FOR = {make.__name__: make for make in (pressed, tools, returning, long, paused, mixed, tenants, uneven)}
 OTHERS = {"warm-up": warm_up, "twice": twice}
 
 

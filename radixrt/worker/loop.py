@@ -40,6 +40,8 @@ NO_ROUTER_SECONDS = 2.0
 """A drained worker that has told its router, and has nothing to do, waits for its Stop for this long."""
 BUSY_SECONDS = 0.02
 """A gap between two steps that is shorter than this was no wait for work: the loop was busy throughout."""
+DISK_SECONDS = 0.01
+"""How often the loop looks, while nothing is computed, after what is being written to disk."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(m.ToWorker).decode
 _EVENTS = {"stored": m.Stored, "removed": m.Removed, "cleared": m.Cleared, "saved": m.Saved, "dropped": m.Dropped}
@@ -105,6 +107,7 @@ class Worker:
             num_host_pages=runner.num_host_pages,
             num_host_states=runner.num_host_states,
             eviction_policy=eviction_policy,
+            disk=runner.disk,
         )
         self.scheduler = Scheduler(self.cache, limits, drafter, runner.shares)
         runner.bind(self.cache.requests.table)
@@ -149,6 +152,8 @@ class Worker:
         """Serve until a Stop arrives or `stop` is called."""
         self._link = self._connect()
         self._send(self._registration)
+        if self.runner.disk is not None:
+            self._reply([])  # the router is to know what outlived another process before it sends requests
         beat = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
         beat.start()
         try:
@@ -198,9 +203,26 @@ class Worker:
         outputs += self._sample_deferred()
         if not self.runner.overlaps:
             outputs += self._finish_last_step()
+        if plan is None:
+            self._move()
         if self._check:
             self.cache.check()
         return outputs
+
+    def _move(self) -> None:
+        """Copy to host memory what is to be on disk, while no step is in flight."""
+        moves = self.cache.tier.drain_idle()
+        if moves is None:
+            return
+        try:
+            self.runner.move(moves)
+        except Exception as error:
+            log.error("copies to host memory failed", exc_info=error)
+            if not self.runner.works():
+                raise DeviceLost(f"the device is lost: {error}") from error
+            self.cache.tier.reset()
+        else:
+            self.cache.tier.applied()
 
     def _load_adapters(self) -> list[m.Output]:
         """Put LoRA adapters that have been read into their slots. Before that, the step in flight has to end."""
@@ -250,6 +272,7 @@ class Worker:
         done = time.perf_counter()
         seconds = done - max(inflight.launched, self._last_done)
         self._rates.add(inflight.plan, seconds)
+        self.cache.tier.prefill_rate = self._rates.prefill
         self.watchdog.finished(len(inflight.plan.tokens), seconds)
         self._time_decodes(inflight, done, result)
         self._last_done = done
@@ -307,7 +330,7 @@ class Worker:
             self._look_whether_drained(left, self._drain_until)
         idle = not busy and not self._refused and not self._resync_wanted
         soon = self._compiling or self._adapters or self.scheduler.has_work
-        timeout = POLL_SECONDS if soon else HEARTBEAT_SECONDS / 4
+        timeout = POLL_SECONDS if soon else DISK_SECONDS if self.cache.tier.is_busy else HEARTBEAT_SECONDS / 4
         payload = self._link.recv(timeout if idle else 0)
         while payload is not None:
             self._handle(payload)

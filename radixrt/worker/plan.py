@@ -19,6 +19,7 @@ from radixrt.worker.stuck import Stuck
 
 if TYPE_CHECKING:
     from radixrt.checkpoint.lora_modules import LoraModule
+    from radixrt.worker.cache.disk_figures import Disk
 
 STATE_TOKENS = 4096
 """To copy a recurrent state from host memory takes about as long as the pages of so many tokens: a state of Qwen3-Next
@@ -318,6 +319,9 @@ class Runner(Protocol):
     sparse: bool
     """Whether the model has experts, so that tokens differ in which weights they read."""
 
+    disk: Disk | None
+    """What outlives the process, below host memory; None: nothing does."""
+
     @property
     def num_host_pages(self) -> int:
         """Slots of pages in host memory, slot 0, which is not used, included; 0: there are none."""
@@ -343,6 +347,9 @@ class Runner(Protocol):
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         """Start a step. The returned function waits for its result; until then the host may plan the next step."""
+
+    def move(self, moves: Moves) -> None:
+        """Make copies without a step, while none is in flight, as `launch` begins with those of its plan."""
 
     def mask_room(self, count: int) -> np.ndarray:
         """Memory for the masks of `count` requests (`SampleInputs.masks`)."""

@@ -48,7 +48,7 @@ class Engine:
         self.runner = runner
         self.cache = PageCache(
             runner.num_pages, runner.page_size, rows, max_model_len, num_states=runner.num_states,
-            num_host_pages=runner.num_host_pages, num_host_states=runner.num_host_states,
+            num_host_pages=runner.num_host_pages, num_host_states=runner.num_host_states, disk=runner.disk,
         )  # fmt: skip
         self.scheduler = Scheduler(self.cache, Limits(chunk, rows), drafter, runner.shares)
         self.max_model_len = max_model_len

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from radixrt.messages import TOKEN_BYTES
 from radixrt.tree import Lease, RadixTree
 from radixrt.worker.cache.checkpoint_order import CheckpointOrder
 from radixrt.worker.cache.tier import Event, Tokens
@@ -59,6 +60,8 @@ class HostRecurrentStatePool:
         """For the plan that is made: the slot that is copied to each live slot, after that."""
         self._spent: dict[int, int] = {}
         """For the plan that is made: the slot that is spent because this live slot goes on from it."""
+        self._lent: set[int] = set()
+        """Slots that are lent to the tier below, for what comes from there or goes there."""
         self._events: list[Event] | None = [] if events else None
 
     def __len__(self) -> int:
@@ -161,12 +164,60 @@ class HostRecurrentStatePool:
             self._order.take_back(self._spent.pop(live))
         return True
 
+    # ------------------------------------------------------------ to and from the tier below
+
+    @property
+    def lent(self) -> int:
+        """Slots that are lent."""
+        return len(self._lent)
+
+    def lend(self) -> int:
+        """A slot that has no checkpoint, until it comes back by `adopt` or `take_back`; 0 if there is none."""
+        if not self._free:
+            self._evict_oldest()
+        if not self._free:
+            return 0
+        self._lent.add(slot := self._free.pop())
+        return slot
+
+    def copy_out(self, source: int, slot: int) -> None:
+        """Copy a checkpoint of the device, which stays there, to a lent slot before the next step."""
+        self._offloaded[slot] = source
+
+    def take_back(self, slot: int) -> None:
+        """A lent slot is free again."""
+        self._lent.remove(slot)
+        self._offloaded.pop(slot, None)
+        self._free.append(slot)
+
+    def adopt(self, namespace: str, ids: bytes, prefix: Prefix, slot: int) -> None:
+        """A lent slot has the checkpoint of the path `ids`. If there is one here already, that stays."""
+        name = self._tree.lease(self._tree.match(namespace, ids))
+        rest = memoryview(ids)[name.length * TOKEN_BYTES :]
+        self._tree.insert(name, rest, np.zeros(len(rest) // TOKEN_BYTES // self._page_size, dtype=np.int32))
+        end = name.length - self._page_size
+        if np.frombuffer(name.values(end), np.int32)[0]:
+            self._release(name)
+            return self.take_back(slot)
+        self._lent.remove(slot)
+        name.assign(end, np.array([slot], dtype=np.int32))
+        self._names[slot], self._prefixes[slot] = name, prefix
+        self._order.add(slot, last=True)
+        self.version += 1
+        if self._events is not None:
+            self._events.append(("saved", self._first + slot, *prefix))
+
     # ------------------------------------------------------------ both
 
     @property
     def is_onloading(self) -> bool:
         """Whether live states are still to be filled before the next step."""
         return bool(self._onloaded)
+
+    @property
+    def is_offloading(self) -> bool:
+        """Whether there are copies to host memory to be made."""
+        return bool(self._offloaded)
 
     def drain(self) -> tuple[np.ndarray, np.ndarray]:
         """The copies to be made before the step that is being planned: `Moves.states_offload` and
@@ -212,7 +263,7 @@ class HostRecurrentStatePool:
         """Assert that every slot is free or at the end of its path, and that nothing else is in the tree. Not while a
         step is planned."""
         self._tree.check()
-        places = sorted([*self._free, *self._leaving, *self._names])
+        places = sorted([*self._free, *self._leaving, *self._names, *self._lent])
         assert places == list(range(1, self.total + 1)), "every slot is in one place"
         assert set(self._order) == set(self._names) == set(self._prefixes)
         for slot, name in self._names.items():
@@ -221,6 +272,7 @@ class HostRecurrentStatePool:
         slots = np.frombuffer(self._tree.values(), np.int32)
         assert sorted(slots[slots > 0].tolist()) == sorted(self._names), "no other has one"
         assert not self._tree.evictable_tokens, "every path is that of a checkpoint"
+        assert self._lent.isdisjoint(self._held), "no lent slot is copied from"
         assert not self._onloaded, "all that is to come back was planned"
 
 
@@ -228,7 +280,7 @@ class NoHostStates:
     """In the place of HostRecurrentStatePool where there are none: what it is to keep is lost."""
 
     version = total = onloaded = lost = 0
-    is_onloading = False
+    is_onloading = is_offloading = False
 
     def __len__(self) -> int:
         return 0
@@ -254,4 +306,4 @@ class NoHostStates:
     def _nothing(self, *_: object, **__: object) -> None:
         pass
 
-    name = unname = store = hold = clear = forget = check_named = check = _nothing
+    name = unname = store = hold = take_back = clear = forget = check_named = check = _nothing

@@ -61,6 +61,8 @@ class HostTier(Tier):
         """(slots, pages) to be copied before the next step, after `_offloaded`."""
         self._held: list[Lease] = []
         """Of what is to be copied back: until the step is planned, its slots must not be reused."""
+        self._loose = np.zeros(num_slots, dtype=bool)
+        """Which slots are lent to the tier below, for what comes from there or goes there: they are not in the tree."""
         self._changes = 0
         """How often slots may have been set of pages that the tree knew already, which does not change its version."""
 
@@ -155,6 +157,46 @@ class HostTier(Tier):
         self._onloaded.append((slots, pages.copy()))
         self.onloaded_pages += len(slots)
 
+    # ------------------------------------------------------------ to and from the tier below
+
+    @property
+    def total(self) -> int:
+        return self._slots.total
+
+    def lend(self, count: int) -> np.ndarray:
+        """Up to `count` slots, int32, that the tree does not have, until they come back by `adopt` or `take_back`.
+        Copies to them that are still to be made are dropped: nobody needs them any more."""
+        room = self._make_room(count)
+        taken = self._slots.allocate(room)[::-1].copy()
+        self._loose[taken] = True
+        if self._offloaded:
+            parts = [(pages, slots, ~np.isin(slots, taken)) for pages, slots in self._offloaded]
+            self._offloaded = [(pages[kept], slots[kept]) for pages, slots, kept in parts if kept.any()]
+        return taken
+
+    def copy_out(self, pages: np.ndarray, slots: np.ndarray) -> None:
+        """Copy pages of the device, which stay there, to lent slots before the next step."""
+        self._offloaded.append((pages.copy(), slots))
+
+    def take_back(self, slots: np.ndarray) -> None:
+        """Lent slots are free again."""
+        self._loose[slots] = False
+        self._slots.free(slots[::-1])
+
+    def adopt(self, namespace: str, ids: bytes, slots: np.ndarray) -> None:
+        """Lent slots have the pages of a path, of tokens `ids`; of a page that is not among them: 0. What is here
+        already stays, and its lent slot is free again."""
+        self._changes += 1
+        with self.tree.lease(self.tree.match(namespace, ids)) as place:
+            known = place.length // self._page_size
+            here = np.frombuffer(place.values(), np.int32)
+            lent = slots[:known]
+            self.take_back(lent[(lent > 0) & (here > 0)])
+            self._loose[slots] = False
+            place.assign(0, np.where(here > 0, here, lent))
+            if len(slots) > known:
+                self.tree.insert(place, memoryview(ids)[known * self._page_size * TOKEN_BYTES :], slots[known:])
+
     # ------------------------------------------------------------ both
 
     def drain(self) -> Moves | None:
@@ -166,6 +208,11 @@ class HostTier(Tier):
     def is_onloading(self) -> bool:
         """Whether pages or states of the device are still to be filled before the next step."""
         return bool(self._onloaded) or self.states.is_onloading
+
+    @property
+    def is_offloading(self) -> bool:
+        """Whether there are copies to host memory to be made."""
+        return bool(self._offloaded) or self.states.is_offloading
 
     def reset(self) -> bool:
         filling = self.is_onloading
@@ -200,11 +247,16 @@ class HostTier(Tier):
         return [*_renumbered(stored), *self.states.resync_events()]
 
     def check(self) -> None:
-        """Assert that every slot is free or in the tree, once."""
+        """Assert that every slot is free, in the tree or lent, once."""
         self.tree.check()
         used = np.frombuffer(self.tree.values(), np.int32)
-        self._slots.check(used[used > 0])
+        self._slots.check(used[used > 0], np.flatnonzero(self._loose))
         self.states.check()
+
+    def check_lent(self, slots: list[np.ndarray]) -> None:
+        """Assert that these are the slots that are lent."""
+        lent = np.sort(np.concatenate([np.zeros(0, np.int32), *slots]))
+        assert np.array_equal(lent, np.flatnonzero(self._loose)), "free + leased + evictable + lent = total"
 
 
 def _joined(pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:

@@ -4,7 +4,7 @@
          |  lease, publish, allocate
     PrefixCache     the radix tree of the device: match, insert, evict; pins and retained contexts hold leases in it
          |  allocate, free           \\  evict, onload
-    PagePool        free pages        Tier: the CPU's memory, and what may come below it (see `tier`)
+    PagePool        free pages        Tier: the CPU's memory, and a disk below it (see `tier`)
 
 `RecurrentStatePool` has the slots of recurrent states; models without have NoStates, and without host memory there is
 NullTier. The parts are made here to fit each other; others call methods of the parts.
@@ -12,6 +12,8 @@ NullTier. The parts are made here to fit each other; others call methods of the 
 
 from __future__ import annotations
 
+from radixrt.worker.cache.disk_figures import Disk
+from radixrt.worker.cache.disk_tier import DiskTier
 from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool
 from radixrt.worker.cache.host_tier import HostTier
 from radixrt.worker.cache.page_pool import PagePool
@@ -33,6 +35,7 @@ class PageCache:
     `num_states` slots, of which slot 0 is never allocated, hold recurrent states; 0: the model has none.
     `num_host_pages` slots of host memory, of which slot 0 is not used, hold evicted pages; 0: there are none.
     `num_host_states` likewise for checkpoints of recurrent states: there are both if the model has such states.
+    `disk`: what outlives the process (see `disk_tier`); it needs host memory.
     `eviction_policy` is one of `eviction.POLICIES`. State checkpoints have an order of their own (`checkpoint_order`).
     """
 
@@ -48,6 +51,7 @@ class PageCache:
         num_host_pages: int = 0,
         num_host_states: int = 0,
         eviction_policy: str = "lru",
+        disk: Disk | None = None,
     ) -> None:
         if bool(num_host_states) != bool(num_states and num_host_pages):
             raise ValueError("num_host_states: with recurrent states, host memory is for pages and states, or for none")
@@ -61,11 +65,18 @@ class PageCache:
             self.states = RecurrentStatePool(num_states, num_pages, events, host_states, page_size)
         self.tier: Tier = NullTier()
         if num_host_pages:
-            self.tier = HostTier(num_host_pages, page_size, events, host_states, self.pool.total, eviction_policy)
+            self.tier = host = HostTier(
+                num_host_pages, page_size, events, host_states, self.pool.total, eviction_policy
+            )
+            if disk is not None:
+                first = num_states + max(0, num_host_states - 1) - 1
+                self.tier = DiskTier(host, disk, page_size, events, first)
         self.prefixes = PrefixCache(
             self.pool, page_size, self.states, self.tier, policy=eviction_policy, events=events,
             pinned_share=max_pinned_share,
         )  # fmt: skip
+        if isinstance(self.tier, DiskTier):
+            self.tier.attach(self.prefixes.tree, self.states)
         self.requests = RequestPages(self.prefixes, self.states, self.tier, rows, max_model_len)
         self.pins = self.prefixes.pins
         self.retained = self.prefixes.retained
@@ -105,9 +116,10 @@ class PageCache:
     def clear(self) -> None:
         """Empty the tree, except for what running requests and pins hold, and the tiers below."""
         self.prefixes.clear()
+        self.tier.erase()
 
     def clear_all(self) -> None:
-        """As `clear`, with what pins hold, and all state checkpoints."""
+        """As `clear`, with what pins hold, and all state checkpoints; but what would outlive the process stays."""
         self.pins.clear()
         self.prefixes.clear()
         self.states.drop_all()

@@ -141,6 +141,13 @@ class RecurrentStatePool:
         """The same of a path in the tree."""
         return self.covered(np.frombuffer(match.values(), np.int32), most)
 
+    def along(self, pages: np.ndarray) -> list[tuple[int, int]]:
+        """(number of pages, slot) of the checkpoints of a path that can be read and are not spent (see
+        `CheckpointOrder`)."""
+        slots = self._of_page[pages]
+        found = [(place + 1, int(slots[place])) for place in np.flatnonzero(slots).tolist()]
+        return [(count, slot) for count, slot in found if slot not in self._saves and not self._order.is_spent(slot)]
+
     # ------------------------------------------------------------ pins
 
     def pin(self, pages: np.ndarray) -> int:
@@ -386,6 +393,9 @@ class NoStates:
 
     def covered_of(self, match: Match, most: int) -> int:
         return most
+
+    def along(self, pages: np.ndarray) -> list[tuple[int, int]]:
+        return []
 
     def pin(self, pages: np.ndarray) -> int:
         return 0

@@ -263,7 +263,9 @@ class RequestPages:
         if `keep`. Its state becomes a checkpoint, except that of a text that was only scored."""
         self.publish(request, min(request.computed, len(request.tokens)))
         scored = request.score_from is not None and request.computed == request.total
+        noted = request.tokens[: _lease(request).length]
         self._leave(request, keep, state_kept=not scored)
+        self._tier.note(request.namespace, memoryview(noted))
 
     def discard(self, request: Request, keep: int) -> None:
         """Take a request off its row, and remove its path beyond `keep` tokens from the tree, as `forget` does."""

@@ -8,8 +8,8 @@ A tier has a radix tree of its own, from tokens to its slots, and so is one cach
 events have run numbers of their own (`HostTier` counts backwards). It only plans copies: `drain` hands them to the step
 that is being planned, whose runner makes them.
 
-A further tier, such as a disk, implements `Tier` and stands below HostTier: what HostTier evicts itself goes there
-(today it is lost, see `HostTier._make_room`), and `reach` and `hold` ask it for what follows the pages that are here.
+Below host memory there may be a disk (`disk_tier`): what it has comes to host memory before a request is admitted that
+needs it, so that `reach` and `hold` are those of host memory.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class Tier(Protocol):
     """Pages that were evicted and are nowhere any more, since start."""
     onloaded_pages: int
     """Pages that were copied back since start."""
+    prefill_rate: float = 0.0
+    """Tokens a second that the model computes, as measured; 0: not known. Set by the worker's loop."""
 
     @property
     def version(self) -> int:
@@ -68,6 +70,15 @@ class Tier(Protocol):
     def drain(self) -> Moves | None:
         """The copies to be made before the step that is being planned; None if there are none."""
 
+    def drain_idle(self) -> Moves | None:
+        """The copies that can be made without a step, while none is in flight; `applied` is to follow. None if there
+        are none."""
+        return None
+
+    def applied(self) -> None:
+        """The first of the steps, or of the `drain_idle`s, that were planned and did not fail has ended."""
+        return
+
     def reset(self) -> bool:
         """Remove everything, also the copies that are still to be made: a step has failed, and with it its copies.
         Returns whether anything of the device was still to be filled."""
@@ -83,6 +94,38 @@ class Tier(Protocol):
 
     def resync_events(self) -> list[Event]:
         """As those of `PrefixCache`, to follow those of the device's tree."""
+
+    # What only a tier does that keeps more than memory does:
+
+    def note(self, namespace: str, ids: memoryview) -> None:
+        """A request leaves a path of whole pages, int32, in the device's tree."""
+        return
+
+    def prefetch(self, namespace: str, tokens: Tokens, most: int, hit: int) -> int:
+        """Begin to bring to memory what it lacks of a path, of which a request can use `most` tokens and has `hit`.
+        Returns a number of what is on its way (see `fetched`); 0: there is nothing."""
+        return 0
+
+    def fetched(self) -> list[int]:
+        """The numbers of what has arrived, or will not, since the last call."""
+        return []
+
+    def stop_waiting(self, fetch: int) -> None:
+        """What is on its way under that number is not waited for any more."""
+        return
+
+    def poll(self) -> None:
+        """Go on with what is on its way. To be called in each turn of the worker's loop."""
+        return
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `poll` is to be called soon again."""
+        return False
+
+    def erase(self) -> None:
+        """Remove what would outlive the process."""
+        return
 
     def check(self) -> None:
         """Assert all invariants."""

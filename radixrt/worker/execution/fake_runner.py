@@ -18,6 +18,9 @@ import numpy as np
 from radixrt.checkpoint.lora_modules import LoraModule, check_files
 from radixrt.messages import TokenLogprob
 from radixrt.messages.ranks import RequestInfo
+from radixrt.worker.cache.disk_figures import Disk
+from radixrt.worker.disk import DiskStore
+from radixrt.worker.execution.host_disk import HostDisk
 from radixrt.worker.plan import (
     FROM_DEVICE,
     NOT_SAMPLED,
@@ -75,8 +78,10 @@ class FakeRunner:
         num_host_pages: int = 0,
         fetch_rate: float = 0.0,
         num_host_states: int = 0,
+        store: Callable[[], DiskStore] | None = None,
     ) -> None:
-        """`truth`: it proposes tokens, of which one in so many is wrong (1: all); 0: it proposes none."""
+        """`store`: opens what keeps the pages of host memory, with `check`.
+        `truth`: it proposes tokens, of which one in so many is wrong (1: all); 0: it proposes none."""
         self.predicts = truth > 0
         self._truth = truth
         self.num_pages = num_pages
@@ -107,6 +112,14 @@ class FakeRunner:
         """With `check`: the hash of the prefix that each slot has the state of; 0: of no token."""
         self._host_states = np.zeros(num_host_states if check else 0, dtype=np.uint64)
         """With `check`: those of the states in host memory."""
+        self._applied = 0
+        """The last step whose copies are made."""
+        self.disk: Disk | None = None
+        if store is not None:
+            if not check:
+                raise ValueError("store: only a fake runner that checks has pages")
+            states = self._host_states[1:, None].view(np.uint8) if num_host_states else None
+            self.disk = HostDisk(store(), self._host.view(np.uint8), states, self._settled)
         self._sampled: dict[int, int] = {}
         """The last sampled token of each row of the page table."""
         self._inputs: dict[int, SampleInputs] = {}
@@ -138,6 +151,15 @@ class FakeRunner:
             return lambda: self._wait(plan, done_at, read)
         return lambda: self._wait(plan, done_at, None)
 
+    def move(self, moves: Moves) -> None:
+        if self._check:
+            self._copy(moves)
+
+    def _settled(self) -> Callable[[], bool]:
+        """Copies are made when the result of their step is read."""
+        step = self._step
+        return lambda: self._applied >= step
+
     def mask_room(self, count: int) -> np.ndarray:
         return np.empty((count, -(-self.vocab_size // 32)), dtype=np.int32)
 
@@ -158,7 +180,8 @@ class FakeRunner:
         """There are no other ranks."""
 
     def close(self) -> None:
-        """There is nothing to release."""
+        if self.disk is not None:
+            self.disk.close()
 
     def _seconds(self, plan: Plan) -> float:
         fetched = 0.0
@@ -263,17 +286,14 @@ class FakeRunner:
 
     def _check_step(self, plan: Plan, last: np.ndarray, read: list[np.ndarray]) -> None:
         """Write the hashes of a step, then compare those it reads with the expected ones."""
+        self._applied = plan.step
         if plan.moves is not None:
-            pages = self._hashes.reshape(-1, self.page_size)
-            (page, slot), (held, to) = plan.moves.offload, plan.moves.onload
-            assert len(set(slot.tolist())) == len(slot) and slot.all() and held.all() and to.all()
-            assert len(set(to.tolist())) == len(to), "a page is filled once: copies may be done in any order"
+            to = plan.moves.onload[1]
             if not plan.needs_onload:
                 used = np.concatenate([plan.slots, *read]) // self.page_size
                 assert not np.isin(used, to).any(), "pages that are not waited for are not used"
-            self._host[slot] = pages[page]
-            pages[to] = self._host[held]
-            self._move_states(plan, plan.moves)
+            self._check_states_moved(plan, plan.moves)
+            self._copy(plan.moves)
         expected, end = [], 0
         guessed = {draft.first + i: draft.ids[:i] for draft in plan.drafts for i in range(1, len(draft.ids) + 1)}
         assert self.histories is not None
@@ -295,10 +315,22 @@ class FakeRunner:
             if not ended:
                 assert np.array_equal(self._hashes[slots], hashes), f"request {request.id} would read another's KV"
 
-    def _move_states(self, plan: Plan, moves: Moves) -> None:
-        """Copy states between the device and host memory."""
+    def _copy(self, moves: Moves) -> None:
+        """Copy pages and states between the device and host memory."""
+        pages = self._hashes.reshape(-1, self.page_size)
+        (page, slot), (held, to) = moves.offload, moves.onload
+        assert len(set(slot.tolist())) == len(slot) and slot.all() and held.all() and to.all()
+        assert len(set(to.tolist())) == len(to), "a page is filled once: copies may be done in any order"
+        self._host[slot] = pages[page]
+        pages[to] = self._host[held]
         (source, slot), (held, to) = moves.states_offload, moves.states_onload
         assert len(set(slot.tolist())) == len(slot) and slot.all() and source.all() and held.all() and to.all()
+        self._host_states[slot] = self._states[source]
+        self._states[to] = self._host_states[held]
+
+    def _check_states_moved(self, plan: Plan, moves: Moves) -> None:
+        """Assert that states come back once, and are not used by a step that does not wait for them."""
+        to = moves.states_onload[1]
         if to.size:
             work = plan.states
             assert work is not None, "the model has states"
@@ -307,8 +339,6 @@ class FakeRunner:
             if not plan.needs_onload:
                 used = np.concatenate([work.slots, *work.saves, work.within[0], work.within[2]])
                 assert not np.isin(used, to).any(), "states that are not waited for are not used"
-        self._host_states[slot] = self._states[source]
-        self._states[to] = self._host_states[held]
 
     def _check_states(self, plan: Plan, work: StateWork, hashes: list[np.ndarray], finished: list[bool]) -> None:
         """Compare the states that a step goes on from with the expected ones, and do its copies. `hashes`: of the

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -67,6 +67,16 @@ class HostPool:
         """Whether there are slots for pages and, if the model has states, for states."""
         return self.slots > 1 and self.num_states != 1
 
+    def rows(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """The same memory as rows of bytes: those of pages, uint8[slots, bytes], and of states, uint8[num_states - 1,
+        bytes], slot 1 first; None: there are none."""
+        states = self._states.numpy() if self.num_states else None
+        return self._host.view(torch.uint8).numpy(), states
+
+    def settled(self) -> Callable[[], bool]:
+        """A function that tells whether all copies that were begun by now have ended."""
+        return _at_once
+
     def arrive(self) -> None:
         """Let the next step wait for copies that the one before did not wait for."""
 
@@ -92,6 +102,10 @@ class HostPool:
         return zip(
             self._state_planes, self._states[slot - 1].split([x.shape[1] for x in self._state_planes]), strict=True
         )
+
+
+def _at_once() -> bool:
+    return True
 
 
 def _smallest(group: TorchGroup | None, number: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from radixrt.checkpoint.lora_modules import LoraModule
+from radixrt.worker.cache.disk_figures import Disk
 from radixrt.worker.execution.attention import BatchInvariantAttention, TorchAttention
 from radixrt.worker.execution.host_pool import HostPool
 from radixrt.worker.execution.kv_pool import DTYPES, KVPool, StatePool
@@ -18,7 +19,7 @@ from radixrt.worker.execution.sampler import TorchSampler
 from radixrt.worker.model.layers.mixers import Recurrence
 from radixrt.worker.model.lora.adapter import Adapter, read_adapter
 from radixrt.worker.model.model import Model
-from radixrt.worker.plan import NOT_SAMPLED, Histories, Plan, Result, Runner, SampleInputs
+from radixrt.worker.plan import NOT_SAMPLED, Histories, Moves, Plan, Result, Runner, SampleInputs
 
 SMALL_WEIGHTS, SMALL_PRODUCT = 4 << 20, 8 << 20
 """Bytes of a weight matrix, and multiplications of a matrix product, below which synchronizing threads takes longer
@@ -40,6 +41,8 @@ class ModelRunner(Runner):
         self.states = states
         self.host: HostPool | None = None
         """Pages and states in host memory; set before the runner is used, if there are any."""
+        self.disk: Disk | None = None
+        """The same for what outlives the process."""
         self.num_pages = pool.slots // page_size
         self.page_size = page_size
         self.vocab_size = spec.vocab_size
@@ -88,6 +91,11 @@ class ModelRunner(Runner):
         if plan.moves is not None:
             self.host.move(plan.moves, wait=plan.needs_onload)
 
+    def move(self, moves: Moves) -> None:
+        assert self.host is not None
+        self.host.arrive()
+        self.host.move(moves)
+
     def read_adapter(self, module: LoraModule) -> Adapter:
         return read_adapter(module, self._model.max_lora_rank)
 
@@ -107,7 +115,8 @@ class ModelRunner(Runner):
         """There are no other ranks here; see `tensor_parallel.Leader`."""
 
     def close(self) -> None:
-        """There is nothing to release."""
+        if self.disk is not None:
+            self.disk.close()
 
 
 class TorchRunner(ModelRunner):

@@ -26,6 +26,10 @@ CPU_MAX_TOKENS = 1 << 18
 """Upper limit of the token slots chosen that way."""
 
 
+STAGING_SHARE = 0.125
+"""See `staging_bytes`."""
+
+
 def make_pool(loaded: Loaded, pages: int, page_size: int) -> KVPool:
     spec, slots, index = loaded.spec, pages * page_size, None
     if spec.layers:
@@ -94,6 +98,8 @@ def begin_host(
     have it is a warning: then no rank has any."""
     shard = Shard() if group is None else group.shard
     size = host_bytes(config, loaded.device, shard)
+    if not size and config.kv_disk_path:
+        size = staging_bytes(config, loaded, shard)
     if not size or by_torch:
         return lambda pool, states: None
     automatic, most = config.kv_offloading_size == "auto", STATES * config.max_num_seqs
@@ -124,6 +130,17 @@ def begin_host(
         return usable(CudaHostPool(pool, config.page_size, memory, group, states, most))
 
     return finish
+
+
+def staging_bytes(config: WorkerConfig, loaded: Loaded, shard: Shard) -> int:
+    """Bytes of host memory through which pages go to disk and come back, where there is none for evicted ones: those
+    of the longest context, at most STAGING_SHARE of the available memory of all ranks together."""
+    longest = min(config.max_model_len or loaded.spec.max_model_len, config.max_total_tokens or CPU_MAX_TOKENS)
+    size = (longest + 2 * config.page_size) * loaded.token_bytes
+    if loaded.spec.recurrent is not None:
+        size += max(size, 4 * loaded.spec.recurrent.state_bytes(loaded.dtype.itemsize))
+    available = available_bytes()
+    return size if available is None else min(size, int(STAGING_SHARE * available) // shard.size)
 
 
 def _cache_bytes(loaded: Loaded, gpu_share: float, reserved: int, group: TorchGroup | None = None) -> int:

@@ -16,6 +16,7 @@ from radixrt.checkpoint.gguf.folder import WEIGHTS as GGUF
 from radixrt.checkpoint.lora_modules import lora_modules, most_loaded, num_slots
 from radixrt.config import WorkerConfig, check
 from radixrt.worker.execution.torch_runner import ModelRunner, TorchRunner
+from radixrt.worker.load.disk import open_disk
 from radixrt.worker.load.kv_scales import Scales, choose_scales
 from radixrt.worker.load.memory import check_memory
 from radixrt.worker.load.options import (
@@ -129,6 +130,7 @@ def _load(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None) -> Mod
     try:
         runner = make_runner(config, loaded, group)
         runner.host = host(runner.pool, runner.states)
+        runner.disk = open_disk(config, loaded, runner, Shard() if group is None else group.shard)
     except torch.OutOfMemoryError as error:
         raise ValueError(_out_of_memory(config, loaded, error)) from error
     except (MemoryError, RuntimeError, subprocess.CalledProcessError) as error:

@@ -32,6 +32,7 @@ from radixrt.worker.cache.page_pool import OutOfPages
 from radixrt.worker.plan import Draft, MaskRoom, Plan, Result, SampleInputs
 from radixrt.worker.request import Request, advance
 from radixrt.worker.scheduler.admission import Admission
+from radixrt.worker.scheduler.fetching import Fetching
 from radixrt.worker.scheduler.finish import Ending
 from radixrt.worker.scheduler.plan_builder import Decodes, StepBuilder
 from radixrt.worker.scheduler.queue import Arrivals, VirtualTokenCounter, Waiting
@@ -87,6 +88,7 @@ class Scheduler:
         self._ending = Ending(self._requests, cache, self.running, self._waiting, self._counter)
         self._speculation = Speculation(cache, self.running, limits.max_num_batched_tokens)
         self._sitting = Sitting(cache, self.running, self._waiting)
+        self._fetching = Fetching(cache, self._waiting)
         self._slow: set[Request] = set()
         """The requests that had a mask that was late or slow."""
         self._nothing_planned = False
@@ -110,7 +112,7 @@ class Scheduler:
         if parked:
             self._waiting.park(request)
             self._sitting.begin(request, jump=not request.generated)
-        else:
+        elif not self._fetching.begin(request):
             self._waiting.add(request)
         self._branching.arrived(request)
 
@@ -163,8 +165,9 @@ class Scheduler:
 
     @property
     def all_sit_out(self) -> bool:
-        """Whether the last `plan` found nothing to compute until a request's mask is there."""
-        return len(self._sitting) > 0 and self._nothing_planned
+        """Whether the last `plan` found nothing to compute until a request's mask, or what it waits for of the disk, is
+        there."""
+        return len(self._sitting) + len(self._fetching) > 0 and self._nothing_planned
 
     @property
     def queued_tokens(self) -> int:
@@ -314,6 +317,7 @@ class Scheduler:
     def apply(self, plan: Plan, result: Result) -> list[Output]:
         """Apply the result of a step, in the order of plans. Returns the new tokens of each request."""
         requests = self._planned.pop(plan.step)
+        self.cache.tier.applied()
         outputs: list[Output] = []
         grown: list[Grown] = []
         failed, stuck, scores, logprobs = result.failed, result.stuck, result.scores, result.logprobs
@@ -466,9 +470,12 @@ class Scheduler:
         return []
 
     def settle(self) -> list[Output]:
-        """Let the requests that sat out go on whose mask is there now. Returns what was not reported yet of them, and
-        the failures of those that cannot go on, or that take too long. To be called before `plan`."""
+        """Let the requests that sat out go on whose mask is there now, and those queue that have what they wait for.
+        Returns what was not reported yet of the former, and the failures of those that cannot go on, or that take too
+        long. To be called before `plan`."""
         outputs: list[Output] = []
+        self.cache.tier.poll()
+        self._fetching.settle()
         if not self._slow:
             return outputs
         self._slow = {request for request in self._slow if not request.finished}

@@ -15,6 +15,7 @@ what they read, not for what they leave behind.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -96,6 +97,11 @@ class CudaHostPool(HostPool):
         self._full = [torch.cuda.Event() for _ in range(PARTS)]
         self._begun, self._arrived = torch.cuda.Event(), torch.cuda.Event()
         self._next = 0
+
+    def settled(self) -> Callable[[], bool]:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.query
 
     def arrive(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._arrived)
