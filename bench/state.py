@@ -37,7 +37,7 @@ from radixrt.router.persistence.store import PersistentStore
 from radixrt.router.programs.prompt_builder import Generated, Part, State
 from radixrt.router.programs.saved_states import Key, SavedStates
 
-CHATS, PROGRAMS = 8, 16
+CHATS, PROGRAMS = 4, 8
 ANSWER, WORDS = 64, 480
 CACHE = 1 << 22
 PROGRAM_TOKENS = 1000

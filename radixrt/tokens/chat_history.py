@@ -44,6 +44,8 @@ class Conversations:
         kept, tokenizer = config.session_tokens, text.tokenizer
         options = {"keep_thinking": config.keep_thinking, "keep_calls": config.keep_generated_calls}
         self._sessions = Sessions(tokenizer, kept, **options) if tokenizer is not None and kept > 0 else None
+        if shared_store is not None:
+            _ = text.fingerprint  # now, as it takes a large vocabulary some time
 
     @property
     def num_tokens(self) -> int:
