@@ -15,8 +15,6 @@ the results, too, and the whole time that a session waited for answers.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -28,22 +26,15 @@ from unittest.mock import patch
 
 import numpy as np
 
+from bench.agents.sessions import DATA, LONGEST_PAUSE, block_ids, block_numbers, is_sent, read_blocks, system_prompt
 from bench.common import save, table
 from bench.placement import BY_ARRIVAL, CONTEXTS_KEPT, NO_HOST, VOCAB, WORKERS, Fleet, results, simulated
 from radixrt.worker.cache import retention
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-BLOCK = 64
 LONGEST, MAX_REQUESTS = 200_000, 30
 """The most tokens of a prompt, and requests of a session: it ends before."""
-LONGEST_PAUSE = 60.0
 KEPT_BRIEFLY = "kept for 5 s"
 CHOICES = "radixrt", KEPT_BRIEFLY, BY_ARRIVAL, CONTEXTS_KEPT, "most hits", "fewest requests", NO_HOST
-
-
-def read(data: Path) -> list[dict[str, Any]]:
-    with gzip.open(data / "kv_cache_tester" / "sessions.jsonl.gz", "rt") as file:
-        return [json.loads(line) for line in file.read().split("\n") if line]
 
 
 class Session:
@@ -52,8 +43,7 @@ class Session:
     def __init__(self, fleet: Fleet, recorded: dict[str, Any], over: Any) -> None:
         self._fleet, self._over = fleet, over
         self._name = recorded["id"]
-        system = recorded["tool_tokens"], recorded["system_tokens"]
-        self._system, self._system_blocks = f"{system}", sum(system) // BLOCK
+        self._system, self._system_blocks = system_prompt(recorded)
         self._blocks = 0
         self._running = 1
         self._go(list(_short(recorded["requests"])))
@@ -74,7 +64,7 @@ class Session:
         self._fleet.at(self._fleet.clock.now + pause, send)
 
     def _prompt(self, request: dict[str, Any]) -> np.ndarray:
-        ids = np.concatenate([np.arange(start, start + count) for start, count in request["hash_runs"]])
+        ids = block_numbers(request)
         parts = [_block(self._system if n < self._system_blocks else self._name, int(id)) for n, id in enumerate(ids)]
         return np.concatenate(parts)[: request["in"]]
 
@@ -84,7 +74,7 @@ def _short(requests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if request["type"] != "subagent":
             if request["in"] > LONGEST:
                 return
-            if not request["hash_runs"] or not request["out"]:
+            if not is_sent(request):
                 continue
         yield request
 
@@ -94,8 +84,7 @@ _known: dict[tuple[str, int], np.ndarray] = {}
 
 def _block(name: str, id: int) -> np.ndarray:
     if (found := _known.get((name, id))) is None:
-        seed = [*name.encode(), id]
-        found = _known[name, id] = np.random.default_rng(seed).integers(3, VOCAB, BLOCK, dtype=np.int32)
+        found = _known[name, id] = block_ids(name, id, 3, VOCAB)
     return found
 
 
@@ -129,7 +118,7 @@ def main() -> None:
     parser.add_argument("--choices", default=",".join(CHOICES), help="comma-separated; not all: nothing is saved")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    sessions = read(args.data)[: args.sessions]
+    sessions = read_blocks(args.data)[: args.sessions]
     rows = []
     for choice in args.choices.split(","):
         if choice in (NO_HOST, CONTEXTS_KEPT) and not args.host:

@@ -356,6 +356,9 @@ class RouterConfig:
     pause_seconds: float = setting(
         60.0, "longest time that a program's prefix stays cached while a tool runs", least=0.0, most=MAX_SECONDS
     )
+    peer_metrics: bool = setting(
+        True, "/metrics also has names that dashboards and aiperf know: those of vLLM and SGLang, as vllm: and sglang:"
+    )
     otlp_traces_endpoint: str = setting(
         "",
         "URL of an OpenTelemetry collector (OTLP over HTTP, e.g. http://127.0.0.1:4318/v1/traces) that gets a span of "

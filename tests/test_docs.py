@@ -20,7 +20,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 OTHERS_FLAGS = set(  # of pip, docker, other servers and our benchmarks
     """--help --index-url --enable-prompt-tokens-details --enable-cache-report --enable-hierarchical-cache
-    --lenient --rivals --serve --url --rm --network --gpus --target --detach""".split()
+    --lenient --rivals --serve --url --rm --network --gpus --target --build-arg --detach""".split()
 )
 MODEL_FILES = {"config.json", "generation_config.json"}
 

@@ -9,23 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
-import sys
 import time
 from collections import defaultdict
-from pathlib import Path
-from typing import Self
 
 import msgspec
 
-from bench.serve.endpoint import Answer, Endpoint, RunFailed, clock
+from bench.serve.endpoint import Answer, Endpoint, clock
 from bench.serve.loads import Ask, Load, make_load, segment_ids
+from bench.serve.process import ClientProcess, work_off
 from bench.serve.server import busy_seconds, idle_share
-
-try:
-    from uvloop import run as run_loop
-except ImportError:
-    from asyncio import run as run_loop
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -42,6 +34,10 @@ class Work(msgspec.Struct, frozen=True):
     """For requests without a tenant; a tenant's name is its API key."""
     timeout: float = 600.0
     """Limit for the load, in seconds."""
+
+    @property
+    def name(self) -> str:
+        return self.load
 
 
 class Run(msgspec.Struct):
@@ -123,49 +119,12 @@ async def run_work(work: Work) -> Run:
         endpoint.close()
 
 
-def first_reason(error: BaseException) -> str:
-    """The message of an error, or of the first one in a group, which mostly is the cause of the others."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return str(error) or type(error).__name__
-
-
-def main() -> None:
-    for line in sys.stdin.buffer:
-        try:
-            run = run_loop(run_work(msgspec.json.decode(line, type=Work)))
-        except Exception as error:
-            run = Run(error=first_reason(error))
-        sys.stdout.buffer.write(msgspec.json.encode(run) + b"\n")
-        sys.stdout.buffer.flush()
-
-
-class Client:
+class Client(ClientProcess[Run]):
     """Starts the client's process, and sends it loads."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "bench.serve.client"]
-        root = Path(__file__).resolve().parents[2]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root)
-
-    def run(self, work: Work) -> Run:
-        """Run a load. Raises RunFailed if a request or the client fails."""
-        self._process.stdin.write(msgspec.json.encode(work) + b"\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        run = msgspec.json.decode(line, type=Run) if line else Run(error="the client's process ended")
-        if run.error:
-            raise RunFailed(f"{work.load}: {run.error}")
-        return run
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+        super().__init__("bench.serve.client", Run)
 
 
 if __name__ == "__main__":
-    main()
+    work_off(run_work, Work, Run)

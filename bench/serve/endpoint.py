@@ -118,6 +118,9 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.reusable = True
+        self.closed_unheard = False
+        """Whether the server closed it before it sent any byte of a response."""
+        self._unheard = True
         self._buffer = bytearray()
         self._done: asyncio.Future[Stream] | None = None
 
@@ -125,19 +128,21 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, _error: Exception | None) -> None:
+        self.closed_unheard = self._unheard
         self._fail("the server closed the connection")
 
     def close(self) -> None:
         self._transport.close()
 
     def send(self, request: bytes) -> asyncio.Future[Stream]:
-        self._stream, self._step, self._refusal = Stream(), self._head, b""
+        self._stream, self._step, self._refusal, self._unheard = Stream(), self._head, b"", True
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._done
 
     def data_received(self, data: bytes) -> None:
         now = clock()
+        self._unheard = False
         self._buffer += data
         try:
             while self._step(now):
@@ -219,20 +224,36 @@ class Endpoint:
         return b"%b%b\r\ncontent-length: %d\r\n\r\n%b" % (self._head, key, len(body), body)
 
     async def post(self, request: bytes) -> Answer:
+        """Send a request, and wait for its answer. Cancelled, the connection is closed, so that the server stops.
+        Raises RunFailed; OSError if there is no connection."""
         sent = clock()
-        connection = await self._connection()
-        answer = (await connection.send(request)).answer(sent)
+        while (connection := self._kept()) is not None:
+            try:
+                return await self._exchange(connection, request, sent)
+            except RunFailed:
+                # Servers close connections that were idle for some seconds, also just when a request is sent.
+                if not connection.closed_unheard:
+                    raise
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, self._host, self._port)
+        return await self._exchange(connection, request, sent)
+
+    async def _exchange(self, connection: Connection, request: bytes, sent: float) -> Answer:
+        try:
+            answer = (await connection.send(request)).answer(sent)
+        except BaseException:
+            connection.close()
+            raise
         self._idle.append(connection)
         return answer
 
-    async def _connection(self) -> Connection:
+    def _kept(self) -> Connection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.reusable:
                 return connection
             connection.close()
-        loop = asyncio.get_running_loop()
-        return (await loop.create_connection(Connection, self._host, self._port))[1]
+        return None
 
     def close(self) -> None:
         for connection in self._idle:

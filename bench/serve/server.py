@@ -45,6 +45,12 @@ def model_name(url: str, api_key: str) -> str:
     return json.loads(body)["data"][0]["id"]
 
 
+def max_model_len(url: str, api_key: str) -> int | None:
+    """The longest context of the first model that the server lists; None if it does not say."""
+    status, body = get(url, "/v1/models", api_key)
+    return json.loads(body)["data"][0].get("max_model_len") if status == 200 else None
+
+
 def busy_seconds(url: str, api_key: str) -> list[float] | None:
     """BUSY_METRIC of each worker; None if the server does not have it."""
     status, body = get(url, "/metrics", api_key)

@@ -222,6 +222,8 @@ class Register(msgspec.Struct, tag="register", kw_only=True):
     """LoRA adapters of the model that it serves, each as a model of that name."""
     max_loras: Number = 0
     """How many may be loaded at once; 0: none can be loaded or unloaded."""
+    host_tokens: Number = 0
+    """Tokens whose pages host memory can hold."""
 
 
 class Output(msgspec.Struct, array_like=True):

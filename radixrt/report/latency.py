@@ -24,9 +24,9 @@ class Histogram:
         self.total = 0.0
         """The sum of all values."""
 
-    def add(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
     def quantile(self, share: float) -> float | None:
         """The value that a `share` of the values is below, by interpolation within its bucket; above all bounds the
@@ -51,6 +51,8 @@ class Latency:
     """Until the first token."""
     each: Histogram = field(default_factory=lambda: Histogram(EACH))
     """For a token after the first: the mean of each sequence that has ended by itself, or by a limit."""
+    tokens: Histogram = field(default_factory=lambda: Histogram(EACH))
+    """The same, counted once for each such token."""
     whole: Histogram = field(default_factory=lambda: Histogram(WHOLE))
     """Until the last token of such a sequence."""
 
@@ -59,3 +61,4 @@ class Latency:
         self.whole.add(last)
         if tokens > 1:
             self.each.add((last - first) / (tokens - 1))
+            self.tokens.add((last - first) / (tokens - 1), tokens - 1)

@@ -46,6 +46,7 @@ def registration(identity: Identity, runner: Runner, cache: PageCache, limits: L
         num_states=runner.num_states + max(0, runner.num_host_states - 1),
         adapters=[Adapter(name) for name in identity.adapters],
         max_loras=identity.max_loras,
+        host_tokens=max(0, runner.num_host_pages - 1) * runner.page_size,
     )
 
 

@@ -12,8 +12,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -36,25 +35,10 @@ from bench.serve.rows import (
     ttft_ms,
 )
 from bench.serve.server import busy_seconds, idle_share, read_config
-from tests.checkpoints import make_tokenizer
+from tests.bench.conftest import CONFIG
 from tests.frontend.conftest import serving
 
-CONFIG = {
-    "vocab_size": 512,
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 128,
-}
 LLAMA_8B = Shape(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = make_tokenizer(tmp_path_factory.mktemp("model"))
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    return path
 
 
 # ---------------------------------------------------------------- loads
@@ -428,6 +412,33 @@ def test_a_server_that_fails_ends_the_load(payload, reason):
         for _ in range(2):
             with pytest.raises(RunFailed, match=reason):
                 client.run(Work(url, "m", "twice", 1.0, 0, 0, 512))
+
+
+def test_a_connection_that_the_server_closed_meanwhile_is_replaced():
+    """It answers one request a connection, and hangs up when the next one comes."""
+    events = b'data: {"choices":[{"text":"x"}],"usage":{"prompt_tokens":1,"completion_tokens":1}}\n\n'
+    reply = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(events), events)
+    seen, tasks = [], []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.append(asyncio.current_task())
+        seen.append(await reader.readuntil(b"{}"))
+        writer.write(reply)
+        with suppress(asyncio.IncompleteReadError):
+            await reader.readuntil(b"{}")
+        writer.close()
+        await writer.wait_closed()
+
+    async def run() -> list[Answer]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        endpoint = Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        answers = [await endpoint.post(endpoint.request(b"{}", "")) for _ in range(3)]
+        endpoint.close()
+        await asyncio.gather(*tasks)
+        server.close()
+        return answers
+
+    assert [one.completion_tokens for one in asyncio.run(run())] == [1, 1, 1] and len(seen) == 3
 
 
 # ---------------------------------------------------------------- all of it

@@ -19,6 +19,7 @@ from radixrt.report import Report, to_text
 from radixrt.report.workers import GONE_SECONDS, KEPT_SECONDS, MAX_GONE_WORKERS
 from radixrt.router.core.core import RouterCore
 from radixrt.router.server.prometheus import render
+from tests.waiting import eventually
 
 SHORT = Sampling(max_tokens=4)
 PAGE_STATES = ("free", "evictable", "leased")
@@ -104,6 +105,76 @@ def test_a_key_sees_its_tenant_and_the_admins_key_everything():
                     assert caught.value.code == 401
 
 
+def families(text: str) -> dict[str, str]:
+    """The types of metrics by name."""
+    return {family.name: family.type for family in text_string_to_metric_families(text)}
+
+
+def test_names_of_vllm_and_sglang_count_the_same():
+    trunk = list(range(10, 110))
+    with stack(1, fake="0,0.01", page_size=4) as running, Client(running.address) as client:
+        for i in range(4):
+            client.generate([*trunk, i + 500], Sampling(max_tokens=5, ignore_eos=True))
+        stream = client.stream(trunk, Sampling(max_tokens=1000, ignore_eos=True))
+        next(stream)
+
+        def running_now() -> str:
+            text = client.metrics()
+            (count,) = (value for name, value in samples(text).items() if name[0] == "vllm:num_requests_running")
+            return text if count else ""
+
+        text = eventually(running_now)
+        stream.close()
+    found, types = samples(text), families(text)
+    (worker,) = (labels for name, *labels in found if name == "vllm:num_requests_running")
+    labels = ("model_name", "m"), ("tenant", "default")
+    own = ("model", "m"), ("tenant", "default")
+    for name, ours in {
+        "vllm:prompt_tokens_total": "radixrt_prompt_tokens_total",
+        "vllm:prefix_cache_queries_total": "radixrt_prompt_tokens_total",
+        "vllm:prefix_cache_hits_total": "radixrt_cached_prompt_tokens_total",
+        "vllm:generation_tokens_total": "radixrt_generated_tokens_total",
+        "sglang:prompt_tokens_total": "radixrt_prompt_tokens_total",
+        "sglang:cached_tokens_total": "radixrt_cached_prompt_tokens_total",
+        "sglang:generation_tokens_total": "radixrt_generated_tokens_total",
+        "vllm:time_to_first_token_seconds_sum": "radixrt_time_to_first_token_seconds_sum",
+        "sglang:e2e_request_latency_seconds_count": "radixrt_sequence_seconds_count",
+        "vllm:request_time_per_output_token_seconds_count": "radixrt_time_per_output_token_seconds_count",
+    }.items():
+        assert found[name, *labels] == found[ours, *own] > 0, name
+        assert types[name.removesuffix("_total").removesuffix("_sum").removesuffix("_count")] in (
+            "counter",
+            "histogram",
+        )
+    assert found["vllm:inter_token_latency_seconds_count", *labels] == 4 * 4, "of each token but the first"
+    for name in ("vllm:num_requests_running", "sglang:num_running_reqs"):
+        assert found[name, *worker] == 1 and types[name] == "gauge"
+    for name in ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "sglang:hicache_host_total_tokens"):
+        assert found[name, *worker] == 0 and types[name] == "gauge"
+    usage, total = found["vllm:kv_cache_usage_perc", *worker], found["sglang:max_total_num_tokens", *worker]
+    assert usage == found["sglang:token_usage", *worker]
+    assert usage * total == pytest.approx(found["sglang:num_used_tokens", *worker]) and 0 < usage < 1
+    for name in ("vllm:num_preemptions", "sglang:num_retracted_reqs", "vllm:spec_decode_num_accepted_tokens"):
+        assert found[name + "_total", *worker] == 0 and types[name] == "counter"
+    assert found["sglang:num_requests_total",] == 4
+
+
+def test_names_of_vllm_and_sglang_can_be_left_out():
+    with stack(1, peer_metrics=False) as running, Client(running.address) as client:
+        assert {name.split("_")[0] for name in families(client.metrics())} == {"radixrt"}
+
+
+def test_a_worker_says_how_much_host_memory_holds():
+    core = RouterCore(RouterConfig())
+    sizes = {"max_model_len": 9, "page_size": 1, "total_pages": 9, "max_running": 1}
+    core.register(Register(name="w", model="m", host_tokens=640, **sizes), 0.0)
+    core.step("w", StepDone([], load=Load(steps=1, host_tokens=16)), 0.0)
+    found = samples(render(Report(1000), core))
+    labels = ("engine", "w"), ("model_name", "m")
+    assert found["sglang:hicache_host_used_tokens", *labels] == 16
+    assert found["sglang:hicache_host_total_tokens", *labels] == 640
+
+
 def test_a_tenants_health_has_its_own_sequences_alone():
     with stack(1, fake="0,0.05", api_key=("a:key-a", "b:key-b")) as running:
         with Client(running.address, api_key="key-a") as one, Client(running.address, api_key="key-b") as other:
@@ -126,11 +197,15 @@ def test_there_are_no_series_of_unloaded_adapters():
             reusable_tokens=0, cached_tokens=0, bound_tokens=0, predicted_tokens=0, best_tokens=0, model=model,
         )  # fmt: skip
         report.took("t", model, 0.1, 0.2, 2)
-    shown = lambda: {v for name in samples(render(report, core)) for label, v in name[1:] if label == "model"}  # noqa: E731
+
+    def shown() -> set[str]:
+        names = ("model", "model_name")
+        return {value for name in samples(render(report, core)) for label, value in name[1:] if label in names}
+
     assert shown() == set(served)
     for model in served[2:]:
         core.workers.want(Adapter(model, 1000, ""))
-    assert shown() == {"m", "kept"} and len(render(report, core).splitlines()) < 300
+    assert shown() == {"m", "kept"} and len(render(report, core).splitlines()) < 600
     core.workers.want(Adapter("adapter-7", 2000, "/folder"))
     found = samples(render(report, core))
     assert found["radixrt_prompt_tokens_total", ("model", "adapter-7"), ("tenant", "t")] == 2, "sums go on"

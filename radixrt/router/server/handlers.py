@@ -348,7 +348,8 @@ class Handlers:
             case "report":
                 return self._report.to_json(self._visible(message.api_key), self._decode)
             case "metrics":
-                return render(self._report, self._core, self._visible(message.api_key))
+                visible = self._visible(message.api_key)
+                return render(self._report, self._core, visible, self._config.peer_metrics)
 
     def _recall(self, client: bytes, message: Recall) -> None:
         """Raises Refused if the values are too large for one reply."""

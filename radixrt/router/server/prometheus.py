@@ -13,22 +13,24 @@ from radixrt.report.causes import Misses
 from radixrt.report.report import Report
 from radixrt.report.workers import MAX_GONE_WORKERS, WorkerState
 from radixrt.router.core.core import RouterCore
+from radixrt.router.server.peer_metrics import peer_metrics, shows
 
 
-def render(report: Report, core: RouterCore, tenant: str | None = None) -> str:
+def render(report: Report, core: RouterCore, tenant: str | None = None, peers: bool = True) -> str:
     """The metrics in Prometheus' text format. With `tenant`, only those with a tenant label, of that tenant, and the
     number of its sequences in flight. LoRA adapters that were unloaded are left out. Counters of workers that have gone
-    are shown for an hour, for at most the last hundred."""
+    are shown for an hour, for at most the last hundred. `peers`: what other servers have, by their names as well."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(report, core, tenant))
+    registry.register(_Collector(report, core, tenant, peers))
     return generate_latest(registry).decode()
 
 
 class _Collector(Collector):
-    def __init__(self, report: Report, core: RouterCore, tenant: str | None) -> None:
+    def __init__(self, report: Report, core: RouterCore, tenant: str | None, peers: bool) -> None:
         self._report = report
         self._core = core
         self._tenant = tenant
+        self._peers = peers
 
     def collect(self) -> Iterator[Metric]:
         yield self._in_flight()
@@ -38,6 +40,8 @@ class _Collector(Collector):
         if self._tenant is None:
             yield from self._requests()
             yield from self._workers()
+        if self._peers:
+            yield from peer_metrics(self._report, self._core, self._tenant)
 
     def _in_flight(self) -> Metric:
         core = self._core
@@ -45,8 +49,7 @@ class _Collector(Collector):
         return GaugeMetricFamily("radixrt_sequences_in_flight", "Sequences placed or waiting for a worker.", count)
 
     def _shows(self, tenant: str, model: str) -> bool:
-        """Whether there are series of a tenant and a model."""
-        return self._tenant in (None, tenant) and not self._core.workers.is_unloaded(model)
+        return shows(self._core, self._tenant, tenant, model)
 
     def _requests(self) -> Iterator[Metric]:
         counters = self._core.counters

@@ -1,0 +1,1 @@
+"""Recorded agents against any server: see `bench.agents.__main__`."""
