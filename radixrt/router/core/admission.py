@@ -147,6 +147,7 @@ class Admission:
         validate.check_pins(message.pin, len(prompt) // TOKEN_BYTES)
         request.pin = message.pin
         room = self._room(serving, len(prompt) // TOKEN_BYTES, 0 if sampling.max_tokens == 0 else 1)
+        request.asked = sampling.max_tokens
         request.bounded = sampling.max_tokens is not None and sampling.max_tokens <= room
         max_tokens = sampling.max_tokens if request.bounded else room
         if message.prompt_logprobs and sampling.logprobs is None:
