@@ -1,5 +1,6 @@
 # docker build -t radixrt .                         for CPUs
-# docker build -t radixrt:cuda --target cuda .      for NVIDIA GPUs
+# docker build -t radixrt:cuda --target cuda .      for NVIDIA GPUs; with FlashInfer's kernels, which otherwise are compiled
+#                                                   at the first start: --build-arg KERNELS='MODEL --cuda-arch-list 9.0a'
 # docker run --rm --network host radixrt            serves nano at http://localhost:8000
 
 FROM python:3.12-slim AS build
@@ -17,6 +18,8 @@ RUN apt-get update && apt-get install --yes --no-install-recommends python3-dev 
 ENV PATH=/opt/radixrt/bin:$PATH
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir "radixrt[cuda] @ file://$(echo /wheels/radixrt-*.whl)"
+ARG KERNELS=""
+RUN test -z "$KERNELS" || FLASHINFER_WORKSPACE_BASE=/tmp/kernels radixrt build-kernels --aot $KERNELS && rm -rf /tmp/kernels
 RUN useradd --uid 10001 --create-home radixrt && install --directory --owner radixrt /home/radixrt/.cache
 USER 10001
 WORKDIR /home/radixrt

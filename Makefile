@@ -19,11 +19,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/tokens/*.cpp radixrt/wire/*.cpp radixrt/frontend/http/*.cpp radixrt/worker/speculative/*.cpp radixrt/worker/model/layers/*.cpp radixrt/worker/model/layers/*.h)
 
-GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout \
+GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout pytest-xdist execnet \
   pyzmq uvloop starlette uvicorn httptools prometheus-client gguf \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
-.PHONY: demo test tests test-pythons test-slow test-agents test-models test-page test-ray chaos format lint types bench clean compatibility docs gpu-wheels gpu-test gpu-bench
+.PHONY: demo test tests test-pythons test-slow test-agents test-models test-page test-ray chaos format lint types bench clean compatibility docs gpu-wheels gpu-test gpu-test-ranks gpu-bench
 
 demo: $(VENV)/installed
 	$(BIN)/python -m radixrt.demo
@@ -85,12 +85,13 @@ gpu-wheels:
 	python3 -m pip install --quiet --no-deps --no-index --target $@ .gpu/whl/*.whl
 	@touch $@
 
-# With slow tests of all model families: make gpu-test MARKS='slow or not slow'. Other tests never use a GPU.
-gpu-test: MARKS ?= not slow
-gpu-test: .gpu/site
+# Four processes share a GPU; what came of it is in bench/results/gpu_tests.json. With slow tests of all model families:
+# make gpu-test MARKS='slow or not slow'. Other tests never use a GPU. gpu-test-ranks: those that need two GPUs.
+MARKS ?= not slow
+PROCESSES ?= 4
+gpu-test gpu-test-ranks: .gpu/site
 	python3 setup.py --quiet build_ext --inplace
-	PYTHONPATH=.gpu/site python3 -m pytest -rs -s -p no:cacheprovider -m '$(MARKS)' tests/gpu \
-	  $(addprefix tests/worker/cuda/test_,kernels.py products.py experts.py packed_experts.py int4.py delta.py mamba.py latent.py sparse.py selection.py host_pool.py predicting.py router.py full_heads.py sampler.py scaled.py lora.py)
+	PYTHONPATH=$(CURDIR)/.gpu/site:$(CURDIR) python3 -m tests.gpu.run --processes $(PROCESSES) -m '$(MARKS)' $(if $(findstring ranks,$@),--ranks)
 
 gpu-bench: .gpu/site
 	python3 setup.py --quiet build_ext --inplace

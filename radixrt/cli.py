@@ -4,6 +4,7 @@ radixrt serve MODEL            start router, workers and HTTP front ends
 radixrt pull [NAME]            download a model; without a name: list small ones
 radixrt router|worker|frontend start only one of these, for setups of several machines
 radixrt plan MODEL             print which GPUs hold a model, and how many agents
+radixrt build-kernels MODEL    compile FlashInfer's kernels for a model before its first start
 radixrt report                 print the hit-rate report of a running stack
 radixrt top                    show what a running stack does now, each second
 radixrt run PROGRAM.py         run an agent program against a running stack
@@ -68,6 +69,8 @@ PLANNED = {
     "model_impl",
 }
 """Settings of a worker that decide what it holds."""
+COMPILED = {"dtype", "model_impl"}
+"""Those that decide which kernels are compiled."""
 log = logging.getLogger("radixrt.cli")
 
 USAGE = "%(prog)s [MODEL] [FLAG ...]"
@@ -163,6 +166,22 @@ def build_parser() -> Parser:
     add_fields(plan, WorkerConfig, leave_out={field.name for field in dataclasses.fields(WorkerConfig)} - PLANNED)
     plan.set_defaults(run=_plan)
 
+    kernels = commands.add_parser(
+        "build-kernels", help="compile a model's FlashInfer kernels, of which no GPU is needed"
+    )
+    add_model(kernels, "checkpoint folder, GGUF file, hub name (of which no weights are fetched), or nano")
+    kernels.add_argument(
+        "--head-dim", type=number, action="append", metavar="N", help="instead of a model: for heads of this size"
+    )
+    kernels.add_argument(
+        "--cuda-arch-list", default="", metavar="ARCHS", help="'8.0 9.0a', say (default: the GPUs that are here)"
+    )
+    kernels.add_argument(
+        "--aot", action="store_true", help="also copy them into FlashInfer's package, which then needs no compiler"
+    )
+    add_fields(kernels, WorkerConfig, leave_out={field.name for field in dataclasses.fields(WorkerConfig)} - COMPILED)
+    kernels.set_defaults(run=_build_kernels)
+
     report = commands.add_parser("report", help="print the hit-rate report of a running stack")
     report.add_argument("--json", action="store_true", help="JSON instead of a table")
     report.add_argument("--html", metavar="FILE.html", help="write a page instead")
@@ -244,10 +263,7 @@ def _plan(args: argparse.Namespace) -> int:
         raise ValueError("which model? radixrt plan MODEL")
     if args.context < 0:
         raise ValueError(f"--context {args.context}: expected a number of tokens")
-    if is_hub_name(name := model_folder(args.model)) and has_quant(name) and not is_complete(name):
-        raise ValueError(f"a GGUF file is read from the cache: radixrt pull {args.model} first")
-    config = resolve(dataclasses.replace(from_args(WorkerConfig, args), device="cuda:0"))
-    check(config)
+    config = _config_on_gpu(args)
     from radixrt.worker.load.capacity import find_capacity, named_gpus
     from radixrt.worker.load.capacity_text import to_text
 
@@ -255,6 +271,28 @@ def _plan(args: argparse.Namespace) -> int:
     capacity = find_capacity(config, args.context, named_gpus(args.gpu or ()), sizes)
     print(json.dumps(capacity.as_json(), indent=2) if args.json else to_text(capacity))
     return 0
+
+
+def _config_on_gpu(args: argparse.Namespace) -> WorkerConfig:
+    """That of a worker on a GPU, which need not be here."""
+    if is_hub_name(name := model_folder(args.model)) and has_quant(name) and not is_complete(name):
+        raise ValueError(f"a GGUF file is read from the cache: radixrt pull {args.model} first")
+    config = resolve(dataclasses.replace(from_args(WorkerConfig, args), device="cuda:0"))
+    check(config)
+    return config
+
+
+def _build_kernels(args: argparse.Namespace) -> int:
+    if ("model" in args) == bool(args.head_dim):
+        raise ValueError("for which model? radixrt build-kernels MODEL, or --head-dim N")
+    from radixrt.worker.load import flashinfer_kernels
+
+    archs = flashinfer_kernels.choose_archs(args.cuda_arch_list)
+    if args.head_dim:
+        wanted = flashinfer_kernels.kernels_of_heads(args.head_dim, vars(args).get("dtype", "auto"), archs)
+    else:
+        wanted = flashinfer_kernels.kernels_of_model(_config_on_gpu(args), archs)
+    return 1 if flashinfer_kernels.build(wanted, print, args.aot) else 0
 
 
 def _pull(args: argparse.Namespace) -> int:

@@ -148,3 +148,12 @@ def test_grafana_finds_its_source_and_its_dashboard() -> None:
     dashboard = (folder / "dashboard.json").read_text()
     named = set(re.findall(r'"type": "prometheus",\s*"uid": "([^"]+)"', dashboard))
     assert named and all(uid == source["uid"] or uid.startswith("$") for uid in named)
+
+
+def test_kernels_are_compiled_into_the_image_of_gpus_by_a_build_argument() -> None:
+    (line,) = [line for line in DOCKERFILE.splitlines() if "build-kernels" in line and line.startswith("RUN")]
+    (command,) = re.findall(r"radixrt (build-kernels --aot) \$KERNELS", line)
+    (example,) = re.findall(r"--build-arg KERNELS='(.*)'", (ROOT / "docs/gpu.md").read_text())
+    asked = cli.build_parser().parse_args([*command.split(), *re.sub("'", "", example).split()])
+    assert asked.aot and asked.head_dim == [128] and asked.cuda_arch_list == "9.0a"
+    assert 'ARG KERNELS=""' in DOCKERFILE.partition(" AS cuda")[2].partition("\nFROM ")[0]

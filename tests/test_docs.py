@@ -21,7 +21,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 OTHERS_FLAGS = set(  # of pip, docker, other servers, aiperf and our benchmarks
     """--help --index-url --enable-prompt-tokens-details --enable-cache-report --enable-hierarchical-cache
-    --lenient --rivals --serve --url --rm --network --gpus --target --detach
+    --lenient --rivals --serve --url --rm --network --gpus --target --build-arg --detach
     --scenario --input-file --custom-dataset-type --unsafe-override --use-server-token-count --session-header
     --concurrency --trajectory-start-min-ratio --trajectory-start-max-ratio --random-seed
     --benchmark-duration""".split()

@@ -66,4 +66,38 @@ class RunStep(msgspec.Struct, tag="step", array_like=True):
     """`Plan.paths`. None: the same as in the step before."""
 
 
-ToRank = Bind | PutAdapter | RunStep
+class MakeMoves(msgspec.Struct, tag="moves", array_like=True):
+    """Make copies without a step (`Runner.move`)."""
+
+    moves: msgspec.Raw
+    """A `worker.plan.Moves`."""
+
+
+class WritePart(msgspec.Struct, tag="write", array_like=True):
+    """Write a rank's part of a block of KV on disk, from `slots` of its host memory, int32, once what the steps before
+    copy to these has arrived."""
+
+    number: int
+    """Of the block."""
+    kind: str
+    slots: bytes
+
+
+class ReadPart(msgspec.Struct, tag="read", array_like=True):
+    """Read a rank's part of a block to `slots`, its rows from `first` on. The reply is a PartRead."""
+
+    ticket: int
+    number: int
+    kind: str
+    slots: bytes
+    first: int
+
+
+ToRank = Bind | PutAdapter | RunStep | MakeMoves | WritePart | ReadPart
+
+
+class PartRead(msgspec.Struct, array_like=True):
+    """From another rank to rank 0: whether a part was read, and verified."""
+
+    ticket: int
+    ok: bool

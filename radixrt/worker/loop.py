@@ -42,6 +42,8 @@ BUSY_SECONDS = 0.02
 """A gap between two steps that is shorter than this was no wait for work: the loop was busy throughout."""
 DISK_SECONDS = 0.01
 """How often the loop looks, while nothing is computed, after what is being written to disk."""
+WRITE_OUT_SECONDS = 5.0
+"""The longest that the end waits for the disk."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(m.ToWorker).decode
 _EVENTS = {"stored": m.Stored, "removed": m.Removed, "cleared": m.Cleared, "saved": m.Saved, "dropped": m.Dropped}
@@ -163,6 +165,7 @@ class Worker:
                 self._pin(outputs)
                 self._reply(outputs)
             self._finish_last_step()  # no step may be in flight when the runner is closed
+            self._write_out()
         finally:
             self._stopped.set()
             self._link.close()
@@ -223,6 +226,14 @@ class Worker:
             self.cache.tier.reset()
         else:
             self.cache.tier.applied()
+
+    def _write_out(self) -> None:
+        """Before the end: let that be written to disk which requests have left."""
+        tier, until = self.cache.tier, time.monotonic() + WRITE_OUT_SECONDS
+        while tier.is_busy and time.monotonic() < until:
+            tier.poll()
+            self._move()
+            time.sleep(POLL_SECONDS)
 
     def _load_adapters(self) -> list[m.Output]:
         """Put LoRA adapters that have been read into their slots. Before that, the step in flight has to end."""

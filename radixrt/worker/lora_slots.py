@@ -18,8 +18,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from radixrt.checkpoint.identity import adapter_identity
 from radixrt.checkpoint.lora_modules import FLAG, LoraModule
 from radixrt.messages import Adapter, AdapterLoaded
 
@@ -81,17 +83,20 @@ class AdapterSlots:
     def _read(self, adapter: Adapter, read: Future[Any]) -> None:
         try:
             content = self._runner.read_adapter(LoraModule(adapter.name, adapter.path))
+            identity = "" if self._runner.disk is None else adapter_identity(Path(adapter.path))
         except BaseException as error:
             with contextlib.suppress(InvalidStateError):
                 read.set_exception(error)
         else:
             with contextlib.suppress(InvalidStateError):  # it came too late
-                read.set_result(content)
+                read.set_result((content, identity))
 
     def unload(self, name: str, version: int) -> None:
         """From now on no new request can have it."""
         if (number := self.numbers.pop((name, version), None)) is not None:
             self._paths.pop((name, version), None)
+            if self._runner.disk is not None:
+                self._runner.disk.unloaded((name, version))
             self._leaving.add(number)
 
     def __bool__(self) -> bool:
@@ -128,7 +133,7 @@ class AdapterSlots:
         if key in self.numbers:
             return ""
         try:
-            content = read.result()
+            content, identity = read.result()
             if not self._free:
                 raise ValueError(f"{adapter.name}: no slot is free")
             self._runner.put_adapter(self._free[0], LoraModule(adapter.name, adapter.path), content)
@@ -139,6 +144,8 @@ class AdapterSlots:
             return f"{adapter.name}: {error or type(error).__name__}"
         self.numbers[key] = self._free.pop(0)
         self._paths[key] = adapter.path
+        if self._runner.disk is not None:
+            self._runner.disk.loaded(key, identity)
         return ""
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,9 +117,17 @@ def make_runner(config: WorkerConfig) -> Runner:
     prefill_rate, decode_step = (float(part) for part in config.fake.split(","))
     num_pages = (config.max_total_tokens or FAKE_TOKENS) // config.page_size + 1
     vocab_size = fake_vocab_size(config.model)
+    store = None
+    if config.kv_disk_path:
+        from radixrt.worker.load.store import open_store
+
+        if not config.check:
+            raise ValueError("--kv-disk-path: a fake worker has pages only with --check")
+        store = partial(open_store, config, f"fake {vocab_size} {config.page_size}")
     return FakeRunner(
-        num_pages, config.page_size, vocab_size, check=config.check, prefill_rate=prefill_rate, decode_step=decode_step
-    )
+        num_pages, config.page_size, vocab_size, check=config.check, prefill_rate=prefill_rate, decode_step=decode_step,
+        num_host_pages=num_pages if store else 0, store=store,
+    )  # fmt: skip
 
 
 def has_device(name: str) -> bool:

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 import torch
+
+SHARE = 0.88
+"""Of the GPU's memory, which processes that run tests beside each other divide; the rest is for their contexts."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes > 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(SHARE / processes)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -62,6 +62,7 @@ def served(engine, asked, namespace="", adapter=-1):
         ("deepseek_v32", {}),
         ("deepseek_v32", {"kv_cache_dtype": "fp8_e4m3"}),
         ("gpt_oss", {}),
+        ("llama", {"tensor_parallel_size": 2}),
     ],
 )
 def test_after_a_restart_nothing_is_computed_but_last_tokens(checkpoint, tmp_path, family, settings):
@@ -91,6 +92,7 @@ def test_after_a_restart_nothing_is_computed_but_last_tokens(checkpoint, tmp_pat
     [
         ("qwen3_next", {"page_size": 16}),
         ("lfm2", {}),
+        pytest.param("qwen3_next", {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
         pytest.param("kimi_linear", {}, marks=pytest.mark.slow),
         pytest.param("nemotron_h", {"dtype": "bfloat16", "deterministic": True}, marks=pytest.mark.slow),
     ],

@@ -129,6 +129,66 @@ def test_flashinfer_that_cannot_be_built_is_replaced_with_a_warning(folder, monk
     assert ("ninja: build stopped" in caplog.text) == (backend == "auto")
 
 
+@pytest.mark.parametrize("backend", ["auto", "flashinfer"])
+def test_kernels_that_could_not_be_compiled_ahead_are_not_tried_again(folder, monkeypatch, caplog, backend):
+    """Neither those of attention nor, where they are first called, those of draws."""
+    cuda = pytest.importorskip("radixrt.worker.load.cuda_runner")
+    loaded = replace(on_gpu(folder, monkeypatch, (9, 0)), dtype=torch.bfloat16)
+    monkeypatch.setattr(cuda, "FlashInfer", lambda *_: pytest.fail("it would be compiled again"))
+    monkeypatch.setattr(cuda, "find_thresholds", lambda *_: pytest.fail("it would be compiled again"))
+    monkeypatch.setattr(cuda, "attention_kernels", lambda *_: ["attention"])
+
+    class Failed:
+        def is_done(self, kernels) -> bool:
+            return True
+
+        def wait(self, kernels) -> float:
+            raise RuntimeError(f"{kernels} cannot be compiled: ninja is missing")
+
+    settings = SimpleNamespace(attention_backend=backend, page_size=1, max_num_batched_tokens=64, deterministic=False)
+    assert cuda.find_sampling(settings, loaded, Failed())() is None
+    assert "not used for draws: RuntimeError: sampling cannot be compiled: ninja is missing" in caplog.text
+    if backend == "flashinfer":
+        with pytest.raises(ValueError, match="attention cannot be compiled: ninja is missing"):
+            cuda.find_flashinfer(settings, loaded, Failed())
+    else:
+        assert cuda.find_flashinfer(settings, loaded, Failed()) is None
+        assert "attention cannot be compiled: ninja is missing" in caplog.text
+
+
+def test_builds_begin_for_what_the_model_needs_and_without_flashinfer_there_are_none(folder, monkeypatch):
+    cuda = pytest.importorskip("radixrt.worker.load.cuda_runner")
+    loaded = replace(on_gpu(folder, monkeypatch, (8, 0)), dtype=torch.bfloat16)
+    settings, asked = SimpleNamespace(attention_backend="auto", deterministic=False), []
+
+    def find(wanted):
+        asked.extend(map(str, wanted))
+        raise RuntimeError("FlashInfer cannot be imported")
+
+    monkeypatch.setattr(cuda, "find_specs", find)
+    builds = cuda.begin_builds(settings, loaded)
+    assert asked == [f"attention (fa2, bfloat16, heads of {loaded.spec.head_dim})", "sampling"]
+    assert builds.compiling == () and builds.is_done(cuda.SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "tokens", "ranks", "steps"),
+    [(False, 0, None, 1), (True, 0, None, 0), (False, 512, None, 0), (False, 0, 0, 0), (False, 0, 1, 1)],
+    ids=["compiling", "compiled", "no step to measure", "another rank has them", "all ranks compile"],
+)
+def test_a_step_without_flashinfer_passes_the_time_of_its_builds(folder, monkeypatch, compiled, tokens, ranks, steps):
+    cuda = pytest.importorskip("radixrt.worker.load.cuda_runner")
+    loaded = replace(on_gpu(folder, monkeypatch, (9, 0)), dtype=torch.bfloat16)
+    ran = []
+    monkeypatch.setattr(cuda, "attention_kernels", lambda *_: ["attention"])
+    monkeypatch.setattr(cuda, "_largest_step", lambda *arguments: ran.append(arguments))
+    builds = SimpleNamespace(is_done=lambda kernels: compiled)
+    group = None if ranks is None else SimpleNamespace(smallest=lambda number: min(number, ranks))
+    settings = SimpleNamespace(max_total_tokens=tokens)
+    cuda._pass_time(settings, loaded, "model", builds, "thresholds", group)
+    assert ran == steps * [(settings, loaded, "model", "thresholds", None, None, group)]
+
+
 @pytest.mark.parametrize("long", [False, True])
 def test_a_build_that_takes_long_is_spoken_of_before_it_ends(folder, monkeypatch, caplog, long):
     cuda = pytest.importorskip("radixrt.worker.load.cuda_runner")

@@ -50,6 +50,12 @@ class Disk(Protocol):
 
     def delete(self, numbers: list[int]) -> None: ...
 
+    def loaded(self, adapter: tuple[str, int], identity: str) -> None:
+        """A LoRA adapter, by name and version, is loaded; `identity` is of its content."""
+
+    def unloaded(self, adapter: tuple[str, int]) -> None:
+        """No new request will have it."""
+
     def close(self) -> None: ...
 
     def settled(self) -> Callable[[], bool]:

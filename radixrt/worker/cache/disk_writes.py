@@ -38,6 +38,8 @@ class _Noted:
     namespace: str
     ids: bytes
     touched: bool = False
+    begun: int = 0
+    """Pages of it that are on disk or were begun with."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +139,8 @@ class DiskWriter:
         device, start = self._device.match(noted.namespace, noted.ids), len(handles)
         if start * self._page_ids >= len(noted.ids):
             return self._begin_states(noted, handles, np.frombuffer(device.values(), np.int32))
+        if start < noted.begun:  # the disk has no room, or does not take it: once is enough
+            return self._lose(noted, start)
         room = policy.writable_pages(self._host.total, self._pages)
         stop = min(start + min(self._block_pages, room), len(noted.ids) // self._page_ids)
         if stop == start:
@@ -150,8 +154,7 @@ class DiskWriter:
             slots = slots[: gone[0]]
         if not len(slots):
             lease.release()
-            self._figures.lost_tokens += len(noted.ids) // TOKEN_BYTES - start * self._page_size
-            return True
+            return self._lose(noted, start)
         copied = np.flatnonzero(slots == 0)
         lent = self._host.lend(len(copied))
         if len(lent) < len(copied):
@@ -161,8 +164,8 @@ class DiskWriter:
         if len(copied) == len(slots):
             lease.release()
             leased = None
-        if not len(slots):
-            return None
+        if not len(slots):  # nothing can be lent: in vain if what is here of the path itself leaves no room
+            return None if self._pages else self._lose(noted, start)
         if len(copied):
             self._host.copy_out(pages[copied], lent)
         path = noted.ids[: (start + len(slots)) * self._page_ids]
@@ -170,8 +173,14 @@ class DiskWriter:
         parent = int(handles[-1]) if start else 0
         entry = self._index.begin(noted.namespace, path, parent, start * self._page_size, nbytes)
         self._pages += len(slots)
+        noted.begun = start + len(slots)
         self._begun.append(_Write(entry, noted.namespace, slots, lent, leased))
         return False
+
+    def _lose(self, noted: _Noted, start: int) -> bool:
+        """The pages of a path after its first `start` are not written."""
+        self._figures.lost_tokens += len(noted.ids) // TOKEN_BYTES - start * self._page_size
+        return True
 
     def _begin_states(self, noted: _Noted, handles: np.ndarray, pages: np.ndarray) -> bool | None:
         """Begin with the checkpoints of a path whose pages are written or begun with. Whether there are no more."""

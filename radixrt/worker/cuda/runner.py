@@ -39,7 +39,7 @@ from radixrt.worker.cuda.sampling.answers import (
     make_result,
 )
 from radixrt.worker.cuda.sampling.mtp import MAX_REQUESTS, PackedProposing, Predicting
-from radixrt.worker.cuda.sampling.sampler import CudaSampler, Thresholds
+from radixrt.worker.cuda.sampling.sampler import CudaSampler, LateThresholds, Thresholds
 from radixrt.worker.execution.kv_pool import KVPool, StatePool
 from radixrt.worker.execution.sample_step import SampleStep
 from radixrt.worker.execution.sampler import to_device
@@ -118,7 +118,7 @@ class CudaRunner(ModelRunner):
         num_sms: int = 1,
         tree_attention: bool = True,
         exact: bool = False,
-        thresholds: Thresholds | None = None,
+        thresholds: Thresholds | LateThresholds | None = None,
         group: Group | None = None,
         states: StatePool | None = None,
     ) -> None:

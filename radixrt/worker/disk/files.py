@@ -100,21 +100,6 @@ class Files:
         found = os.statvfs(folder)
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
-    def identity(self, path: Path) -> tuple[int, int] | None:
-        """Of the file under a name; None if there is none."""
-        try:
-            found = os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return found.st_dev, found.st_ino
-
-    def size(self, path: Path) -> int:
-        """Bytes of a file; 0 if it is not there."""
-        try:
-            return os.stat(path).st_size
-        except FileNotFoundError:
-            return 0
-
     def lock(self, path: Path) -> int:
         """Make a file that is locked for as long as the descriptor returned is open, at the latest until the process
         ends. Nobody sees it unlocked."""

@@ -5,11 +5,11 @@
     fp-<digest>/<writer>-<n>.kv   segments of a fingerprint
 
 A block (`blocks`) has a part for each rank (`parts`), an extent of a segment. A part is reserved, with its block,
-before its bytes are written, and sealed afterwards; a block that has no part `missing` any more gets a sequence number,
-by which others find it. A part that is given up becomes a hole (`holes`) in the transaction that removes its block, and
-counts until its bytes are freed. So `used` is exact whenever a process is killed, and all that is left to be done then
-can be read here. A part that is not sealed belongs to its writer, even if its block is gone: only the writer, or who
-finds it dead, makes a hole of it.
+before its bytes are written, and sealed afterwards; a block that has no part `missing` any more, nor any before it,
+gets a sequence number, by which others find it. A part that is given up becomes a hole (`holes`) in the transaction
+that removes its block, and counts until its bytes are freed. So `used` is exact whenever a process is killed, and all
+that is left to be done then can be read here. A part that is not sealed belongs to its writer, even if its block is
+gone: only the writer, or who finds it dead, makes a hole of it.
 
 The journal is a file (TRUNCATE), not a WAL: a WAL's index is mapped memory, and a disk that fails, or a file that is
 cut, would end the process by SIGBUS. Power may be lost: the index keeps its order (`synchronous` NORMAL), and blocks
@@ -23,7 +23,7 @@ import heapq
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,6 +131,10 @@ class Index:
                     run(f"PRAGMA user_version = {VERSION}")
         elif version != VERSION:
             raise Damaged(f"version {version}")
+
+    def on_progress(self, call: Callable[[], None]) -> None:
+        """Call it now and then while a statement runs, but not while it waits."""
+        self._db.set_progress_handler(call, 100_000)
 
     def close(self) -> None:
         self._db.close()
@@ -306,17 +310,28 @@ class Index:
         self._db.execute("INSERT INTO parts VALUES (?, ?, ?, ?, ?, ?, NULL)", row)
         self._db.execute("UPDATE totals SET used = used + ?", (extent,))
 
-    def seal(self, number: int, rank: int, seal: bytes) -> int | None:
-        """A part's bytes are there. Returns how many parts of its block are missing; None if the block is gone, and
-        the part with it."""
+    def seal(self, number: int, rank: int, seal: bytes) -> list[int] | None:
+        """A part's bytes are there. Returns the blocks that can be seen from now on: this one, if it has all its parts
+        and the block before it can be seen, and those after it that waited for it. None if the block is gone, and the
+        part with it."""
         if not self._db.execute("UPDATE blocks SET missing = missing - 1 WHERE number = ?", (number,)).rowcount:
             self.abandon(number, rank)
             return None
         self._db.execute("UPDATE parts SET seal = ? WHERE number = ? AND rank = ?", (seal, number, rank))
-        missing = self._one("SELECT missing FROM blocks WHERE number = ?", number)
-        if missing == 0:
-            self._db.execute("UPDATE blocks SET sequence = ? WHERE number = ?", (self._next(), number))
-        return missing
+        shown, todo = [], [number]
+        while todo:
+            number = todo.pop()
+            ready = self._db.execute(
+                "UPDATE blocks SET sequence = (SELECT sequence + 1 FROM totals) WHERE number = ? AND missing = 0 AND "
+                "sequence IS NULL AND (parent IS NULL OR EXISTS "
+                "(SELECT 1 FROM blocks p WHERE p.number = blocks.parent AND p.sequence IS NOT NULL))",
+                (number,),
+            )
+            if ready.rowcount:
+                self._next()
+                shown.append(number)
+                todo.extend(x for (x,) in self._db.execute("SELECT number FROM blocks WHERE parent = ?", (number,)))
+        return shown
 
     def abandon(self, number: int, rank: int) -> None:
         """The bytes of a part that is not sealed will not come any more. Of its writer, or if that is dead."""
@@ -434,7 +449,7 @@ class Index:
         query = (
             "SELECT b.number, kind, namespace, parent, start, ids, value, path, segment, offset, nbytes, seal "
             "FROM blocks b LEFT JOIN parts p ON p.number = b.number AND p.rank = ? "
-            "WHERE fingerprint = ? AND missing = 0"
+            "WHERE fingerprint = ? AND sequence IS NOT NULL"
         )
         if since >= 0:
             rows = self._db.execute(query + " AND sequence > ?", (rank, fingerprint, since)).fetchall()

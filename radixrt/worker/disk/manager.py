@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 
 from radixrt.worker.disk.block import StoreState
+from radixrt.worker.disk.health import Health, trouble
 from radixrt.worker.disk.index import Damaged, Index
-from radixrt.worker.disk.ledger import Health, trouble
 from radixrt.worker.disk.session import Session, Setting
 from radixrt.worker.disk.tasks import Write
 
@@ -30,7 +30,8 @@ class Manager:
         self.loaded = threading.Event()
         """The index was read, or cannot be."""
         self._left: dict[int, Write] = {}
-        """Of a session that was lost, under way: until they have settled there is no other one."""
+        """Of sessions that were lost, under way: until they have settled there is no other one."""
+        self._lost: list[Session] = []
         self._begun_at = float("-inf")
         self._closing = False
         self._close_at = 0.0
@@ -62,12 +63,12 @@ class Manager:
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do it; what goes wrong is told, not raised."""
-        self._at.clocks.begin(self)
+        self._at.clocks.begin()
         try:
             work()
         except Exception as e:
             self._went_wrong(e)
-        self._at.clocks.end(self)
+        self._at.clocks.end()
 
     def _went_wrong(self, e: Exception) -> None:
         code = getattr(e, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
@@ -131,6 +132,7 @@ class Manager:
         if session is None:
             return
         self._left.update(session.lose())
+        self._lost.append(session)
         places = list(self._at.places)
         self._at.places.clear()
         self._at.ledger.change(removed=places)
@@ -142,6 +144,8 @@ class Manager:
             task = settled.popleft()
             self._left.pop(task.job.number, None)
             self._at.ledger.end(task.job, "gone")
+        while self._lost and not self._left:
+            self._lost.pop().release()
 
     def _begin_anew(self, why: str) -> None:
         """The index is damaged. If the last one was just begun, something else is wrong."""

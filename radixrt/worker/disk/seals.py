@@ -53,10 +53,7 @@ class Seals:
 
     def path(self, parent: bytes, kind: str, start: int, ids: bytes) -> bytes:
         """Digest of a block's path, from its parent's or the root."""
-        digest = blake2b(parent, digest_size=16, key=self._secret)
-        digest.update(_KINDS[kind] + start.to_bytes(8, "little"))
-        digest.update(ids)
-        return digest.digest()
+        return self._digest(parent + _KINDS[kind] + start.to_bytes(8, "little") + ids)
 
     def seal(self, number: int, path: bytes, data: memoryview) -> bytes:
         """Of a part's bytes, without a key."""
@@ -123,9 +120,9 @@ def check_key(key: bytes) -> None:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as e:
-        raise ValueError("kv_disk_key_file: needs radixrt[encryption]") from e
+        raise ValueError(f"kv_disk_key_file: pip install 'radixrt[encryption]' ({e})") from e
     if not hasattr(AESGCM, "decrypt_into"):
-        raise ValueError("kv_disk_key_file: needs a newer `cryptography`: see radixrt[encryption]")
+        raise ValueError("kv_disk_key_file: pip install 'radixrt[encryption]' (this `cryptography` is too old)")
 
 
 def _aes(key: bytes) -> Any:

@@ -6,15 +6,16 @@ import contextlib
 import errno
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from radixrt.worker.disk.block import Block, StoreState
 from radixrt.worker.disk.files import Files, aligned
+from radixrt.worker.disk.health import Clocks, trouble
 from radixrt.worker.disk.inbox import Deletion, Inbox
 from radixrt.worker.disk.index import Hole, Index, Segment
-from radixrt.worker.disk.ledger import Clocks, Ledger, trouble
+from radixrt.worker.disk.ledger import Ledger
 from radixrt.worker.disk.limits import Limits
 from radixrt.worker.disk.loading import Loader
 from radixrt.worker.disk.seals import BadSeal, Seals
@@ -22,10 +23,10 @@ from radixrt.worker.disk.segments import Writer, is_segment, reclaim
 from radixrt.worker.disk.space import Space
 from radixrt.worker.disk.tasks import GivenUp, Place, Read, Write
 
+_COMMITS = 64
+"""Until it is looked again what others did."""
 _DELETED = 4096
 """Blocks that one transaction deletes at most."""
-_EARLY_SECONDS = 0.02
-"""Until it is looked again whether rank 0 has named a block."""
 
 
 class Setting(NamedTuple):
@@ -54,8 +55,8 @@ class _Outcome:
         self.gone: list[int] = []
         self.sealed: list[tuple[Write, str]] = []
         """And why it is not ok."""
-        self.partial: list[Write] = []
-        """Other ranks' parts are missing."""
+        self.seen: list[int] = []
+        """Blocks that others see from now on."""
         self.placed: list[Write] = []
         self.failed: list[tuple[Write, str]] = []
         self.deleted: list[tuple[Deletion, int]] = []
@@ -79,17 +80,23 @@ class Session:
         setting.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._index = Index(setting.folder, 2 * setting.limits.slow_seconds)
         self.generation = self._index.generation
-        self._loader = Loader(setting.seals, lambda: setting.clocks.begin(self))
+        self._index.on_progress(setting.clocks.begin)
+        self._loader = Loader(setting.seals, setting.clocks.begin)
         self._segments: dict[int, Segment] = {}
         self._names: dict[int, str] = {}
         self._writing: dict[int, Write] = {}
         """Reserved and not settled, by number."""
-        self._for_ranks: dict[int, Write] = {}
-        """Of which this rank's part is there, and others' may not be."""
+        self._unseen: dict[int, Write] = {}
+        """Of which this rank's part is there; others', or those of the block before it, may not be."""
         self._sequence = 0
         self._version = -1
+        self._is_behind = False
+        """Of blocks that others began this store wrote the last part."""
         self._due: dict[str, float] = {}
-        self._waits_until = 0.0
+        self._early = 0
+        """Parts that wait for rank 0 to name their blocks,"""
+        self._early_version = 0
+        """and the last index that had none of them."""
         self._wrote = False
         try:
             home = setting.seals.fingerprint
@@ -115,28 +122,31 @@ class Session:
 
     @property
     def is_hurried(self) -> bool:
-        """It waits for other ranks, or has more to do."""
-        return bool(self._for_ranks) or self._at.inbox.is_hurried
+        """It waits for others, or has more to do."""
+        return bool(self._unseen) or self._at.inbox.is_hurried
 
     def turn(self) -> bool:
         """Whether anything was written."""
         self._wrote = False
         self._read_others()
-        while self._commit():
-            pass
+        for _ in range(_COMMITS):
+            if not self._commit():
+                break
         self._keep_up()
         return self._wrote
 
     def lose(self) -> dict[int, Write]:
-        """Close without a word to the folder. Whoever comes next finds the store's writer gone. Returns what is under
-        way."""
-        for task in self._for_ranks.values():
+        """Close without a word to the folder. Returns what is under way."""
+        for task in self._unseen.values():
             self._at.ledger.end(task.job, "gone")
         with contextlib.suppress(sqlite3.Error):
             self._index.close()
+        return self._writing
+
+    def release(self) -> None:
+        """After `lose`, once nothing is under way: others may take what was not finished."""
         with contextlib.suppress(OSError):
             self._writer.release()
-        return self._writing
 
     def end(self) -> None:
         """Leave nothing but blocks."""
@@ -152,7 +162,7 @@ class Session:
     def _read_others(self) -> None:
         index, at = self._index, self._at
         version = index.changed()
-        if version != self._version:
+        if version != self._version or self._is_behind:
             with index.reading():
                 sequence = index.sequence()
                 removed = index.removals(self._sequence) if self._version >= 0 else None
@@ -164,7 +174,7 @@ class Session:
             self._forget(removed)
             new = [row for row in rows if row[0] not in at.places]
             blocks, bad = self._loader.take(new, self._names, at.places, self._segments)
-            self._version, self._sequence = version, sequence
+            self._version, self._sequence, self._is_behind = version, sequence, False
             self._add(blocks)
             if bad:
                 at.inbox.delete(bad)
@@ -192,12 +202,12 @@ class Session:
         return self._folder / segment.path, segment.salt + segment.path.encode()
 
     def _add(self, blocks: list[Block]) -> None:
-        waited = {x.number for x in blocks if x.number in self._for_ranks}
-        ended = {x for x in waited if self._at.ledger.end(self._for_ranks.pop(x).job)}
-        if others := [x for x in blocks if x.number not in ended]:
+        if others := [x for x in blocks if not self._end_unseen(x.number)]:
             self._at.ledger.change(added=others)
 
-    def _forget(self, numbers: Iterable[int]) -> None:
+    def _forget(self, numbers: Collection[int]) -> None:
+        for number in list(self._unseen.keys() & set(numbers)):
+            self._at.ledger.end(self._unseen.pop(number).job, "deleted")
         if gone := [x for x in numbers if self._at.places.pop(x, None) is not None]:
             self._at.ledger.change(removed=gone)
 
@@ -209,7 +219,7 @@ class Session:
         inbox, limits = self._at.inbox, self._at.limits
         settled, deletions = list(inbox.settled), list(inbox.deletions)
         touches = inbox.take_values() if self._is_due("touch", limits.touch_seconds) else {}
-        reserves = bool(inbox.writes) and time.monotonic() >= self._waits_until
+        reserves = len(inbox.writes) > self._early or self._early > 0 and self._looks_again()
         if not (settled or deletions or touches or reserves):
             return False
         outcome = _Outcome()
@@ -235,18 +245,23 @@ class Session:
         self._tell(outcome)
         return outcome.is_short or bool(inbox.settled)
 
+    def _looks_again(self) -> bool:
+        """For blocks that rank 0 was to name: somebody changed the index, or it is time to give up."""
+        return self._index.changed() != self._early_version or self._is_due("early", 1.0)
+
     def _tell(self, outcome: _Outcome) -> None:
         at = self._at
         at.inbox.writes.extendleft(reversed(outcome.back))
         at.inbox.deletions.extend(outcome.later)
         for task, why in outcome.sealed:
+            if why or task.block is None:
+                at.ledger.end(task.job, why)
+            else:
+                self._unseen[task.job.number] = task
             if not why:
                 self._wrote = True
-                at.places[task.job.number] = task.place
-            if not at.ledger.end(task.job, why) and not why:
-                at.ledger.change(added=[self._block(task)])
-        for task in outcome.partial:
-            self._for_ranks[task.job.number] = task
+        ended = [self._end_unseen(x) for x in outcome.seen]
+        self._is_behind |= not all(ended)
         self._forget(outcome.gone)
         for task, why in outcome.failed:
             at.ledger.end(task.job, why)
@@ -266,9 +281,15 @@ class Session:
                     if deletion not in outcome.later:
                         at.ledger.end(deletion.job, why)
 
-    def _block(self, task: Write) -> Block:
-        assert task.block is not None
-        return Block(task.job.number, *task.block, nbytes=task.place.nbytes)
+    def _end_unseen(self, number: int) -> bool:
+        """A block of ours can be seen. False if it is not ours, or has ended."""
+        task = self._unseen.pop(number, None)
+        if task is None or task.block is None:
+            return False
+        self._at.places[number] = task.place
+        if not self._at.ledger.end(task.job):  # given up, as it was committed
+            self._at.ledger.change(added=[Block(number, *task.block, nbytes=task.place.nbytes)])
+        return True
 
     def _seal(self, task: Write, outcome: _Outcome) -> None:
         number, rank = task.job.number, self._at.rank
@@ -280,14 +301,10 @@ class Session:
                 self._at.space.lower(aligned(task.place.nbytes))
             outcome.sealed.append((task, why))
             return
-        missing = self._index.seal(number, rank, task.place.seal)
-        if missing is None:
-            outcome.sealed.append((task, "deleted"))
-        elif missing and task.block is not None:
-            task.deadline = time.monotonic() + self._at.limits.ranks_seconds
-            outcome.partial.append(task)
-        else:
-            outcome.sealed.append((task, ""))
+        seen = self._index.seal(number, rank, task.place.seal)
+        task.deadline = time.monotonic() + self._at.limits.ranks_seconds
+        outcome.sealed.append((task, "deleted" if seen is None else ""))
+        outcome.seen.extend(seen or ())
 
     def _delete(self, deletion: Deletion, outcome: _Outcome) -> None:
         """Ends once none of its blocks is being written either."""
@@ -335,6 +352,7 @@ class Session:
         """Places for what waits, as far as there is room; if there is not enough, make some."""
         inbox, space = self._at.inbox, self._at.space
         flying = sum(aligned(x.place.nbytes) for x in self._writing.values())
+        early = 0
         most = min(self._at.limits.batch_bytes, space.limit // 4)
         while inbox.writes and flying < max(1, most):
             task = inbox.writes.popleft()
@@ -348,6 +366,7 @@ class Session:
                     outcome.failed.append((task, why))
                 else:
                     outcome.back.append(task)
+                    early += 1
                 continue
             extent = aligned(task.job.nbytes + self._at.seals.overhead)
             if space.used + extent > space.limit:
@@ -357,8 +376,7 @@ class Session:
             outcome.placed.append(task)
             space.used += extent
             flying += extent
-        waits = outcome.back and not outcome.is_short and not outcome.placed
-        self._waits_until = time.monotonic() + _EARLY_SECONDS if waits else 0.0
+        self._early, self._early_version = early, self._index.changed()
 
     def _path(self, task: Write) -> tuple[bytes | None, str]:
         """The digest of a block's path; or why there is none: nothing if there may be one soon."""
@@ -411,11 +429,11 @@ class Session:
 
     def _keep_up(self) -> None:
         at, index, now = self._at, self._index, time.monotonic()
-        late = [x for x in self._for_ranks.values() if now > x.deadline]
+        late = [x for x in self._unseen.values() if now > x.deadline]
         if late:
             at.inbox.delete([x.job.number for x in late])
         for task in late:
-            del self._for_ranks[task.job.number]
+            del self._unseen[task.job.number]
             at.ledger.end(task.job, "other ranks did not write it")
         if self._is_due("upkeep", at.limits.upkeep_seconds):
             reclaim(at.files, self._folder, index, self._writer.name)

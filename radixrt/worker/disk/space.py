@@ -66,18 +66,17 @@ class Space:
     def free(self, index: Index) -> None:
         """Give holes, and files of nothing else, back to the file system. In transactions of its own."""
         while self._files.holes and (holes := index.holes(_HOLES)):
-            for path, extents in _by_path(holes):
-                if path and not self._files.punch(self._folder / path, extents):
-                    break
-            else:
-                with index.transaction():
-                    index.filled(holes)
+            if not all(self._files.punch(self._folder / path, extents) for path, extents in _by_path(holes) if path):
+                break
+            with index.transaction():
+                index.filled(holes)
         if segments := index.empty_segments():
             for segment in segments:
                 self._files.remove(self._folder / segment.path)
             with index.transaction():
                 for segment in segments:
                     index.drop_segment(segment.id)
+        self.used = index.used()
 
     def erase(self, holes: list[Hole]) -> None:
         """What may not be read any more, where it cannot be freed."""

@@ -14,8 +14,9 @@ import numpy as np
 
 from radixrt.worker.disk.block import Block, Changes, Job, NewBlock, StoreState
 from radixrt.worker.disk.files import Files
+from radixrt.worker.disk.health import Clocks, Health, write_trouble
 from radixrt.worker.disk.inbox import Inbox
-from radixrt.worker.disk.ledger import Clocks, Health, Ledger, write_trouble
+from radixrt.worker.disk.ledger import Ledger
 from radixrt.worker.disk.limits import Limits
 from radixrt.worker.disk.manager import Manager
 from radixrt.worker.disk.seals import BadSeal, Seals, check_key

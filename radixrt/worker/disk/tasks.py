@@ -17,7 +17,7 @@ import numpy as np
 
 from radixrt.worker.disk.block import Job, NewBlock
 from radixrt.worker.disk.files import Buffer, Files, aligned
-from radixrt.worker.disk.ledger import Clocks
+from radixrt.worker.disk.health import Clocks
 from radixrt.worker.disk.seals import BadSeal, Seals
 
 
@@ -222,13 +222,13 @@ class IoThreads:
         memory = Buffer(), Buffer()
         while (task := self._tasks.get()) is not None:
             self.rate.begin()
-            self._clocks.begin(memory)
+            self._clocks.begin()
             error: Exception | None = None
             try:
                 task.run(self._files, self._seals, memory)
             except Exception as e:
                 error = e
-            self._clocks.end(memory)
+            self._clocks.end()
             self.rate.end(0 if error else task.place.nbytes)
             self._done(task, error)
             del task, error  # neither rows nor frames are kept while it waits

@@ -122,6 +122,11 @@ class HostDisk:
         rows, slots = self._rows(kind, slots)
         return self.store.read(number, rows, slots, first)
 
+    def write_part(self, number: int, kind: str, slots: np.ndarray) -> None:
+        """Write a rank's part of a block (see `parallel.ranked_disk`)."""
+        rows, slots = self._rows(kind, slots)
+        self.store.write_part(number, rows, slots)
+
     def _rows(self, kind: str, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if kind == "kv":
             return self._pages, slots

@@ -20,6 +20,7 @@ from radixrt.worker.cuda.attention.chunks import HELD_BYTES
 from radixrt.worker.cuda.attention.ragged import FlashInfer
 from radixrt.worker.cuda.attention.segments import MAX_COPIES
 from radixrt.worker.cuda.attention.variants import Shape
+from radixrt.worker.cuda.flashinfer_builds import KernelBuilds, Kernels, find_specs
 from radixrt.worker.cuda.graphs.piecewise_graphs import kept_bytes, most_tokens
 from radixrt.worker.cuda.host.host_pool import STAGING_BYTES
 from radixrt.worker.cuda.latent import full_chunks
@@ -27,9 +28,16 @@ from radixrt.worker.cuda.latent.full_chunks import FullHeads
 from radixrt.worker.cuda.latent.sparse import MAX_SCORES
 from radixrt.worker.cuda.recurrent.delta_step import chunk_bytes
 from radixrt.worker.cuda.runner import CudaRunner
-from radixrt.worker.cuda.sampling.sampler import Thresholds, find_thresholds
+from radixrt.worker.cuda.sampling.sampler import LateThresholds, Thresholds, find_thresholds
 from radixrt.worker.execution.kv_pool import KVPool, StatePool
 from radixrt.worker.execution.pool_sizes import GRAPH_BYTES, row_bytes
+from radixrt.worker.load.flashinfer_kernels import (
+    SAMPLING,
+    attention_kernels,
+    backend_on,
+    no_flashinfer,
+    sampling_kernels,
+)
 from radixrt.worker.load.kv_scales import Scales
 from radixrt.worker.load.options import Loaded
 from radixrt.worker.load.pools import make_pool, make_states, pool_tokens
@@ -50,11 +58,26 @@ SILENT_SECONDS = 5.0
 """After how many seconds of building kernels a message is logged."""
 
 
+def begin_builds(config: WorkerConfig, loaded: Loaded) -> KernelBuilds:
+    """Begin to compile those of FlashInfer's kernels that are needed and not there, those of attention first: weights
+    can be loaded meanwhile. If FlashInfer cannot say what it compiles, it will do so when they are called."""
+    capability = torch.cuda.get_device_capability(loaded.device)
+    wanted: list[Kernels] = [*attention_kernels(config, loaded, capability), *sampling_kernels(config)]
+    try:
+        return KernelBuilds(find_specs(wanted))
+    except Exception as error:  # no package, or another version of it
+        log.debug("kernels are not compiled ahead: %s: %s", type(error).__name__, error)
+        return KernelBuilds({})
+
+
 def make_cuda_runner(
-    config: WorkerConfig, loaded: Loaded, model: Model, scales: Scales, group: TorchGroup | None = None
-) -> CudaRunner:
+    config: WorkerConfig, loaded: Loaded, model: Model, scales: Scales, builds: KernelBuilds,
+    group: TorchGroup | None = None,
+) -> CudaRunner:  # fmt: skip
     """See `load.runner.make_runner`. Raises torch.OutOfMemoryError if a step does not fit."""
-    flashinfer = None if config.deterministic else find_flashinfer(config, loaded)
+    thresholds = find_sampling(config, loaded, builds)
+    _pass_time(config, loaded, model, builds, thresholds, group)
+    flashinfer = None if config.deterministic else find_flashinfer(config, loaded, builds)
     if group is not None and not group.smallest(int(flashinfer is not None)):
         flashinfer = None  # ranks with it would plan differently from those without
     full = None if config.deterministic else find_full_heads(config, loaded)
@@ -65,7 +88,7 @@ def make_cuda_runner(
     tokens = config.max_total_tokens
     reserved = tokens * loaded.token_bytes
     if not tokens:
-        step = step_bytes(config, loaded, model, flashinfer, full, group)
+        step = step_bytes(config, loaded, model, thresholds, flashinfer, full, group)
         rows = row_bytes(config.max_num_seqs, loaded.spec.vocab_size)  # counts of penalized tokens; logits of graphs
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
         kinds = 2 if model.has_adapters else 1  # of decode graphs
@@ -76,12 +99,29 @@ def make_cuda_runner(
     tokens = tokens or pool_tokens(loaded, config.gpu_memory_utilization, reserved, group)
     pool = make_pool(loaded, tokens // config.page_size + 1, config.page_size)
     pool.scales = scales
-    return _make(config, loaded, model, pool, flashinfer, full, graphs, group, states)
+    return _make(config, loaded, model, pool, thresholds, flashinfer, full, graphs, group, states)
+
+
+def _pass_time(
+    config: WorkerConfig, loaded: Loaded, model: Model, builds: KernelBuilds, thresholds: LateThresholds | None,
+    group: TorchGroup | None,
+) -> None:  # fmt: skip
+    """While FlashInfer's kernels of attention are compiled, run a step without them, if a step is to be measured: by
+    that Triton compiles its own."""
+    if config.max_total_tokens:
+        return
+    kernels = attention_kernels(config, loaded, torch.cuda.get_device_capability(loaded.device))
+    waits = not all(builds.is_done(each) for each in kernels)
+    if group is not None:
+        waits = bool(group.smallest(int(waits)))  # a step is one of all ranks
+    if waits:
+        _largest_step(config, loaded, model, thresholds, None, None, group)
 
 
 def _make(
-    config: WorkerConfig, loaded: Loaded, model: Model, pool: KVPool, flashinfer: FlashInfer | None,
-    full: FullHeads | None, graphs: int, group: TorchGroup | None, states: StatePool | None,
+    config: WorkerConfig, loaded: Loaded, model: Model, pool: KVPool, thresholds: LateThresholds | None,
+    flashinfer: FlashInfer | None, full: FullHeads | None, graphs: int, group: TorchGroup | None,
+    states: StatePool | None,
 ) -> CudaRunner:  # fmt: skip
     return CudaRunner(
         model,
@@ -96,7 +136,7 @@ def _make(
         num_sms=torch.cuda.get_device_properties(loaded.device).multi_processor_count,
         tree_attention=config.tree_attention != "off",
         exact=config.deterministic,
-        thresholds=find_sampling(config, loaded),
+        thresholds=thresholds,
         group=group,
         states=states,
     )
@@ -111,26 +151,23 @@ def graph_tokens(config: WorkerConfig, loaded: Loaded, model: Model) -> int:
     return min(most, config.max_num_batched_tokens, most_tokens(loaded.spec, model.is_fp8 or model.is_int4))
 
 
-def find_flashinfer(config: WorkerConfig, loaded: Loaded) -> FlashInfer | None:
+def find_flashinfer(config: WorkerConfig, loaded: Loaded, builds: KernelBuilds | None = None) -> FlashInfer | None:
     """FlashInfer with its kernels built; None where it does not apply. If it does not work: None with a warning, or
     ValueError if the configuration demands it."""
-    spec = loaded.spec
-    if spec.latent is not None and config.attention_backend == "flashinfer":
-        raise ValueError("attention_backend: FlashInfer is not used for latent attention")
-    chunked = spec.attention.chunked and any(spec.windows)
-    if chunked and config.attention_backend == "flashinfer":
-        raise ValueError("attention_backend: FlashInfer is not used for attention in chunks")
-    if spec.layers and config.attention_backend == "flashinfer":
-        raise ValueError("attention_backend: FlashInfer is not used for layers with different heads")
-    others = spec.latent is not None or chunked or bool(spec.layers)
-    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or others:
+    spec, reason = loaded.spec, no_flashinfer(loaded.spec)
+    if reason and config.attention_backend == "flashinfer":
+        raise ValueError(f"attention_backend: FlashInfer is not used for {reason}")
+    if config.attention_backend == "triton" or loaded.dtype.itemsize != 2 or reason:
         return None
     shape = Shape.of(spec, config.page_size)
-    hopper = torch.cuda.get_device_capability(loaded.device)[0] == 9
+    capability = torch.cuda.get_device_capability(loaded.device)
     tokens = min(GATHERED_TOKENS, spec.max_model_len + config.max_num_batched_tokens)
     try:
+        if builds is not None:
+            for kernels in attention_kernels(config, loaded, capability):
+                builds.wait(kernels)
         with _built("attention"):
-            flashinfer = FlashInfer(shape, loaded.dtype, loaded.device, tokens, "fa3" if hopper else "fa2")
+            flashinfer = FlashInfer(shape, loaded.dtype, loaded.device, tokens, backend_on(capability))
             flashinfer.try_out(set(spec.attention_windows))
     except Exception as error:  # no package, no compiler, a build that fails, a head size it does not know
         message = f"FlashInfer is not used: {type(error).__name__}: {str(error)[:500]}"
@@ -156,12 +193,20 @@ def find_full_heads(config: WorkerConfig, loaded: Loaded) -> FullHeads | None:
         return None
 
 
-def find_sampling(config: WorkerConfig, loaded: Loaded) -> Thresholds | None:
-    """FlashInfer's functions for top_k, top_p and min_p, with their kernels built. None if the configuration excludes
-    them; None with a warning if they do not work."""
-    if config.attention_backend == "triton" or config.deterministic:
+def find_sampling(config: WorkerConfig, loaded: Loaded, builds: KernelBuilds) -> LateThresholds | None:
+    """FlashInfer's functions for top_k, top_p and min_p: at once if their kernels are there, else as soon as they are
+    built. None if the configuration excludes them."""
+    if not sampling_kernels(config):
         return None
+    late = LateThresholds(lambda: builds.is_done(SAMPLING), lambda: _find_thresholds(loaded, builds))
+    late()
+    return late
+
+
+def _find_thresholds(loaded: Loaded, builds: KernelBuilds) -> Thresholds | None:
+    """None with a warning if they do not work."""
     try:
+        builds.wait(SAMPLING)
         with _built("draws"):
             return find_thresholds(loaded.spec.vocab_size, loaded.device)
     except Exception as error:  # no package, no compiler, a build that fails
@@ -187,8 +232,8 @@ def _built(what: str) -> Iterator[None]:
 
 
 def step_bytes(
-    config: WorkerConfig, loaded: Loaded, model: Model, flashinfer: FlashInfer | None, full: FullHeads | None,
-    group: TorchGroup | None,
+    config: WorkerConfig, loaded: Loaded, model: Model, thresholds: LateThresholds | None,
+    flashinfer: FlashInfer | None, full: FullHeads | None, group: TorchGroup | None,
 ) -> int:  # fmt: skip
     """Bytes that the largest step needs beside weights and pages: those of a measured step, plus what that step does
     not have: MLPs of layers that it computes for few tokens, copies of chunks under shared prefixes, partial results of
@@ -209,12 +254,12 @@ def step_bytes(
         other += 2 * 4 * max(MAX_SCORES, spec.max_model_len) + 24 * spec.index.top_k * config.max_num_batched_tokens
     # Even with full heads, short chunks take the absorbed form, and may take more memory.
     ways = [None] if full is None else [None, full]
-    return other + max(_largest_step(config, loaded, model, flashinfer, way, group) for way in ways)
+    return other + max(_largest_step(config, loaded, model, thresholds, flashinfer, way, group) for way in ways)
 
 
 def _largest_step(
-    config: WorkerConfig, loaded: Loaded, model: Model, flashinfer: FlashInfer | None, full: FullHeads | None,
-    group: TorchGroup | None,
+    config: WorkerConfig, loaded: Loaded, model: Model, thresholds: LateThresholds | None,
+    flashinfer: FlashInfer | None, full: FullHeads | None, group: TorchGroup | None,
 ) -> int:  # fmt: skip
     """Measure the peak bytes of a step with a long chunk and as many decodes as may run, with sampling."""
     budget = config.max_num_batched_tokens
@@ -222,7 +267,7 @@ def _largest_step(
     length = prompt + 2
     pool = make_pool(loaded, -(-(length + 4 * config.max_num_seqs) // config.page_size) + 1, config.page_size)
     states = _same_states(loaded, config.max_num_seqs + 1)
-    runner = _make(config, loaded, model, pool, flashinfer, full, 0, group, states)
+    runner = _make(config, loaded, model, pool, thresholds, flashinfer, full, 0, group, states)
     cache = PageCache(
         runner.num_pages, config.page_size, config.max_num_seqs, length, events=False, num_states=runner.num_states
     )

@@ -6,13 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from radixrt.checkpoint.identity import adapter_identity, checkpoint_identity, fingerprint
 from radixrt.checkpoint.lora_modules import lora_modules
 from radixrt.config import WorkerConfig
-from radixrt.worker.disk import DiskStore
 from radixrt.worker.execution.host_disk import HostDisk
 from radixrt.worker.execution.torch_runner import ModelRunner
-from radixrt.worker.load.fingerprint import adapter_identity, checkpoint_identity, fingerprint
 from radixrt.worker.load.options import Loaded
+from radixrt.worker.load.store import open_store
 from radixrt.worker.model.parallel.sharding import Shard
 
 log = logging.getLogger("radixrt.loading")
@@ -32,21 +32,6 @@ def open_disk(config: WorkerConfig, loaded: Loaded, runner: ModelRunner, shard: 
     store = open_store(config, name, shard.rank, shard.size)
     adapters = {(module.name, 0): adapter_identity(Path(module.path)) for module in lora_modules(config)}
     return HostDisk(store, *runner.host.rows(), runner.host.settled, adapters)
-
-
-def open_store(config: WorkerConfig, name: str, rank: int = 0, ranks: int = 1) -> DiskStore:
-    """The store that `config` asks for, of a fingerprint. Raises ValueError."""
-    size = int(config.kv_disk_size * (1 << 30))
-    return DiskStore(Path(config.kv_disk_path), size, name, rank=rank, ranks=ranks, key=_key(config.kv_disk_key_file))
-
-
-def _key(path: str) -> bytes | None:
-    if not path:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ValueError(f"--kv-disk-key-file {path}: {error.strerror}") from error
 
 
 def identity(config: WorkerConfig, loaded: Loaded) -> list[Any]:

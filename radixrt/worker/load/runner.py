@@ -155,11 +155,12 @@ def make_runner(config: WorkerConfig, loaded: Loaded, group: TorchGroup | None =
     """The runner for the device: with kernels on a GPU, unless it cannot run them or `attention_backend` is torch."""
     if uses_kernels(config, loaded):
         from radixrt.worker.cuda import ops
-        from radixrt.worker.load.cuda_runner import make_cuda_runner
+        from radixrt.worker.load.cuda_runner import begin_builds, make_cuda_runner
 
         torch.cuda.set_device(loaded.device)
+        builds = begin_builds(config, loaded)
         model = load_model(config, loaded, config.deterministic, ops=ops, group=group)
-        return make_cuda_runner(config, loaded, model, load_scales(config, loaded, model), group)
+        return make_cuda_runner(config, loaded, model, load_scales(config, loaded, model), builds, group)
     on_gpu = loaded.device.type == "cuda"
     if on_gpu and config.attention_backend != "torch":
         log.warning("%s: everything by torch, much slower", no_kernels(loaded))

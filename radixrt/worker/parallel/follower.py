@@ -39,7 +39,8 @@ def main() -> int:
         return 1
     try:
         with contextlib.suppress(EOFError):
-            follow(runner, Connection(config.pipe, writable=False))
+            pipes = Connection(config.pipe, writable=False), Connection(config.answers, readable=False)
+            follow(runner, *pipes)
         runner.close()
         leave()
     finally:

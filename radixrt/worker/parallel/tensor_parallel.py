@@ -31,9 +31,21 @@ import numpy as np
 
 from radixrt.checkpoint.lora_modules import LoraModule
 from radixrt.config import WorkerConfig
-from radixrt.messages.ranks import Bind, PutAdapter, RequestInfo, RunStep, ToRank, TreePath
+from radixrt.messages.ranks import (
+    Bind,
+    MakeMoves,
+    PutAdapter,
+    ReadPart,
+    RequestInfo,
+    RunStep,
+    ToRank,
+    TreePath,
+    WritePart,
+)
+from radixrt.worker.execution.host_disk import HostDisk
 from radixrt.worker.parallel.group import leave
-from radixrt.worker.plan import GroupLost, Plan, Result, SampleInputs
+from radixrt.worker.parallel.ranked_disk import FollowerDisk, RankedDisk
+from radixrt.worker.plan import GroupLost, Moves, Plan, Result, SampleInputs
 
 if TYPE_CHECKING:
     from radixrt.worker.execution.torch_runner import ModelRunner
@@ -100,18 +112,20 @@ def _unpack_array(kind: type, packed: Any) -> np.ndarray:
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(ToRank).decode
 _encode_plan = msgspec.msgpack.Encoder(enc_hook=_pack_array).encode
+_decode_moves = msgspec.msgpack.Decoder(Moves, dec_hook=_unpack_array).decode
 _decode_plan = msgspec.msgpack.Decoder(Plan, dec_hook=_unpack_array).decode
 
 
 @dataclass(frozen=True, slots=True)
 class RankConfig:
     """What a follower needs: the worker's config, its rank, the folder through which the ranks join their group, and
-    the file descriptor of its pipe from rank 0."""
+    the file descriptors of its pipes from rank 0, and to it."""
 
     worker: WorkerConfig
     rank: int
     folder: str
     pipe: int
+    answers: int
 
 
 # ---------------------------------------------------------------- rank 0
@@ -126,11 +140,15 @@ class Followers:
         self._closing = threading.Event()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
+        self.answers: list[Connection] = []
+        """What other ranks say."""
         for rank in range(1, config.tensor_parallel_size):
-            theirs, mine = Pipe(duplex=False)
-            with theirs:
-                self._processes.append(_start(RankConfig(config, rank, str(self.folder), theirs.fileno())))
+            (theirs, mine), (answers, say) = Pipe(duplex=False), Pipe(duplex=False)
+            with theirs, say:
+                ends = theirs.fileno(), say.fileno()
+                self._processes.append(_start(RankConfig(config, rank, str(self.folder), *ends)))
             self._pipes.append(mine)
+            self.answers.append(answers)
             threading.Thread(target=self._watch, args=(rank,), name=f"rank-{rank}", daemon=True).start()
 
     def send(self, message: ToRank) -> None:
@@ -150,7 +168,7 @@ class Followers:
     def dismiss(self) -> None:
         """Close the pipes, at which followers leave the group. Idempotent."""
         self._closing.set()
-        for pipe in self._pipes:
+        for pipe in (*self._pipes, *self.answers):
             pipe.close()
 
     def kill(self) -> None:
@@ -181,7 +199,7 @@ def _start(config: RankConfig) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "radixrt.worker.parallel.follower"],
         stdin=subprocess.PIPE,
         start_new_session=True,
-        pass_fds=(config.pipe,),
+        pass_fds=(config.pipe, config.answers),
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already: `_watch` reports that
@@ -199,6 +217,8 @@ class Leader:
         self._plans = PlanEncoder()
         self._sent = self._lost = False
         runner.on_planned = self._send
+        if isinstance(runner.disk, HostDisk):
+            runner.disk = RankedDisk(runner.disk, followers.send, followers.answers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -210,6 +230,10 @@ class Leader:
     def bind(self, table: np.ndarray) -> None:
         self._followers.send(Bind(*table.shape))
         self._runner.bind(table)
+
+    def move(self, moves: Moves) -> None:
+        self._followers.send(MakeMoves(msgspec.Raw(_encode_plan(moves))))
+        self._runner.move(moves)
 
     def put_adapter(self, slot: int, module: LoraModule, adapter: Any) -> None:
         """Here first: what does not fit is refused before the others hear of it."""
@@ -254,9 +278,12 @@ class Leader:
 # ---------------------------------------------------------------- the other ranks
 
 
-def follow(runner: ModelRunner, pipe: Connection) -> None:
+def follow(runner: ModelRunner, pipe: Connection, answers: Connection | None = None) -> None:
     """Run the steps that rank 0 sends. Raises EOFError when rank 0 has closed the pipe."""
     plans = PlanDecoder()
+    disk = None
+    if isinstance(own := getattr(runner, "disk", None), HostDisk) and answers is not None:
+        disk = FollowerDisk(own, answers)
     wait_before: Callable[[], Result] | None = None
     table = np.zeros((0, 0), dtype=np.int32)
     while True:
@@ -271,6 +298,13 @@ def follow(runner: ModelRunner, pipe: Connection) -> None:
                 wait_before = None
             module = LoraModule(message.name, message.path)
             runner.put_adapter(message.slot, module, runner.read_adapter(module))
+            continue
+        if isinstance(message, WritePart | ReadPart):
+            assert disk is not None
+            disk.do(message)
+            continue
+        if isinstance(message, MakeMoves):
+            runner.move(_decode_moves(message.moves))
             continue
         plan = plans.unpack(message)
         rows, columns, pages = plan.table_writes

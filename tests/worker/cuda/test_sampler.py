@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from radixrt.messages import Run, Sampling
-from radixrt.worker.cuda.sampling.sampler import CudaSampler, _kept, find_thresholds
+from radixrt.worker.cuda.sampling.sampler import CudaSampler, LateThresholds, _kept, find_thresholds
 from radixrt.worker.execution.sampler import Ahead, SamplingMetadata, TorchSampler
 from radixrt.worker.plan import Gained
 from radixrt.worker.request import Request
@@ -151,6 +151,28 @@ def test_samples_are_those_of_the_reference(plain, spread, device):
         same += int((found == expected).sum())
         total += len(samplings)
     assert same >= total - (0 if plain else 2), "sums that round otherwise may keep one token more or less"
+
+
+def test_thresholds_that_are_still_compiled_are_used_once_they_are_there(device):
+    """Before, the vocabulary is sorted, for the same tokens."""
+    ready, found = [], []
+
+    def find():
+        found.append(PlainThresholds())
+        return found[0]
+
+    late = LateThresholds(lambda: bool(ready), find)
+    sampler, plain = CudaSampler(4, VOCAB, device, late), CudaSampler(4, VOCAB, device)
+    logits = torch.randn(3, VOCAB, device=device)
+    arrays = SamplingMetadata.arrays([Sampling(temperature=1.0, seed=5, top_k=5)] * 3, [1, 2, 3])
+    metadata = SamplingMetadata.of({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+    rows = torch.arange(3, dtype=torch.int32, device=device)
+    expected = plain.sample(logits, rows, metadata)
+    assert (sampler.sample(logits, rows, metadata) == expected).all() and late() is None and not found
+    ready.append(True)
+    for _ in range(2):
+        assert (sampler.sample(logits, rows, metadata) == expected).all()
+    assert found == [late()]
 
 
 def test_top_p_1_keeps_what_is_next_to_impossible(device):

@@ -14,7 +14,7 @@ from radixrt.worker.disk.limits import Limits
 from tests.waiting import eventually
 
 QUICK = Limits(
-    tick_seconds=0.01, slow_seconds=2.0, retry_seconds=0.1, touch_seconds=0.0, upkeep_seconds=0.05, ranks_seconds=1.0
+    tick_seconds=0.01, slow_seconds=2.0, retry_seconds=0.1, touch_seconds=0.0, upkeep_seconds=0.05, ranks_seconds=20.0
 )
 WIDTH = 1000
 """Bytes of a row."""

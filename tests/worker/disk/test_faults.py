@@ -344,3 +344,32 @@ def test_another_process_that_stops_amid_a_transaction_is_waited_for_by_nobody(t
     eventually(lambda: is_served(store))
     store.close()
     check_truth(tmp_path)
+
+
+def test_a_store_that_is_only_idle_is_not_slow(tmp_path):
+    store = opened(tmp_path, limits=SLOW)
+    job, _ = put(store, block(1))
+    drained(store)
+    other = opened(tmp_path, limits=SLOW)
+    assert len(other.blocks()) == 1
+    time.sleep(0.4)
+    assert store.state is other.state is StoreState.OK
+    assert got(other, job.number) is not None
+    for x in (store, other):
+        x.close()
+
+
+def test_blocks_of_a_full_disk_can_be_deleted(tmp_path):
+    files = Failing()
+    store = opened(tmp_path, files=files, limits=QUICK._replace(retry_seconds=60.0))
+    jobs = [put(store, block(i))[0] for i in range(3)]
+    drained(store)
+    files.write_error = errno.ENOSPC
+    put(store, block(5))
+    eventually(lambda: store.state is StoreState.FULL)
+    deleted = store.delete([jobs[0].number])
+    everything = store.delete_namespaces("")
+    assert set(drained(store).removed) == {x.number for x in jobs}
+    assert deleted.ok and everything.ok and everything.nbytes == 2 * 4096
+    store.close()
+    assert check_truth(tmp_path) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from radixrt.messages.namespace import Namespace
 from radixrt.worker.disk import NewBlock, StoreState
 from tests.waiting import eventually
-from tests.worker.disk.faults import NoHoles
+from tests.worker.disk.faults import Hanging, NoHoles
 from tests.worker.disk.stores import (
     QUICK,
     SPACE,
@@ -294,7 +295,8 @@ def test_without_holes_segments_are_given_back_as_a_whole(tmp_path):
 def test_rates_and_the_backlog_are_measured(tmp_path):
     store = opened(tmp_path, limits=QUICK._replace(backlog_bytes=10 * MIB))
     assert store.rates() == (0.0, 0.0)
-    jobs = [put(store, NewBlock("kv", SPACE, None, 0, ids_of(i), 0.0), rows=2000)[0] for i in range(20)]
+    rows = content(b"", 2000)
+    jobs = [store.write(NewBlock("kv", SPACE, None, 0, ids_of(i), 0.0), rows, range(2000)) for i in range(40)]
     assert store.backlog <= 10 * MIB
     drained(store)
     assert store.backlog == 0 and {x.why for x in jobs} == {"", "backlog"}
@@ -326,3 +328,27 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
 def _bytes_of_segments(folder) -> list[np.ndarray]:
     """The bytes of each block, of blocks of 50 rows; zeros for what was freed."""
     return [x for path in segments(folder) for x in np.frombuffer(path.read_bytes(), np.uint8).reshape(-1, 53248)]
+
+
+def test_a_block_that_is_written_before_its_parent_waits_for_it(tmp_path):
+    """Writers are threads: the second may be quicker."""
+    files = Hanging(reads=False)
+    store = opened(tmp_path, files=files, limits=QUICK._replace(slow_seconds=60.0))
+    store.blocks()
+    other = opened(tmp_path)
+    files.hangs = True
+    first, path = put(store, NewBlock("kv", SPACE, None, 0, ids_of(1), 0.0))
+    assert files.hanging.acquire(timeout=10)
+    files.hangs = False
+    second, _ = put(store, NewBlock("kv", SPACE, first.number, 1, ids_of(2), 0.0), path)
+    time.sleep(0.2)
+    assert second.ok is None and other.blocks() == []
+    files.go()
+    drained(store)
+    assert first.ok and second.ok
+    added = []
+    eventually(lambda: added.extend(x.number for x in other.poll().added) or len(added) == 2)
+    assert added == [first.number, second.number]
+    store.close()
+    other.close()
+    assert len(check_truth(tmp_path)) == 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,7 @@ from radixrt.worker.cuda.attention.variants import Shape
 from radixrt.worker.cuda.attention.work import MERGE_FIELDS
 from radixrt.worker.cuda.elementwise import kernels
 from radixrt.worker.cuda.elementwise.staging import PackedArray, Packer
-
-FA3_HEAD_DIMS = (64, 128, 256)
-"""Head sizes that FA3 supports. For others the build would fail only after most of a minute."""
+from radixrt.worker.cuda.flashinfer_builds import FA3_HEAD_DIMS, load_flashinfer
 
 
 class FlashInfer:
@@ -53,7 +50,7 @@ class FlashInfer:
         self._planned: dict[object, tuple[object, ...]] = {}
 
     def try_out(self, windows: set[int | None]) -> None:
-        """Build the kernels and run them once. Any exception means that they cannot be used."""
+        """Run the kernels once, after building them if nobody has. Any exception means that they cannot be used."""
         shape = self._shape
         counts = np.array([3, 130])
         q = torch.zeros((133, shape.heads, shape.head_dim), dtype=self._dtype, device=self._buffer.device)
@@ -103,15 +100,6 @@ class FlashInfer:
             kv_data_type=self._dtype,
         )
         self._planned[wrapper] = asked
-
-
-def load_flashinfer() -> ModuleType:
-    """Import FlashInfer. Raises RuntimeError if it is not installed or does not work."""
-    try:
-        import flashinfer
-    except Exception as error:  # it looks for compilers and libraries when imported
-        raise RuntimeError(f"FlashInfer cannot be imported: {error}") from error
-    return flashinfer
 
 
 def _starts(counts: np.ndarray) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from radixrt.messages.ranks import RequestInfo
-from radixrt.worker.cuda.attention.ragged import load_flashinfer
+from radixrt.worker.cuda.flashinfer_builds import load_flashinfer
 from radixrt.worker.cuda.sampling import sampling_kernels
 from radixrt.worker.execution import sampler as sample
 from radixrt.worker.execution.sampler import Ahead, Masks, SamplingMetadata, to_device
@@ -44,6 +44,21 @@ def find_thresholds(vocab: int, device: torch.device) -> Thresholds:
     return found
 
 
+class LateThresholds:
+    """Thresholds whose kernels may still be being compiled: called, they are there or None. They are looked for once
+    they are `ready`, by the thread that calls."""
+
+    def __init__(self, ready: Callable[[], bool], find: Callable[[], Thresholds | None]) -> None:
+        self._ready = ready
+        self._find: Callable[[], Thresholds | None] | None = find
+        self._found: Thresholds | None = None
+
+    def __call__(self) -> Thresholds | None:
+        if self._find is not None and self._ready():
+            self._found, self._find = self._find(), None
+        return self._found
+
+
 def _kept(thresholds: Thresholds, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
     """float32[B, vocab], above 0 for the tokens that min_p, top_k and top_p keep. Tokens of equal probability are
     either all kept or all excluded."""
@@ -61,10 +76,12 @@ def _kept(thresholds: Thresholds, logits: torch.Tensor, metadata: SamplingMetada
 
 
 class CudaSampler:
-    """A Sampler for a page table of `rows` rows. Without `thresholds`, torch sorts the vocabulary for min_p, top_k and
-    top_p."""
+    """A Sampler for a page table of `rows` rows. Without `thresholds`, and until they are there, torch sorts the
+    vocabulary for min_p, top_k and top_p."""
 
-    def __init__(self, rows: int, vocab: int, device: torch.device, thresholds: Thresholds | None = None) -> None:
+    def __init__(
+        self, rows: int, vocab: int, device: torch.device, thresholds: Thresholds | LateThresholds | None = None
+    ) -> None:
         self._penalties = Penalties(rows, vocab, device)
         self._thresholds = thresholds
 
@@ -85,9 +102,11 @@ class CudaSampler:
         kept = None
         if metadata.cuts:
             mine = logits[rows.long()]
-            if self._thresholds is None:
+            late = self._thresholds
+            thresholds = late() if isinstance(late, LateThresholds) else late
+            if thresholds is None:
                 return sample.sample_tokens(mine, metadata)
-            kept = _kept(self._thresholds, mine, metadata)
+            kept = _kept(thresholds, mine, metadata)
         return sampling_kernels.sample_tokens(logits, rows, metadata.temperature, metadata.keys, kept)
 
 
