@@ -158,10 +158,12 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=False):
     """Tokens of one request. `cached_tokens` are prompt tokens whose KV was reused (hits). `explain`: why the others
-    were not, of the first choice, if that was asked for."""
+    were not, of the first choice, if that was asked for. `max_tokens`: for how many tokens there was room, if more were
+    asked for."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     worker: str = ""
     explain: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    max_tokens: int | msgspec.UnsetType = msgspec.UNSET

@@ -70,6 +70,7 @@ class Generation:
         reply = reply_of(body.model or self._model, self._text.tokenizer)
         reply.session, reply.reported = session_json(ready[0].encoded), reported
         reply.warnings = ready[0].output.warnings
+        reply.max_tokens = _cut_to(body.token_limit(), ready[0].sampling.max_tokens)
         exchange = exchange_of(transport, self._text, reply, bool(body.stream))
         exchange.names = body.names() | {"grammar": ready[0].output.field}
         exchange.explains = wants_explanation(request)
@@ -146,6 +147,11 @@ class Generation:
 
     def _echo(self, prompt: Prompt, ids: bytes) -> str:
         return prompt.text if isinstance(prompt, TextPrompt) else self._text.decode_now(ids)
+
+
+def _cut_to(asked: int | None, given: int | None) -> int | None:
+    """For how many tokens there is room, if more are asked for."""
+    return given if asked is not None and given is not None and given < asked else None
 
 
 def _check_size(body: GenerationRequest, reported: Reported, ready: list[Ready]) -> None:

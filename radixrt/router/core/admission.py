@@ -148,6 +148,7 @@ class Admission:
         validate.check_actions(message.cache)
         request.pin, request.cache = message.pin, message.cache
         room = self._room(serving, len(prompt) // TOKEN_BYTES, 0 if sampling.max_tokens == 0 else 1)
+        request.asked = sampling.max_tokens
         request.bounded = sampling.max_tokens is not None and sampling.max_tokens <= room
         max_tokens = sampling.max_tokens if request.bounded else room
         if message.prompt_logprobs and sampling.logprobs is None:

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from radixrt.messages import TOKEN_BYTES, CacheAction, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
 from radixrt.router.core.effects import Client
 from radixrt.router.core.incidents import Incident, Record
@@ -23,6 +25,7 @@ class Request:
     """A client's request. `runs` are its choices, of which `open` are not finished."""
 
     __slots__ = (
+        "asked",
         "bounded",
         "cache",
         "client",
@@ -59,6 +62,8 @@ class Request:
         self.stream = stream
         self.scores = scores
         self.priority = priority
+        self.asked: int | None = None
+        """The max_tokens of the client, if it is given."""
         self.bounded = False
         """Whether max_tokens is given, and some worker has room for as many."""
         self.pin: list[tuple[int, float]] = []
@@ -227,7 +232,15 @@ class RunState:
         self.scores.clear()
 
     def usage(self) -> Usage:
-        return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker_name)
+        room, asked = self._room(), self.request.asked
+        most = UNSET if asked is None or asked <= room else room
+        return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker_name, max_tokens=most)
+
+    def _room(self) -> int:
+        """For how many tokens in all there is room, or less if less were asked for."""
+        limit = self.sampling.max_tokens
+        assert limit is not None, "admission sets it"
+        return min(limit, self.worker.token_limit - self.prompt_len) if self.worker else limit
 
     def order(self, ids: bytes, worker: Worker) -> Run:
         """The Run for its worker `worker`; `ids` are the prompt and the emitted tokens."""
