@@ -6,7 +6,16 @@ from typing import Annotated
 
 import msgspec
 
-from radixrt.messages.shared import Count, FinishReason, Number, Priority, Sampling, TokenLogprob
+from radixrt.messages.shared import (
+    CacheAction,
+    CacheResult,
+    Count,
+    FinishReason,
+    Number,
+    Priority,
+    Sampling,
+    TokenLogprob,
+)
 
 # ---------------------------------------------------------------- router -> worker
 
@@ -32,6 +41,8 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     adapter: str = ""
     version: int = 0
     priority: Priority = 0
+    cache: list[CacheAction] = []
+    """Of its tokens, generated ones included, when it has ended."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
@@ -72,6 +83,16 @@ class Unpin(msgspec.Struct, tag="unpin"):
     name: int
 
 
+class CacheHint(msgspec.Struct, tag="cache_hint", omit_defaults=True):
+    """Do with the path `ids` what `action` says. For the verb "delete" the namespace is any of the tenant, and there
+    are no ids. The reply is a CacheHinted."""
+
+    id: int
+    namespace: str
+    action: CacheAction
+    ids: bytes = b""
+
+
 class Abort(msgspec.Struct, tag="abort"):
     """End runs; what they computed stays cached. `ids` are the ids of Runs."""
 
@@ -98,7 +119,7 @@ class Stop(msgspec.Struct, tag="stop"):
     restart: bool = False
 
 
-ToWorker = Run | Abort | Resync | Clear | Unknown | Stop | Pin | Unpin | LoadAdapter | UnloadAdapter
+ToWorker = Run | Abort | Resync | Clear | Unknown | Stop | Pin | Unpin | CacheHint | LoadAdapter | UnloadAdapter
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -293,6 +314,16 @@ class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):
     error: str = ""
 
 
+class CacheHinted(msgspec.Struct, tag="cache_hinted", omit_defaults=True):
+    """What became of a CacheHint, and for how many tokens; `bytes` of KV on one rank. `reason`: of what is not done."""
+
+    id: int
+    result: CacheResult
+    tokens: Count = 0
+    bytes: Number = 0
+    reason: str = ""
+
+
 class Heartbeat(msgspec.Struct, tag="heartbeat"):
     """Sent regularly by a thread of its own in a worker, so that a worker is not taken for lost during a long step."""
 
@@ -327,4 +358,4 @@ class Draining(msgspec.Struct, tag="draining"):
     """As in a Heartbeat."""
 
 
-ToRouter = Register | StepDone | AdapterLoaded | Heartbeat | Leave | Draining
+ToRouter = Register | StepDone | AdapterLoaded | CacheHinted | Heartbeat | Leave | Draining

@@ -164,7 +164,7 @@ def load(
         waiting=scheduler.num_waiting,
         queued_tokens=scheduler.queued_tokens + compiling,
         free_pages=cache.free_pages,
-        evictable_pages=cache.evictable_pages,
+        evictable_pages=cache.evictable_pages + cache.prefixes.retained_pages,
         total_pages=cache.total_pages,
         prefill_rate=rates.prefill,
         step_seconds=rates.step,

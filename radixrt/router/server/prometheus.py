@@ -37,6 +37,7 @@ class _Collector(Collector):
         yield from self._tokens()
         yield from self._latencies()
         yield from self._sessions()
+        yield from self._hints()
         if self._tenant is None:
             yield from self._requests()
             yield from self._workers()
@@ -95,6 +96,19 @@ class _Collector(Collector):
                 misses.add_metric([tenant, model, cause], count)
         yield from families.values()
         yield misses
+
+    def _hints(self) -> Iterator[Metric]:
+        hints = CounterMetricFamily(
+            "radixrt_cache_hints", "Hints to the cache by what became of them.", labels=["tenant", "verb", "result"]
+        )
+        tokens = CounterMetricFamily(
+            "radixrt_cache_hint_tokens", "Tokens for which hints were done.", labels=["tenant", "verb"]
+        )
+        for family, counts in ((hints, self._report.hints), (tokens, self._report.hint_tokens)):
+            for labels, count in counts.items():
+                if self._tenant in (None, labels[0]):
+                    family.add_metric(labels, count)
+        yield from (hints, tokens)
 
     def _latencies(self) -> Iterator[Metric]:
         families = {

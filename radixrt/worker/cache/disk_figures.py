@@ -50,6 +50,9 @@ class Disk(Protocol):
 
     def delete(self, numbers: list[int]) -> None: ...
 
+    def delete_namespaces(self, prefix: str) -> None:
+        """Delete what is of namespaces whose keys begin so, of all fingerprints."""
+
     def loaded(self, adapter: tuple[str, int], identity: str) -> None:
         """A LoRA adapter, by name and version, is loaded; `identity` is of its content."""
 

@@ -202,6 +202,8 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[[], Result]:
+        if not plan.requests:
+            return self._move_alone(plan)
         self._steps += 1
         self._move_pages(plan)
         packer = self._packers[self._steps % 2]

@@ -314,7 +314,7 @@ class Session:
         index, at = self._index, self._at
         if not isinstance(deletion.what, str):
             freed = index.delete(index.subtree(deletion.what))
-            outcome.gone.extend(freed.numbers)
+            outcome.gone.extend({*freed.numbers, *deletion.what})  # also what a damaged index cannot find any more
             outcome.deleted.append((deletion, freed.nbytes))
             return
         nbytes, left = 0, _DELETED

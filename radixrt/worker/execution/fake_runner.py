@@ -61,6 +61,7 @@ class FakeRunner:
     time)."""
 
     sparse = shares = False
+    page_bytes = 0
 
     def __init__(
         self,
