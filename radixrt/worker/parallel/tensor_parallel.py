@@ -217,7 +217,7 @@ class Leader:
         self._plans = PlanEncoder()
         self._sent = self._lost = False
         runner.on_planned = self._send
-        if isinstance(runner.disk, HostDisk):
+        if isinstance(getattr(runner, "disk", None), HostDisk):
             runner.disk = RankedDisk(runner.disk, followers.send, followers.answers)
 
     def __getattr__(self, name: str) -> Any:
