@@ -86,9 +86,11 @@ class Conversations:
         return await self._text.run(namespace, work, "messages")
 
     def forget(self, is_meant: Callable[[str], bool]) -> None:
-        """Drop the answers of the tenants that are meant from this process."""
+        """Drop the answers of the tenants that are meant from this process, and the ids of their texts."""
         if self._sessions is not None:
             self._sessions.forget(is_meant)
+        if self._text.tokenizer is not None:
+            self._text.tokenizer.forget(is_meant)
 
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, api_key: str = "") -> None:
         """Keep the ids of an answer; `message` is the same answer as the client sees it."""
