@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-from radixrt.messages import TOKEN_BYTES
-from radixrt.messages.digests import prefix_digest, prefix_digests
+from radixrt.messages.digests import prefix_digests
+from radixrt.worker.cache.disk_index import Entry
 
 EARLY_SECONDS = 600.0
 """What is asked for within so long after it was removed was removed too early."""
@@ -20,9 +20,11 @@ class Ghosts:
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[int, int], tuple[int, float]] = OrderedDict()
 
-    def add(self, namespace: str, path: bytes, start: int) -> None:
-        """A block is gone, which ended with `path`, int32, and began after its first `start` tokens."""
-        self._blocks[len(path) // TOKEN_BYTES, prefix_digest(namespace, path)] = start, time.monotonic()
+    def add(self, chain: list[Entry], path: bytes) -> None:
+        """Blocks are gone that follow each other, up to the end of `path`, int32."""
+        digests, now = prefix_digests(chain[0].namespace, path), time.monotonic()
+        for entry in chain:
+            self._blocks[entry.stop, int(digests[entry.stop])] = entry.start, now
         while len(self._blocks) > MAX_GHOSTS:
             self._blocks.popitem(last=False)
 

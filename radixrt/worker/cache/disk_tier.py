@@ -39,7 +39,7 @@ from radixrt.worker.plan import Moves
 
 MAX_STATES = 1 << 14
 """The most checkpoints of recurrent states on disk that are used: the router has an array of so many."""
-MAX_REMOVED = 256
+MAX_REMOVED = 64
 """Blocks that are removed from the tree in one turn of the worker's loop."""
 
 
@@ -177,16 +177,18 @@ class DiskTier(Tier):
             self.states.add(DiskState(block.number, above.handle, prefix, block.nbytes, ready=True))
 
     def _remove_gone(self) -> None:
+        handles = []
         for _ in range(min(MAX_REMOVED, len(self._gone))):
             number = self._gone.popleft()
             if (state := self.states.by_number(number)) is not None:
                 self.states.remove(state)
             elif (entry := self.index.by_number(number)) is not None:
-                for handle in self.index.below([entry.handle]):
-                    lost = self.index.of(handle)
-                    self._ghosts.add(lost.namespace, self.index.path(handle), lost.start)
-                gone = self._remove([entry.handle])
-                self.figures.evicted_tokens += sum(entry.stop - entry.start for entry in gone)
+                handles.append(entry.handle)
+        if handles:
+            for chain, path in self.index.chains(self.index.below(handles)):
+                self._ghosts.add(chain, path)
+            gone = self._remove(handles)
+            self.figures.evicted_tokens += sum(entry.stop - entry.start for entry in gone)
 
     def _remove(self, handles: list[int]) -> list[Entry]:
         gone = self.index.remove(handles)
