@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/tokens/*.cpp radixrt/wire/*.cpp radixrt/frontend/http/*.cpp radixrt/worker/speculative/*.cpp radixrt/worker/model/layers/*.cpp radixrt/worker/model/layers/*.h)
 
 GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout pytest-xdist execnet \
-  pyzmq uvloop starlette uvicorn httptools prometheus-client gguf \
+  pyzmq uvloop xxhash starlette uvicorn httptools prometheus-client gguf \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
 .PHONY: demo test tests test-pythons test-slow test-agents test-models test-page test-ray chaos format lint types bench clean compatibility docs gpu-wheels gpu-test gpu-test-ranks gpu-bench
