@@ -139,6 +139,7 @@ gpu-bench: .gpu/site
 
 bench: $(VENV)/installed-test
 	$(BIN)/python -m bench.tree
+	$(BIN)/python -m bench.disk
 	$(BIN)/python -m bench.scheduler
 	$(BIN)/python -m bench.eviction
 	$(BIN)/python -m bench.placement

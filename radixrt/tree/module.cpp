@@ -614,6 +614,16 @@ PyObject* tree_forget(PyObject* self, PyObject* const* given, Py_ssize_t n, PyOb
   });
 }
 
+PyObject* tree_remove_namespaces(PyObject* self, PyObject* prefix) {
+  std::string name;
+  if (!idle(reinterpret_cast<TreeObject*>(self)) || !load_name(prefix, &name)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    std::vector<int32_t> freed;
+    cache_of(self)->remove_namespaces(name, &freed);
+    return PyErr_Occurred() ? nullptr : bytes_of(freed);
+  });
+}
+
 PyObject* tree_continuation(PyObject* self, PyObject* const* given, Py_ssize_t n) {
   PyObject* args[4];
   std::string name;
@@ -1003,6 +1013,9 @@ PyMethodDef tree_methods[] = {
     {"forget", method(tree_forget), kNamed,
      "forget(namespace, tokens, keep) -> bytes: free the tokens of a path after the first `keep`, except those that are "
      "leased or have other continuations; their values."},
+    {"remove_namespaces", tree_remove_namespaces, METH_O,
+     "remove_namespaces(prefix) -> bytes: free everything in the namespaces whose names begin with `prefix`, except what "
+     "is leased; their values."},
     {"continuation", method(tree_continuation), kFast,
      "continuation(namespace, tokens, at, most) -> bytes: of a path that was inserted, up to `most` tokens that followed its "
      "first `at` until then, on the latest other path; none if there was none, or it was evicted."},

@@ -145,7 +145,8 @@ class Admission:
         validate.check_choices(message.n)
         validate.check_sampling(sampling, vocab_size, message.api_key)
         validate.check_pins(message.pin, len(prompt) // TOKEN_BYTES)
-        request.pin = message.pin
+        validate.check_actions(message.cache)
+        request.pin, request.cache = message.pin, message.cache
         room = self._room(serving, len(prompt) // TOKEN_BYTES, 0 if sampling.max_tokens == 0 else 1)
         request.asked = sampling.max_tokens
         request.bounded = sampling.max_tokens is not None and sampling.max_tokens <= room

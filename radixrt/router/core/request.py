@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
-from radixrt.messages import TOKEN_BYTES, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
+from radixrt.messages import TOKEN_BYTES, CacheAction, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
 from radixrt.router.core.effects import Client
 from radixrt.router.core.incidents import Incident, Record
 from radixrt.router.core.worker import Worker
@@ -27,6 +27,7 @@ class Request:
     __slots__ = (
         "asked",
         "bounded",
+        "cache",
         "client",
         "group",
         "id",
@@ -67,6 +68,8 @@ class Request:
         """Whether max_tokens is given, and some worker has room for as many."""
         self.pin: list[tuple[int, float]] = []
         """(tokens, seconds): prefixes of the prompt that its worker is to pin."""
+        self.cache: list[CacheAction] = []
+        """What is to become of its tokens when it has ended."""
         self.group: Group | None = None
         """The fork whose branches it is placed with, if any."""
         self.resumed: Paused | None = None
@@ -249,6 +252,7 @@ class RunState:
             sampling=self.sampling,
             score_from=None if self.scored else self.score_from,
             pin=self.request.pin,
+            cache=[] if self.index else self.request.cache,
             group=self.request.group.id if self.request.group else 0,
             adapter=worker.adapter(self.request.namespace.model),
             version=self.request.namespace.version,

@@ -42,7 +42,7 @@ from radixrt.messages.ranks import (
     TreePath,
     WritePart,
 )
-from radixrt.worker.execution.host_disk import HostDisk
+from radixrt.worker.cache.host_disk import HostDisk
 from radixrt.worker.parallel.group import leave
 from radixrt.worker.parallel.ranked_disk import FollowerDisk, RankedDisk
 from radixrt.worker.plan import GroupLost, Moves, Plan, Result, SampleInputs
