@@ -135,6 +135,21 @@ def test_what_computing_gives_sooner_is_not_read(monkeypatch: pytest.MonkeyPatch
     assert again.cached[2] == 0 and again.tier.figures.declined == 1 and again.store.reads == 0
 
 
+def test_now_and_then_something_is_read_all_the_same_so_that_the_rate_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, prompts = Folder(), [list(range(first, first + 40)) for first in (3, 103, 203)]
+    bench = DiskBench(folder)
+    for number, prompt in enumerate(prompts):
+        bench.add(1 + number, prompt, 1)
+        bench.rest()
+    again = DiskBench(folder)
+    monkeypatch.setattr(disk_policy, "READ_SECONDS", 1.0)
+    monkeypatch.setattr(disk_policy, "TRIED_EACH", 3)
+    for number, prompt in enumerate(prompts):
+        again.add(11 + number, [*prompt, 7], 4)
+        again.drain()
+    assert [again.cached[11 + number] for number in range(3)] == [0, 0, 40]
+
+
 def test_others_pass_a_request_that_waits_which_computes_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     folder, prompt = Folder(), list(range(3, 33))
     bench = DiskBench(folder)

@@ -8,8 +8,12 @@ from radixrt.worker.prefill_cost import PrefillCost
 BLOCK_BYTES = 4 << 20
 """A block has at most so many bytes, in whole pages: enough to be read at the rate of large reads, and little enough
 that few pages are read in vain where a request's path leaves a block."""
-READ_RATE = 1e9
-"""Bytes a second that a disk is taken to give until its rate is known: some blocks have to be read to know it."""
+READ_RATE = 4e9
+"""Bytes a second that a disk is taken to give until its rate is known: that of a fast one, since blocks have to be read
+to know it. If it is slower, a request has waited once, and for no longer than `longest_wait`."""
+TRIED_EACH = 16
+"""Of so many reads that would not pay, one is begun nevertheless: the rate may have been that of a busy time, and where
+nothing is read it is never measured again."""
 READ_SECONDS = 0.002
 """What a read takes beside its bytes: the time to begin it, and a step that comes between."""
 PATIENCE = 1.0

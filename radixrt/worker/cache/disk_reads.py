@@ -126,7 +126,8 @@ class DiskReader:
         nbytes = sum(part.entry.nbytes for part in parts) + (state.nbytes if state else 0)
         if not policy.reading_pays(tokens - hit, hit, nbytes, cost, self._disk.rates()[0]):
             self._figures.declined += 1
-            return 0
+            if self._figures.declined % policy.TRIED_EACH:
+                return 0
         return self._lend(namespace, ids, tokens, hit, stop, handles, lacking, state, cost)
 
     def _deepest(self, namespace: str, ids: bytes, most: int, hit: int) -> tuple[int, DiskState | None]:
