@@ -115,6 +115,8 @@ def test_names_of_vllm_and_sglang_count_the_same():
     with stack(1, fake="0,0.01", page_size=4) as running, Client(running.address) as client:
         for i in range(4):
             client.generate([*trunk, i + 500], Sampling(max_tokens=5, ignore_eos=True))
+            if i == 2:
+                client.clear_cache()  # so that an infinite cache would have had more
         stream = client.stream(trunk, Sampling(max_tokens=1000, ignore_eos=True))
         next(stream)
 

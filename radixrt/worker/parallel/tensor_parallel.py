@@ -217,8 +217,8 @@ class Leader:
         self._plans = PlanEncoder()
         self._sent = self._lost = False
         runner.on_planned = self._send
-        if isinstance(runner.disk, HostDisk):
-            runner.disk = RankedDisk(runner.disk, followers.send, followers.answers)
+        if isinstance(own := getattr(runner, "disk", None), HostDisk):
+            runner.disk = RankedDisk(own, followers.send, followers.answers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
