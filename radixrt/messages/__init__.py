@@ -40,6 +40,7 @@ from radixrt.messages.replies import (
 )
 from radixrt.messages.requests import (
     Ask,
+    CalledTool,
     Cancel,
     ChangeAdapter,
     ClearCache,
@@ -103,6 +104,7 @@ from radixrt.messages.worker import (
     Unknown,
     UnloadAdapter,
     Unpin,
+    WaitsFor,
 )
 
 __all__ = [
@@ -115,6 +117,7 @@ __all__ = [
     "Ask",
     "CacheEvent",
     "Cancel",
+    "CalledTool",
     "ChangeAdapter",
     "ChatMessage",
     "ChatPrompt",
@@ -193,6 +196,7 @@ __all__ = [
     "Unknown",
     "UnloadAdapter",
     "Unpin",
+    "WaitsFor",
     "Usage",
     "tenant_of",
 ]

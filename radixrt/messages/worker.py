@@ -72,6 +72,13 @@ class Unpin(msgspec.Struct, tag="unpin"):
     name: int
 
 
+class WaitsFor(msgspec.Struct, tag="waits_for"):
+    """The answer of a Run that has ended calls a tool of that name: its conversation returns when that has run."""
+
+    id: int
+    name: str
+
+
 class Abort(msgspec.Struct, tag="abort"):
     """End runs; what they computed stays cached. `ids` are the ids of Runs."""
 
@@ -98,7 +105,7 @@ class Stop(msgspec.Struct, tag="stop"):
     restart: bool = False
 
 
-ToWorker = Run | Abort | Resync | Clear | Unknown | Stop | Pin | Unpin | LoadAdapter | UnloadAdapter
+ToWorker = Run | Abort | Resync | Clear | Unknown | Stop | Pin | Unpin | LoadAdapter | UnloadAdapter | WaitsFor
 
 
 # ---------------------------------------------------------------- worker -> router

@@ -8,6 +8,7 @@ page's checkpoint of the recurrent state, if the model has any, goes with it (se
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from radixrt.worker.cache.page_pool import OutOfPages, PagePool
 from radixrt.worker.cache.pins import Pins
 from radixrt.worker.cache.recurrent_states import AnyStates
 from radixrt.worker.cache.retention import RetainedContexts
+from radixrt.worker.cache.return_order import ReturnOrder
 from radixrt.worker.cache.tier import Event, Tier, Tokens
 
 
@@ -45,6 +47,8 @@ class PrefixCache:
         self.tree = RadixTree(page_size, policy=POLICIES[policy], events=events)
         self.pins = Pins(self.tree, pool.total, pinned_share, states)
         self.retained = RetainedContexts(pool.total * page_size)
+        self.order: ReturnOrder | None = None
+        """With the policy `returns`, what sets the order of eviction; set by `PageCache`."""
         self._pool = pool
         self._states = states
         self._tier = tier
@@ -128,6 +132,8 @@ class PrefixCache:
         while not self.can_allocate(count):
             if not self.retained.release_oldest() and not self.pins.release_oldest():
                 raise OutOfPages
+        if self.order is not None:
+            self.order.before_eviction(time.monotonic())
         pages = self._tier.evict(self.tree, (count - self._pool.num_free) * self.page_size)
         self._states.evict(pages)
         self.free(pages)
