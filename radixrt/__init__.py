@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from radixrt.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from radixrt.client import AsyncClient, Client, Completion, ServerError
+    from radixrt.client import AsyncClient, CacheOutcome, Client, Completion, ServerError
     from radixrt.lang.branch import Branch, join
     from radixrt.lang.budget import Budget
     from radixrt.lang.errors import BudgetExceeded, NoWinner, ProgramError
@@ -24,19 +24,29 @@ if TYPE_CHECKING:
     from radixrt.lang.tools import Tool
     from radixrt.lang.trace import Trace, trace
     from radixrt.lang.values import Value
-    from radixrt.messages import ChatPrompt, Grammar, Origin, PartsPrompt, Sampling, TextPrompt, TokenPrompt, Usage
+    from radixrt.messages import (
+        CacheAction,
+        ChatPrompt,
+        Grammar,
+        Origin,
+        PartsPrompt,
+        Sampling,
+        TextPrompt,
+        TokenPrompt,
+        Usage,
+    )
 
 __all__ = [
-    "AsyncClient", "Branch", "Budget", "BudgetExceeded", "ChatPrompt", "Client", "Completion", "Grammar", "NoWinner",
-    "Origin", "PartsPrompt", "Program", "ProgramError", "Sampling", "ServerError", "SyncBranch", "TextPrompt",
-    "TokenPrompt", "Tool", "Trace", "Usage", "Value", "assistant", "gen", "join", "program", "race", "role", "select",
-    "system", "trace", "use_client", "user",
+    "AsyncClient", "Branch", "Budget", "BudgetExceeded", "CacheAction", "CacheOutcome", "ChatPrompt", "Client",
+    "Completion", "Grammar", "NoWinner", "Origin", "PartsPrompt", "Program", "ProgramError", "Sampling", "ServerError",
+    "SyncBranch", "TextPrompt", "TokenPrompt", "Tool", "Trace", "Usage", "Value", "assistant", "gen", "join", "program",
+    "race", "role", "select", "system", "trace", "use_client", "user",
 ]  # fmt: skip
 _HOME = (
     dict.fromkeys(__all__, "radixrt.lang")
-    | dict.fromkeys(("AsyncClient", "Client", "Completion", "ServerError"), "radixrt.client")
+    | dict.fromkeys(("AsyncClient", "CacheOutcome", "Client", "Completion", "ServerError"), "radixrt.client")
     | dict.fromkeys(("ChatPrompt", "Grammar", "Origin", "PartsPrompt", "Sampling", "TextPrompt"), "radixrt.messages")
-    | dict.fromkeys(("TokenPrompt", "Usage"), "radixrt.messages")
+    | dict.fromkeys(("CacheAction", "TokenPrompt", "Usage"), "radixrt.messages")
 )
 
 if not TYPE_CHECKING:  # or else any name could be imported, for what type checkers know

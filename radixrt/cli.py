@@ -174,7 +174,7 @@ def build_parser() -> Parser:
         "--head-dim", type=number, action="append", metavar="N", help="instead of a model: for heads of this size"
     )
     kernels.add_argument(
-        "--cuda-arch-list", default="", metavar="ARCHS", help="'8.0 9.0a', say (default: the GPUs that are here)"
+        "--cuda-arch-list", default="", metavar="ARCHS", help="8.0,9.0a, say (default: the GPUs that are here)"
     )
     kernels.add_argument(
         "--aot", action="store_true", help="also copy them into FlashInfer's package, which then needs no compiler"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.agents.__main__ import make_parser
 from radixrt import cli
 from tests.documents import PAGES, ROOT, anchors, blocks, commands, links, name_of
 
@@ -18,9 +19,12 @@ README = ROOT / "README.md"
 DOCS = [page for page in PAGES if page.parent == ROOT / "docs"]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-OTHERS_FLAGS = set(  # of pip, docker, other servers and our benchmarks
+OTHERS_FLAGS = set(  # of pip, docker, other servers, aiperf and our benchmarks
     """--help --index-url --enable-prompt-tokens-details --enable-cache-report --enable-hierarchical-cache
-    --lenient --rivals --serve --url --rm --network --gpus --target --build-arg --detach""".split()
+    --lenient --rivals --serve --url --rm --network --gpus --target --build-arg --detach
+    --scenario --input-file --custom-dataset-type --unsafe-override --use-server-token-count --session-header
+    --concurrency --trajectory-start-min-ratio --trajectory-start-max-ratio --random-seed
+    --benchmark-duration""".split()
 )
 MODEL_FILES = {"config.json", "generation_config.json"}
 
@@ -58,7 +62,8 @@ def commands_of_radixrt() -> dict[str, argparse.ArgumentParser]:
 
 
 def test_flags_that_pages_name_exist() -> None:
-    known = {flag for parser in commands_of_radixrt().values() for flag in parser._option_string_actions} | OTHERS_FLAGS
+    parsers = [*commands_of_radixrt().values(), make_parser()]
+    known = {flag for parser in parsers for flag in parser._option_string_actions} | OTHERS_FLAGS
     for page in [README, *DOCS]:
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?!-)", page.read_text())) <= known, page.name
 
@@ -88,7 +93,7 @@ def check(command: str) -> None:
             assert {extra for word in what for extra in re.findall(r"\[(\w+)\]", word)} <= EXTRAS.keys()
         case ["docker", *arguments]:
             assert all((ROOT / word).exists() for word in arguments if word.endswith(".yaml"))
-        case [("curl" | "python3" | "."), *_]:
+        case [("curl" | "python3" | "." | "aiperf"), *_]:
             pass
         case _:
             raise AssertionError(f"an unknown command: {command}")

@@ -15,9 +15,10 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
+from radixrt.client.hints import Hinting
 from radixrt.client.prompts import (
     Completion,
-    Options,
+    GenerateOptions,
     PromptLike,
     TextLike,
     WholePromptLike,
@@ -28,10 +29,12 @@ from radixrt.client.prompts import (
 from radixrt.client.transports import CONNECT_SECONDS, Answer, HttpTransport, ServerError, Transport, ZmqTransport
 from radixrt.messages import (
     Ask,
+    CacheAction,
     ChangeAdapter,
     ChatPrompt,
     ClearCache,
     ClientRequest,
+    ControlCache,
     Delta,
     Detokenize,
     Done,
@@ -79,7 +82,7 @@ async def _entered(stack: LocalStack) -> LocalStack:
         raise
 
 
-class AsyncClient:
+class AsyncClient(Hinting):
     """An asynchronous client. Methods raise ServerError if the server refuses or fails a request, or cannot be reached,
     and RuntimeError on another event loop or in another process than the client was first used on.
 
@@ -169,7 +172,7 @@ class AsyncClient:
     # ------------------------------------------------------------ generation
 
     async def generate(
-        self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Unpack[Options]
+        self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Unpack[GenerateOptions]
     ) -> Completion:
         """One continuation of a prompt (text, token ids or chat messages). Options as for `generate_n`.
 
@@ -188,12 +191,13 @@ class AsyncClient:
         origin: Origin = Origin(),
         cache_salt: str = "",
         priority: int = 0,
+        cache: Sequence[CacheAction] = (),
     ) -> list[Completion]:
         """`n` continuations of one prompt, which is computed once. Choice i is sampled with seed + i. While requests of
-        the same tenant wait, those of the lowest `priority` are computed first."""
-        request = self._generate(
-            prompt, n, sampling, False, model=model, origin=origin, cache_salt=cache_salt, priority=priority
-        )
+        the same tenant wait, those of the lowest `priority` are computed first. `cache`: what is to become of the
+        tokens of the prompt and the first choice in the cache when that has ended (`pin`, `retain`, `demote`)."""
+        options: dict[str, Any] = {"cache_salt": cache_salt, "priority": priority, "cache": list(cache)}
+        request = self._generate(prompt, n, sampling, False, model=model, origin=origin, **options)
         completions = [Completion() for _ in range(max(n, 1))]  # the reply to n < 1 is an error
         async with self._answers(request) as answers:
             for _ in completions:  # each has one delta
@@ -211,13 +215,13 @@ class AsyncClient:
         origin: Origin = Origin(),
         cache_salt: str = "",
         priority: int = 0,
+        cache: Sequence[CacheAction] = (),
     ) -> AsyncGenerator[Delta, None]:
         """Deltas as they arrive; the last one of a choice has `finish` and `usage`, and of a chat the parsed `message`.
         Closing the iterator cancels the request."""
         open_choices = max(n, 1)  # see generate_n
-        request = self._generate(
-            prompt, n, sampling, True, model=model, origin=origin, cache_salt=cache_salt, priority=priority
-        )
+        options: dict[str, Any] = {"cache_salt": cache_salt, "priority": priority, "cache": list(cache)}
+        request = self._generate(prompt, n, sampling, True, model=model, origin=origin, **options)
         async with self._answers(request) as answers:
             while open_choices:
                 delta = _expect(Delta, await answers.get())
@@ -345,6 +349,12 @@ class AsyncClient:
 
     async def change_adapter(self, message: ChangeAdapter) -> dict[str, str]:
         """Load or unload a LoRA adapter, as the message says. Returns and raises as `load_adapter`."""
+        return (await self._ask_for(Info, message)).data
+
+    async def control_cache(self, message: ControlCache) -> dict[str, Any]:
+        """Send a hint to the cache. Returns what became of it, as ControlCache describes it."""
+        message.api_key = message.api_key or self._api_key
+        message.model = message.model or self._model
         return (await self._ask_for(Info, message)).data
 
     async def drain_worker(self, name: str, *, restart: bool = False) -> dict[str, Any]:

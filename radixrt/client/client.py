@@ -8,8 +8,10 @@ from typing import Any, Self, TypeVar, Unpack
 
 from radixrt.client.async_client import AsyncClient
 from radixrt.client.event_loop_thread import EventLoopThread
+from radixrt.client.hints import CacheOutcome, Target
 from radixrt.client.prompts import (
     Completion,
+    GenerateOptions,
     Options,
     PromptLike,
     TextLike,
@@ -42,18 +44,20 @@ class Client:
             self._loop_thread.close()
             raise
 
-    def generate(self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Unpack[Options]) -> Completion:
+    def generate(
+        self, prompt: PromptLike, sampling: Sampling = Sampling(), **options: Unpack[GenerateOptions]
+    ) -> Completion:
         """See AsyncClient.generate."""
         return self._loop_thread.call(self.aio.generate, prompt, sampling, **options)
 
     def generate_n(
-        self, prompt: PromptLike, n: int, sampling: Sampling = Sampling(), **options: Unpack[Options]
+        self, prompt: PromptLike, n: int, sampling: Sampling = Sampling(), **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
         """See AsyncClient.generate_n."""
         return self._loop_thread.call(self.aio.generate_n, prompt, n, sampling, **options)
 
     def stream(
-        self, prompt: PromptLike, sampling: Sampling = Sampling(), *, n: int = 1, **options: Unpack[Options]
+        self, prompt: PromptLike, sampling: Sampling = Sampling(), *, n: int = 1, **options: Unpack[GenerateOptions]
     ) -> Iterator[Delta]:
         """See AsyncClient.stream. Leaving the loop early cancels the request."""
         return self._loop_thread.iterate(self.aio.stream(prompt, sampling, n=n, **options))
@@ -93,6 +97,39 @@ class Client:
     def metrics(self) -> str:
         """See AsyncClient.metrics."""
         return self._loop_thread.call(self.aio.metrics)
+
+    def pin(
+        self, prompt: PromptLike | None = None, *, seconds: float | None = None, **target: Unpack[Target]
+    ) -> CacheOutcome:
+        """See Hinting.pin."""
+        return self._loop_thread.call(self.aio.pin, prompt, seconds=seconds, **target)
+
+    def retain(
+        self,
+        prompt: PromptLike | None = None,
+        *,
+        priority: int = 50,
+        seconds: float | None = None,
+        **target: Unpack[Target],
+    ) -> CacheOutcome:
+        """See Hinting.retain."""
+        return self._loop_thread.call(self.aio.retain, prompt, priority=priority, seconds=seconds, **target)
+
+    def demote(self, prompt: PromptLike | None = None, **target: Unpack[Target]) -> CacheOutcome:
+        """See Hinting.demote."""
+        return self._loop_thread.call(self.aio.demote, prompt, **target)
+
+    def prefetch(self, prompt: PromptLike | None = None, *, worker: str = "", **target: Unpack[Target]) -> CacheOutcome:
+        """See Hinting.prefetch."""
+        return self._loop_thread.call(self.aio.prefetch, prompt, worker=worker, **target)
+
+    def share(self, prompt: PromptLike | None = None, *, worker: str, **target: Unpack[Target]) -> CacheOutcome:
+        """See Hinting.share."""
+        return self._loop_thread.call(self.aio.share, prompt, worker=worker, **target)
+
+    def delete_cache(self) -> CacheOutcome:
+        """See Hinting.delete_cache."""
+        return self._loop_thread.call(self.aio.delete_cache)
 
     def drain_worker(self, name: str, *, restart: bool = False) -> dict[str, Any]:
         """See AsyncClient.drain_worker."""

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, TypeGuard, cast, overload
 import msgspec
 
 from radixrt.messages import (
+    CacheAction,
     ChatMessage,
     ChatPrompt,
     Delta,
@@ -36,6 +37,12 @@ class Options(TypedDict, total=False):
     origin: Origin
     cache_salt: str
     priority: int
+
+
+class GenerateOptions(Options, total=False):
+    """And what those may have that generate."""
+
+    cache: Sequence[CacheAction]
 
 
 class Parsed:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from radixrt.client.transports import NATIVE_PATH, Here, ServerError
 from radixrt.config import FrontendConfig
 from radixrt.frontend.anthropic.routes import MessageRoutes
+from radixrt.frontend.cache.routes import CacheRoutes
 from radixrt.frontend.generate.answers import StreamAnswer, WholeAnswer
 from radixrt.frontend.generate.generation import Generation
 from radixrt.frontend.generate.link import RouterLink
@@ -76,6 +77,7 @@ class Frontend:
         messages = MessageRoutes(self.generation, prompts, text.tokenizer, self._body)
         ollama = OllamaRoutes(self.generation, self._link.ask, prompts.formats, self._body)
         for_ollama = functools.partial(self._guarded, told=OllamaError.wrap)
+        cache = CacheRoutes(self._link.ask, prompts, responses, self._body, self._tenant, self.forget_tenant)
         tokenization = Tokenization(text, self._link, config.max_model_len, self._body, prompts.namespace)
         posts = {
             "/v1/completions": self._guarded(self.completions),
@@ -88,6 +90,7 @@ class Frontend:
             "/tokenize": self._guarded(tokenization.tokenize),
             "/detokenize": self._guarded(tokenization.detokenize),
             **ollama.posts(for_ollama),
+            **cache.posts(self._guarded),
         }
         self.live = LiveRoutes(self._link.ask, bool(self._tenants))
         others = [
@@ -95,6 +98,7 @@ class Frontend:
             Route(f"{RESPONSES_PATH}/{{id}}", self._guarded(responses.delete), methods=["DELETE"]),
             Route(f"{RESPONSES_PATH}/{{id}}/input_items", self._guarded(responses.input_items), methods=["GET"]),
             *ollama.routes(for_ollama),
+            *cache.routes(self._guarded),
             *InfoRoutes(self._link.ask).routes(self._guarded, self._guarded_for_admin),
             *self.live.routes(self._guarded_for_admin),
             *AdapterRoutes(self._link.ask, self._unchecked_body, self._restrict).routes(self._unchecked),

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar, Unpack, overload
 
-from radixrt.client import AsyncClient
+from radixrt.client import AsyncClient, CacheOutcome
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import ProgramError, Site, error_at
 from radixrt.lang.history import History
@@ -21,7 +21,7 @@ from radixrt.lang.steps import Run
 from radixrt.lang.tool_loop import MAX_ROUNDS, ToolLoop
 from radixrt.lang.tools import Call, Calls, Tool, as_text
 from radixrt.lang.values import Promise, Text, Value, kind_of
-from radixrt.messages import Origin, Sampling
+from radixrt.messages import CacheAction, CacheVerb, Origin, Sampling
 
 R = TypeVar("R")
 
@@ -191,6 +191,15 @@ class Branch:
         `tool_calls` and `tool_call_id` of calls and results. An answer without calls is as it was generated, with its
         thoughts."""
         return (await self.wait())._speaker.history.messages()
+
+    async def hint(
+        self, verb: CacheVerb, *, priority: int = 50, seconds: float | None = None, worker: str = ""
+    ) -> CacheOutcome:
+        """Give the server's cache a hint for what was said here so far, up to the last generated text, once it is done:
+        `pin` or `retain` it for a time, `demote` or `prefetch` it, or `share` it with a worker; see `Client.pin` and
+        the others. Returns what became of it. The program is right without. Raises ProgramError as `wait` does."""
+        action = CacheAction(verb, priority=priority, seconds=seconds, destination=worker)
+        return await (await self.wait())._speaker.hint(action)
 
     async def wait(self) -> Self:
         """Wait until everything appended so far has been done. Raises ProgramError if something failed or was

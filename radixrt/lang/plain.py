@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar, Unpack, overload
 
+from radixrt.client import CacheOutcome
 from radixrt.lang.branch import Branch, listed, wait_all
 from radixrt.lang.budget import Budget
 from radixrt.lang.errors import Site
@@ -19,7 +20,7 @@ from radixrt.lang.threads import in_thread, outcome_of
 from radixrt.lang.tool_loop import MAX_ROUNDS, ToolLoop
 from radixrt.lang.tools import Call, Tool
 from radixrt.lang.values import Value
-from radixrt.messages import Sampling
+from radixrt.messages import CacheVerb, Sampling
 
 T = TypeVar("T")
 ON_THE_LOOP = "a SyncBranch cannot wait inside async code: use it in plain functions, or make the program an async one"
@@ -78,6 +79,12 @@ class SyncBranch:
     def messages(self) -> list[dict[str, Any]]:
         """See Branch.messages."""
         return self._wait(self._branch.messages())
+
+    def hint(
+        self, verb: CacheVerb, *, priority: int = 50, seconds: float | None = None, worker: str = ""
+    ) -> CacheOutcome:
+        """See Branch.hint."""
+        return self._wait(self._branch.hint(verb, priority=priority, seconds=seconds, worker=worker))
 
     def wait(self) -> Self:
         """See Branch.wait."""

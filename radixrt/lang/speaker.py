@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from radixrt.client import AsyncClient, Completion, ServerError
+from radixrt.client import AsyncClient, CacheOutcome, Completion, ServerError
 from radixrt.lang.budget import Budget, within
 from radixrt.lang.errors import Site, Spent
 from radixrt.lang.history import History
@@ -18,7 +18,7 @@ from radixrt.lang.nodes import Gen, Result, Role, Select
 from radixrt.lang.session import Session
 from radixrt.lang.steps import Run, Step
 from radixrt.lang.values import Promise, Value
-from radixrt.messages import GONE, TOKEN_BYTES, Origin, Sampling, StatePrompt
+from radixrt.messages import GONE, TOKEN_BYTES, CacheAction, Origin, Sampling, StatePrompt
 
 T = TypeVar("T")
 
@@ -125,6 +125,19 @@ class Speaker:
         state = self.history.state
         if state and state != self._paused:
             self._paused, self._told = state, self._session.pause(state, seconds)
+
+    async def hint(self, action: CacheAction) -> CacheOutcome:
+        """Give the server's cache a hint for the branch's state."""
+        if not self.history.state:
+            return CacheOutcome("missing", reason="nothing was generated here yet")
+        if self._told is not None:
+            await asyncio.shield(self._told)
+        try:
+            return await self._client.hint(action, StatePrompt(self._session.scope, self.history.state))
+        except ServerError as problem:
+            if problem.code != GONE:
+                raise
+            return CacheOutcome("missing", reason=problem.message)
 
     async def _request(self, send: Callable[[StatePrompt], Awaitable[T]]) -> tuple[T, int]:
         """Send what is new or, if the server has forgotten the state, everything. Returns the reply, and the number of

@@ -43,6 +43,11 @@ def tenant_of(key: str) -> str:
     return _plain(key.partition("\n")[0])
 
 
+def namespaces_of(tenant: str) -> str:
+    """The beginning of the keys of all namespaces of a tenant, and of no others."""
+    return f"{_escaped(tenant)}\n"
+
+
 def _escaped(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n") if "\\" in text or "\n" in text else text
 

@@ -79,8 +79,8 @@ class Tokens(msgspec.Struct, tag="tokens"):
 
 
 class Info(msgspec.Struct, tag="info"):
-    """The reply to an Ask or a Live (a JSON-like value; for `metrics`, Prometheus' text format) or a Recall (list of
-    values)."""
+    """The reply to an Ask or a Live (a JSON-like value; for `metrics`, Prometheus' text format), a Recall (list of
+    values) or a ControlCache."""
 
     id: int
     data: Any

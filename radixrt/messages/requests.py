@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from radixrt.messages.prompts import Prompt, StatePrompt, TextPrompt, TokenPrompt
-from radixrt.messages.shared import Name, Number, Origin, Priority, Sampling, Scope, SessionFacts
+from radixrt.messages.shared import CacheAction, Count, Name, Number, Origin, Priority, Sampling, Scope, SessionFacts
 
 
 class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True):
@@ -18,6 +18,8 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     stream           False: one Delta for each choice, when it is finished
     cache_salt       a further part of the namespace, within the tenant of the API key
     pin              (tokens, seconds): that prefix of the prompt stays cached for so long after the answer, if possible
+    cache            what is to become of its tokens, those of the first choice's answer included, when it has ended:
+                     `pin`, `retain` or `demote`
     session          counts for the report
     prompt_logprobs  also report the prompt's tokens, as `sampling.logprobs` says; the prompt is then computed without
                      cache hits
@@ -36,6 +38,7 @@ class Generate(msgspec.Struct, tag="generate", kw_only=True, omit_defaults=True)
     cache_salt: Name = ""
     priority: Priority = 0
     pin: list[tuple[int, float]] = []
+    cache: Annotated[list[CacheAction], msgspec.Meta(max_length=8)] = []
     session: SessionFacts = SessionFacts()
     prompt_logprobs: bool = False
     explain: bool = False
@@ -148,6 +151,27 @@ class Forget(msgspec.Struct, tag="forget", kw_only=True, omit_defaults=True):
     api_key: str = ""
 
 
+class ControlCache(msgspec.Struct, tag="cache", kw_only=True, omit_defaults=True):
+    """A hint to the cache: do with the tokens of a prompt what `action` says; see CacheVerb. The prompt is text, token
+    ids, a chat that is rendered by the model's template, or a program state, without anything said since. `session`,
+    the scope of a program, in the place of the prompt: all its states. For `delete` there is neither: it is for all
+    that the tenant of the key has, on all workers, and in the router. `tail`: so many of the last tokens need not be
+    cached, as they are what a template writes after an answer.
+
+    The reply is an Info with `result`, a CacheResult; `tokens` and `bytes`, for how many it is done; `worker`; and the
+    `reason` of what is not done. What a tenant may ask for in a time is bounded: beyond that it is refused, with
+    `retry_after`, before anything is encoded or looked up."""
+
+    id: int
+    action: CacheAction
+    prompt: Prompt | StatePrompt | None = None
+    session: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    tail: Count = 0
+    model: Name = ""
+    cache_salt: Name = ""
+    api_key: str = ""
+
+
 class Share(msgspec.Struct, tag="share", kw_only=True):
     """Store (key, value) entries in the router, for all front ends, separately for each tenant; None deletes a key. If
     memory runs out, entries are dropped. `used`: keys whose values were used where they are known already, so that
@@ -204,6 +228,6 @@ class DrainWorker(msgspec.Struct, tag="drain_worker", kw_only=True, omit_default
 
 
 ClientRequest = (
-    Generate | Score | Cancel | CalledTool | Tokenize | Detokenize | Ask | Live | Fork | Pause | Forget | Share | Recall
-    | ClearCache | ChangeAdapter | DrainWorker
+    Generate | Score | Cancel | CalledTool | Tokenize | Detokenize | Ask | Live | Fork | Pause | Forget | ControlCache
+    | Share | Recall | ClearCache | ChangeAdapter | DrainWorker
 )  # fmt: skip

@@ -85,6 +85,39 @@ equals, and between tenants, it has no effect."""
 Scope = Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
 
 
+CacheVerb = Literal["pin", "retain", "demote", "prefetch", "share", "delete"]
+"""What a client asks of the cache. They are hints: what requests give does not depend on them.
+
+pin       protect from eviction until its time is over, or running requests need its pages
+retain    evict after all that is not retained, and after what has a lower priority
+demote    move to the tier below now
+prefetch  move to the device now
+share     let another worker have it, without computing it
+delete    remove all that a tenant has
+"""
+CacheResult = Literal["done", "clipped", "deferred", "refused", "missing"]
+"""done      all of it, but for the last token and what does not fill a page: these are never cached
+clipped   less than that: more is not cached, or a bound does not allow it
+deferred  it will be done
+refused   nothing was done, because of a bound, or because it cannot be done here
+missing   nothing of it is cached
+"""
+
+
+class CacheAction(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is to become of the tokens [token_start, token_end) of a path (None: to its end), and with them of what
+    comes before. `priority`: of `retain`, as in TensorRT-LLM the highest goes last. `seconds`: of `pin` and
+    `retain` (None: as long as the server allows). `destination`: the worker that `share` and `prefetch` are for
+    ("": `prefetch` is for the worker that holds most)."""
+
+    verb: CacheVerb
+    token_start: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] = 0
+    token_end: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    priority: Annotated[int, msgspec.Meta(ge=0, le=100)] = 50
+    seconds: float | None = None
+    destination: Annotated[str, msgspec.Meta(max_length=1024)] = ""
+
+
 class ErrorReason(StrEnum):
     """What is wrong with a request, where clients do something about it. The values are codes of OpenAI's API."""
 
@@ -125,10 +158,12 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=False):
     """Tokens of one request. `cached_tokens` are prompt tokens whose KV was reused (hits). `explain`: why the others
-    were not, of the first choice, if that was asked for."""
+    were not, of the first choice, if that was asked for. `max_tokens`: for how many tokens there was room, if more were
+    asked for."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
     worker: str = ""
     explain: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    max_tokens: int | msgspec.UnsetType = msgspec.UNSET

@@ -6,7 +6,16 @@ from typing import Annotated
 
 import msgspec
 
-from radixrt.messages.shared import Count, FinishReason, Number, Priority, Sampling, TokenLogprob
+from radixrt.messages.shared import (
+    CacheAction,
+    CacheResult,
+    Count,
+    FinishReason,
+    Number,
+    Priority,
+    Sampling,
+    TokenLogprob,
+)
 
 # ---------------------------------------------------------------- router -> worker
 
@@ -32,6 +41,8 @@ class Run(msgspec.Struct, tag="run", kw_only=True, omit_defaults=True):
     adapter: str = ""
     version: int = 0
     priority: Priority = 0
+    cache: list[CacheAction] = []
+    """Of its tokens, generated ones included, when it has ended."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +90,16 @@ class WaitsFor(msgspec.Struct, tag="waits_for"):
     name: str
 
 
+class CacheHint(msgspec.Struct, tag="cache_hint", omit_defaults=True):
+    """Do with the path `ids` what `action` says. For the verb "delete" the namespace is any of the tenant, and there
+    are no ids. The reply is a CacheHinted."""
+
+    id: int
+    namespace: str
+    action: CacheAction
+    ids: bytes = b""
+
+
 class Abort(msgspec.Struct, tag="abort"):
     """End runs; what they computed stays cached. `ids` are the ids of Runs."""
 
@@ -105,7 +126,9 @@ class Stop(msgspec.Struct, tag="stop"):
     restart: bool = False
 
 
-ToWorker = Run | Abort | Resync | Clear | Unknown | Stop | Pin | Unpin | LoadAdapter | UnloadAdapter | WaitsFor
+ToWorker = (
+    Run | Abort | Resync | Clear | Unknown | Stop | Pin | Unpin | WaitsFor | CacheHint | LoadAdapter | UnloadAdapter
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- worker -> router
@@ -202,6 +225,26 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Since start: tokens whose pages were evicted to host memory and came back from there."""
     host_tokens: int = 0
     """Tokens whose pages are in host memory."""
+    disk_tokens: int = 0
+    """Tokens whose pages are on disk (`--kv-disk-path`), of this model."""
+    disk_bytes: int = 0
+    """Bytes of all that is in its folder."""
+    disk_hits: int = 0
+    """Since start: requests for which pages were read from disk."""
+    disk_read_tokens: int = 0
+    disk_read_bytes: int = 0
+    disk_read_seconds: Finite = 0.0
+    """From a request's arrival to when its pages were read, summed."""
+    disk_saved_seconds: Finite = 0.0
+    """What computing these tokens would have taken, less that, summed over the requests for which it is more."""
+    disk_written_tokens: int = 0
+    disk_written_bytes: int = 0
+    disk_lost_tokens: int = 0
+    """Tokens that had gone from memory before they were written."""
+    disk_evicted_tokens: int = 0
+    """Tokens that were removed from disk to make room."""
+    disk_early_tokens: int = 0
+    """Of these, those that a request asked for within ten minutes."""
 
 
 class Register(msgspec.Struct, tag="register", kw_only=True):
@@ -280,6 +323,16 @@ class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):
     error: str = ""
 
 
+class CacheHinted(msgspec.Struct, tag="cache_hinted", omit_defaults=True):
+    """What became of a CacheHint, and for how many tokens; `bytes` of KV on one rank. `reason`: of what is not done."""
+
+    id: int
+    result: CacheResult
+    tokens: Count = 0
+    bytes: Number = 0
+    reason: str = ""
+
+
 class Heartbeat(msgspec.Struct, tag="heartbeat"):
     """Sent regularly by a thread of its own in a worker, so that a worker is not taken for lost during a long step."""
 
@@ -314,4 +367,4 @@ class Draining(msgspec.Struct, tag="draining"):
     """As in a Heartbeat."""
 
 
-ToRouter = Register | StepDone | AdapterLoaded | Heartbeat | Leave | Draining
+ToRouter = Register | StepDone | AdapterLoaded | CacheHinted | Heartbeat | Leave | Draining

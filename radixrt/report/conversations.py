@@ -100,6 +100,10 @@ class Conversations:
         conversation.turns.append(one)
         kept.put(conversation)
 
+    def delete(self, tenant: str) -> None:
+        """Forget those of a tenant."""
+        self._kept.pop(tenant, None)
+
     def latest(self, tenant: str | None) -> list[Conversation]:
         """Of one tenant or (None) all, the latest first, KEPT_CONVERSATIONS at most."""
         whose = self._kept.values() if tenant is None else [self._kept[tenant]] if tenant in self._kept else []

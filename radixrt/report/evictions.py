@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from radixrt.messages import TOKEN_BYTES
+from radixrt.messages import TOKEN_BYTES, tenant_of
 
 KEPT = 4096
 """Evictions that are kept, of about 300 bytes each."""
@@ -42,6 +42,12 @@ class Evictions:
 
     def add(self, eviction: Eviction) -> None:
         self._kept.append(eviction)
+
+    def delete(self, tenant: str) -> None:
+        """Forget what was evicted of a tenant."""
+        kept = [one for one in self._kept if tenant_of(one.namespace) != tenant]
+        self._kept.clear()
+        self._kept.extend(kept)
 
     def find(self, namespace: str, prompt: bytes, low: int, high: int, worker: str) -> Eviction | None:
         """The latest that has taken some of tokens [low, high) of a prompt, on this worker if there is one."""

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from radixrt.report.text import CAUSES, duration, program_name, read_share
+from radixrt.report.tiers import TIERS, tiers
 
 SHOWN = 200
 """The most rows of a table: those with the most prompt tokens. The JSON has all."""
@@ -60,6 +61,7 @@ def to_html(report: dict[str, Any], refresh: int = 0) -> str:
         _rates("Models", report["models"], lambda row: row["model"]) if len(report["models"]) > 1 else "",
         _rates("Workers", report["workers"], lambda row: row["worker"] or "(none)"),
         _pages(report["workers"]),
+        _tiers(report["workers"]),
         _prefix_breaking(report["volatile"]),
         _notes(report),
     ]
@@ -131,6 +133,11 @@ def _pages(workers: list[dict[str, Any]]) -> str:
     cells = [(row["worker"], *(f"{row[name]:,}" for name in names), read_share(row)) for row in known]
     used = [f'<div><b style="width:{row["used_pages"] / row["total_pages"]:.2%}"></b></div>' for row in known]
     return _table(heads, cells, used, "pages") if known else ""
+
+
+def _tiers(workers: list[dict[str, Any]]) -> str:
+    rows = [(row["worker"], *cells) for row in workers[:SHOWN] for cells in tiers(row)]
+    return _table(("Worker", *TIERS), rows, [""] * len(rows), "pages") if rows else ""
 
 
 def _prefix_breaking(rows: list[dict[str, Any]]) -> str:

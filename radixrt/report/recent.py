@@ -126,6 +126,16 @@ class Recent:
         """A request of the tenant, or (tenant "") a worker has failed."""
         self._failures.append(Failure(self._clock(), tenant, worker, text))
 
+    def delete(self, tenant: str) -> None:
+        """Forget the requests of a tenant; its sums stay."""
+        self._sort()
+        for one in [one for one in self._with_ids if one.tenant == tenant]:
+            self._with_ids.remove(one)
+            self._id_bytes -= len(one.ids)
+        self._ended.pop(tenant, None)
+        self._conversations.delete(tenant)
+        self.evictions.delete(tenant)
+
     def _count(self, one: Ended) -> None:
         points, now = self._points[one.tenant], int(one.at // POINT_SECONDS)
         if not points or points[-1][0] != now:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from radixrt.messages import TOKEN_BYTES, Load, Origin, SessionFacts
+from radixrt.messages.namespace import namespaces_of
 from radixrt.report.causes import Misses, explain
 from radixrt.report.latency import Latency
 from radixrt.report.recent import MAX_NAME_CHARS, Recent
@@ -126,6 +127,10 @@ class Report:
         self._prefix_breaking = PrefixBreakingTexts()
         self.waits: dict[str, Waits] = defaultdict(Waits)
         """By tenant."""
+        self.hints: Counter[tuple[str, str, str]] = Counter()
+        """Hints to the cache by (tenant, verb, result)."""
+        self.hint_tokens: Counter[tuple[str, str]] = Counter()
+        """Tokens for which they were done, by (tenant, verb)."""
         self.recent = Recent(clock)
         self._started = clock()
 
@@ -211,6 +216,17 @@ class Report:
         self.waits[tenant].tokens += tokens
         self.waits[tenant].kept_tokens += cached
 
+    def hinted(self, tenant: str, verb: str, result: str, tokens: int) -> None:
+        """A hint to the cache was answered."""
+        self.hints[tenant, verb, result] += 1
+        self.hint_tokens[tenant, verb] += tokens
+
+    def delete(self, tenant: str) -> None:
+        """Forget the prompts of a tenant; its sums stay."""
+        self.seen.remove_namespaces(namespaces_of(tenant))
+        self._prefix_breaking.delete(tenant)
+        self.recent.delete(tenant)
+
     def load(self, worker: str, load: Load) -> None:
         """A worker's state after a step."""
         if worker not in self._workers.states:  # a new one may push out one that has gone
@@ -268,11 +284,15 @@ class Report:
             workers    ... with `worker` ("" for none, "(other)" for those gone for long); if `tenant` is null, also
                        total_pages, used_pages (including evictable_pages), free_pages, and counters of
                        `messages.Load`: evicted_tokens, preemptions, steps, plain_keys, read_keys, busy_seconds,
-                       forced_tokens, drafted_tokens, accepted_tokens, fetched_tokens (from host memory)
+                       forced_tokens, drafted_tokens, accepted_tokens, fetched_tokens (from host memory), disk_hits,
+                       disk_read_tokens, disk_read_bytes, disk_read_seconds, disk_saved_seconds, disk_written_tokens,
+                       disk_written_bytes, disk_lost_tokens, disk_evicted_tokens, disk_early_tokens; and what is there
+                       now: host_tokens, disk_tokens, disk_bytes
             sessions   answers in chat prompts that were generated here: kept_turns (encoded by the generated ids),
                        respelled_turns (of them, those that the template renders differently), dropped_turns (generated
                        ids could not be used; by reason)
             pauses     sessions that wait for a tool (`Waits`): now, ended, dropped, seconds, tokens, kept_tokens
+            hints      hints to the cache by verb: of each result how many, and the tokens for which they were done
             volatile   short text near the start of prompts that changed with most requests, so that tokens after it
                        were never hit; most lost tokens first: tenant, requests (that changed it), lost_tokens (prompt
                        tokens after it that were computed, but had been computed after another value), at (tokens before
@@ -310,6 +330,7 @@ class Report:
             "workers": workers,
             "sessions": self._sessions_of(tenant),
             "pauses": self._waits_of(tenant),
+            "hints": self._hints_of(tenant),
             "volatile": self.volatile(tenant, decode),
             "bound": {
                 "exact": not self._forgotten,
@@ -345,6 +366,16 @@ class Report:
     def _waits_of(self, tenant: str | None) -> dict[str, Any]:
         rows = [asdict(waits) for name, waits in self.waits.items() if tenant in (None, name)]
         return {f.name: sum(row[f.name] for row in rows) for f in fields(Waits)}
+
+    def _hints_of(self, tenant: str | None) -> dict[str, dict[str, int]]:
+        rows: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for (name, verb, result), count in self.hints.items():
+            if tenant in (None, name):
+                rows[verb][result] += count
+        for (name, verb), tokens in self.hint_tokens.items():
+            if tenant in (None, name):
+                rows[verb]["tokens"] += tokens
+        return {verb: dict(row) for verb, row in sorted(rows.items())}
 
     @property
     def sessions(self) -> dict[str, dict[str, Any]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from radixrt.report.tiers import TIERS, tiers
+
 WIDTH = 100
 MAX_PREFIX_BREAKING_ROWS = 8
 """The most changing texts that are shown."""
@@ -42,6 +44,7 @@ def to_text(report: dict[str, Any]) -> str:
     lines = [f"Cache-hit-rate report{whose}, {duration(report['seconds'])}", "", *_aligned(rows)]
     lines += _misses(total)
     lines += _pages(report["workers"])
+    lines += _tiers(report["workers"])
     lines += _sessions(report["sessions"])
     lines += _prefix_breaking(report["volatile"])
     lines += _pauses(report["pauses"])
@@ -88,6 +91,11 @@ def _pages(workers: list[dict[str, Any]]) -> list[str]:
         (f"worker {row['worker']}", *(f"{row[name]:,}" for name in names), read_share(row)) for row in _largest(known)
     ]
     return [*_aligned([("", *PAGES), *rows]), ""] if rows else []
+
+
+def _tiers(workers: list[dict[str, Any]]) -> list[str]:
+    rows = [(f"worker {row['worker']}", *cells) for row in _largest(workers) for cells in tiers(row)]
+    return [*_aligned([("", *TIERS), *rows]), ""] if rows else []
 
 
 def read_share(row: dict[str, Any]) -> str:

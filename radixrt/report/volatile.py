@@ -146,6 +146,12 @@ class PrefixBreakingTexts:
         for extra in [kind for kind in kinds if kind.spans][MAX_KINDS:]:
             kinds.remove(extra)
 
+    def delete(self, tenant: str) -> None:
+        """Forget the texts of a tenant."""
+        for key in [key for key in self._kinds if key[0] == tenant]:
+            for kind in self._kinds.pop(key):
+                self._tails.remove_namespaces(f"{kind.number} ")
+
     def _count(self, kind: Kind, ids: bytes, changes: list[Change], known: int) -> None:
         spans = [kind.span(change) for change in changes]
         same_until = self._seen_until(kind, ids, spans[-1], changes[-1])

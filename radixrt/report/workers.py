@@ -21,7 +21,9 @@ MAX_FORGOTTEN_WORKERS = 10_000
 """The most forgotten workers whose last counters are kept, so that one that returns is not counted twice."""
 SUMMED = (
     "evicted_tokens", "preemptions", "steps", "plain_keys", "read_keys", "busy_seconds", "forced_tokens",
-    "drafted_tokens", "accepted_tokens", "fetched_tokens",
+    "drafted_tokens", "accepted_tokens", "fetched_tokens", "disk_hits", "disk_read_tokens", "disk_read_bytes",
+    "disk_read_seconds", "disk_saved_seconds", "disk_written_tokens", "disk_written_bytes", "disk_lost_tokens",
+    "disk_evicted_tokens", "disk_early_tokens",
 )  # fmt: skip
 """The fields of a Load that count since the worker's start."""
 _summed = operator.attrgetter(*SUMMED)
@@ -55,6 +57,9 @@ class WorkerState:
             "used_pages": load.total_pages - load.free_pages,
             "free_pages": load.free_pages,
             "evictable_pages": load.evictable_pages,
+            "host_tokens": load.host_tokens,
+            "disk_tokens": load.disk_tokens,
+            "disk_bytes": load.disk_bytes,
         } | self.sums
 
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import msgspec
 
-from radixrt.messages import TOKEN_BYTES, Cancel, Error, Grammar, Sampling
+from radixrt.messages import TOKEN_BYTES, CacheAction, Cancel, Error, Grammar, Sampling
 from radixrt.requests.grammar import check_grammar
 from radixrt.tokens import ids_below
 from radixrt.tokens.errors import FieldError
@@ -167,6 +167,26 @@ def check_pins(pins: list[tuple[int, float]], prompt_tokens: int) -> None:
             _refuse("pin", f"must be of 1 to {prompt_tokens} tokens, which the prompt has")
         if not 0 < seconds <= MAX_PIN_SECONDS:
             _refuse("pin", f"must be for at most {MAX_PIN_SECONDS:.0f} seconds")
+
+
+MAX_ACTIONS = 8
+"""Of a request, when it ends."""
+
+
+def check_action(action: CacheAction, field: str) -> None:
+    """Raise Refused (400) for a time that is not above 0, or a range of tokens that ends before it begins."""
+    if action.seconds is not None and not action.seconds > 0:
+        _refuse(f"{field}.seconds", "must be above 0")
+    if action.token_end is not None and action.token_end <= action.token_start:
+        _refuse(f"{field}.token_end", "must be above token_start")
+
+
+def check_actions(actions: list[CacheAction], field: str = "cache") -> None:
+    """Raise Refused (400) for what cannot become of a request when it ends."""
+    for index, action in enumerate(actions):
+        if action.verb not in ("pin", "retain", "demote"):
+            _refuse(f"{field}[{index}].verb", "must be pin, retain or demote, when a request ends")
+        check_action(action, f"{field}[{index}]")
 
 
 def check_cancel(cancel: Cancel) -> None:

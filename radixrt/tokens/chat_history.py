@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from radixrt.config import FrontendConfig, RouterConfig
 from radixrt.messages import ChatPrompt, Namespace, Prompt, SessionFacts
 from radixrt.tokens import Encoded, Sessions, TextService
-from radixrt.tokens.chain import Key
 from radixrt.tokens.errors import Room
+from radixrt.tokens.sessions import AnswerKeys
 from radixrt.tokens.text import is_short_chat
 from radixrt.tokens.turns import in_one_step
 
@@ -44,6 +44,8 @@ class Conversations:
         kept, tokenizer = config.session_tokens, text.tokenizer
         options = {"keep_thinking": config.keep_thinking, "keep_calls": config.keep_generated_calls}
         self._sessions = Sessions(tokenizer, kept, **options) if tokenizer is not None and kept > 0 else None
+        if shared_store is not None:
+            _ = text.fingerprint  # now, as it takes a large vocabulary some time
 
     @property
     def num_tokens(self) -> int:
@@ -65,19 +67,18 @@ class Conversations:
         sessions = self._sessions
         if sessions is None or not isinstance(prompt, ChatPrompt):
             return Encoded(await self._text.encode(prompt, namespace, room, last), "")
+        keys = AnswerKeys()
         if self._shared_store is not None:
-            kept, missing = await self._answers_in(sessions, namespace, prompt)
-            if kept:
-                self._shared_store.touch(kept, api_key)
-            values = await self._shared_store.recall(missing, api_key) if missing else []
-            for key, value in zip(missing, values, strict=True):
+            keys = await self._answers_in(sessions, namespace, prompt)
+            if keys.kept:
+                self._shared_store.touch(keys.kept, api_key)
+            values = await self._shared_store.recall(keys.missing, api_key) if keys.missing else []
+            for key, value in zip(keys.missing, values, strict=True):
                 if value is not None:
                     sessions.learn(namespace, key, value)
-        return await self._text.encode_chat(sessions, namespace, prompt, room)
+        return await self._text.encode_chat(sessions, namespace, prompt, room, keys.all)
 
-    async def _answers_in(
-        self, sessions: Sessions, namespace: Namespace, prompt: ChatPrompt
-    ) -> tuple[list[Key], list[Key]]:
+    async def _answers_in(self, sessions: Sessions, namespace: Namespace, prompt: ChatPrompt) -> AnswerKeys:
         """`Sessions.answers_in`; for a long chat, in a thread."""
         if is_short_chat(prompt):
             return sessions.answers_in(namespace, prompt)
@@ -85,9 +86,11 @@ class Conversations:
         return await self._text.run(namespace, work, "messages")
 
     def forget(self, is_meant: Callable[[str], bool]) -> None:
-        """Drop the answers of the tenants that are meant from this process."""
+        """Drop the answers of the tenants that are meant from this process, and the ids of their texts."""
         if self._sessions is not None:
             self._sessions.forget(is_meant)
+        if self._text.tokenizer is not None:
+            self._text.tokenizer.forget(is_meant)
 
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, api_key: str = "") -> None:
         """Keep the ids of an answer; `message` is the same answer as the client sees it."""

@@ -117,6 +117,13 @@ class Incremental:
             while self._shares.total > self._max_bytes:
                 self._drop_oldest(self._shares.largest())
 
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Forget all texts of the tenants that are meant."""
+        with self._lock:
+            for tenant in filter(is_meant, tuple(self._memory)):
+                del self._memory[tenant]
+                self._shares.add(tenant, -self._shares[tenant])
+
     def _drop_oldest(self, tenant: str) -> None:
         own = self._memory[tenant]
         key, memory = next(iter(own.items()))

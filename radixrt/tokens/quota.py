@@ -1,9 +1,18 @@
-"""Sizes of the parts of a shared memory by tenant, and which tenant has to give up memory when it is full."""
+"""What tenants may have of what they share: memory, where the tenant with most has to give up some when it is full; and
+work that is not a request, which has a rate."""
 
 from __future__ import annotations
 
 import heapq
 
+TOKENS_PER_SECOND, BURST_SECONDS = 200_000, 10
+"""What a tenant may ask for, in tokens, beside its requests: as much at once as comes in so many seconds."""
+MIN_HINT_TOKENS = 256
+"""The fewest tokens that a hint to the cache counts for."""
+BYTES_PER_TOKEN = 4
+"""Of text that is not encoded yet, about."""
+MAX_BUCKETS = 4096
+"""Tenants whose buckets are remembered."""
 SPARE = 16
 """Entries of the heap that may be out of date, beside one for each tenant."""
 
@@ -64,3 +73,35 @@ class Shares:
         assert self._recorded.keys() == self._sizes.keys(), "an entry for each tenant"
         for tenant, said in self._recorded.items():
             assert (-said, tenant) in self._heap and said >= self._sizes[tenant], "which says at least what he has"
+
+
+class Budget:
+    """How much work a tenant may ask for: a bucket of tokens for each, which fills at a rate. Times are in seconds of
+    any monotonic clock."""
+
+    def __init__(self, rate: float = TOKENS_PER_SECOND, burst: float = BURST_SECONDS) -> None:
+        self._rate = rate
+        self._most = rate * burst
+        self._left: dict[str, tuple[float, float]] = {}
+        """(tokens, when) by tenant; those with full buckets are left out."""
+
+    def take(self, tenant: str, tokens: int, now: float) -> float:
+        """Take tokens out of a tenant's bucket, which may leave a debt. Returns 0.0; or after how many seconds it may
+        ask again, and takes none, if there is a debt."""
+        left = self._now(tenant, now)
+        if left <= 0:
+            return max((1.0 - left) / self._rate, 1e-3)
+        self.charge(tenant, tokens, now)
+        return 0.0
+
+    def charge(self, tenant: str, tokens: int, now: float) -> None:
+        """Take tokens out of a tenant's bucket, whatever is in it; negative: give some back."""
+        self._left[tenant] = min(self._most, self._now(tenant, now) - tokens), now
+        if len(self._left) > MAX_BUCKETS:
+            full = [one for one in self._left if self._now(one, now) >= self._most]
+            for one in full or [next(iter(self._left))]:
+                del self._left[one]
+
+    def _now(self, tenant: str, now: float) -> float:
+        left, since = self._left.get(tenant, (self._most, now))
+        return min(self._most, left + self._rate * (now - since))

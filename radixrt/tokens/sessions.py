@@ -52,6 +52,15 @@ class Encoded(NamedTuple):
     tenant: str = ""
 
 
+class AnswerKeys(NamedTuple):
+    """`all`: the keys of a chat's prefixes; of its answers, `kept` are those that a process has, and `missing` the
+    others."""
+
+    all: list[Key] | None = None
+    kept: list[Key] = []
+    missing: list[Key] = []
+
+
 class Sessions:
     """Keeps at most `max_tokens` generated tokens. Beyond that the least recently used ones of the tenant with most are
     dropped. An answer counts for at least `least_tokens`. Thread safe; no I/O.
@@ -94,20 +103,25 @@ class Sessions:
         input."""
         return self.start(namespace, prompt).finish()
 
-    def start(self, namespace: Namespace, prompt: ChatPrompt) -> PendingChat:
-        """Begin `encode_chat`: everything except the encoding of unseen text, which may be done in a thread."""
-        return finished(self._start(namespace, prompt, None))
+    def start(self, namespace: Namespace, prompt: ChatPrompt, keys: list[Key] | None = None) -> PendingChat:
+        """Begin `encode_chat`: everything except the encoding of unseen text, which may be done in a thread. `keys`:
+        those of `answers_in`."""
+        return finished(self._start(namespace, prompt, None, keys))
 
-    def steps(self, namespace: Namespace, prompt: ChatPrompt, room: Room | None = None) -> Steps[Encoded]:
+    def steps(
+        self, namespace: Namespace, prompt: ChatPrompt, room: Room | None = None, keys: list[Key] | None = None
+    ) -> Steps[Encoded]:
         """`encode_chat` in steps. Raises FieldError as soon as it is certain that there is not the `room`."""
-        pending = yield from self._start(namespace, prompt, room)
+        pending = yield from self._start(namespace, prompt, room, keys)
         yield None
         return (yield from pending.steps(room))
 
-    def _start(self, namespace: Namespace, prompt: ChatPrompt, room: Room | None) -> Steps[PendingChat]:
+    def _start(
+        self, namespace: Namespace, prompt: ChatPrompt, room: Room | None, keys: list[Key] | None
+    ) -> Steps[PendingChat]:
         tokenizer = self._tokenizer
         try:
-            keys = yield from keys_in_steps(namespace, prompt, self._keep_calls)
+            keys = keys or (yield from keys_in_steps(namespace, prompt, self._keep_calls))
         except NO_MESSAGES:  # rendering the template will raise a better error
             keys = None
         answers = self._find(namespace.tenant, prompt, keys) if keys else {}
@@ -136,17 +150,16 @@ class Sessions:
             self._put(encoded.tenant, key, [*others, answer])
         return key
 
-    def answers_in(self, namespace: Namespace, prompt: ChatPrompt) -> tuple[list[Key], list[Key]]:
-        """The keys of the answers in a chat: of those that are kept here, and of the others. Both empty if the chat is
-        invalid."""
+    def answers_in(self, namespace: Namespace, prompt: ChatPrompt) -> AnswerKeys:
+        """The keys of a chat, and which of its answers are kept here. None if the chat is invalid."""
         try:
-            keys = keys_of(namespace, prompt, self._keep_calls)[1:]
-            answers = [key for key, m in zip(keys, prompt.messages, strict=True) if m["role"] == "assistant"]
+            keys = keys_of(namespace, prompt, self._keep_calls)
+            answers = [key for key, m in zip(keys[1:], prompt.messages, strict=True) if m["role"] == "assistant"]
         except NO_MESSAGES:
-            return [], []
+            return AnswerKeys()
         with self._lock:
             kept = [key for key in answers if key in self._answers]
-            return kept, [key for key in answers if key not in self._answers]
+            return AnswerKeys(keys, kept, [key for key in answers if key not in self._answers])
 
     def export(self, key: Key) -> bytes | None:
         """What is kept under a key, for `learn` in another process."""

@@ -20,6 +20,7 @@ from radixrt.messages import (
     TokenPrompt,
 )
 from radixrt.tokens._ids import ids_below
+from radixrt.tokens.chain import Key
 from radixrt.tokens.errors import FieldError, Room
 from radixrt.tokens.incremental import PendingText
 from radixrt.tokens.sessions import Encoded, Sessions
@@ -139,12 +140,18 @@ class TextService:
         return await self.run(namespace, _steps(pending, field, room, last), field)
 
     async def encode_chat(
-        self, sessions: Sessions, namespace: Namespace, prompt: ChatPrompt, room: Room | None = None
+        self,
+        sessions: Sessions,
+        namespace: Namespace,
+        prompt: ChatPrompt,
+        room: Room | None = None,
+        keys: list[Key] | None = None,
     ) -> Encoded:
-        """`sessions.encode_chat`; in threads, as `encode`, if there is much unseen text."""
+        """`sessions.encode_chat`; in threads, as `encode`, if there is much unseen text. `keys`: all of the chat, if
+        known."""
         if not is_short_chat(prompt):
-            return await self.run(namespace, sessions.steps(namespace, prompt, room), "messages")
-        pending = sessions.start(namespace, prompt)
+            return await self.run(namespace, sessions.steps(namespace, prompt, room, keys), "messages")
+        pending = sessions.start(namespace, prompt, keys)
         if pending.unseen_chars <= INLINE_UNSEEN_CHARS:
             return pending.finish()
         return await self.run(namespace, pending.steps(room), "messages")

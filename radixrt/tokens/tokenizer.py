@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,12 @@ class Tokenizer:
     def encode_bytes(self, text: str, add_special_tokens: bool = True) -> bytes:
         """`encode` as int32 bytes."""
         return self.start(text, add_special_tokens).finish()
+
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Forget the ids of all texts of the tenants that are meant."""
+        self._incremental.forget(is_meant)
+        if self._whole is not None:
+            self._whole.forget(is_meant)
 
     def start(
         self, text: str, add_special_tokens: bool = True, *, grows: bool = True, namespace: Namespace = NO_TENANT

@@ -202,6 +202,18 @@ class Cache {
       if (depth <= keep || !only_child) return;  // a root has depth 0: it ends the loop above
     }
   }
+  // Remove everything in the namespaces whose names begin with `prefix`, except what is leased.
+  void remove_namespaces(const std::string& prefix, Values* freed) {
+    std::vector<std::string> names;
+    for (auto& [name, root] : tree.roots())
+      if (!name.compare(0, prefix.size(), prefix)) names.push_back(name);
+    for (const std::string& name : names)
+      while (N* root = tree.find_root(name)) {
+        const std::vector<N*> leaves = evictable_below(root);
+        if (leaves.empty()) break;
+        for (N* leaf : leaves) cut(leaf, 0, freed);  // others stay leaves: of two nodes that merge, the lower one is kept
+      }
+  }
   void clear(Values* freed) {
     all_values(freed);
     part_all();
@@ -365,6 +377,17 @@ class Cache {
 
  private:
   static bool evictable(const N* node) { return !node->is_root() && node->children.empty() && node->extra.pins == 0; }
+  // The evictable leaves below a node.
+  static std::vector<N*> evictable_below(N* node) {
+    std::vector<N*> open{node}, found;
+    while (!open.empty()) {
+      N* one = open.back();
+      open.pop_back();
+      if (evictable(one)) found.push_back(one);
+      one->children.each([&](N* child) { open.push_back(child); });
+    }
+    return found;
+  }
   const int32_t* page(const int32_t* values, size_t token) const {
     return values ? values + token / tree.page_size : nullptr;
   }

@@ -689,6 +689,16 @@ PyObject* tree_mark(PyObject* self, PyObject* const* given, Py_ssize_t n) {
   });
 }
 
+PyObject* tree_remove_namespaces(PyObject* self, PyObject* prefix) {
+  std::string name;
+  if (!idle(reinterpret_cast<TreeObject*>(self)) || !load_name(prefix, &name)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    std::vector<int32_t> freed;
+    cache_of(self)->remove_namespaces(name, &freed);
+    return PyErr_Occurred() ? nullptr : bytes_of(freed);
+  });
+}
+
 PyObject* tree_continuation(PyObject* self, PyObject* const* given, Py_ssize_t n) {
   PyObject* args[4];
   std::string name;
@@ -1088,6 +1098,9 @@ PyMethodDef tree_methods[] = {
      "mark(namespace, tokens, kind, since) -> bool: the last use of a path was of that kind, and ended then; until marked it\n"
      "is of kind 0. It holds for the last node of the path, and for those above as their ends are evicted. False if no\n"
      "node ends where the path does, or where the tree ceases to know it."},
+    {"remove_namespaces", tree_remove_namespaces, METH_O,
+     "remove_namespaces(prefix) -> bytes: free everything in the namespaces whose names begin with `prefix`, except what "
+     "is leased; their values."},
     {"continuation", method(tree_continuation), kFast,
      "continuation(namespace, tokens, at, most) -> bytes: of a path that was inserted, up to `most` tokens that followed its "
      "first `at` until then, on the latest other path; none if there was none, or it was evicted."},

@@ -162,7 +162,7 @@ class Worker:
             while not self._stopped.is_set():
                 self._receive()
                 outputs = self._load_adapters() + self._step()
-                self._pin(outputs)
+                self._keep(outputs)
                 self._reply(outputs)
             self._finish_last_step()  # no step may be in flight when the runner is closed
             self._write_out()
@@ -282,10 +282,11 @@ class Worker:
             return self._fail(inflight.plan, error)
         done = time.perf_counter()
         seconds = done - max(inflight.launched, self._last_done)
-        self._rates.add(inflight.plan, seconds)
-        self.cache.tier.prefill_rate = self._rates.prefill
         self.watchdog.finished(len(inflight.plan.tokens), seconds)
-        self._time_decodes(inflight, done, result)
+        if inflight.plan.requests:
+            self._rates.add(inflight.plan, seconds)
+            self.cache.tier.prefill_rate = self._rates.prefill
+            self._time_decodes(inflight, done, result)
         self._last_done = done
         return self.scheduler.apply(inflight.plan, result)
 
@@ -315,9 +316,14 @@ class Worker:
             passes = 0 if plan.proposes is None else int(plan.proposes.max())
             drafter.costs.add(len(plan.tokens), max(seconds - passes * result.proposing_seconds, 0.0))
 
-    def _pin(self, outputs: list[m.Output]) -> None:
-        """Set the pins of requests that have just ended, before their pages can be evicted, and drop expired pins."""
-        pins, now = self.cache.pins, time.monotonic()
+    def _keep(self, outputs: list[m.Output]) -> None:
+        """Do with the contexts of requests that have just ended what these asked for, before their pages can be
+        evicted, and drop expired pins."""
+        pins, hints, now = self.cache.pins, self.cache.hints, time.monotonic()
+        hints.take(outputs, now)
+        hints.go_on_prefetching()
+        if hints.leaving and any(output.finish is not None for output in outputs):
+            hints.go_on_deleting(self._has_requests)
         if pins.idle:
             return
         for output in outputs:
@@ -363,6 +369,10 @@ class Worker:
                     if not self._compiling.drop(id):
                         self.scheduler.abort(id)
                     self.cache.pins.settle(id, time.monotonic())
+                    self.cache.hints.settle(id, time.monotonic())
+                self.cache.hints.go_on_deleting(self._has_requests)
+            case m.CacheHint():
+                self._take_hint(message)
             case m.Pin():
                 self.cache.pins.add(message.namespace, message.ids, message.seconds, time.monotonic(), message.name)
             case m.Unpin():
@@ -385,6 +395,18 @@ class Worker:
                 self.dismissed, self.restart = reason, restart
                 self.stop()
 
+    def _take_hint(self, hint: m.CacheHint) -> None:
+        hints, tenant = self.cache.hints, m.tenant_of(hint.namespace)
+        if hint.action.verb == "delete":
+            outcome = hints.delete(tenant, self._has_requests(tenant))
+        else:
+            outcome = hints.act(hint.namespace, hint.ids, hint.action, time.monotonic())
+        size = outcome.tokens * self.runner.page_bytes // self.runner.page_size
+        self._send(m.CacheHinted(hint.id, outcome.result, outcome.tokens, size, outcome.reason))
+
+    def _has_requests(self, tenant: str) -> bool:
+        return self.scheduler.has_requests(tenant)
+
     def _join_again(self, why: str) -> None:
         """Register again: the router does not know all requests here, or nothing of them, and dispatches them anew. All
         are dropped here; what is cached stays, and the router asks for a resync of it."""
@@ -394,6 +416,7 @@ class Worker:
         for id in [*self.scheduler.ids, *self._compiling]:
             self.scheduler.abort(id)
             self.cache.pins.drop(id)
+            self.cache.hints.drop(id)
         self._compiling.clear()
         self._refused.clear()
         self._send(self._registration)
@@ -424,6 +447,7 @@ class Worker:
             runner, adapters = self.runner, self._adapters.numbers
             request = from_run(run, self.max_model_len, runner.vocab_size, runner.eos_ids, adapters)
             self.cache.pins.want(run)
+            self.cache.hints.want(run)
             if run.sampling.grammar is None:
                 self.scheduler.add(request)
             else:
@@ -443,6 +467,7 @@ class Worker:
 
     def _refuse(self, id: int, error: ValueError) -> None:
         self.cache.pins.drop(id)
+        self.cache.hints.drop(id)
         field = "grammar" if isinstance(error, BadGrammar) else getattr(error, "field", "")
         self._refused.append(m.Output(id, finish="error", error=str(error), field=field))
 

@@ -222,6 +222,12 @@ class Plan:
         return {draft.first + n: draft.ids[:n] for draft in self.drafts for n in range(1, 1 + len(draft.ids))}
 
 
+def moves_alone(step: int, moves: Moves, table_writes: np.ndarray) -> Plan:
+    """A step that only copies, and has no requests."""
+    none, never = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=bool)
+    return Plan(step, (), none, none, none, none, none, none, never, table_writes, moves=moves)
+
+
 class Gained(NamedTuple):
     """Tokens of a request from position `first` on, int32. They follow those that its row had before; if `first` is 0,
     another request had the row."""
@@ -323,6 +329,10 @@ class Runner(Protocol):
     """What outlives the process, below host memory; None: nothing does."""
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of KV in a page, on this rank; 0 if it has none."""
+
+    @property
     def num_host_pages(self) -> int:
         """Slots of pages in host memory, slot 0, which is not used, included; 0: there are none."""
 
@@ -346,7 +356,8 @@ class Runner(Protocol):
         with their known tokens."""
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
-        """Start a step. The returned function waits for its result; until then the host may plan the next step."""
+        """Start a step, which may have copies and no requests. The returned function waits for its result; until
+        then the host may plan the next step."""
 
     def move(self, moves: Moves) -> None:
         """Make copies without a step, while none is in flight, as `launch` begins with those of its plan."""

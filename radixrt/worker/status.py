@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
+from typing import Any
 
 from radixrt.messages import Adapter, Load, Register
+from radixrt.worker.cache.disk_tier import DiskTier
 from radixrt.worker.cache.page_cache import PageCache
+from radixrt.worker.cache.tier import Tier
 from radixrt.worker.plan import Plan, Runner
 from radixrt.worker.scheduler.scheduler import Limits, Scheduler
 
@@ -161,7 +164,7 @@ def load(
         waiting=scheduler.num_waiting,
         queued_tokens=scheduler.queued_tokens + compiling,
         free_pages=cache.free_pages,
-        evictable_pages=cache.evictable_pages,
+        evictable_pages=cache.evictable_pages + cache.prefixes.retained_pages,
         total_pages=cache.total_pages,
         prefill_rate=rates.prefill,
         step_seconds=rates.step,
@@ -179,4 +182,17 @@ def load(
         kept_tokens=cache.retained.tokens(),
         fetched_tokens=cache.tier.onloaded_pages * cache.page_size,
         host_tokens=cache.tier.used_pages * cache.page_size,
+        **disk_figures(cache.tier),
     )
+
+
+def disk_figures(tier: Tier) -> dict[str, Any]:
+    """The fields of a Load that are of the disk."""
+    if not isinstance(tier, DiskTier):
+        return {}
+    names = (
+        "hits", "read_tokens", "read_bytes", "read_seconds", "saved_seconds", "written_tokens", "written_bytes",
+        "lost_tokens", "evicted_tokens", "early_tokens",
+    )  # fmt: skip
+    found = {f"disk_{name}": getattr(tier.figures, name) for name in names}
+    return found | {"disk_tokens": tier.index.tree.tokens, "disk_bytes": tier.used_bytes}

@@ -48,6 +48,7 @@ def serving(
     worker = WorkerConfig(**own, max_model_len=context, jump_forward=jump_forward)
     with LocalStack(StackConfig(router, worker, FrontendConfig(), workers)) as stack:
         frontend = FrontendThread(resolve(FrontendConfig(**names, router=stack.address, port=0, **settings)))
+        frontend.router_thread = stack._router_thread
         try:
             yield frontend
         finally:

@@ -381,6 +381,7 @@ def scripted_chat(
         # The script contains all tokens.
         with serving(folder, workers=1, jump_forward=False, **settings) as frontend:
             model = Model(frontend.url, folder, script, frontend._server._frontend)
+            model.router_thread = frontend.router_thread
             script.eos_ids |= {model.tokenizer.token_id(end) for end in ends}
             with model.client:
                 yield model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,19 @@ class Others:
         self.model.attach(frontend._server._frontend)
         self._started.append(frontend)
         self.clients.append(openai.OpenAI(base_url=frontend.url + "/v1", api_key="key-a", max_retries=0))
+
+    def forget(self, tenant: str) -> None:
+        """Returns when the front ends know."""
+        thread, told = self.model.router_thread, threading.Event()
+
+        def work() -> None:
+            thread.server._handlers.forget_tenant(tenant)
+            told.set()
+
+        thread._loop.call_soon_threadsafe(work)
+        assert told.wait(5)
+        for client in self.clients:  # the router's messages arrive in order
+            client.models.list()
 
     def stop(self) -> None:
         """The one that was started last."""
@@ -107,6 +121,21 @@ def test_a_front_end_that_starts_anew_has_lost_nothing(others):
         "Yes, I shall.",
         "Do you?",
     ]
+
+
+def test_a_tenant_that_is_forgotten_is_so_at_every_front_end(others):
+    """The others' conversations go on as if nothing had happened."""
+    chats = {key: [user(f"Will you remember {key}?")] for key in ("key-a", "key-b")}
+    for key, messages in chats.items():
+        for turn in range(2):
+            message = others.chat(turn, messages, "Certainly, I shall.", key=key).choices[0].message
+            messages += [echoed(message), user("More.")]
+    kept = {"key-a": 0, "key-b": 2}
+    others.forget("a")
+    for at in (0, 1):
+        for key, messages in chats.items():
+            answer = others.chat(at, messages, "It is all there, certainly.", key=key)
+            assert answer.model_extra["radixrt"].get("session", {}).get("kept_turns", 0) == kept[key]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -201,6 +230,20 @@ def test_a_router_that_does_not_answer_knows_nothing(monkeypatch, answer):
     assert asyncio.run(ask()) == [None, None] and len(transport.asked) == 2
     transport.answer = Info(1, [b"v", None])
     assert asyncio.run(ask()) == [b"v", None]
+
+
+def test_what_is_used_is_told_once_in_a_while(monkeypatch):
+    transport = Deaf(None)
+    shared_store = SharedStore(lambda: transport)
+    shared_store.touch([b"k", b"l"], "key")
+    shared_store.touch([b"k", b"m"], "key")
+    shared_store.touch([b"k"], "key")
+    assert [(one.entries, one.used) for one in transport.asked] == [([], [b"k", b"l"]), ([], [b"m"])]
+    monkeypatch.setattr(shared_store, "_touched_until", 0.0)
+    shared_store.touch([b"k"], "key")
+    assert transport.asked[-1].used == [b"k"]
+    transport.answer = ServerError(503, "the router does not read")
+    shared_store.touch([b"n"], "key")
 
 
 def test_the_end_of_an_answer_waits_for_the_router():

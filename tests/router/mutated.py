@@ -68,7 +68,7 @@ FROM_CLIENTS = [
     Fork(id=8, prompt=StatePrompt(SCOPE, 0, [TextSegment("hi")], save=1), count=2),
     Pause(id=9, scope=SCOPE, state=1, seconds=1.0),
     Forget(id=10, scope=SCOPE),
-    Share(id=11, entries=[(b"k", b"v"), (b"l", None)]),
+    Share(id=11, entries=[(b"k", b"v"), (b"l", None)], used=[b"m"]),
     Recall(id=12, keys=[b"k", b"l"]),
     ChangeAdapter(id=13, name="a", path="/nowhere"),
 ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
+from radixrt.router.persistence.store import PersistentStore
 from radixrt.router.server.kv_store import ENTRY_BYTES, SharedMemory
 
 
@@ -51,3 +53,27 @@ def test_sizes_add_up():
         kept = {place: memory.get(*place) for place, last in kept.items() if memory.get(*place) is not None}
         assert value is None or kept.get((tenant, key), value) == value
         assert memory.num_bytes == sum(1 + len(v) + ENTRY_BYTES for v in kept.values()) <= 6000
+
+
+def test_what_was_used_is_dropped_last():
+    """Also where those that share it have it already, and do not ask for it."""
+    memory = SharedMemory(3 * (11 + ENTRY_BYTES))
+    for key in (b"1", b"2", b"3"):
+        memory.put("a", key, b"x" * 10)
+    memory.touch("a", [b"1", b"9"])
+    memory.put("a", b"4", b"x" * 10)
+    assert [memory.get("a", key) is not None for key in (b"1", b"2", b"3", b"4")] == [True, False, True, True]
+
+
+def test_values_that_memory_has_no_room_for_are_found_on_disk(tmp_path):
+    store = PersistentStore(tmp_path, 64 << 20)
+    memory = SharedMemory(3 * (11 + ENTRY_BYTES), store)
+    keys = [b"%d" % i for i in range(9)] + [b"long" * 100]
+    for key in keys:
+        memory.put("a", key, b"of " + key[:8])
+    memory.put("a", b"3", None)
+    for again in (memory, SharedMemory(0, store)):
+        found = asyncio.run(again.find("a", keys))
+        assert found == [None if key == b"3" else b"of " + key[:8] for key in keys]
+        assert asyncio.run(again.find("b", keys)) == [None] * 10
+    store.close()

@@ -93,6 +93,11 @@ class NaiveCache:
             freed.append(self.pages.pop(page)[0])
         return freed
 
+    def remove_namespaces(self, prefix: str) -> list[int]:
+        leased = self.leased()
+        gone = [page for page in self.pages if page[0].startswith(prefix) and page not in leased]
+        return [self.pages.pop(page)[0] for page in gone]
+
 
 class NaiveOwners:
     """Reference of OwnerTree, with one entry per token. A run is (namespace, path to its end, tokens before it)."""

@@ -257,6 +257,11 @@ class CacheMachine(RuleBasedStateMachine):
         freed = as_list(self.tree.forget(name, ints(whole), keep))
         assert sorted(freed) == sorted(self.oracle.forget(name, whole, keep))
 
+    @rule(prefix=st.sampled_from(["a", "b", "", "ab"]))
+    def remove_namespaces(self, prefix: str) -> None:
+        freed = as_list(self.tree.remove_namespaces(prefix))
+        assert sorted(freed) == sorted(self.oracle.remove_namespaces(prefix))
+
     @precondition(lambda self: not self.leases)
     @rule()
     def clear(self) -> None:

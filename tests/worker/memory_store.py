@@ -138,6 +138,9 @@ class MemoryStore:
         self._jobs.append((job, end))
         return job
 
+    def delete_namespaces(self, prefix: str) -> Job:
+        return self.delete([n for n, block in self.folder.blocks.items() if block.namespace.startswith(prefix)])
+
     def close(self) -> None:
         """As if the process was killed: what has not ended never does."""
         self._jobs = []

@@ -15,6 +15,8 @@ from tests.waiting import eventually
 class Notes:
     """A runner that has put adapters into slots."""
 
+    disk = None
+
     def __init__(self) -> None:
         self.slots: dict[int, str] = {}
         self.may_read = threading.Event()

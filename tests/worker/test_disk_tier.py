@@ -242,3 +242,17 @@ def test_any_order_of_what_happens(seed: int, page_size: int, states: int) -> No
         for other in benches:
             other.rest()
         assert named <= folder.blocks.keys() | set(bench.store.removed), "the index has nothing that is not there"
+
+
+def test_what_was_removed_too_early_is_counted_once() -> None:
+    folder, prompt = Folder(), list(range(3, 43))
+    bench = DiskBench(folder)
+    bench.add(1, prompt, 1)
+    bench.rest()
+    bench.cache.clear_all()
+    folder.drop([block.number for block in folder.blocks.values() if block.start >= 16])
+    bench.step()
+    for id in (2, 3):
+        bench.add(id, [*prompt[:30], id], 1)
+        bench.rest()
+    assert bench.tier.figures.evicted_tokens == 24 and bench.tier.figures.early_tokens == 8, "of whole blocks"

@@ -271,7 +271,7 @@ def test_all_of_a_model_is_compiled_without_weights_or_a_gpu(command, tmp_path):
 
 def test_heads_are_named_instead_of_a_model(command):
     code, said, _ = command(
-        "--head-dim", "64", "--head-dim", "128", "--dtype", "float16", "--cuda-arch-list", "8.0 9.0"
+        "--head-dim", "64", "--head-dim", "128", "--dtype", "float16", "--cuda-arch-list", "8.0,9.0"
     )
     assert code == 0
     half = torch.float16

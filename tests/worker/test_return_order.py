@@ -17,7 +17,7 @@ class Cache:
         self.order = ReturnOrder([self.tree], room, grain=1)
         self.turns = 0
 
-    def turn(self, now: float, path: list[int], why: str = "stop", tool: str = "", name: str = "t") -> None:
+    def turn(self, now: float, path: list[int], why: str = "stop", tool: str = "", name: str = "t\n") -> None:
         self.turns += 1
         ids = np.array(path, np.int32)
         self.order.arrived(self.turns, name, ids, now)
@@ -26,7 +26,7 @@ class Cache:
         if tool:
             self.order.waits_for(self.turns, tool)
 
-    def held(self, *paths: list[int], name: str = "t") -> list[int]:
+    def held(self, *paths: list[int], name: str = "t\n") -> list[int]:
         return [self.tree.match(name, np.array(path, np.int32)).length for path in paths]
 
     def evict(self, now: float, tokens: int) -> None:
@@ -35,7 +35,7 @@ class Cache:
         self.tree.check()
 
 
-def taught(cache: Cache, name: str = "t") -> float:
+def taught(cache: Cache, name: str = "t\n") -> float:
     """Conversations whose calls of `fast` return after 2 s, without what they thought, and those of `slow` after 100 s."""
     now = 0.0
     for number in range(60):
@@ -87,7 +87,7 @@ def test_what_was_superseded_goes_first() -> None:
     cache.turn(now, [1] * 50, tool="slow")
     cache.turn(now + 1, [*[2] * 20, 5, 6, 7], tool="fast")
     cache.turn(now + 2, [*[2] * 20, 8, 9, 9], tool="slow")  # its template drops what it thought
-    cache.evict(now + 3, cache.tree.tokens - 50 - 23)
+    cache.evict(now + 60, cache.tree.tokens - 50 - 23)
     assert cache.held([1] * 50, [*[2] * 20, 5, 6, 7], [*[2] * 20, 8, 9, 9]) == [50, 20, 23]
 
 
@@ -105,6 +105,19 @@ def test_tenants_do_not_learn_from_each_other() -> None:
     now = taught(cache)
     assert cache.order.times.row("t", ("tool fast",))
     assert not cache.order.times.row("u", ("tool fast",))
+
+
+def test_of_a_tenant_that_is_deleted_nothing_is_left() -> None:
+    cache = Cache()
+    for name in ("t\n", "u\n"):
+        taught(cache, name)
+    cache.order.delete("t")
+    assert not cache.order.times.row("t", ("tool fast",))
+    assert cache.order.times.row("u", ("tool fast",))
+    assert {context.tenant for context in cache.order._contexts.values()} == {"u"}
+    assert not cache.order._paths.match("t\n", np.array([1000], np.int32)).length
+    assert all(ended.namespace == "u\n" for ended in cache.order._ended.values())
+    cache.turn(1e6, [1, 2, 3], tool="fast")
 
 
 def test_a_late_name_of_a_tool_is_dropped() -> None:

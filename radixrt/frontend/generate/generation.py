@@ -21,7 +21,7 @@ from radixrt.frontend.generate.shared_store import SharedStore
 from radixrt.frontend.http.auth import origin_of, wants_explanation
 from radixrt.frontend.http.body import apart, is_large
 from radixrt.frontend.http.errors import refuse
-from radixrt.messages import TOKEN_BYTES, ChatPrompt, Generate, Origin, Prompt, TextPrompt, TokenPrompt
+from radixrt.messages import TOKEN_BYTES, CacheAction, ChatPrompt, Generate, Origin, Prompt, TextPrompt, TokenPrompt
 from radixrt.tokens import Encoded, TextService
 from radixrt.tokens.chat_history import facts
 
@@ -62,6 +62,7 @@ class Generation:
         Exchange that uses it."""
         origin, large = origin_of(request), is_large(request)
         use, wanted, reported = await apart(large, lambda: (body.tool_use(), body.constraint(), body.reported()))
+        actions = body.kv_hints.to_actions() if body.kv_hints else []
         ready = await self._prompts.prepare(body, key, use, wanted, large)
         _check_size(body, reported, ready)
         pins = await pins_of(body, use, ready[0].encoded.ids) if pins_of else []
@@ -69,12 +70,13 @@ class Generation:
         reply = reply_of(body.model or self._model, self._text.tokenizer)
         reply.session, reply.reported = session_json(ready[0].encoded), reported
         reply.warnings = ready[0].output.warnings
+        reply.max_tokens = _cut_to(body.token_limit(), ready[0].sampling.max_tokens)
         exchange = exchange_of(transport, self._text, reply, bool(body.stream))
         exchange.names = body.names() | {"grammar": ready[0].output.field}
         exchange.explains = wants_explanation(request)
         exchange.settled = self._shared_store.settled if self._shared_store else None
         try:
-            await self._submit_all(exchange, ready, body, reported.echo, key, origin, pins)
+            await self._submit_all(exchange, ready, body, reported.echo, key, origin, pins, actions)
         except BaseException:
             exchange.cancel()
             raise
@@ -113,6 +115,7 @@ class Generation:
         key: str,
         origin: Origin,
         pins: list[tuple[int, float]],
+        actions: list[CacheAction],
     ) -> None:
         """Send the request for one prompt."""
         prompt, encoded, sampling, output = ready.prompt, ready.encoded, ready.sampling, ready.output
@@ -130,6 +133,7 @@ class Generation:
             cache_salt=body.cache_salt or "",
             priority=body.priority or 0,
             pin=pins,
+            cache=actions,
             session=facts(encoded),
             prompt_logprobs=exchange.needs_prompt_logprobs(sampling, echo),
             explain=exchange.explains and not exchange.prompts,
@@ -143,6 +147,11 @@ class Generation:
 
     def _echo(self, prompt: Prompt, ids: bytes) -> str:
         return prompt.text if isinstance(prompt, TextPrompt) else self._text.decode_now(ids)
+
+
+def _cut_to(asked: int | None, given: int | None) -> int | None:
+    """For how many tokens there is room, if more are asked for."""
+    return given if asked is not None and given is not None and given < asked else None
 
 
 def _check_size(body: GenerationRequest, reported: Reported, ready: list[Ready]) -> None:

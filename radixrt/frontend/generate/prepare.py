@@ -99,6 +99,13 @@ class Prompts:
         except FieldError as problem:
             raise api_error(problem, body.names()) from None
 
+    async def encode(self, prompt: Prompt, key: str, cache_salt: str | None, names: dict[str, str]) -> bytes:
+        """The token ids of a prompt, int32 bytes. `names` maps fields to the caller's, for errors."""
+        try:
+            return (await self._encode(prompt, key, cache_salt)).ids
+        except FieldError as problem:
+            raise api_error(problem, names) from None
+
     def remember(self, encoded: Encoded, message: dict[str, Any], ids: bytes, key: str) -> None:
         """Keep the ids of an answer to a chat, for later prompts that contain it."""
         self._conversations.remember(encoded, message, ids, key)

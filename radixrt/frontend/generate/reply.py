@@ -34,6 +34,8 @@ class BaseReply:
         self.reported = Reported()
         self.warnings: tuple[str, ...] = ()
         """See `Output.warnings`."""
+        self.max_tokens: int | None = None
+        """For how many tokens there is room within the front end's own limit, if more were asked for."""
         self._tokenizer = tokenizer
 
     @property
@@ -45,9 +47,11 @@ class BaseReply:
         return found
 
     def about(self, usage: Usage) -> dict[str, Any]:
-        """The `radixrt` field of the answer."""
+        """The `radixrt` field of the answer. It has max_tokens if there was room for fewer than asked for."""
         explained = {} if usage.explain is msgspec.UNSET else {"explain": usage.explain}
-        return {"worker": usage.worker} | self.session | explained
+        most = self.max_tokens if usage.max_tokens is msgspec.UNSET else usage.max_tokens
+        cut = {} if most is None else {"max_tokens": most}
+        return {"worker": usage.worker} | self.session | cut | explained
 
     def begin(self) -> None:
         """Begin a stream."""

@@ -15,6 +15,7 @@ import msgspec
 from radixrt.formats.structured import Constraint
 from radixrt.formats.tools import NO_TOOLS, ToolUse
 from radixrt.frontend.generate.defaults import Defaults
+from radixrt.frontend.generate.kv_hints import KvHints
 from radixrt.frontend.generate.logprobs import Wanted
 from radixrt.frontend.http.errors import one_of, refuse
 from radixrt.messages import Name, Priority, Prompt, Sampling
@@ -57,6 +58,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     cache_salt: Name | None = None
     """Narrows the namespace that the key gives."""
     priority: Priority | None = None
+    kv_hints: KvHints | None = None
+    """What is to become of its tokens in the cache when it has ended."""
     template_args: dict[str, Any] | None = msgspec.field(default=None, name="chat_template_kwargs")
     max_tokens: Int | None = None
     min_tokens: Int | None = None

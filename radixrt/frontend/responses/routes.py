@@ -26,12 +26,37 @@ from radixrt.frontend.responses.sealed import Seals
 from radixrt.frontend.responses.shared import SharedResponses
 from radixrt.frontend.responses.store import LocalResponses
 from radixrt.frontend.responses.tools import listed
-from radixrt.messages import Namespace
+from radixrt.messages import Namespace, Prompt
 
 RESPONSES_PATH = "/v1/responses"
 MAX_INLINE_CHAIN_MESSAGES = 1024
 """Chains of more messages are read in a thread."""
 _create = msgspec.json.Decoder(Create)
+
+
+class Asked(msgspec.Struct, kw_only=True):
+    """What a response says of the request that it answers, as far as prompts depend on it."""
+
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: dict[str, Any] | None = None
+
+    def create(self) -> Create:
+        """A request of the same, which adds nothing."""
+        reasoning = {"effort": self.reasoning["effort"]} if self.reasoning and self.reasoning.get("effort") else None
+        return Create(
+            input=[],
+            instructions=self.instructions,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            reasoning=reasoning,
+        )
+
+
+_asked = msgspec.json.Decoder(Asked)
 
 
 class Responses:
@@ -127,6 +152,19 @@ class Responses:
             raise _unknown(response_id)
         gone = {"id": response_id, "object": "response", "deleted": True}
         return Response(encode(gone), media_type="application/json")
+
+    async def prompt_of(self, response_id: str, cache_salt: str, key: str) -> Prompt | None:
+        """The chat that ends with a response, and with which a request that continues it begins, if its instructions
+        and tools are the same; None if it is not kept."""
+        namespace = self._namespace(key, cache_salt)
+        found = await self._store.before(namespace, response_id, key)
+        body = await self._store.body(namespace, response_id, key)
+        if found is None or body is None:
+            return None
+        asked = parse(_asked, body).create()
+        asked.follow(found[1])
+        (prompt,) = asked.prompts(asked.tool_use())
+        return prompt
 
     async def _before(
         self, namespace: Namespace, response_id: str | None, key: str

@@ -145,8 +145,10 @@ class Admission:
         validate.check_choices(message.n)
         validate.check_sampling(sampling, vocab_size, message.api_key)
         validate.check_pins(message.pin, len(prompt) // TOKEN_BYTES)
-        request.pin = message.pin
+        validate.check_actions(message.cache)
+        request.pin, request.cache = message.pin, message.cache
         room = self._room(serving, len(prompt) // TOKEN_BYTES, 0 if sampling.max_tokens == 0 else 1)
+        request.asked = sampling.max_tokens
         request.bounded = sampling.max_tokens is not None and sampling.max_tokens <= room
         max_tokens = sampling.max_tokens if request.bounded else room
         if message.prompt_logprobs and sampling.logprobs is None:

@@ -26,6 +26,7 @@ from radixrt.config import RouterConfig
 from radixrt.messages import (
     Abort,
     AdapterLoaded,
+    CacheHinted,
     ChangeAdapter,
     Clear,
     Delta,
@@ -42,6 +43,7 @@ from radixrt.messages import (
 )
 from radixrt.requests.validate import Refused, refusal
 from radixrt.router.core.admission import Admission
+from radixrt.router.core.cache_hints import CacheHints
 from radixrt.router.core.dispatch import Dispatcher
 from radixrt.router.core.draining import Drains
 from radixrt.router.core.effects import Client, Effect, Order, Reply
@@ -96,6 +98,7 @@ class RouterCore:
         self.groups = Groups()
         self.pauses = Pauses(report)
         self.ended = EndedRuns()
+        self.hints = CacheHints(self.workers, self.index, report)
         self._admission = Admission(config, self.workers, vocab_size, rng or random.Random())
         self._dispatcher = Dispatcher(self.workers, self.index)
         self._requests: dict[Client, dict[int, Request]] = {}
@@ -217,6 +220,7 @@ class RouterCore:
     def drop_client(self, client: Client) -> list[Effect]:
         """A client has disconnected: cancel all its requests."""
         requests = list(self._requests.get(client, {}).values())
+        self.hints.drop_client(client)
         self.counters.cancelled += len(requests)
         return self._abandon(requests)
 
@@ -357,6 +361,11 @@ class RouterCore:
             return effects
         return effects + self.adapters.answered(worker, message) + self._dispatcher.send_waiting(now)
 
+    def hinted(self, name: str, message: CacheHinted, now: float) -> list[Effect]:
+        """A worker has answered a hint."""
+        effects = [] if self.workers.hear(name, now) else self._revive(name, now)
+        return effects + self.hints.answered(name, message)
+
     def tick(self, now: float) -> list[Effect]:
         """Handle timeouts: of workers that were not heard, of runs that wait for a worker, of groups and pauses. To be
         called about once a second."""
@@ -368,7 +377,7 @@ class RouterCore:
         effects = self.lose(silent, now)
         effects += self.workers.ask_again(now)
         self.groups.expire(now)
-        effects += self.pauses.expire(now)
+        effects += self.pauses.expire(now) + self.hints.tick(now)
         effects += self.adapters.tick(now) + self.drains.tick(now)
         effects += self._recovery.tick(now)
         timeout = self._config.worker_timeout
@@ -509,7 +518,7 @@ class RouterCore:
     def _joined(self, name: str, now: float) -> list[Effect]:
         """What a worker that serves from now on is to do beside requests."""
         worker = self.workers.hear(name, now)
-        return self.adapters.joined(worker) if worker else []
+        return self.adapters.joined(worker) + self.hints.joined(worker) if worker else []
 
     def _revive(self, name: str, now: float) -> list[Effect]:
         """A worker that does not serve was heard: if it was lost, it serves again."""

@@ -6,7 +6,9 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from radixrt.messages import TOKEN_BYTES, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
+from msgspec import UNSET
+
+from radixrt.messages import TOKEN_BYTES, CacheAction, Namespace, Origin, Run, Sampling, Scored, TokenLogprob, Usage
 from radixrt.router.core.effects import Client
 from radixrt.router.core.incidents import Incident, Record
 from radixrt.router.core.worker import Worker
@@ -23,7 +25,9 @@ class Request:
     """A client's request. `runs` are its choices, of which `open` are not finished."""
 
     __slots__ = (
+        "asked",
         "bounded",
+        "cache",
         "client",
         "group",
         "id",
@@ -58,10 +62,14 @@ class Request:
         self.stream = stream
         self.scores = scores
         self.priority = priority
+        self.asked: int | None = None
+        """The max_tokens of the client, if it is given."""
         self.bounded = False
         """Whether max_tokens is given, and some worker has room for as many."""
         self.pin: list[tuple[int, float]] = []
         """(tokens, seconds): prefixes of the prompt that its worker is to pin."""
+        self.cache: list[CacheAction] = []
+        """What is to become of its tokens when it has ended."""
         self.group: Group | None = None
         """The fork whose branches it is placed with, if any."""
         self.resumed: Paused | None = None
@@ -224,7 +232,15 @@ class RunState:
         self.scores.clear()
 
     def usage(self) -> Usage:
-        return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker_name)
+        room, asked = self._room(), self.request.asked
+        most = UNSET if asked is None or asked <= room else room
+        return Usage(self.prompt_len, len(self.emitted), self.cached, self.worker_name, max_tokens=most)
+
+    def _room(self) -> int:
+        """For how many tokens in all there is room, or less if less were asked for."""
+        limit = self.sampling.max_tokens
+        assert limit is not None, "admission sets it"
+        return min(limit, self.worker.token_limit - self.prompt_len) if self.worker else limit
 
     def order(self, ids: bytes, worker: Worker) -> Run:
         """The Run for its worker `worker`; `ids` are the prompt and the emitted tokens."""
@@ -236,6 +252,7 @@ class RunState:
             sampling=self.sampling,
             score_from=None if self.scored else self.score_from,
             pin=self.request.pin,
+            cache=[] if self.index else self.request.cache,
             group=self.request.group.id if self.request.group else 0,
             adapter=worker.adapter(self.request.namespace.model),
             version=self.request.namespace.version,

@@ -20,7 +20,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -38,8 +38,11 @@ READ_SECONDS = 1.0
 LOCK_SECONDS = 3.0
 """A process that is being ended may hold the folder for so long."""
 CLOSE_SECONDS = 5.0
+READ_KEYS = 128
+"""The most keys that are read before it is another tenant's turn."""
 MAX_WAITING_BYTES = 64 << 20
-"""The most bytes of changes that wait for the disk; more are lost."""
+"""The most bytes of changes that wait for the disk; more are lost. The last eighth is for tenants with at most an
+eighth."""
 TOUCH_SECONDS = 300
 """How exact it is known when a key was last used."""
 CHANGE_BYTES = 200
@@ -64,6 +67,8 @@ class PersistentStore:
         self._removed: list[Remove] = []
         """Removals of many keys that wait."""
         self._bytes = 0
+        self._tenant_bytes: Counter[str] = Counter()
+        """Of changes that wait."""
         self._epoch = 1
         self._removals: Counter[str] = Counter()
         """By tenant, so that a read sees that something was removed meanwhile."""
@@ -78,7 +83,9 @@ class PersistentStore:
         """Of the file: a reader opens another one."""
         self._inode = 0
         self._numbers = 1
-        self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._reads: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()
+        """What is to be read, by tenant; they take turns."""
+        self._to_read = threading.Condition()
         self._reading_since: float | None = None
         self._reader: tuple[int, Reader] | None = None
         """(generation of the file, its reader), of the reader's thread."""
@@ -114,7 +121,10 @@ class PersistentStore:
         """Set a value; see Put."""
         put = Put(tenant, key, value, ends, tuple(pieces), replaces)
         with self._mutex:
-            if self._bytes + put.size <= MAX_WAITING_BYTES:
+            most = MAX_WAITING_BYTES
+            if self._tenant_bytes[tenant] + put.size > most // 8:
+                most -= most // 8
+            if self._bytes + put.size <= most:
                 self._add(put, put.size, *([] if replaces is None else [replaces]), key)
                 return
             self._epoch += 1
@@ -155,6 +165,7 @@ class PersistentStore:
         self._changes.append(change)
         self._waiting.update(((change.tenant, key), change) for key in keys)
         self._bytes += size
+        self._tenant_bytes[change.tenant] += size
         self._work.set()
 
     # ------------------------------------------------------------ reads
@@ -163,11 +174,16 @@ class PersistentStore:
         """The values of keys; None for unknown ones."""
         found = {key: self._peek(tenant, key) for key in keys}
         wanted = [key for key, value in found.items() if value is _UNKNOWN]
-        values = await self._read(tenant, lambda reader: reader.get(tenant, wanted)) if wanted else []
-        for key, value in zip(wanted, values or [None] * len(wanted), strict=True):
-            later = self._peek(tenant, key)
-            found[key] = value if later is _UNKNOWN else later
+        for at in range(0, len(wanted), READ_KEYS):
+            some = wanted[at : at + READ_KEYS]
+            values = await self._read_values(tenant, some)
+            for key, value in zip(some, values or [None] * len(some), strict=True):
+                later = self._peek(tenant, key)
+                found[key] = value if later is _UNKNOWN else later
         return [found[key] for key in keys]  # type: ignore[misc]
+
+    async def _read_values(self, tenant: str, keys: Sequence[bytes]) -> list[bytes | None] | None:
+        return await self._read(tenant, lambda reader: reader.get(tenant, keys))
 
     async def record(self, tenant: str, key: bytes) -> Record | None:
         """A value with its chains; None if it is unknown."""
@@ -179,7 +195,7 @@ class PersistentStore:
     def values(self, tenant: str) -> list[bytes]:
         """All values of a tenant that are written. Waits for the disk: to be called before the event loop runs."""
         answer: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
-        self._reads.put(lambda: answer.put(self._read_now(lambda reader: reader.values(tenant))))
+        self._to_be_read(tenant, lambda: answer.put(self._read_now(lambda reader: reader.values(tenant))))
         try:
             return answer.get(timeout=READ_SECONDS) or []
         except queue.Empty:
@@ -213,7 +229,7 @@ class PersistentStore:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(_settle, answer, result)
 
-            self._reads.put(work)
+            self._to_be_read(tenant, work)
             try:
                 found = await asyncio.wait_for(answer, READ_SECONDS)
             except TimeoutError:
@@ -225,12 +241,29 @@ class PersistentStore:
 
     def _read_all(self) -> None:
         """The reader's thread."""
-        while (work := self._reads.get()) is not None:
+        while (work := self._next_read()) is not None:
             self._reading_since = time.monotonic()
             work()
             self._reading_since = None
         if self._reader is not None:
             self._reader[1].close()
+
+    def _to_be_read(self, tenant: str, work: Callable[[], None]) -> None:
+        with self._to_read:
+            self._reads.setdefault(tenant, deque()).append(work)
+            self._to_read.notify()
+
+    def _next_read(self) -> Callable[[], None] | None:
+        """Waits for one; None at the end."""
+        with self._to_read:
+            self._to_read.wait_for(lambda: self._reads or self._closing)
+            if not self._reads:
+                return None
+            tenant, works = self._reads.popitem(last=False)
+            work = works.popleft()
+            if works:
+                self._reads[tenant] = works
+            return work
 
     def _read_now(self, read: Callable[[Reader], Result]) -> Result | None:
         try:
@@ -260,12 +293,12 @@ class PersistentStore:
                 time.sleep(BATCH_SECONDS)
             self._work.clear()
             with self._mutex:
-                changes, size = self._changes, self._bytes
-                self._changes, self._bytes = [], 0
+                changes, size, sizes = self._changes, self._bytes, self._tenant_bytes
+                self._changes, self._bytes, self._tenant_bytes = [], 0, Counter()
             if not (changes or self._damaged) or self._write(changes):
                 self._done(changes)
             else:
-                self._keep(changes, size)
+                self._keep(changes, size, sizes)
                 if self._closing:
                     break
                 time.sleep(RETRY_SECONDS)
@@ -317,11 +350,12 @@ class PersistentStore:
                         del self._waiting[change.tenant, key]
             self._written.notify_all()
 
-    def _keep(self, changes: list[Change], size: int) -> None:
+    def _keep(self, changes: list[Change], size: int, sizes: Counter[str]) -> None:
         """Changes were not written: they are to be written with the next ones."""
         with self._mutex:
             self._changes[:0] = changes
             self._bytes += size
+            self._tenant_bytes.update(sizes)
             self._work.set()
 
     def _is_gone(self) -> bool:
@@ -390,7 +424,8 @@ class PersistentStore:
         """Write what waits, if the disk answers in time."""
         self._closing = True
         self._work.set()
-        self._reads.put(None)
+        with self._to_read:
+            self._to_read.notify()
         for thread in self._threads:
             thread.join(CLOSE_SECONDS)
         os.close(self._lock_file)
@@ -408,7 +443,7 @@ def _is_damage(error: Exception) -> bool:
     """Whether a file has to be given up, as it holds what it should not. Other errors are those of the disk, and may
     pass."""
     if isinstance(error, sqlite3.OperationalError):
-        return str(error).startswith("no such")
+        return error.sqlite_errorcode == sqlite3.SQLITE_ERROR  # a table is missing, say
     return not isinstance(error, OSError)
 
 

@@ -125,6 +125,11 @@ class ProgramStateStore:
             del self._scopes[key[:2]]
         self._shares.add(key.tenant, -state.size - sum(map(_leave, state.ends)))
 
+    def of_scope(self, tenant: str, scope: str) -> list[State]:
+        """The states of a scope, the lowest number first."""
+        numbers = sorted(self._scopes.get((tenant, scope), ()))
+        return [self._states[tenant][Key(tenant, scope, number)] for number in numbers]
+
     def check(self) -> None:
         """Assert that the counts of bytes and users are right."""
         self._shares.check()

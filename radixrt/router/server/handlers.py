@@ -4,6 +4,7 @@
     Cancel                     -> the task, or the core
     CalledTool                 -> the core
     Fork, Pause, Forget        -> program states
+    ControlCache               -> workers (`cache_control`)
     Share, Recall              -> memory that front ends share
     Tokenize, Detokenize       -> a reply
     Ask, Live                  -> a reply
@@ -30,6 +31,7 @@ from radixrt.messages import (
     ClearCache,
     ClientReply,
     ClientRequest,
+    ControlCache,
     Delta,
     Detokenize,
     Done,
@@ -61,6 +63,7 @@ from radixrt.router.programs.programs import Programs
 from radixrt.router.programs.prompt_builder import State
 from radixrt.router.programs.state_store import Key
 from radixrt.router.server import status
+from radixrt.router.server.cache_control import CacheControl
 from radixrt.router.server.explain import Explainer
 from radixrt.router.server.kv_store import SharedAnswers, SharedMemory
 from radixrt.router.server.live import LiveView
@@ -104,6 +107,9 @@ class Handlers:
         self._conversations = Conversations(text, config, SharedAnswers(self._shared) if store else None)
         self._formats = ChatFormats(text, config)
         self._tasks = Tasks(core, perform)
+        self._cache = CacheControl(
+            core, text, programs, self._conversations, report, self._tasks, perform, self.forget_tenant
+        )
         decode = functools.partial(_decoded, text.tokenizer) if text.tokenizer else None
         self._decode = decode
         self.explainer = Explainer(core, report, text.tokenizer)
@@ -136,6 +142,8 @@ class Handlers:
                 case Forget():
                     tenant = self._core.tenant(message.api_key)
                     self._tasks.start(self._forget, client, message, tenant, always=True)
+                case ControlCache():
+                    self._cache.take(client, message, size)
                 case Share():
                     tenant = self._core.tenant(message.api_key)
                     self._sharing.add(client)

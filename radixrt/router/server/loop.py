@@ -18,6 +18,7 @@ from radixrt import wire
 from radixrt.config import RouterConfig, flag, resolve
 from radixrt.messages import (
     AdapterLoaded,
+    CacheHinted,
     ClientReply,
     ClientRequest,
     Deltas,
@@ -215,6 +216,9 @@ class RouterServer:
             case AdapterLoaded():
                 if (name := self._workers.name(identity)) is not None:
                     self._perform(self.core.adapter_loaded(name, message, now()))
+            case CacheHinted():
+                if (name := self._workers.name(identity)) is not None:
+                    self._perform(self.core.hinted(name, message, now()))
             case Heartbeat() | Leave() | Draining() if not self._is_current(message):
                 pass
             case Heartbeat():

@@ -37,6 +37,7 @@ class _Collector(Collector):
         yield from self._tokens()
         yield from self._latencies()
         yield from self._sessions()
+        yield from self._hints()
         if self._tenant is None:
             yield from self._requests()
             yield from self._workers()
@@ -95,6 +96,19 @@ class _Collector(Collector):
                 misses.add_metric([tenant, model, cause], count)
         yield from families.values()
         yield misses
+
+    def _hints(self) -> Iterator[Metric]:
+        hints = CounterMetricFamily(
+            "radixrt_cache_hints", "Hints to the cache by what became of them.", labels=["tenant", "verb", "result"]
+        )
+        tokens = CounterMetricFamily(
+            "radixrt_cache_hint_tokens", "Tokens for which hints were done.", labels=["tenant", "verb"]
+        )
+        for family, counts in ((hints, self._report.hints), (tokens, self._report.hint_tokens)):
+            for labels, count in counts.items():
+                if self._tenant in (None, labels[0]):
+                    family.add_metric(labels, count)
+        yield from (hints, tokens)
 
     def _latencies(self) -> Iterator[Metric]:
         families = {
@@ -158,6 +172,8 @@ class _Collector(Collector):
                 ("queued_tokens", "queued_tokens", "Tokens to compute until all sequences decode."),
                 ("kept_tokens", "kept_tokens", "Tokens of ended requests that are leased for a follow-up request."),
                 ("host_tokens", "host_tokens", "Tokens whose pages are in host memory."),
+                ("disk_tokens", "disk_tokens", "Tokens whose pages are on disk."),
+                ("disk_bytes", "disk_bytes", "Bytes of all that is in the folder for pages on disk."),
             )
         }
         pages = GaugeMetricFamily("radixrt_worker_pages", "KV pages by state.", labels=["worker", "state"])
@@ -174,6 +190,16 @@ class _Collector(Collector):
                 ("drafted_tokens", "Tokens that were drafted and verified."),
                 ("accepted_tokens", "Of drafted_tokens, those that were accepted."),
                 ("fetched_tokens", "Tokens whose pages came back from host memory."),
+                ("disk_hits", "Requests for which pages were read from disk."),
+                ("disk_read_tokens", "Tokens whose pages were read from disk."),
+                ("disk_read_bytes", "Bytes read from disk."),
+                ("disk_read_seconds", "Seconds from requests' arrival to when their pages were read from disk."),
+                ("disk_saved_seconds", "Seconds that computing what was read would have taken longer."),
+                ("disk_written_tokens", "Tokens whose pages were written to disk."),
+                ("disk_written_bytes", "Bytes written to disk."),
+                ("disk_lost_tokens", "Tokens whose pages had gone from memory before they were written to disk."),
+                ("disk_evicted_tokens", "Tokens whose pages were removed from disk to make room."),
+                ("disk_early_tokens", "Of disk_evicted_tokens, those that were asked for within ten minutes."),
             )
         }
         for name, state in self._states(serving).items():

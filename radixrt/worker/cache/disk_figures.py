@@ -50,6 +50,9 @@ class Disk(Protocol):
 
     def delete(self, numbers: list[int]) -> None: ...
 
+    def delete_namespaces(self, prefix: str) -> None:
+        """Delete what is of namespaces whose keys begin so, of all fingerprints."""
+
     def loaded(self, adapter: tuple[str, int], identity: str) -> None:
         """A LoRA adapter, by name and version, is loaded; `identity` is of its content."""
 
@@ -73,7 +76,7 @@ class DiskFigures:
     read_seconds: float = 0.0
     """From a request's arrival to when its blocks were read, summed."""
     saved_seconds: float = 0.0
-    """What computing them would have taken, by the measured rate, less `read_seconds`."""
+    """What computing them would have taken, by the measured rate, less that; of those requests for which it is more."""
     declined: int = 0
     """Requests for which computing was faster."""
     late: int = 0

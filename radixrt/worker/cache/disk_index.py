@@ -227,18 +227,36 @@ class DiskIndex:
             more = {kid for handle in more for kid in self._kids.get(handle, ())} - found
         return found
 
+    def chains(self, going: set[int]) -> list[tuple[list[Entry], bytes]]:
+        """These blocks as chains, each with the path to its end: of blocks that begin where the one before ends. One
+        that several go on from is in several chains."""
+        entries = [self.of(handle) for handle in going]
+        follows = {entry.parent for entry in entries if self._is_next(entry, going)}
+        found = []
+        for last in entries:
+            if last.handle in follows:
+                continue
+            chain, entry = [last], last
+            while self._is_next(entry, going):
+                chain.append(entry := self.of(entry.parent))
+            found.append((chain, self.path(last.handle)))
+        return found
+
+    def _is_next(self, entry: Entry, going: set[int]) -> bool:
+        return entry.parent in going and entry.start == self.of(entry.parent).stop
+
     def remove(self, handles: Iterable[int]) -> list[Entry]:
         """Remove blocks and all that come after them. Returns them. Pages that others have as well stay."""
         going = self.below(handles)
-        entries = sorted((self.of(handle) for handle in going), key=lambda entry: -entry.start)
-        paths = [(entry.namespace, self.path(entry.handle)) for entry in entries]
+        entries = [self.of(handle) for handle in going]
+        chains = sorted(self.chains(going), key=lambda chain: -chain[0][0].start)
         goes = np.zeros(len(self._entries), dtype=bool)
         goes[list(going)] = True
-        for entry, (_, path) in zip(entries, paths, strict=True):
+        for entry in entries:
             if entry.handle in self._twins:
-                self._hand_over(entry, path, going)
-        for namespace, path in paths:
-            self._cut(namespace, path, goes)
+                self._hand_over(entry, self.path(entry.handle), going)
+        for chain, path in chains:
+            self._cut(chain[0].namespace, path, goes)
         for entry in entries:
             self._drop(entry)
         return entries

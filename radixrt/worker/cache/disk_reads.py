@@ -243,7 +243,7 @@ class DiskReader:
             self._figures.hits += whole
             self._figures.read_seconds += seconds
             if whole:
-                self._figures.saved_seconds += fetch.compute_seconds - seconds
+                self._figures.saved_seconds += max(0.0, fetch.compute_seconds - seconds)
 
     def _adopt(self, fetch: Fetch) -> None:
         """Let host memory have the pages that are read, up to the first one that is not."""

@@ -22,9 +22,11 @@ import numpy as np
 
 from radixrt.messages import TOKEN_BYTES
 from radixrt.messages.digests import prefix_digest
+from radixrt.messages.namespace import namespaces_of
 from radixrt.tree import RadixTree
 from radixrt.worker.cache import disk_policy as policy
 from radixrt.worker.cache.disk_figures import Disk, DiskFigures
+from radixrt.worker.cache.disk_ghosts import Ghosts
 from radixrt.worker.cache.disk_index import DiskIndex, Entry, runs
 from radixrt.worker.cache.disk_reads import DiskReader
 from radixrt.worker.cache.disk_states import DiskState, DiskStates
@@ -37,13 +39,15 @@ from radixrt.worker.plan import Moves
 
 MAX_STATES = 1 << 14
 """The most checkpoints of recurrent states on disk that are used: the router has an array of so many."""
-MAX_REMOVED = 256
+MAX_REMOVED = 64
 """Blocks that are removed from the tree in one turn of the worker's loop."""
 
 
 class DiskTier(Tier):
     """On `disk`, below `host`. With `events` changes are recorded for the router's index; `first_state`: the number of
     slots of states before those here. `block_bytes`: see `disk_policy`."""
+
+    keeps = True
 
     def __init__(
         self,
@@ -65,6 +69,7 @@ class DiskTier(Tier):
         parts = host, disk, self.index, self.states, self.figures, page_size
         self._writer = DiskWriter(*parts, policy.pages_in_block(disk.page_bytes, block_bytes))
         self._reader = DiskReader(*parts)
+        self._ghosts = Ghosts()
         self._gone: deque[int] = deque()
         """Numbers of blocks that the store does not have any more, and the tree still has."""
         self._add(disk.blocks())
@@ -82,8 +87,17 @@ class DiskTier(Tier):
         return self.host.version
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of all that is in the disk's folder."""
+        return self._disk.used
+
+    @property
     def used_pages(self) -> int:
         return self.host.used_pages
+
+    @property
+    def is_onloading(self) -> bool:
+        return self.host.is_onloading
 
     @property
     def onloaded_pages(self) -> int:  # type: ignore[override]
@@ -163,13 +177,18 @@ class DiskTier(Tier):
             self.states.add(DiskState(block.number, above.handle, prefix, block.nbytes, ready=True))
 
     def _remove_gone(self) -> None:
+        handles = []
         for _ in range(min(MAX_REMOVED, len(self._gone))):
             number = self._gone.popleft()
             if (state := self.states.by_number(number)) is not None:
                 self.states.remove(state)
             elif (entry := self.index.by_number(number)) is not None:
-                gone = self._remove([entry.handle])
-                self.figures.evicted_tokens += sum(entry.stop - entry.start for entry in gone)
+                handles.append(entry.handle)
+        if handles:
+            for chain, path in self.index.chains(self.index.below(handles)):
+                self._ghosts.add(chain, path)
+            gone = self._remove(handles)
+            self.figures.evicted_tokens += sum(entry.stop - entry.start for entry in gone)
 
     def _remove(self, handles: list[int]) -> list[Entry]:
         gone = self.index.remove(handles)
@@ -182,7 +201,9 @@ class DiskTier(Tier):
         self._writer.note(namespace, bytes(ids))
 
     def prefetch(self, namespace: str, tokens: Tokens, most: int, hit: int) -> int:
-        return self._reader.begin(namespace, bytes(tokens), most, hit, self.prefill_rate)
+        ids = bytes(tokens)
+        self.figures.early_tokens += self._ghosts.asked(namespace, ids, hit)
+        return self._reader.begin(namespace, ids, most, hit, self.prefill_rate)
 
     def fetched(self) -> list[int]:
         found, self._reader.ready = self._reader.ready, []
@@ -190,6 +211,43 @@ class DiskTier(Tier):
 
     def stop_waiting(self, fetch: int) -> None:
         self._reader.stop_waiting(fetch)
+
+    # ------------------------------------------------------------ what clients ask for
+
+    def offload(self, namespace: str, path: bytes, pages: np.ndarray) -> None:
+        self.host.offload(namespace, path, pages)
+
+    def deep_reach(self, namespace: str, tokens: Tokens, start: int) -> int:
+        return self.host.reach(
+            namespace, tokens, max(self.host.reach(namespace, tokens, start), self._on_disk(namespace, tokens))
+        )
+
+    def _on_disk(self, namespace: str, tokens: Tokens) -> int:
+        """How many leading tokens can be read."""
+        return self.index.readable(self.index.handles(namespace, tokens)) * self._page_size
+
+    def retain(self, namespace: str, path: bytes, priority: int, seconds: float, now: float, name: int) -> int:
+        return self.host.retain(namespace, path, priority, seconds, now, name)
+
+    def release(self, name: int) -> None:
+        self.host.release(name)
+
+    def share(self, namespace: str, path: bytes) -> int | None:
+        """The workers of one machine read the same folder. What is not there yet is written."""
+        if not self._disk.serves or not self._disk.keeps(namespace):
+            return None
+        whole = len(path) // (self._page_size * TOKEN_BYTES) * self._page_size
+        found = self._on_disk(namespace, path)
+        if found < whole:
+            self._writer.note(namespace, path[: whole * TOKEN_BYTES])
+        return found
+
+    def delete(self, tenant: str) -> None:
+        self.host.delete(tenant)
+        self._writer.forget_tenant(tenant)
+        prefix = namespaces_of(tenant)
+        self._remove([one.handle for one in self.index if not one.parent and one.namespace.startswith(prefix)])
+        self._disk.delete_namespaces(prefix)
 
     # ------------------------------------------------------------ all of it
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from radixrt.messages import TOKEN_BYTES
+from radixrt.messages import TOKEN_BYTES, tenant_of
 from radixrt.messages.digests import prefix_digest
 from radixrt.tree import Lease, RadixTree
 from radixrt.worker.cache import disk_policy as policy
@@ -116,6 +116,12 @@ class DiskWriter:
             if noted.namespace == namespace and ends_along(noted.ids, path, keep):
                 self._noted.remove(noted)
                 self._noted_bytes -= len(noted.ids)
+
+    def forget_tenant(self, tenant: str) -> None:
+        """Do not write what waits to be written of a tenant."""
+        for noted in [noted for noted in self._noted if tenant_of(noted.namespace) == tenant]:
+            self._noted.remove(noted)
+            self._noted_bytes -= len(noted.ids)
 
     def forget_all(self) -> None:
         """Do not write what waits to be written."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixrt.messages import TOKEN_BYTES
+from radixrt.messages import TOKEN_BYTES, tenant_of
 from radixrt.tree import Lease, RadixTree
 from radixrt.worker.cache.checkpoint_order import CheckpointOrder
 from radixrt.worker.cache.tier import Event, Tokens
@@ -243,6 +243,11 @@ class HostRecurrentStatePool:
         for slot in slots[slots > 0].tolist():
             self._remove(slot)
 
+    def delete(self, tenant: str) -> None:
+        """Remove the checkpoints of a tenant."""
+        for slot in [slot for slot, name in self._names.items() if tenant_of(name.namespace) == tenant]:
+            self._remove(slot)
+
     # ------------------------------------------------------------ events
 
     def drain_events(self) -> list[Event]:
@@ -306,4 +311,4 @@ class NoHostStates:
     def _nothing(self, *_: object, **__: object) -> None:
         pass
 
-    name = unname = store = hold = take_back = clear = forget = check_named = check = _nothing
+    name = unname = store = hold = take_back = clear = forget = delete = check_named = check = _nothing

@@ -14,15 +14,18 @@ what the host has without a gap.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
 
 from radixrt.messages import TOKEN_BYTES
+from radixrt.messages.namespace import namespaces_of
 from radixrt.tree import Lease, RadixTree
 from radixrt.worker.cache.eviction import POLICIES
 from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool, NoHostStates
 from radixrt.worker.cache.page_pool import PagePool
+from radixrt.worker.cache.priorities import Priorities
 from radixrt.worker.cache.tier import Event, Tier, Tokens
 from radixrt.worker.plan import Moves
 
@@ -33,9 +36,11 @@ MIN_EVICTED_SHARE = 1 / 256
 
 class HostTier(Tier):
     """`num_slots` slots of a page each, of which slot 0 is never used, and those of `states`, if the model has any; a
-    `Tier` below a device with `device_pages` pages. `policy` is one of `eviction.POLICIES`. With `events` the tree
-    records its changes for the router's index, as runs with negative numbers: to the router the device and the host are
-    one cache."""
+    `Tier` below a device with `device_pages` pages. `policy` is one of `eviction.POLICIES`; `retained_share` see
+    `Pins`. With `events` the tree records its changes for the router's index, as runs with negative numbers: to the
+    router the device and the host are one cache."""
+
+    keeps = True
 
     def __init__(
         self,
@@ -45,6 +50,7 @@ class HostTier(Tier):
         states: HostRecurrentStatePool | None = None,
         device_pages: int = 0,
         policy: str = "lru",
+        retained_share: float = 0.25,
     ) -> None:
         self.states = NoHostStates() if states is None else states
         self.lost_pages = 0
@@ -55,6 +61,7 @@ class HostTier(Tier):
         self._least = int(MIN_EVICTED_SHARE * device_pages) * page_size
         """Tokens that are evicted at a time, at least."""
         self._slots = PagePool(num_slots)
+        self._priorities = Priorities(self.tree, self._slots.total, retained_share)
         self._offloaded: list[tuple[np.ndarray, np.ndarray]] = []
         """(pages, slots) to be copied before the next step."""
         self._onloaded: list[tuple[np.ndarray, np.ndarray]] = []
@@ -118,7 +125,13 @@ class HostTier(Tier):
     def _make_room(self, count: int) -> int:
         """Free slots until there are `count`, if possible. Returns how many of these there are."""
         if self._slots.num_free < count:
-            self.lost_pages += self._free(self.tree.evict_used(count - self._slots.num_free))
+            self._priorities.expire(time.monotonic())
+        while self._slots.num_free < count:
+            if gone := self._free(self.tree.evict_used(count - self._slots.num_free)):
+                self.lost_pages += gone
+            elif not self._priorities.loosen():
+                break
+        self._priorities.fasten()
         return min(count, self._slots.num_free)
 
     def _free(self, values: bytes) -> int:
@@ -127,6 +140,36 @@ class HostTier(Tier):
         slots = slots[slots > 0]
         self._slots.free(slots[::-1])  # so that they are taken in this order again: copies of a range are one copy
         return len(slots)
+
+    def offload(self, namespace: str, path: bytes, pages: np.ndarray) -> None:
+        at = len(path) - len(pages) * self._page_size * TOKEN_BYTES
+        with self.tree.lease(self.tree.match(namespace, path[:at])) as place:
+            gap = path[place.length * TOKEN_BYTES : at]
+            self.tree.insert(place, gap, np.zeros(len(gap) // (self._page_size * TOKEN_BYTES), dtype=np.int32))
+            self.store(place, path[at:], pages)
+
+    # ------------------------------------------------------------ what clients ask for
+
+    def deep_reach(self, namespace: str, tokens: Tokens, start: int) -> int:
+        return self.reach(namespace, tokens, start)
+
+    def retain(self, namespace: str, path: bytes, priority: int, seconds: float, now: float, name: int) -> int:
+        self._priorities.expire(now)
+        if (known := self._priorities.named(name)).startswith(path):
+            path = known  # the device has lost more of it before
+        self._priorities.release(name)
+        return self._priorities.add(namespace, path, seconds, now, name, priority)
+
+    def release(self, name: int) -> None:
+        self._priorities.release(name)
+
+    def share(self, namespace: str, path: bytes) -> None:
+        return None  # other workers cannot read this memory
+
+    def delete(self, tenant: str) -> None:
+        self._priorities.release_tenant(tenant)
+        self._free(self.tree.remove_namespaces(namespaces_of(tenant)))
+        self.states.delete(tenant)
 
     # ------------------------------------------------------------ to the device
 
@@ -228,10 +271,14 @@ class HostTier(Tier):
         self._held = []
 
     def forget(self, namespace: str, path: Tokens, keep: int) -> None:
+        self._priorities.release_along(
+            namespace, np.asarray(path).tobytes() if not isinstance(path, bytes) else path, keep
+        )
         self._free(self.tree.forget(namespace, path, keep))
         self.states.forget(namespace, path, keep)
 
     def clear(self) -> None:
+        self._priorities.clear()
         self._free(self.tree.evict(self.tree.evictable_tokens))
         self.states.clear()
 
@@ -249,6 +296,7 @@ class HostTier(Tier):
     def check(self) -> None:
         """Assert that every slot is free, in the tree or lent, once."""
         self.tree.check()
+        self._priorities.check()
         used = np.frombuffer(self.tree.values(), np.int32)
         self._slots.check(used[used > 0], np.flatnonzero(self._loose))
         self.states.check()

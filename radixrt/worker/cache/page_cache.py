@@ -6,8 +6,9 @@
          |  allocate, free           \\  evict, onload
     PagePool        free pages        Tier: the CPU's memory, and a disk below it (see `tier`)
 
-`RecurrentStatePool` has the slots of recurrent states; models without have NoStates, and without host memory there is
-NullTier. The parts are made here to fit each other; others call methods of the parts.
+`Hints` does what clients ask for beside their requests. `RecurrentStatePool` has the slots of recurrent states; models
+without have NoStates, and without host memory there is NullTier. The parts are made here to fit each other; others call
+methods of the parts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from radixrt.worker.cache.disk_figures import Disk
 from radixrt.worker.cache.disk_tier import DiskTier
 from radixrt.worker.cache.eviction import RETURNS
+from radixrt.worker.cache.hints import Hints
 from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool
 from radixrt.worker.cache.host_tier import HostTier
 from radixrt.worker.cache.page_pool import PagePool
@@ -68,7 +70,13 @@ class PageCache:
         self.tier: Tier = NullTier()
         if num_host_pages:
             self.tier = host = HostTier(
-                num_host_pages, page_size, events, host_states, self.pool.total, eviction_policy
+                num_host_pages,
+                page_size,
+                events,
+                host_states,
+                self.pool.total,
+                eviction_policy,
+                max_pinned_share,
             )
             if disk is not None:
                 first = num_states + max(0, num_host_states - 1) - 1
@@ -84,6 +92,7 @@ class PageCache:
             room = (self.pool.total + max(0, num_host_pages - 1)) * page_size
             self.prefixes.order = ReturnOrder(trees, room, max(page_size, GRAIN))
         self.requests = RequestPages(self.prefixes, self.states, self.tier, rows, max_model_len)
+        self.hints = Hints(self.prefixes, self.tier)
         self.pins = self.prefixes.pins
         self.retained = self.prefixes.retained
         self.order = self.prefixes.order

@@ -46,6 +46,8 @@ class Pin:
     seconds: float
     until: float
     lease: Lease
+    priority: int = 0
+    """See `priorities`; 0 for pins."""
     page: int = 0
     """Page whose checkpoint of the recurrent state is protected (see `RecurrentStatePool.pin`)."""
 
@@ -114,31 +116,34 @@ class Pins:
 
     # ------------------------------------------------------------ pins
 
-    def add(self, namespace: str, ids: bytes, seconds: float, now: float, name: int = 0) -> None:
-        """Pin a path as far as the tree holds it and the tenant's share allows; older pins are released to make
-        room."""
+    def add(self, namespace: str, ids: bytes, seconds: float, now: float, name: int = 0, priority: int = 0) -> int:
+        """Pin a path as far as the tree holds it and the tenant's share allows; older pins are released to make room.
+        Returns how many tokens it holds."""
         ids = ids[: self.tenant_tokens * TOKEN_BYTES]
         lease = self._tree.lease(self._tree.match(namespace, ids))
-        ids = ids[: lease.length * TOKEN_BYTES]
-        if not ids:
+        key, until = (namespace, ids[: lease.length * TOKEN_BYTES], name), now + seconds
+        if not lease.length:
             lease.release()
-            return
-        key, until = (namespace, ids, name), now + seconds
+            return 0
         if (before := self._pins.get(key)) is not None:
             until = max(until, before.until)
             self._release(key)
-        page = self._states.pin(np.frombuffer(lease.values(), np.int32))
-        self._pins[key] = Pin(namespace, ids, seconds, until, lease, page)
-        self._next_expiry = min(self._next_expiry, until)
-        tenant = tenant_of(namespace)
-        self._paths.setdefault(tenant, OwnerTree()).add(namespace, ids, _OWNER)
-        self._lengths[tenant] += lease.length
-        self._make_room(tenant)
+        self._hold(key, Pin(namespace, key[1], seconds, until, lease, priority))
+        self._make_room(tenant_of(namespace))
+        return lease.length if key in self._pins else 0
+
+    def _hold(self, key: Key, pin: Pin) -> None:
+        pin.page = self._states.pin(np.frombuffer(pin.lease.values(), np.int32))
+        self._pins[key] = pin
+        self._next_expiry = min(self._next_expiry, pin.until)
+        tenant = tenant_of(pin.namespace)
+        self._paths.setdefault(tenant, OwnerTree()).add(pin.namespace, pin.ids, _OWNER)
+        self._lengths[tenant] += pin.lease.length
 
     def _make_room(self, tenant: str) -> None:
-        keys = [key for key in self._pins if tenant_of(key[0]) == tenant]
+        keys = self._of(tenant)
         count = len(keys)
-        for key in keys[:-1]:
+        for key in self._going(keys):
             few = count <= MAX_PINS and self._lengths[tenant] <= MAX_OVERLAP * self.tenant_tokens
             if few and self.tokens(tenant) <= self.tenant_tokens:
                 break
@@ -146,6 +151,14 @@ class Pins:
             count -= 1
         while sum(paths.tokens for paths in self._paths.values()) > self.all_tokens:
             self.release_oldest()
+
+    def _of(self, tenant: str) -> list[Key]:
+        """A tenant's pins, sorted by last use."""
+        return [key for key in self._pins if tenant_of(key[0]) == tenant]
+
+    def _going(self, keys: list[Key]) -> list[Key]:
+        """Of a tenant's pins, sorted by last use, those that may go for its last one, in that order."""
+        return keys[:-1]
 
     def expire(self, now: float) -> None:
         """Release the pins whose time has passed."""
@@ -164,6 +177,13 @@ class Pins:
         """Release the pins that a removal of a path beyond its first `keep` tokens concerns (see `ends_along`)."""
         for key in [key for key in self._pins if key[0] == namespace and ends_along(key[1], ids, keep)]:
             self._release(key)
+
+    def release_tenant(self, tenant: str) -> None:
+        """Release all pins of a tenant, and forget what its running requests asked for."""
+        for key in self._of(tenant):
+            self._release(key)
+        for id in [id for id, run in self._wanted.items() if tenant_of(run.namespace) == tenant]:
+            del self._wanted[id]
 
     def release_oldest(self) -> bool:
         """Release the least recently used pin; False if there is none."""

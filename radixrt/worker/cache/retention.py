@@ -204,6 +204,11 @@ class RetainedContexts:
                 if ends_along(ended.ids[: TOKEN_BYTES * ended.lease.length], ids, keep):
                     self._release(ended)
 
+    def release_tenant(self, tenant: str) -> None:
+        """Drop all contexts of a tenant."""
+        for ended in [one for one in self._all() if one.tenant == tenant]:
+            self._remove(ended)
+
     def clear(self) -> None:
         """Drop all contexts."""
         while self:

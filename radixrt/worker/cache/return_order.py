@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixrt.messages import tenant_of
+from radixrt.messages.namespace import namespaces_of
 from radixrt.tree import RadixTree
 from radixrt.worker.cache.return_times import EDGES, LONGEST_SECONDS, Kind, ReturnTimes, Wait
 from radixrt.worker.cache.tier import Tokens
@@ -144,6 +145,15 @@ class ReturnOrder:
         if not context.parted:
             self._wait(context, (f"tool {name}", *context.kind[1:]), context.since)
             self._mark(ended.number, ended.namespace, ended.ids)
+
+    def delete(self, tenant: str) -> None:
+        """Forget all that is known of a tenant."""
+        for number in [number for number, context in self._contexts.items() if context.tenant == tenant]:
+            self._forget(number)
+        for id in [id for id, ended in self._ended.items() if tenant_of(ended.namespace) == tenant]:
+            del self._ended[id]
+        self._paths.remove_namespaces(namespaces_of(tenant))
+        self.times.delete(tenant)
 
     def before_eviction(self, now: float) -> None:
         """Bring the order of all trees up to date."""

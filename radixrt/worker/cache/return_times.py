@@ -151,6 +151,10 @@ class ReturnTimes:
                     table.there[step + 1] += 1
                 self._waits[step + 1].append(wait)
 
+    def delete(self, tenant: str) -> None:
+        """Forget all that was seen of a tenant."""
+        self._free += [table.row for table in self._tables.pop(tenant, {}).values()]
+
     @property
     def has_news(self) -> bool:
         """Whether `rates` should be taken again."""

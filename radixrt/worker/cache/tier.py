@@ -8,6 +8,9 @@ A tier has a radix tree of its own, from tokens to its slots, and so is one cach
 events have run numbers of their own (`HostTier` counts backwards). It only plans copies: `drain` hands them to the step
 that is being planned, whose runner makes them.
 
+Besides, a tier does what clients ask for (see `hints`): it takes what is demoted (`offload`), gives back what is
+prefetched (`hold`, `onload`), evicts by priority what is retained, and deletes what a tenant has.
+
 Below host memory there may be a disk (`disk_tier`): what it has comes to host memory before a request is admitted that
 needs it, so that `reach` and `hold` are those of host memory.
 """
@@ -36,6 +39,8 @@ class Tier(Protocol):
     """Pages that were evicted and are nowhere any more, since start."""
     onloaded_pages: int
     """Pages that were copied back since start."""
+    keeps: bool
+    """Whether what is evicted goes here; otherwise it is lost."""
     prefill_rate: float = 0.0
     """Tokens a second that the model computes, as measured; 0: not known. Set by the worker's loop."""
 
@@ -46,6 +51,10 @@ class Tier(Protocol):
     @property
     def used_pages(self) -> int:
         """Pages that it holds."""
+
+    @property
+    def is_onloading(self) -> bool:
+        """Whether pages or states of the device are still to be filled before the next step."""
 
     def evict(self, tree: RadixTree, tokens: int) -> np.ndarray:
         """Evict at least so many tokens from the device's tree, in its order, and offload them here. Returns their
@@ -66,6 +75,26 @@ class Tier(Protocol):
 
     def hold_state(self, slot: int) -> None:
         """Do not reuse the slot of a state before the next step."""
+
+    def offload(self, namespace: str, path: bytes, pages: np.ndarray) -> None:
+        """Copy `pages` here, int32, which are evicted from the device: those of the last tokens of `path`, int32
+        bytes."""
+
+    def deep_reach(self, namespace: str, tokens: Tokens, start: int) -> int:
+        """As `reach`, with what is further below, and has to come here before."""
+
+    def retain(self, namespace: str, path: bytes, priority: int, seconds: float, now: float, name: int) -> int:
+        """Retain a path, int32 bytes, as far as it is here, as `Priorities` do. Returns how many tokens that are."""
+
+    def release(self, name: int) -> None:
+        """End the retention of that name, if there is one."""
+
+    def share(self, namespace: str, path: bytes) -> int | None:
+        """Let other workers have a path, int32 bytes, from a store that they read as well. Returns how many tokens of
+        it are there now, others being on their way; None if there is no such store."""
+
+    def delete(self, tenant: str) -> None:
+        """Remove all that a tenant has, except what is held."""
 
     def drain(self) -> Moves | None:
         """The copies to be made before the step that is being planned; None if there are none."""
@@ -135,6 +164,7 @@ class NullTier(Tier):
     """The end of all tiers: what is evicted into it is lost."""
 
     version = used_pages = onloaded_pages = 0
+    keeps = is_onloading = False
 
     def __init__(self) -> None:
         self.lost_pages = 0
@@ -154,6 +184,15 @@ class NullTier(Tier):
     def deepest_state(self, namespace: str, tokens: Tokens, most: int) -> tuple[int, int]:
         return 0, 0
 
+    def deep_reach(self, namespace: str, tokens: Tokens, start: int) -> int:
+        return start
+
+    def retain(self, namespace: str, path: bytes, priority: int, seconds: float, now: float, name: int) -> int:
+        return 0
+
+    def share(self, namespace: str, path: bytes) -> None:
+        return None
+
     def drain(self) -> None:
         return None
 
@@ -169,4 +208,4 @@ class NullTier(Tier):
     def _nothing(self, *_: object, **__: object) -> None:
         pass
 
-    onload = hold_state = forget = clear = check = _nothing
+    onload = offload = release = delete = hold_state = forget = clear = check = _nothing

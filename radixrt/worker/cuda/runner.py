@@ -171,6 +171,7 @@ class CudaRunner(ModelRunner):
     def close(self) -> None:
         """Release the graphs: NCCL cannot destroy its communicators while graphs use them. Does nothing if the device
         is lost."""
+        super().close()
         if not self.works():
             return
         for graphs in (self._graphs, self._piecewise_graphs, self._predicting):
@@ -201,6 +202,8 @@ class CudaRunner(ModelRunner):
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Callable[[], Result]:
+        if not plan.requests:
+            return self._move_alone(plan)
         self._steps += 1
         self._move_pages(plan)
         packer = self._packers[self._steps % 2]

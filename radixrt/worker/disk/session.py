@@ -84,6 +84,8 @@ class Session:
         self._loader = Loader(setting.seals, setting.clocks.begin)
         self._segments: dict[int, Segment] = {}
         self._names: dict[int, str] = {}
+        self._named: dict[bytes, int] = {}
+        """Ids of namespaces by their roots, within a transaction: others may delete them."""
         self._writing: dict[int, Write] = {}
         """Reserved and not settled, by number."""
         self._unseen: dict[int, Write] = {}
@@ -223,6 +225,7 @@ class Session:
         if not (settled or deletions or touches or reserves):
             return False
         outcome = _Outcome()
+        self._named.clear()
         try:
             with self._index.transaction():
                 for task in settled:
@@ -311,7 +314,7 @@ class Session:
         index, at = self._index, self._at
         if not isinstance(deletion.what, str):
             freed = index.delete(index.subtree(deletion.what))
-            outcome.gone.extend(freed.numbers)
+            outcome.gone.extend({*freed.numbers, *deletion.what})  # also what a damaged index cannot find any more
             outcome.deleted.append((deletion, freed.nbytes))
             return
         nbytes, left = 0, _DELETED
@@ -396,8 +399,11 @@ class Session:
         self._segments[segment.id] = segment
         if block is not None:
             root = at.seals.root(block.namespace)
-            hidden = at.seals.hide(block.namespace.encode(), root)
-            namespace = index.namespace(self._fingerprint, root, hidden, at.seals.key_name)
+            namespace = self._named.get(root)
+            if namespace is None:
+                hidden = at.seals.hide(block.namespace.encode(), root)
+                namespace = index.namespace(self._fingerprint, root, hidden, at.seals.key_name)
+                self._named[root] = namespace
             row = (number, self._fingerprint, block.kind, namespace, block.parent, block.start, path, block.value)
             index.reserve(*row, at.seals.hide(block.ids, path), at.ranks)
         index.reserve_part(number, at.rank, segment.id, offset, extent, task.job.nbytes)

@@ -61,7 +61,7 @@ class Space:
         if not self._files.holes:
             return index.delete(index.least_segment(0 if segment is None else segment.id))
         unused = [x for x in index.unused(time.time() - self._unused_seconds) if x != own]
-        return index.evict(excess + min(self._size // 128, 4 * nbytes), below, unused)
+        return index.evict(excess + min(self._size // 64, 16 * nbytes), below, unused)
 
     def free(self, index: Index) -> None:
         """Give holes, and files of nothing else, back to the file system. In transactions of its own."""

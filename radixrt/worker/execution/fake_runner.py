@@ -19,8 +19,8 @@ from radixrt.checkpoint.lora_modules import LoraModule, check_files
 from radixrt.messages import TokenLogprob
 from radixrt.messages.ranks import RequestInfo
 from radixrt.worker.cache.disk_figures import Disk
+from radixrt.worker.cache.host_disk import HostDisk
 from radixrt.worker.disk import DiskStore
-from radixrt.worker.execution.host_disk import HostDisk
 from radixrt.worker.plan import (
     FROM_DEVICE,
     NOT_SAMPLED,
@@ -61,6 +61,7 @@ class FakeRunner:
     time)."""
 
     sparse = shares = False
+    page_bytes = 0
 
     def __init__(
         self,

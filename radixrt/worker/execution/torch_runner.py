@@ -68,6 +68,10 @@ class ModelRunner(Runner):
         return torch.empty(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda").numpy()
 
     @property
+    def page_bytes(self) -> int:
+        return self.pool.nbytes // max(1, self.num_pages)
+
+    @property
     def num_host_pages(self) -> int:
         return 0 if self.host is None else self.host.slots
 
@@ -90,6 +94,13 @@ class ModelRunner(Runner):
         self.host.arrive()
         if plan.moves is not None:
             self.host.move(plan.moves, wait=plan.needs_onload)
+
+    def _move_alone(self, plan: Plan) -> Callable[[], Result]:
+        """A step without requests."""
+        if self.on_planned:
+            self.on_planned(plan)
+        self._move_pages(plan)
+        return lambda: Result([])
 
     def move(self, moves: Moves) -> None:
         assert self.host is not None
@@ -161,6 +172,8 @@ class TorchRunner(ModelRunner):
         self._attention.bind(table)
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
+        if not plan.requests:
+            return self._move_alone(plan)
         began = time.monotonic()
         if self.on_planned:
             self.on_planned(plan)

@@ -348,7 +348,8 @@ def reserved_bytes(config: WorkerConfig, spec: ModelSpec, itemsize: int) -> int:
         inner = max(inner, spec.experts.top_k * (spec.experts.intermediate_size + spec.hidden_size // 3))
     step = tokens * itemsize * (6 * spec.hidden_size + 8 * queries + 3 * inner)
     logits = 3 * SCORED_TOKENS * spec.vocab_size * 4 + 6 * rows
-    staging = 0 if config.kv_offloading_size == "none" else STAGING_BYTES
+    has_host = config.kv_offloading_size != "none" or bool(config.kv_disk_path)
+    staging = STAGING_BYTES if has_host else 0
     return CUDA_BYTES + GATHERED_BYTES + step + logits + staging + (0 if config.enforce_eager else GRAPH_BYTES)
 
 

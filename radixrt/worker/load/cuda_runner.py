@@ -92,7 +92,7 @@ def make_cuda_runner(
         rows = row_bytes(config.max_num_seqs, loaded.spec.vocab_size)  # counts of penalized tokens; logits of graphs
         kept = kept_bytes(loaded.spec, graph_tokens(config, loaded, model), loaded.dtype.itemsize)
         kinds = 2 if model.has_adapters else 1  # of decode graphs
-        staging = 0 if config.kv_offloading_size == "none" else STAGING_BYTES
+        staging = 0 if config.kv_offloading_size == "none" and not config.kv_disk_path else STAGING_BYTES
         reserved = step + rows + staging + (kinds * GRAPH_BYTES + rows + kept if graphs else 0)
         log.info("a step of %d tokens takes up to %.2f GB", config.max_num_batched_tokens, step / 1e9)
     states = make_states(config, loaded, reserved, group)

@@ -9,7 +9,7 @@ from typing import Any
 from radixrt.checkpoint.identity import adapter_identity, checkpoint_identity, fingerprint
 from radixrt.checkpoint.lora_modules import lora_modules
 from radixrt.config import WorkerConfig
-from radixrt.worker.execution.host_disk import HostDisk
+from radixrt.worker.cache.host_disk import HostDisk
 from radixrt.worker.execution.torch_runner import ModelRunner
 from radixrt.worker.load.options import Loaded
 from radixrt.worker.load.store import open_store

@@ -1,4 +1,4 @@
-"""The disk of a tensor-parallel group: each rank writes and reads its own part of every block, and rank 0 has the index.
+"""The disk of a tensor-parallel group: each rank writes and reads its own part of every block; rank 0 has the index.
 
 rank 0   write: its part, and the number --pipe--> rank 1 writes its part      the store commits when all have
          read:  its part, and the number --pipe--> rank 1 reads its part
@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 
 from radixrt.messages.ranks import PartRead, ReadPart, ToRank, WritePart
+from radixrt.worker.cache.host_disk import HostDisk
 from radixrt.worker.disk import Changes, Job, NewBlock
-from radixrt.worker.execution.host_disk import HostDisk
 
 POLL_SECONDS = 0.001
 _encode = msgspec.msgpack.Encoder().encode

@@ -42,7 +42,7 @@ from radixrt.messages.ranks import (
     TreePath,
     WritePart,
 )
-from radixrt.worker.execution.host_disk import HostDisk
+from radixrt.worker.cache.host_disk import HostDisk
 from radixrt.worker.parallel.group import leave
 from radixrt.worker.parallel.ranked_disk import FollowerDisk, RankedDisk
 from radixrt.worker.plan import GroupLost, Moves, Plan, Result, SampleInputs
@@ -217,8 +217,8 @@ class Leader:
         self._plans = PlanEncoder()
         self._sent = self._lost = False
         runner.on_planned = self._send
-        if isinstance(runner.disk, HostDisk):
-            runner.disk = RankedDisk(runner.disk, followers.send, followers.answers)
+        if isinstance(own := getattr(runner, "disk", None), HostDisk):
+            runner.disk = RankedDisk(own, followers.send, followers.answers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

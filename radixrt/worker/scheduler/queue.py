@@ -157,6 +157,10 @@ class VirtualTokenCounter:
         """Whether more than one tenant has requests."""
         return len(self._requests) > 1
 
+    def has(self, tenant: str) -> bool:
+        """Whether a tenant has requests."""
+        return tenant in self._requests
+
     def add_request(self, tenant: str) -> None:
         """A tenant has a new request."""
         self._requests[tenant] = self._requests.get(tenant, 0) + 1

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from radixrt.messages import Output, TokenLogprob
 from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.cache.page_pool import OutOfPages
-from radixrt.worker.plan import Draft, MaskRoom, Plan, Result, SampleInputs
+from radixrt.worker.plan import Draft, MaskRoom, Plan, Result, SampleInputs, moves_alone
 from radixrt.worker.request import Request, advance
 from radixrt.worker.scheduler.admission import Admission
 from radixrt.worker.scheduler.fetching import Fetching
@@ -144,6 +144,10 @@ class Scheduler:
         """Ids of all requests."""
         return list(self._requests)
 
+    def has_requests(self, tenant: str) -> bool:
+        """Whether a tenant has requests here, waiting or running."""
+        return self._counter.has(tenant)
+
     @property
     def adapters(self) -> set[int]:
         """The numbers of the LoRA adapters that requests have; -1 for none."""
@@ -210,7 +214,7 @@ class Scheduler:
             budget -= taken
         if not running.decoding and not builder.requests:
             self._nothing_planned = not (self._waiting and self._make_way())
-            return None
+            return self._moves_alone()
         self.steps += 1
         decodes = running.decodes()
         plan = builder.build(self.steps, decodes, proposes)
@@ -220,6 +224,15 @@ class Scheduler:
         if self._slow:
             self.running.sit_slow(self._slow)
         return plan
+
+    def _moves_alone(self) -> Plan | None:
+        """A step without requests, if there are pages to be copied to the device: what is prefetched does not wait for
+        a request."""
+        if not self.cache.tier.is_onloading or (moves := self.cache.tier.drain()) is None:
+            return None
+        self.steps += 1
+        self._planned[self.steps] = ()
+        return moves_alone(self.steps, moves, self.cache.requests.drain_writes())
 
     def _advance(self, decodes: Decodes, builder: StepBuilder) -> None:
         """Count the planned tokens as computed, and the tokens sampled from them as pending."""

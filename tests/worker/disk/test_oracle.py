@@ -123,7 +123,10 @@ class Oracle:
             self.learn(i)
             assert job.ok or self.is_damaged
             gone = {number}
-            while more := {x for x in self.known[i] if self.written[x].block.parent in gone} - gone:
+            while not self.is_damaged:  # a damaged index may have lost them, and who reads them learns it
+                more = {x for x in self.known[i] if self.written[x].block.parent in gone} - gone
+                if not more:
+                    break
                 gone |= more
             assert not job.ok or not gone & self.known[i]
 

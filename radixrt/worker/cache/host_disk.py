@@ -140,6 +140,9 @@ class HostDisk:
         if numbers:
             self.store.delete(numbers)
 
+    def delete_namespaces(self, prefix: str) -> None:
+        self.store.delete_namespaces(prefix)
+
     def settled(self) -> Callable[[], bool]:
         return _at_once if self._settled is None else self._settled()
 
