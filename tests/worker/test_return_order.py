@@ -36,7 +36,7 @@ class Cache:
 
 
 def taught(cache: Cache, name: str = "t\n") -> float:
-    """Conversations whose calls of `fast` return after 2 s, without what they thought, and those of `slow` after 100 s."""
+    """Conversations drop their thoughts, and return after 2 s if they called `fast`, after 100 s if `slow`."""
     now = 0.0
     for number in range(60):
         tool, seconds = (("fast", 2.0), ("slow", 100.0))[number % 2]
@@ -102,7 +102,7 @@ def test_a_prompt_that_all_share_does_not_part_conversations() -> None:
 
 def test_tenants_do_not_learn_from_each_other() -> None:
     cache = Cache()
-    now = taught(cache)
+    taught(cache)
     assert cache.order.times.row("t", ("tool fast",))
     assert not cache.order.times.row("u", ("tool fast",))
 

@@ -40,8 +40,8 @@ _PACE = 0.3
 
 @dataclass(slots=True)
 class _Context:
-    """One turn of a conversation; `pace`, seconds between its turns, is 0 for the first. The first `shared` tokens it has
-    in common with others: who has no more than these does not come from it. `running` counts from its arrival on;
+    """One turn of a conversation; `pace`, seconds between its turns, is 0 for the first. The first `shared` tokens it
+    has in common with others: who has no more than these does not come from it. `running` counts from its arrival on;
     `waiting`, of that `kind`, from when it ended or a request branched off it."""
 
     tenant: str
@@ -132,7 +132,7 @@ class ReturnOrder:
         context = self._contexts.get(number)
         if context is None or context.parted:
             return
-        self._wait(context, (why, _step(context.pace), generated.bit_length() // 2), now)
+        self._wait(context, (why, _step(context.pace) // 2, generated.bit_length()), now)
         self._mark(number, namespace, tokens)
         self._ended[id] = _Ended(number, namespace, np.frombuffer(tokens, np.int32).tobytes())
         while len(self._ended) > MAX_ENDED:
