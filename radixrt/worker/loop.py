@@ -285,7 +285,7 @@ class Worker:
         self.watchdog.finished(len(inflight.plan.tokens), seconds)
         if inflight.plan.requests:
             self._rates.add(inflight.plan, seconds)
-            self.cache.tier.prefill_rate = self._rates.prefill
+            self.cache.tier.prefill_cost = self._rates.prefill_cost
             self._time_decodes(inflight, done, result)
         self._last_done = done
         return self.scheduler.apply(inflight.plan, result)

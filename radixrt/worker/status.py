@@ -12,6 +12,7 @@ from radixrt.worker.cache.disk_tier import DiskTier
 from radixrt.worker.cache.page_cache import PageCache
 from radixrt.worker.cache.tier import Tier
 from radixrt.worker.plan import Plan, Runner
+from radixrt.worker.prefill_cost import PrefillCost, PrefillCosts
 from radixrt.worker.scheduler.scheduler import Limits, Scheduler
 
 INCARNATION = secrets.randbits(63)
@@ -127,12 +128,18 @@ class Rates:
     def __init__(self) -> None:
         self._prefill = Speed(KNOWN_TOKENS, FIRST_STEPS, MAX_TOKENS)
         self._step = Speed(KNOWN_STEPS, KNOWN_STEPS, MAX_STEPS)
+        self._costs = PrefillCosts()
 
     @property
     def prefill(self) -> float:
         """Tokens per second in steps with prompt tokens. Each step counts by its tokens, as it is to say how long a
         queue takes: steps of few tokens are slow by token, but a long queue is not computed by them."""
         return self._prefill.value
+
+    @property
+    def prefill_cost(self) -> PrefillCost:
+        """The same, with what attention costs in long contexts."""
+        return self._costs.value
 
     @property
     def step(self) -> float:
@@ -142,6 +149,7 @@ class Rates:
     def add(self, plan: Plan, seconds: float) -> None:
         """Add a step that took `seconds`."""
         if plan.prompt_tokens:
+            self._costs.add(plan.starts, plan.counts, seconds)
             self._prefill.add(seconds, len(plan.tokens) / max(seconds, 1e-9), len(plan.tokens))
         else:
             self._step.add(seconds, seconds, 1)

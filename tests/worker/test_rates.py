@@ -13,7 +13,9 @@ from radixrt.worker.status import KNOWN_STEPS, KNOWN_TOKENS, Mean, Rates
 
 def chunk(tokens: int) -> Plan:
     """A step with one chunk of a prompt."""
-    return SimpleNamespace(tokens=np.zeros(tokens), prompt_tokens=tokens)
+    return SimpleNamespace(
+        tokens=np.zeros(tokens), prompt_tokens=tokens, starts=np.zeros(1, np.int32), counts=np.array([tokens], np.int32)
+    )
 
 
 def decode() -> Plan:

@@ -3,13 +3,13 @@ how long a request waits for what it needs."""
 
 from __future__ import annotations
 
+from radixrt.worker.prefill_cost import PrefillCost
+
 BLOCK_BYTES = 4 << 20
 """A block has at most so many bytes, in whole pages: enough to be read at the rate of large reads, and little enough
 that few pages are read in vain where a request's path leaves a block."""
 READ_RATE = 1e9
 """Bytes a second that a disk is taken to give until its rate is known: some blocks have to be read to know it."""
-PREFILL_RATE = 4000.0
-"""Tokens a second that a model is taken to compute until its rate is known."""
 READ_SECONDS = 0.002
 """What a read takes beside its bytes: the time to begin it, and a step that comes between."""
 PATIENCE = 1.0
@@ -32,20 +32,16 @@ def read_seconds(nbytes: int, read_rate: float) -> float:
     return READ_SECONDS + nbytes / (read_rate or READ_RATE)
 
 
-def compute_seconds(tokens: int, prefill_rate: float) -> float:
-    """tokens / rate: how long it takes to compute so many tokens, at a rate in tokens a second (0: unknown)."""
-    return tokens / (prefill_rate or PREFILL_RATE)
+def reading_pays(tokens: int, before: int, nbytes: int, cost: PrefillCost, read_rate: float) -> bool:
+    """Whether to read `nbytes`, which bring `tokens` tokens that follow `before` others, rather than to compute these:
+    if that is faster."""
+    return tokens > 0 and read_seconds(nbytes, read_rate) < cost.seconds(tokens, before)
 
 
-def reading_pays(tokens: int, nbytes: int, prefill_rate: float, read_rate: float) -> bool:
-    """Whether to read `nbytes`, which bring `tokens` tokens, rather than to compute these: if that is faster."""
-    return tokens > 0 and read_seconds(nbytes, read_rate) < compute_seconds(tokens, prefill_rate)
-
-
-def longest_wait(tokens: int, prefill_rate: float) -> float:
-    """min(MAX_WAIT, max(MIN_WAIT, PATIENCE * tokens / rate)): seconds after which a request computes `tokens` tokens
-    for which reads were begun."""
-    return min(MAX_WAIT, max(MIN_WAIT, PATIENCE * compute_seconds(tokens, prefill_rate)))
+def longest_wait(tokens: int, before: int, cost: PrefillCost) -> float:
+    """min(MAX_WAIT, max(MIN_WAIT, PATIENCE * cost)): seconds after which a request computes `tokens` tokens, for which
+    reads were begun and which follow `before` others."""
+    return min(MAX_WAIT, max(MIN_WAIT, PATIENCE * cost.seconds(tokens, before)))
 
 
 def writable_pages(total_slots: int, in_flight: int) -> int:

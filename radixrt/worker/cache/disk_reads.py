@@ -25,6 +25,7 @@ from radixrt.worker.cache.disk_states import DiskState, DiskStates
 from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool
 from radixrt.worker.cache.host_tier import HostTier
 from radixrt.worker.disk.block import Job
+from radixrt.worker.prefill_cost import PrefillCost
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +94,7 @@ class DiskReader:
 
     # ------------------------------------------------------------ begun
 
-    def begin(self, namespace: str, ids: bytes, most: int, hit: int, prefill_rate: float) -> int:
+    def begin(self, namespace: str, ids: bytes, most: int, hit: int, cost: PrefillCost) -> int:
         """Begin to read what memory lacks of a path of which a request can use `most` tokens and has `hit`. Returns a
         number to wait for, of another path's reads if they bring the same blocks; 0: nothing is read."""
         if not len(self._index) or not self._disk.serves:
@@ -123,10 +124,10 @@ class DiskReader:
             if (other := self._fetch_of.get(part.number)) is not None:
                 return other.id
         nbytes = sum(part.entry.nbytes for part in parts) + (state.nbytes if state else 0)
-        if not policy.reading_pays(tokens - hit, nbytes, prefill_rate, self._disk.rates()[0]):
+        if not policy.reading_pays(tokens - hit, hit, nbytes, cost, self._disk.rates()[0]):
             self._figures.declined += 1
             return 0
-        return self._lend(namespace, ids, tokens, hit, stop, handles, lacking, state, prefill_rate)
+        return self._lend(namespace, ids, tokens, hit, stop, handles, lacking, state, cost)
 
     def _deepest(self, namespace: str, ids: bytes, most: int, hit: int) -> tuple[int, DiskState | None]:
         """(pages, checkpoint) up to the deepest checkpoint of a path that memory (None) or the disk has."""
@@ -153,7 +154,7 @@ class DiskReader:
 
     def _lend(
         self, namespace: str, ids: bytes, tokens: int, hit: int, stop: int, handles: np.ndarray, lacking: np.ndarray,
-        state: DiskState | None, prefill_rate: float,
+        state: DiskState | None, cost: PrefillCost,
     ) -> int:  # fmt: skip
         size, state_slot = self._page_size, 0
         if state is not None:
@@ -179,7 +180,7 @@ class DiskReader:
         fetch = self._fetches[self._next] = Fetch(
             self._next, namespace, ids[: stop * size * TOKEN_BYTES], tokens - hit, slots,
             self._parts(handles, lacking), lease, self._disk.settled(),
-            policy.compute_seconds(tokens - hit, prefill_rate), state=state,
+            cost.seconds(tokens - hit, hit), state=state,
             state_number=state.number if state else 0, state_slot=state_slot,
         )  # fmt: skip
         for part in fetch.parts:

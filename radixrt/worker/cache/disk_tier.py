@@ -36,6 +36,7 @@ from radixrt.worker.cache.recurrent_states import AnyStates
 from radixrt.worker.cache.tier import Event, Tier, Tokens
 from radixrt.worker.disk.block import Block
 from radixrt.worker.plan import Moves
+from radixrt.worker.prefill_cost import PrefillCost
 
 MAX_STATES = 1 << 14
 """The most checkpoints of recurrent states on disk that are used: the router has an array of so many."""
@@ -60,8 +61,7 @@ class DiskTier(Tier):
     ) -> None:
         self.host = host
         self.figures = DiskFigures()
-        self.prefill_rate = 0.0
-        """Tokens a second that the model computes; 0: not known. Set by the worker's loop."""
+        self.prefill_cost = PrefillCost()
         self.index = DiskIndex(page_size, events)
         self.states = DiskStates(MAX_STATES if disk.state_bytes else 0, first_state, events)
         self._disk = disk
@@ -203,7 +203,7 @@ class DiskTier(Tier):
     def prefetch(self, namespace: str, tokens: Tokens, most: int, hit: int) -> int:
         ids = bytes(tokens)
         self.figures.early_tokens += self._ghosts.asked(namespace, ids, hit)
-        return self._reader.begin(namespace, ids, most, hit, self.prefill_rate)
+        return self._reader.begin(namespace, ids, most, hit, self.prefill_cost)
 
     def fetched(self) -> list[int]:
         found, self._reader.ready = self._reader.ready, []

@@ -24,6 +24,7 @@ import numpy as np
 
 from radixrt.tree import RadixTree
 from radixrt.worker.plan import Moves
+from radixrt.worker.prefill_cost import PrefillCost
 
 Tokens: TypeAlias = "array[int] | np.ndarray | memoryview | bytes"
 """Token ids, int32."""
@@ -41,8 +42,8 @@ class Tier(Protocol):
     """Pages that were copied back since start."""
     keeps: bool
     """Whether what is evicted goes here; otherwise it is lost."""
-    prefill_rate: float = 0.0
-    """Tokens a second that the model computes, as measured; 0: not known. Set by the worker's loop."""
+    prefill_cost: PrefillCost = PrefillCost()
+    """What it takes to compute, as measured; set by the worker's loop."""
 
     @property
     def version(self) -> int:

@@ -34,7 +34,7 @@ class Fetching:
         tier, hit = self._cache.tier, self._cache.requests.hit(request)
         fetch = tier.prefetch(request.namespace, request.tokens, request.reusable, hit)
         if fetch:
-            until = until or time.monotonic() + longest_wait(request.reusable - hit, tier.prefill_rate)
+            until = until or time.monotonic() + longest_wait(request.reusable - hit, hit, tier.prefill_cost)
             self._seats[request.number] = request, fetch, until
         return fetch > 0
 
