@@ -39,6 +39,7 @@ setup(
             TREE + "module.cpp",
             TREE + "structure.h",
             TREE + "cache.h",
+            TREE + "returns.h",
             TREE + "owners.h",
             TREE + "icicle.h",
             TREE + "align.h",

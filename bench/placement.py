@@ -22,6 +22,7 @@ import heapq
 import itertools
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -41,11 +42,12 @@ from radixrt.router.placement.cost import Candidate
 from radixrt.router.placement.index import StateCheckpoints
 from radixrt.tree import RadixTree
 from radixrt.worker import loop
-from radixrt.worker.cache import page_cache, retention
+from radixrt.worker.cache import page_cache, prefix_cache, retention
+from radixrt.worker.cache.eviction import RETURNS
 from radixrt.worker.execution import fake_runner
 from radixrt.worker.execution.fake_runner import FakeRunner
 from radixrt.worker.loop import Identity, Worker
-from radixrt.worker.scheduler import queue
+from radixrt.worker.scheduler import finish, queue, scheduler
 from radixrt.worker.scheduler.scheduler import Limits
 from radixrt.worker.setup import most_running
 
@@ -141,7 +143,10 @@ class Fleet:
             fetch_rate=FETCH_RATE,
         )
         rows = most_running(WorkerConfig(max_num_seqs=ROWS), runner)
-        worker = Worker(runner, Identity(name, "m"), FakeLink, limits=Limits(BUDGET, rows), max_model_len=self._longest)
+        worker = Worker(
+            runner, Identity(name, "m"), FakeLink, limits=Limits(BUDGET, rows), max_model_len=self._longest,
+            eviction_policy=_policy[0],
+        )  # fmt: skip
         worker._link = FakeLink()
         self.core.register(worker._registration, 0.0)
         worker._joined = True
@@ -390,8 +395,11 @@ CHOICES: dict[str, Callable[[], Choice]] = {
 
 BY_CACHED = "by cached tokens"
 NO_HOST, CONTEXTS_KEPT = "no host memory", "contexts kept"
+BY_RETURNS, BY_RETURNS_NO_HOST = "evicted by returns", "by returns, no host memory"
+_policy = ["lru"]
+"""`eviction.POLICIES` of the workers."""
 WITH_STATES = dict.fromkeys(("radixrt", BY_CACHED), CHOICES["radixrt"])
-WITH_HOST = dict.fromkeys(("radixrt", CONTEXTS_KEPT, NO_HOST), CHOICES["radixrt"])
+WITH_HOST = dict.fromkeys(("radixrt", BY_RETURNS, CONTEXTS_KEPT, NO_HOST, BY_RETURNS_NO_HOST), CHOICES["radixrt"])
 WITH_BOTH = dict.fromkeys(("radixrt", NO_HOST), CHOICES["radixrt"])
 
 
@@ -401,12 +409,15 @@ def simulated(choice: str) -> Iterator[Clock]:
     clock = Clock()
     plain = patch.multiple(loop, time=clock, _decode=lambda message: message, _encode=lambda message: message)
     with ExitStack() as patches:
-        for one in (plain, *(patch.object(module, "time", clock) for module in (fake_runner, retention, queue))):
+        timed = fake_runner, retention, queue, scheduler, finish, prefix_cache
+        for one in (plain, *(patch.object(module, "time", clock) for module in timed)):
             patches.enter_context(one)
         patches.enter_context(patch.object(cost, "place", (CHOICES | WITH_STATES | WITH_HOST)[choice]()))
         if choice == BY_ARRIVAL:
             patches.enter_context(patch.object(queue, "OVERTAKING", 0))
             patches.enter_context(patch.object(retention, "MIN_CONTINUATION_RATE", 2.0))  # nothing is kept
+        if choice in (BY_RETURNS, BY_RETURNS_NO_HOST):
+            patches.enter_context(patch.object(sys.modules[__name__], "_policy", [RETURNS]))
         if choice == CONTEXTS_KEPT:
             patches.enter_context(patch.object(page_cache, "KEPT", 1e9))
         if choice == BY_CACHED:
@@ -418,7 +429,7 @@ def measure(load: str, choice: str, seed: int, scale: float, states: int = 0, ho
     """Run a load. Returns results of the last three quarters of its requests."""
     make, times, rate = LOADS[load]
     with simulated(choice) as clock:
-        fleet = Fleet(clock, seed, states, 0 if choice == NO_HOST else host)
+        fleet = Fleet(clock, seed, states, 0 if choice in (NO_HOST, BY_RETURNS_NO_HOST) else host)
         one, when = make(fleet), 0.0
         for _ in range(max(4, int(times * scale))):
             when += fleet.rng.gamma(0.5, 2 / rate)

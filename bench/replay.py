@@ -28,13 +28,13 @@ import numpy as np
 
 from bench.agents.sessions import DATA, LONGEST_PAUSE, block_ids, block_numbers, is_sent, read_blocks, system_prompt
 from bench.common import save, table
-from bench.placement import BY_ARRIVAL, CONTEXTS_KEPT, NO_HOST, VOCAB, WORKERS, Fleet, results, simulated
+from bench.placement import BY_ARRIVAL, BY_RETURNS, CONTEXTS_KEPT, NO_HOST, VOCAB, WORKERS, Fleet, results, simulated
 from radixrt.worker.cache import retention
 
 LONGEST, MAX_REQUESTS = 200_000, 30
 """The most tokens of a prompt, and requests of a session: it ends before."""
 KEPT_BRIEFLY = "kept for 5 s"
-CHOICES = "radixrt", KEPT_BRIEFLY, BY_ARRIVAL, CONTEXTS_KEPT, "most hits", "fewest requests", NO_HOST
+CHOICES = "radixrt", BY_RETURNS, KEPT_BRIEFLY, BY_ARRIVAL, CONTEXTS_KEPT, "most hits", "fewest requests", NO_HOST
 
 
 class Session:

@@ -52,7 +52,7 @@ NAME = Form(
     "at most 200 bytes, all of which can be printed",
 )
 GIBIBYTES = Form(re.compile(r"auto|none|[0-9]{1,6}(\.[0-9]{1,12})?").fullmatch, "auto, none or a number of GiB")
-EVICTION = one_of("lru", "lfu", "priority")
+EVICTION = one_of("lru", "lfu", "priority", "returns")
 MAX_NUMBER = 1 << 40
 """The largest value of a number setting for which no smaller limit is given."""
 MAX_TOKENS = (1 << 31) - 1
@@ -205,7 +205,8 @@ class WorkerConfig:
         "lru",
         "which cached prefixes go first when pages run out, on the device and in host memory: lru (least recently "
         "used), lfu (used by the fewest requests), priority (of the requests with the highest value of `priority`, "
-        "which are the least urgent), and of equal ones the least recently used; recurrent states always go least "
+        "which are the least urgent), returns (that first of which it is learned, by tenant, tool and pace, that it "
+        "returns late or never), and of equal ones the least recently used; recurrent states always go least "
         "recently used first",
         form=EVICTION,
     )

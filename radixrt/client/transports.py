@@ -21,6 +21,7 @@ from msgspec import UNSET, UnsetType
 from radixrt import wire
 from radixrt.messages import (
     Ask,
+    CalledTool,
     Cancel,
     ClientReply,
     ClientRequest,
@@ -198,7 +199,7 @@ class RouterTransport(ABC):
         if self._pending.pop(request_id, None) is not None:
             self.tell(Cancel(request_id))
 
-    def tell(self, message: Cancel) -> None:
+    def tell(self, message: Cancel | CalledTool) -> None:
         """Send a message about a request that is in flight."""
         self._unconfirmed = True
         self._post(message)

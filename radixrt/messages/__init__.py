@@ -40,6 +40,7 @@ from radixrt.messages.replies import (
 )
 from radixrt.messages.requests import (
     Ask,
+    CalledTool,
     Cancel,
     ChangeAdapter,
     ClearCache,
@@ -109,6 +110,7 @@ from radixrt.messages.worker import (
     Unknown,
     UnloadAdapter,
     Unpin,
+    WaitsFor,
 )
 
 __all__ = [
@@ -126,6 +128,7 @@ __all__ = [
     "CacheResult",
     "CacheVerb",
     "Cancel",
+    "CalledTool",
     "ChangeAdapter",
     "ChatMessage",
     "ChatPrompt",
@@ -205,6 +208,7 @@ __all__ = [
     "Unknown",
     "UnloadAdapter",
     "Unpin",
+    "WaitsFor",
     "Usage",
     "tenant_of",
 ]

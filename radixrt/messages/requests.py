@@ -67,6 +67,15 @@ class Cancel(msgspec.Struct, tag="cancel", omit_defaults=True):
     tokens: int | None = None
 
 
+class CalledTool(msgspec.Struct, tag="called_tool"):
+    """Choice `index` of a Generate, which has ended, calls a tool of that name. There is no reply. It is for the cache,
+    which learns how long that tool takes."""
+
+    id: int
+    index: int
+    name: str
+
+
 class Tokenize(msgspec.Struct, tag="tokenize", kw_only=True):
     """Encode a prompt. With `render_only`, only render a chat with its template: the reply has text but no ids, and
     costs far less."""
@@ -219,6 +228,6 @@ class DrainWorker(msgspec.Struct, tag="drain_worker", kw_only=True, omit_default
 
 
 ClientRequest = (
-    Generate | Score | Cancel | Tokenize | Detokenize | Ask | Live | Fork | Pause | Forget | ControlCache | Share
-    | Recall | ClearCache | ChangeAdapter | DrainWorker
+    Generate | Score | Cancel | CalledTool | Tokenize | Detokenize | Ask | Live | Fork | Pause | Forget | ControlCache
+    | Share | Recall | ClearCache | ChangeAdapter | DrainWorker
 )  # fmt: skip

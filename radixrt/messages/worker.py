@@ -83,6 +83,13 @@ class Unpin(msgspec.Struct, tag="unpin"):
     name: int
 
 
+class WaitsFor(msgspec.Struct, tag="waits_for"):
+    """The answer of a Run that has ended calls a tool of that name: its conversation returns when that has run."""
+
+    id: int
+    name: str
+
+
 class CacheHint(msgspec.Struct, tag="cache_hint", omit_defaults=True):
     """Do with the path `ids` what `action` says. For the verb "delete" the namespace is any of the tenant, and there
     are no ids. The reply is a CacheHinted."""
@@ -119,7 +126,9 @@ class Stop(msgspec.Struct, tag="stop"):
     restart: bool = False
 
 
-ToWorker = Run | Abort | Resync | Clear | Unknown | Stop | Pin | Unpin | CacheHint | LoadAdapter | UnloadAdapter
+ToWorker = (
+    Run | Abort | Resync | Clear | Unknown | Stop | Pin | Unpin | WaitsFor | CacheHint | LoadAdapter | UnloadAdapter
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------- worker -> router

@@ -7,6 +7,9 @@
 // leases that held it, and has the highest priority of these and of insertions; then a lease costs the nodes of its path,
 // and the pages of a node are all alike.
 //
+// With rates of return (see returns.h) leaves go in the order of these, smallest first. The rate of a leaf changes with its
+// age, so leaves are also sorted by when it does; `advance` puts those in order again whose time has come.
+//
 // Twins. What one tree evicts can go on in another one, `there`, which has no values for what was not evicted yet:
 //
 //     here    [ a b c d e f ]             there   [ a b c d e f | g h ]          f here and f there are twins: the next
@@ -20,7 +23,9 @@
 
 #include <functional>
 #include <limits>
+#include <set>
 
+#include "returns.h"
 #include "structure.h"
 
 namespace radix {
@@ -33,6 +38,7 @@ constexpr int32_t kLowest = std::numeric_limits<int32_t>::min();
 struct Use {
   uint32_t hits = 0;
   int32_t priority = kLowest;
+  Awaited awaited;  // for what is touched; by default kind 0 from now on
   bool operator==(const Use& other) const { return hits == other.hits && priority == other.priority; }
 };
 
@@ -40,6 +46,8 @@ struct CacheExtra {
   uint64_t last_use = 0;
   double key = 0;             // order of eviction, smallest first; set while in the heap
   Use used;                   // with a policy: leases that held it, and the highest priority
+  Awaited awaited;            // that of the last use
+  double due = 0;             // when the key changes by itself; set while in the heap
   uint32_t pins = 0;
   uint32_t heap_at = kNowhere;
   uint32_t pinned_at = kNowhere;
@@ -49,6 +57,7 @@ struct CacheExtra {
   void inherit(const CacheExtra& lower) {
     last_use = lower.last_use;
     used = lower.used;
+    awaited = lower.awaited;
   }
   size_t bytes() const { return 0; }
 };
@@ -89,7 +98,7 @@ class Cache {
     N* node = split(place);
     pin(node);
     add_use(node, above, use);
-    touch(node);
+    touch(node, use.awaited);
     return node;
   }
   // The lease that ends with `node` does not count as a use.
@@ -135,7 +144,7 @@ class Cache {
     if (present < n) node = grow(node, pinned && node == from, data + present, n - present, page(values, present), use);
     add_use(node, from, use);
     *where = node;
-    touch(node);
+    touch(node, use.awaited);
     return present;
   }
 
@@ -169,6 +178,7 @@ class Cache {
     if (heap_.empty()) return nullptr;
     N* leaf = heap_[0];
     *used = leaf->extra.used;
+    used->awaited = leaf->extra.awaited;
     const size_t keep = kept_of(leaf, wanted);
     N* rest = keep ? leaf : leaf->parent;
     N* place = there.counterpart(rest, keep ? keep : rest->length());
@@ -209,12 +219,45 @@ class Cache {
     part_all();
     tree.clear();
     heap_.clear();
+    due_.clear();
     ++version;
     sums_known_ = false;
     if (with_events_) {
       events.clear();
       events.push_back(Event{Event::kCleared});
     }
+  }
+
+  // ------------------------------------------------------------ returns
+
+  const Returns& returns() const { return returns_; }
+  // From now on leaves go by these rates. Sorts all leaves.
+  void set_returns(std::vector<double> edges, std::vector<double> rates) {
+    returns_.set(std::move(edges), std::move(rates));
+    std::vector<N*> leaves;
+    leaves.swap(heap_);
+    due_.clear();
+    for (N* leaf : leaves) enter_heap(leaf);
+  }
+  // It is `now`, in seconds of any clock that does not run backwards. Costs O(log n) for each rate that changes.
+  void advance(double now) {
+    returns_.now = std::max(now, returns_.now);
+    while (!due_.empty() && due_.begin()->first <= returns_.now) {
+      N* leaf = due_.begin()->second;
+      leave_heap(leaf);
+      enter_heap(leaf);
+    }
+  }
+  // What was last used at the end of a path is of that kind, since then. False if no node ends there.
+  bool mark(N* root, const Token* data, size_t n, Awaited awaited) {
+    const Place place = tree.walk(root, data, n);
+    if (!place.at_end() || place.node->is_root()) return false;
+    place.node->extra.awaited = awaited;
+    if (place.node->extra.heap_at != kNowhere) {
+      leave_heap(place.node);
+      enter_heap(place.node);
+    }
+    return true;
   }
 
   // ------------------------------------------------------------ history
@@ -304,7 +347,7 @@ class Cache {
       if (!holds) throw std::logic_error(rule);
     };
     tree.check();
-    size_t evictable_leaves = 0, pinned = 0;
+    size_t evictable_leaves = 0, pinned = 0, changing = 0;
     tree.each([&](const std::string&, N* node) {
       const CacheExtra& x = node->extra;
       const size_t values = with_values ? node->run->tokens.size() / tree.page_size : 0;
@@ -312,6 +355,9 @@ class Cache {
       require((x.heap_at != kNowhere) == evictable(node), "the heap holds exactly the unpinned leaves");
       require(x.heap_at == kNowhere || heap_[x.heap_at] == node, "a leaf knows its place in the heap");
       require(x.heap_at == kNowhere || x.key == order_of(node), "and its order is that of what it is now");
+      const bool changes = returns_.known() && x.heap_at != kNowhere && x.due < std::numeric_limits<double>::infinity();
+      require(due_.count({x.due, node}) == changes, "the leaves whose order changes are sorted by when");
+      changing += changes;
       require((x.pins > 0) == (x.pinned_at != kNowhere), "pinned nodes are listed");
       require(!x.twin || is_twin(node, x.twin), "twins know each other, and have the same path");
       evictable_leaves += x.heap_at != kNowhere;
@@ -322,6 +368,7 @@ class Cache {
       pinned += root->extra.pins > 0;
     }
     require(heap_.size() == evictable_leaves, "the heap holds nothing else");
+    require(due_.size() == changing, "and nothing else");
     require(pinned_.size() == pinned, "nothing else is listed as pinned");
     for (size_t i = 1; i < heap_.size(); ++i) require(!before(heap_[i], heap_[(i - 1) / 2]), "the heap is ordered");
     sums_known_ = false;
@@ -442,8 +489,10 @@ class Cache {
       used.priority = std::max(used.priority, use.priority);
     }
   }
-  void touch(N* node) {
+  void touch(N* node, Awaited awaited = {}) {
     node->extra.last_use = ++clock_;
+    if (awaited.since == kNoTime) awaited.since = returns_.now;
+    node->extra.awaited = awaited;
     if (node->extra.heap_at != kNowhere) leave_heap(node);
     if (evictable(node)) enter_heap(node);
   }
@@ -472,8 +521,12 @@ class Cache {
     }
     leave_heap(leaf);
     const uint64_t last_use = leaf->extra.last_use;
+    const Awaited awaited = leaf->extra.awaited;
     N* parent = tree.remove_leaf(leaf);
-    parent->extra.last_use = std::max(parent->extra.last_use, last_use);
+    if (parent->extra.last_use < last_use) {
+      parent->extra.last_use = last_use;
+      parent->extra.awaited = awaited;
+    }
     settle(parent);
   }
   // After a node has lost a child or its last pin: drop an empty root, undo a split, or make the node evictable.
@@ -548,6 +601,7 @@ class Cache {
   }
   double order_of(const N* node) const {
     const CacheExtra& x = node->extra;
+    if (returns_.known()) return returns_.rate(x.awaited);
     return policy ? policy(x.last_use, node->length(), node->depth + node->length(), x.used)
                   : static_cast<double>(x.last_use);
   }
@@ -558,13 +612,17 @@ class Cache {
     enter_heap(node);
   }
   void enter_heap(N* node) {
-    node->extra.key = order_of(node);
+    CacheExtra& x = node->extra;
+    x.key = order_of(node);
+    if (returns_.known() && (x.due = returns_.until(x.awaited)) < std::numeric_limits<double>::infinity())
+      due_.emplace(x.due, node);
     heap_.push_back(node);
     sift_up(heap_.size() - 1, node);
   }
   void leave_heap(N* node) {
     const uint32_t at = node->extra.heap_at;
     if (at == kNowhere) return;
+    if (!due_.empty()) due_.erase({node->extra.due, node});
     node->extra.heap_at = kNowhere;
     N* last = heap_.back();
     heap_.pop_back();
@@ -576,6 +634,8 @@ class Cache {
   const bool with_events_;
   uint64_t clock_ = 0;
   std::vector<N*> heap_, pinned_;
+  Returns returns_;
+  std::set<std::pair<double, N*>> due_;
   mutable bool sums_known_ = false;
   mutable size_t leased_ = 0;
   mutable uint64_t stamp_ = 0;

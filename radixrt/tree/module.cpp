@@ -1,6 +1,8 @@
 // Python bindings of the tree: argument checks, buffers, lifetimes. The logic is in cache.h and owners.h.
 #include <Python.h>
 
+#include <cmath>
+
 #include "align.h"
 #include "cache.h"
 #include "icicle.h"
@@ -8,6 +10,7 @@
 
 namespace {
 
+using radix::Awaited;
 using radix::Cache;
 using radix::Event;
 using radix::Owners;
@@ -52,6 +55,29 @@ bool load_priority(PyObject* object, int32_t* out) {
   const long long value = beyond ? beyond * (1ll << 62) : n;
   *out = static_cast<int32_t>(std::clamp<long long>(value, radix::kLowest, std::numeric_limits<int32_t>::max()));
   return true;
+}
+
+bool load_doubles(PyObject* object, const char* what, std::vector<double>* out) {
+  const Py_ssize_t n = PySequence_Size(object);
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    PyObject* item = PySequence_GetItem(object, i);
+    out->push_back(item ? PyFloat_AsDouble(item) : 0);
+    Py_XDECREF(item);
+    if (PyErr_Occurred()) return false;
+    if (out->back() != out->back()) {
+      PyErr_Format(PyExc_ValueError, "%s: expected numbers", what);
+      return false;
+    }
+  }
+  return n >= 0;
+}
+
+bool load_time(PyObject* object, const char* what, double* out) {
+  *out = PyFloat_AsDouble(object);
+  if (PyErr_Occurred()) return false;
+  if (std::isfinite(*out)) return true;
+  PyErr_Format(PyExc_ValueError, "%s: expected a finite number", what);
+  return false;
 }
 
 bool load_name(PyObject* object, std::string* name) {
@@ -614,6 +640,55 @@ PyObject* tree_forget(PyObject* self, PyObject* const* given, Py_ssize_t n, PyOb
   });
 }
 
+PyObject* tree_set_returns(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[2];
+  auto* tree = reinterpret_cast<TreeObject*>(self);
+  std::vector<double> edges, rates;
+  if (!idle(tree) || !arguments(given, n, nullptr, 2, 2, nullptr, args) || !load_doubles(args[0], "edges", &edges) ||
+      !load_doubles(args[1], "rates", &rates))
+    return nullptr;
+  if (tree->policy) {
+    PyErr_SetString(PyExc_ValueError, "set_returns: this tree has a policy");
+    return nullptr;
+  }
+  const bool rising = std::adjacent_find(edges.begin(), edges.end(), std::greater_equal<double>()) == edges.end();
+  if (edges.empty() || edges[0] != 0 || !rising || rates.empty() || rates.size() % edges.size()) {
+    PyErr_SetString(PyExc_ValueError, "set_returns: expected rising edges from 0, and a rate for each edge in each row");
+    return nullptr;
+  }
+  return guarded([&]() -> PyObject* {
+    tree->cache->set_returns(std::move(edges), std::move(rates));
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* tree_advance(PyObject* self, PyObject* object) {
+  double now;
+  if (!load_time(object, "now", &now) || !idle(reinterpret_cast<TreeObject*>(self))) return nullptr;
+  return guarded([&]() -> PyObject* {
+    cache_of(self)->advance(now);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* tree_mark(PyObject* self, PyObject* const* given, Py_ssize_t n) {
+  PyObject* args[4];
+  std::string name;
+  IntBuffer tokens;
+  size_t kind;
+  if (!idle(reinterpret_cast<TreeObject*>(self)) || !arguments(given, n, nullptr, 4, 4, nullptr, args) ||
+      !load_name(args[0], &name) || !tokens.load(args[1], "tokens") || !load_count(args[2], "kind", &kind))
+    return nullptr;
+  double since;
+  if (!load_time(args[3], "since", &since)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    Cache* cache = cache_of(self);
+    const Awaited awaited{static_cast<uint32_t>(std::min<size_t>(kind, std::numeric_limits<uint32_t>::max())), since};
+    Cache::N* root = cache->tree.find_root(name);
+    return PyBool_FromLong(root && cache->mark(root, tokens.data(), tokens.size(), awaited));
+  });
+}
+
 PyObject* tree_remove_namespaces(PyObject* self, PyObject* prefix) {
   std::string name;
   if (!idle(reinterpret_cast<TreeObject*>(self)) || !load_name(prefix, &name)) return nullptr;
@@ -1013,6 +1088,16 @@ PyMethodDef tree_methods[] = {
     {"forget", method(tree_forget), kNamed,
      "forget(namespace, tokens, keep) -> bytes: free the tokens of a path after the first `keep`, except those that are "
      "leased or have other continuations; their values."},
+    {"set_returns", method(tree_set_returns), kFast,
+     "set_returns(edges, rates): from now on leaves go in the order of a rate, smallest first; of equal ones, the least\n"
+     "recently used. `rates` has a row for each kind, one after the other: the rate of leaves whose last use was of that\n"
+     "kind and is edges[i] to edges[i + 1] seconds old. Sorts all leaves. ValueError for a tree with a policy."},
+    {"advance", tree_advance, METH_O,
+     "advance(now): the time, in seconds of any clock, by which the ages of leaves count, and of what is used from here on."},
+    {"mark", method(tree_mark), kFast,
+     "mark(namespace, tokens, kind, since) -> bool: the last use of a path was of that kind, and ended then; until marked it\n"
+     "is of kind 0. It holds for the last node of the path, and for those above as their ends are evicted. False if no\n"
+     "node ends where the path does, or where the tree ceases to know it."},
     {"remove_namespaces", tree_remove_namespaces, METH_O,
      "remove_namespaces(prefix) -> bytes: free everything in the namespaces whose names begin with `prefix`, except what "
      "is leased; their values."},

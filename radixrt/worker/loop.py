@@ -377,6 +377,9 @@ class Worker:
                 self.cache.pins.add(message.namespace, message.ids, message.seconds, time.monotonic(), message.name)
             case m.Unpin():
                 self.cache.pins.release(message.name)
+            case m.WaitsFor(id=id, name=name):
+                if self.cache.order is not None:
+                    self.cache.order.waits_for(id, name)
             case m.Clear():
                 self.cache.clear()
             case m.LoadAdapter(adapter=adapter):

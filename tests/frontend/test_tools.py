@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 
 import openai
@@ -15,6 +16,7 @@ from radixrt.formats.parsing import CallArguments, CallStart
 from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.openai.history import checked_messages
 from radixrt.frontend.server import make_server
+from radixrt.router.core.ended_runs import EndedRuns
 from radixrt.tokens import TextService
 from tests.frontend.scripted import Model, gathered, scripted
 
@@ -90,6 +92,21 @@ def test_calls_streamed(family):
     assert messages[0]["content"] == ("One moment." if name == "hermes" else "")
     parts = [c.choices[0].delta for c in model.chat(CALLS[name], tools=TOOLS, stream=True)]
     assert sum(bool(delta.tool_calls) for delta in parts) > 8, "arguments come in pieces"
+
+
+def test_the_router_is_told_which_tool_is_called(family, monkeypatch):
+    name, model = family
+    told = threading.Event()
+    names = []
+
+    def called(self, client, request_id, index, tool):
+        names.append(tool)
+        told.set()
+        return []
+
+    monkeypatch.setattr(EndedRuns, "called", called)
+    model.chat(CALLS[name], tools=TOOLS)
+    assert told.wait(10) and names == ["weather"]
 
 
 def test_the_helper_of_the_client_gathers_them_as_well(family):

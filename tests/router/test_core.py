@@ -30,6 +30,7 @@ from radixrt.messages import (
     TextPrompt,
     TokenLogprob,
     TokenPrompt,
+    WaitsFor,
 )
 from radixrt.messages.digests import prefix_digest
 from radixrt.report import Report
@@ -161,6 +162,16 @@ def test_tokens_behind_what_ends_a_choice_are_not_counted(said, counted):
     assert delta.finish == "stop" and delta.usage.completion_tokens == counted
     assert core.counters.generated_tokens == counted and core.runs_in_flight == 0
     assert core.end_choice(b"c", 1, 0, said) == []
+
+
+def test_the_worker_of_an_answer_is_told_once_which_tool_it_calls():
+    core = core_with(register("w0"))
+    _, run = only_run(core.submit(b"c", generate(), 1.0))
+    assert core.ended.called(b"c", 1, 0, "ls") == [], "it has not ended"
+    core.step("w0", step(Output(run.id, [9], "stop", 0)), 1.1)
+    assert core.ended.called(b"other", 1, 0, "ls") == core.ended.called(b"c", 1, 1, "ls") == []
+    assert core.ended.called(b"c", 1, 0, "l" * 1000) == [Order("w0", WaitsFor(run.id, "l" * 64))]
+    assert core.ended.called(b"c", 1, 0, "ls") == []
 
 
 def test_score_collects_choices_and_sums_usage():

@@ -20,7 +20,18 @@ from radixrt.frontend.generate.reasoning import reasoning_tokens
 from radixrt.frontend.generate.reply import BaseReply
 from radixrt.frontend.http.errors import ApiError
 from radixrt.frontend.http.outbox import Outbox
-from radixrt.messages import TOKEN_BYTES, Cancel, Delta, Error, Generate, Sampling, TokenLogprob, TokenPrompt, Usage
+from radixrt.messages import (
+    TOKEN_BYTES,
+    CalledTool,
+    Cancel,
+    Delta,
+    Error,
+    Generate,
+    Sampling,
+    TokenLogprob,
+    TokenPrompt,
+    Usage,
+)
 from radixrt.tokens import TextService
 
 OnAnswer = Callable[[Choice], None]
@@ -160,6 +171,8 @@ class Exchange(Outbox, ABC, Generic[R]):
             elif pieces or last or (answer.ids and not ignored and (logprobs or not choice.parsed)):
                 self._add(choice, pieces, logprobs, last)
             if last:
+                if choice.finish == "tool_calls":
+                    self._transport.tell(CalledTool(answer.id, answer.index, choice.message.calls[0].name))
                 if on_answer is not None:
                     on_answer(choice)
                 self._open -= 1

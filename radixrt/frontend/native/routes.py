@@ -17,7 +17,7 @@ from radixrt.frontend.http.body import release
 from radixrt.frontend.http.codec import encode, parse
 from radixrt.frontend.http.errors import ApiError, api_error
 from radixrt.frontend.http.outbox import Outbox
-from radixrt.messages import Cancel, ChangeAdapter, ClientRequest, Delta, DrainWorker, Error, Generate
+from radixrt.messages import CalledTool, Cancel, ChangeAdapter, ClientRequest, Delta, DrainWorker, Error, Generate
 from radixrt.tokens.errors import FieldError
 
 CONTENT_TYPE = b"application/x-ndjson"
@@ -56,8 +56,12 @@ class Native:
         if key:
             self._admit(request, key)
         message = parse(_request, await self._read(request, not key))
-        if isinstance(message, Cancel):
-            raise ApiError(400, "type: a request is cancelled by closing its connection", "type")
+        if isinstance(message, Cancel | CalledTool):
+            raise ApiError(
+                400,
+                f"type: {type(message).__name__} is not for HTTP; a request is cancelled by closing its connection",
+                "type",
+            )
         message.api_key = key or message.api_key
         self._admit(request, message.api_key)
         if isinstance(message, Generate):

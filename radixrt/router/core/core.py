@@ -47,6 +47,7 @@ from radixrt.router.core.cache_hints import CacheHints
 from radixrt.router.core.dispatch import Dispatcher
 from radixrt.router.core.draining import Drains
 from radixrt.router.core.effects import Client, Effect, Order, Reply
+from radixrt.router.core.ended_runs import EndedRuns
 from radixrt.router.core.lora_updates import AdapterChanges
 from radixrt.router.core.metrics import Counters, Recorder
 from radixrt.router.core.recovery import FAILED, Recovery
@@ -96,6 +97,7 @@ class RouterCore:
         self.adapters = AdapterChanges(self.workers, config.served_model_name)
         self.groups = Groups()
         self.pauses = Pauses(report)
+        self.ended = EndedRuns()
         self.hints = CacheHints(self.workers, self.index, report)
         self._admission = Admission(config, self.workers, vocab_size, rng or random.Random())
         self._dispatcher = Dispatcher(self.workers, self.index)
@@ -463,6 +465,8 @@ class RouterCore:
         """Forget a run that has ended, `well` if by itself, and its request with the last one."""
         request = run.request
         self._recorder.ended(run, end)
+        if well:
+            self.ended.add(run)
         self._dispatcher.drop(run, well=well)
         self._recovery.drop(run)
         run.finished = True

@@ -2,6 +2,7 @@
 
     Generate, Score            -> [encode, in a task] -> core
     Cancel                     -> the task, or the core
+    CalledTool                 -> the core
     Fork, Pause, Forget        -> program states
     ControlCache               -> workers (`cache_control`)
     Share, Recall              -> memory that front ends share
@@ -23,6 +24,7 @@ import msgspec
 from radixrt.config import RouterConfig
 from radixrt.messages import (
     Ask,
+    CalledTool,
     Cancel,
     ChangeAdapter,
     ChatPrompt,
@@ -129,6 +131,8 @@ class Handlers:
                 case Cancel(index=int(index)):
                     check_cancel(message)
                     self._perform(self._core.end_choice(client, message.id, index, message.tokens))
+                case CalledTool():
+                    self._perform(self._core.ended.called(client, message.id, message.index, message.name))
                 case Tokenize() | Detokenize():
                     self._start(self._translate, client, message)
                 case Fork():

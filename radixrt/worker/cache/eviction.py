@@ -20,5 +20,7 @@ def by_priority(last_use: int, length: int, tokens: int, uses: int, priority: in
     return priority
 
 
-POLICIES: dict[str, Policy | None] = {"lru": None, "lfu": lfu, "priority": by_priority}
-"""By their names in `WorkerConfig.radix_eviction_policy`. None: the tree's own, least recently used first."""
+RETURNS = "returns"
+POLICIES: dict[str, Policy | None] = {"lru": None, "lfu": lfu, "priority": by_priority, RETURNS: None}
+"""By their names in `WorkerConfig.radix_eviction_policy`. None: the tree's own, least recently used first;
+RETURNS lets `ReturnOrder` set it."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from radixrt.worker.cache.disk_figures import Disk
 from radixrt.worker.cache.disk_tier import DiskTier
+from radixrt.worker.cache.eviction import RETURNS
 from radixrt.worker.cache.hints import Hints
 from radixrt.worker.cache.host_recurrent_states import HostRecurrentStatePool
 from radixrt.worker.cache.host_tier import HostTier
@@ -22,6 +23,7 @@ from radixrt.worker.cache.page_pool import PagePool
 from radixrt.worker.cache.prefix_cache import PrefixCache
 from radixrt.worker.cache.recurrent_states import AnyStates, NoStates, RecurrentStatePool
 from radixrt.worker.cache.request_pages import RequestPages
+from radixrt.worker.cache.return_order import GRAIN, ReturnOrder
 from radixrt.worker.cache.tier import NullTier, Tier
 
 KEPT = 0.25
@@ -85,10 +87,15 @@ class PageCache:
         )  # fmt: skip
         if isinstance(self.tier, DiskTier):
             self.tier.attach(self.prefixes.tree, self.states)
+        if eviction_policy == RETURNS:
+            trees = [self.prefixes.tree, *([host.tree] if num_host_pages else [])]
+            room = (self.pool.total + max(0, num_host_pages - 1)) * page_size
+            self.prefixes.order = ReturnOrder(trees, room, max(page_size, GRAIN))
         self.requests = RequestPages(self.prefixes, self.states, self.tier, rows, max_model_len)
         self.hints = Hints(self.prefixes, self.tier)
         self.pins = self.prefixes.pins
         self.retained = self.prefixes.retained
+        self.order = self.prefixes.order
         self.keeps = num_host_pages - 1 < KEPT * self.pool.total
         """Whether `retained` takes over leases of requests that have ended."""
         self.has_states = num_states > 0

@@ -23,6 +23,7 @@ from radixrt.worker.cache.pins import Pins
 from radixrt.worker.cache.priorities import Priorities
 from radixrt.worker.cache.recurrent_states import AnyStates
 from radixrt.worker.cache.retention import RetainedContexts
+from radixrt.worker.cache.return_order import ReturnOrder
 from radixrt.worker.cache.tier import Event, Tier, Tokens
 
 
@@ -50,6 +51,8 @@ class PrefixCache:
         self.pins = Pins(self.tree, pool.total, pinned_share, states)
         self.priorities = Priorities(self.tree, pool.total, pinned_share, states)
         self.retained = RetainedContexts(pool.total * page_size)
+        self.order: ReturnOrder | None = None
+        """With the policy `returns`, what sets the order of eviction; set by `PageCache`."""
         self._pool = pool
         self._states = states
         self._tier = tier
@@ -158,6 +161,8 @@ class PrefixCache:
         self.pins.release_tenant(tenant)
         self.priorities.release_tenant(tenant)
         self.retained.release_tenant(tenant)
+        if self.order is not None:
+            self.order.delete(tenant)
         self.free(int32(self.tree.remove_namespaces(namespaces_of(tenant))))
         self._tier.delete(tenant)
 
@@ -193,6 +198,8 @@ class PrefixCache:
     def _evict(self, tokens: int) -> None:
         """Evict so many tokens, those that are retained by priority last."""
         self.priorities.expire(now := time.monotonic())
+        if self.order is not None:
+            self.order.before_eviction(now)
         while tokens > 0:
             if evictable := self.tree.evictable_tokens:
                 pages = self._tier.evict(self.tree, min(tokens, evictable))

@@ -8,6 +8,7 @@ its step could not be run             what was cached before that step; nothing 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from radixrt.messages import Output
@@ -36,14 +37,20 @@ class Ending:
         self._waiting = waiting
         self._counter = counter
 
-    def end(self, request: Request, keep: bool = False) -> None:
-        """End a request, waiting or running. What it computed stays cached, protected by `retained` if `keep`."""
+    def end(self, request: Request, keep: bool = False, why: str = "abort") -> None:
+        """End a request, waiting or running. What it computed stays cached, protected by `retained` if `keep`. `why` it
+        ends is for the order of eviction."""
+        computed = request.computed
         if request.row >= 0:
             self._running.remove(request)
             self._cache.requests.retire(request, keep)
         else:
             self._waiting.remove(request)
             self._cache.retained.left(request)
+        if self._cache.order is not None:
+            ids = request.tokens[:computed]
+            generated = len(request.tokens) - request.prompt_len
+            self._cache.order.ended(request.id, request.namespace, ids, why, generated, time.monotonic())
         self._is_over(request)
 
     def stop_short(self, request: Request, stuck: Stuck) -> Output:

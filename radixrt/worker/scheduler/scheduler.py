@@ -23,6 +23,7 @@ they are known.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,6 +110,8 @@ class Scheduler:
         parked = request.matcher is not None and not self._begin_text(request)
         self._counter.add_request(request.tenant)
         self.cache.retained.arrived(request)
+        if self.cache.order is not None and request.score_from is None:
+            self.cache.order.arrived(request.id, request.namespace, request.tokens, time.monotonic())
         if parked:
             self._waiting.park(request)
             self._sitting.begin(request, jump=not request.generated)
@@ -514,7 +517,11 @@ class Scheduler:
         # as they are then the ones after that token.
         if output.tokens and not self.cache.has_states:
             request.recompute_last()
-        self._ending.end(request, keep=self.cache.keeps and bool(self._waiting) and request.score_from is None)
+        self._ending.end(
+            request,
+            why=output.finish or "stop",
+            keep=self.cache.keeps and bool(self._waiting) and request.score_from is None,
+        )
 
     def fail(self, plan: Plan, reason: str) -> list[Output]:
         """Fail every request of a step that could not be run. Nothing that the step was to compute stays cached."""
