@@ -93,11 +93,15 @@ def test_what_is_remembered_is_bounded() -> None:
     times = ReturnTimes()
     for tenant in range(3 * return_times.MAX_TENANTS):
         times.wait(str(tenant), TOOL, float(tenant))
-    assert len(times.rates()) <= 2 * return_times.MAX_TENANTS + 3
+    assert len(times._tables) == return_times.MAX_TENANTS
     assert times.row("0", TOOL) == 0
-    for name in range(3 * return_times.MAX_TABLES):
-        times.wait("many", (f"tool {name}", 1), 1000.0)
-    assert len(times.rates()) <= 2 * return_times.MAX_TENANTS + return_times.MAX_TABLES + 3
+    for tenant in range(10):
+        for name in range(return_times.MAX_KINDS):
+            times.wait(f"many {tenant}", (f"tool {name}", 1), 1000.0)
+    while times._changed:
+        rows = len(times.rates())
+    assert rows <= 2 * return_times.MAX_TABLES
+    assert times.row("many 9", ("tool 0",)) and not times.row("many 9", (f"tool {return_times.MAX_KINDS - 1}",))
     times.advance(1e9)
     assert not any(times._waits), "who does not return is given up"
 
@@ -108,3 +112,14 @@ def test_what_is_long_ago_counts_less() -> None:
     slow = rate(times, "t", TOOL, 0.0)
     seen(times, "t", TOOL, 1.0, count=9000, now=LONGEST_SECONDS)
     assert rate(times, "t", TOOL, 0.0) > 20 * slow
+
+
+def test_what_a_forgotten_tenant_waited_for_changes_nothing_of_others() -> None:
+    times = ReturnTimes()
+    wait = times.wait("old", TOOL, 0.0)
+    times.delete("old")
+    seen(times, "new", TOOL, 50.0)
+    before = times.rates().copy()
+    times.returned(wait, 50.0)
+    times.wait("new", ("stop",), 50.0)
+    assert np.array_equal(times.rates()[: len(before)][times.row("new", TOOL)], before[times.row("new", TOOL)])

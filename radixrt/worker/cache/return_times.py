@@ -26,8 +26,12 @@ LONGEST_SECONDS = EDGES[-1]
 """What has not returned by then is taken to have ended."""
 MAX_TENANTS = 64
 """Tenants whose times are known; those of the one that was longest without any are forgotten first."""
-MAX_TABLES = 512
-"""Kinds of a tenant that are told apart; others count as kind 0, of which nothing is known."""
+MAX_KINDS = 512
+"""Kinds of a tenant that are told apart; others count as the more general ones, or as kind 0, which is unknown."""
+MAX_TABLES = 2048
+"""Kinds of all tenants."""
+MAX_AT_ONCE = 32
+"""Kinds of which the rates are computed again at a time, in some milliseconds."""
 _PRIOR = 5.0
 """Contexts that the estimate of the more general kind counts for; for the topmost, `_UNKNOWN`."""
 _MEMORY = 4096.0
@@ -59,12 +63,15 @@ def rates_of(chances: np.ndarray) -> np.ndarray:
 class _Table:
     """A life table: how many contexts were there at the beginning of each step, and how many returned within it."""
 
-    def __init__(self, row: int) -> None:
+    def __init__(self, row: int, general: _Table | None) -> None:
         self.row = row
+        """0 once its tenant was forgotten."""
+        self._general = general
         self.there = np.zeros(len(EDGES) - 1)
         self.came = np.zeros(len(EDGES) - 1)
 
-    def chances(self, prior: np.ndarray) -> np.ndarray:
+    def chances(self) -> np.ndarray:
+        prior = self._general.chances() if self._general is not None else _UNKNOWN
         chances: np.ndarray = (self.came + _PRIOR * prior) / (self.there + _PRIOR)
         return chances
 
@@ -95,7 +102,9 @@ class ReturnTimes:
         self._free: list[int] = []
         self._rows = count(1)
         self._seen = self._seen_then = 0
-        self._unknown = rates_of(_UNKNOWN)
+        self._rates = rates_of(_UNKNOWN)[None, :]
+        self._changed: dict[_Table, None] = {}
+        """Those whose rates are out of date, the longest first."""
         self._waits: list[deque[Wait]] = [deque() for _ in _WIDTHS]
         """By step, in order of time; closed ones are dropped when their step is over."""
 
@@ -111,17 +120,18 @@ class ReturnTimes:
         """A context of that kind is waited for from now on. Calls come in order of time."""
         own = self._tables.setdefault(tenant, {})
         self._tables.move_to_end(tenant)
-        if len(self._tables) > MAX_TENANTS:
-            _, dropped = self._tables.popitem(last=False)
-            self._free += [table.row for table in dropped.values()]
-        tables = []
+        tables: list[_Table] = []
         for length in range(1, len(kind) + 1):
             if (table := own.get(kind[:length])) is None:
-                if len(own) >= MAX_TABLES:
+                if len(own) >= MAX_KINDS:
                     break
-                table = own[kind[:length]] = _Table(self._free.pop() if self._free else next(self._rows))
+                row = self._free.pop() if self._free else next(self._rows)
+                table = own[kind[:length]] = _Table(row, tables[-1] if tables else None)
             table.begin()
             tables.append(table)
+        while len(self._tables) > 1 and (len(self._tables) > MAX_TENANTS or self._num_tables > MAX_TABLES):
+            self.delete(next(iter(self._tables)))
+        self._changed.update(dict.fromkeys(tables))
         wait = Wait(tables, now)
         self._waits[0].append(wait)
         self._seen += 1
@@ -134,6 +144,7 @@ class ReturnTimes:
             wait.open = False
             for table in wait.tables:
                 table.came[wait.step] += 1
+            self._changed.update(dict.fromkeys(wait.tables))
 
     def advance(self, now: float) -> None:
         """What is waited for grows older. Amortised: a few operations for each step of each wait."""
@@ -149,11 +160,20 @@ class ReturnTimes:
                 wait.step = step + 1
                 for table in wait.tables:
                     table.there[step + 1] += 1
+                self._changed.update(dict.fromkeys(wait.tables))
                 self._waits[step + 1].append(wait)
 
     def delete(self, tenant: str) -> None:
         """Forget all that was seen of a tenant."""
-        self._free += [table.row for table in self._tables.pop(tenant, {}).values()]
+        for table in self._tables.pop(tenant, {}).values():
+            self._free.append(table.row)
+            if table.row < len(self._rates):
+                self._rates[table.row] = self._rates[0]
+            table.row = 0
+
+    @property
+    def _num_tables(self) -> int:
+        return sum(map(len, self._tables.values()))
 
     @property
     def has_news(self) -> bool:
@@ -161,13 +181,13 @@ class ReturnTimes:
         return self._seen > self._seen_then + max(8, min(_MEMORY, _GROWTH * self._seen_then))
 
     def rates(self) -> np.ndarray:
-        """float64[rows, len(EDGES)], by the numbers of `row`."""
+        """float64[rows, len(EDGES)], by the numbers of `row`; of MAX_AT_ONCE kinds at most they are new."""
         self._seen_then = self._seen
-        rows = 1 + max((table.row for own in self._tables.values() for table in own.values()), default=0)
-        rates = np.tile(self._unknown, (rows, 1))
-        for own in self._tables.values():
-            known: dict[Kind, np.ndarray] = {(): _UNKNOWN}
-            for kind, table in own.items():  # a kind comes after its beginnings
-                known[kind] = table.chances(known[kind[:-1]])
-                rates[table.row] = rates_of(known[kind])
-        return rates
+        for table in list(self._changed)[:MAX_AT_ONCE]:
+            del self._changed[table]
+            if not table.row:  # its tenant was forgotten
+                continue
+            while table.row >= len(self._rates):
+                self._rates = np.concatenate([self._rates, np.tile(self._rates[0], (len(self._rates), 1))])
+            self._rates[table.row] = rates_of(table.chances())
+        return self._rates
