@@ -142,6 +142,7 @@ bench: $(VENV)/installed-test
 	$(BIN)/python -m bench.disk
 	$(BIN)/python -m bench.scheduler
 	$(BIN)/python -m bench.eviction
+	$(BIN)/python -m bench.retention
 	$(BIN)/python -m bench.placement
 	$(BIN)/python -m bench.replay
 	$(BIN)/python -m bench.drafts
