@@ -443,7 +443,7 @@ def _is_damage(error: Exception) -> bool:
     """Whether a file has to be given up, as it holds what it should not. Other errors are those of the disk, and may
     pass."""
     if isinstance(error, sqlite3.OperationalError):
-        return error.sqlite_errorcode == sqlite3.SQLITE_ERROR  # a table is missing, say
+        return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR  # a table is missing, say
     return not isinstance(error, OSError)
 
 

@@ -164,7 +164,7 @@ def test_a_chat_that_is_nested_too_deeply_is_the_fault_of_a_field(talk: Talk) ->
     prompt = ChatPrompt([said("user", "What is it?"), said("assistant", "No.")], [{"parameters": deep}])
     with pytest.raises(FieldError, match="recursion"):
         talk.sessions.encode_chat(HERE, prompt)
-    assert talk.sessions.missing(HERE, prompt) == []
+    assert talk.sessions.answers_in(HERE, prompt).missing == []
 
 
 # ---------------------------------------------------------------- one answer, however it comes back
@@ -302,12 +302,15 @@ def test_what_another_process_remembers(folder: Path) -> None:
     key = one.sessions.remember(one.encoded, one.messages[-1], whole[len(one.encoded.ids) :])
     other.messages = [*one.messages, said("tool", "x", tool_call_id="i")]
     prompt = ChatPrompt(other.messages)
-    assert other.sessions.missing(HERE, prompt) == [key] and other.sessions.missing(HERE, ChatPrompt([1])) == []
+    assert (
+        other.sessions.answers_in(HERE, prompt).missing == [key]
+        and other.sessions.answers_in(HERE, ChatPrompt([1])).missing == []
+    )
     for broken in (b"", b"x", one.sessions.export(key)[:-1]):
         other.sessions.learn(HERE, key, broken)
     assert other.sessions.export(key) is None and not other.ask().ids.startswith(whole)
     other.sessions.learn(HERE, key, one.sessions.export(key))
-    assert other.ask().ids.startswith(whole) and other.sessions.missing(HERE, prompt) == []
+    assert other.ask().ids.startswith(whole) and other.sessions.answers_in(HERE, prompt).missing == []
     assert other.sessions.num_tokens == one.sessions.num_tokens > 0
     small = make_talk(folder, "thinking", max_tokens=6)
     small.ask(said("user", "Who?"))
@@ -334,7 +337,7 @@ def test_a_burst_of_one_tenant_costs_another_nothing(folder: Path) -> None:
             most = min("abc", key=lambda name: (-used(name), name))
             kept.remove(next(one for one in kept if one[0] == most))
         lately = range(max(0, len(asked) - 30), len(asked))
-        found = [at for at in lately if not sessions.missing(*asked[at])]
+        found = [at for at in lately if not sessions.answers_in(*asked[at]).missing]
         assert found == [at for at in lately if at in [number for _, number, _ in kept]]
         assert sessions.num_tokens == sum(size for *_, size in kept) <= 60
 
@@ -756,7 +759,7 @@ def test_calls_that_another_process_has_generated_are_as_generated(folder: Path)
     changed = call(json.dumps(EDIT | {"replace_all": False}), calls[1]["id"], "Edit")
     results = [said("tool", "done", tool_call_id=one["id"]) for one in calls]
     other.messages = [one.messages[0], said("assistant", "", tool_calls=[calls[0], changed])]
-    assert other.sessions.missing(HERE, ChatPrompt(other.messages)) == [key]
+    assert other.sessions.answers_in(HERE, ChatPrompt(other.messages)).missing == [key]
     other.sessions.learn(HERE, key, one.sessions.export(key))
     encoded = other.ask(*results)
     assert encoded.ids.startswith(whole) and encoded.kept_turns == 1 and "replace_all" not in shown(other)
