@@ -172,7 +172,7 @@ class Exchange(Outbox, ABC, Generic[R]):
                 self._add(choice, pieces, logprobs, last)
             if last:
                 if choice.finish == "tool_calls":
-                    self._transport.tell(CalledTool(answer.id, answer.index, choice.message.calls[0].name))
+                    self._transport.tell(CalledTool(answer.id, answer.index, choice.message.calls[0].name[:256]))
                 if on_answer is not None:
                     on_answer(choice)
                 self._open -= 1

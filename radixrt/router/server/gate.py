@@ -12,7 +12,7 @@ from radixrt.wire.heads import DEPTH, ENTRIES, FINE, MALFORMED, NUMBERS, VALUES,
 
 MAX_KEYLESS_BYTES = 4096
 """The largest message that is decoded without a key where there are keys."""
-KEYLESS = (b"cancel", b"ask")
+KEYLESS = (b"cancel", b"called_tool", b"ask")
 """Messages that have no key, or need none: some questions, for which `Handlers` looks at the key."""
 
 MIN_BYTES = 64 << 10
