@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,38 +27,11 @@ import msgspec
 from bench.common import save, table
 from bench.serve.endpoint import Answer, Endpoint
 from bench.serve.loads import segment_ids
-from bench.serve.server import free_port, model_name, read_config, wait_healthy
+from bench.serve.server import model_name, radixrt_serve, read_config
 
 ANSWER = 16
 SETTLED_SECONDS = 3.0
 """All counts as written when the folder has not grown for so long."""
-
-
-@contextmanager
-def killed_server(model: str, flags: Sequence[str], timeout: float) -> Iterator[tuple[str, float]]:
-    """Run `radixrt serve`, and kill all its processes in the end. Yields (URL, seconds until it was healthy)."""
-    port, zmq = free_port(), free_port()
-    own = ["--host", "127.0.0.1", "--port", str(port), "--client-address", f"tcp://127.0.0.1:{zmq}"]
-    began = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "radixrt", "serve", model, *flags, *own], start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_healthy(url, process, began + timeout)
-        yield url, time.perf_counter() - began
-    finally:
-        for pid in family(process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-
-
-def family(pid: int) -> list[int]:
-    """A process and all that it has started."""
-    found = [pid]
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in path.read_text().split():
-            found += family(int(child))
-    return found
 
 
 async def ask(url: str, model: str, prompts: list[list[int]]) -> list[Answer]:
@@ -129,14 +98,14 @@ def main() -> None:
     warm = [segment_ids("warm", 0, max(contexts), seed=1, repetition=0, vocab_size=vocab).tolist()]
 
     def answers(flags: list[str]) -> tuple[float, dict[int, list[Answer]], int]:
-        with killed_server(args.model, flags, args.timeout) as (url, seconds):
+        with radixrt_serve(args.model, flags, args.timeout, kill=True) as (url, seconds):
             model = model_name(url, "")
             asyncio.run(ask(url, model, warm))
             found = {n: asyncio.run(ask(url, model, prompts[n])) for n in contexts}
             return seconds, found, settle(folder)
 
     try:
-        with killed_server(args.model, flags, args.timeout) as (_, without):
+        with radixrt_serve(args.model, flags, args.timeout, kill=True) as (_, without):
             pass
         first, before, nbytes = answers(disk)
         again, after, _ = answers(disk)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,9 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 @contextmanager
-def radixrt_serve(model: str, flags: Sequence[str], timeout: float) -> Iterator[tuple[str, float]]:
-    """Run `radixrt serve`. Yields (URL, seconds until it was healthy)."""
+def radixrt_serve(model: str, flags: Sequence[str], timeout: float, kill: bool = False) -> Iterator[tuple[str, float]]:
+    """Run `radixrt serve`, and stop it in the end, or `kill` all its processes. Yields (URL, seconds until it was
+    healthy)."""
     port = free_port()
     # These flags come last and so take precedence: stacks on one machine must not share addresses.
     own = ["--host", "127.0.0.1", "--port", str(port), "--client-address", f"tcp://127.0.0.1:{free_port()}"]
@@ -89,7 +91,10 @@ def radixrt_serve(model: str, flags: Sequence[str], timeout: float) -> Iterator[
         wait_healthy(url, process, began + timeout)
         yield url, time.perf_counter() - began
     finally:
-        stop(process)
+        if kill:
+            kill_all(process)
+        else:
+            stop(process)
 
 
 def free_port() -> int:
@@ -123,3 +128,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to a process and to all that it has started."""
+    for pid in _family(process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _family(pid: int) -> list[int]:
+    children = [child for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
+    return [pid, *(one for child in children for one in _family(int(child)))]

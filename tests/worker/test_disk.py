@@ -51,6 +51,20 @@ def served(engine, asked, namespace="", adapter=-1):
     return [engine.tokens(id) for id in ids], [engine.last(id).cached_tokens for id in ids]
 
 
+def conversations(model, folder, asked, **settings):
+    """(next turns, their answers without a disk that knows them) of prompts that a worker has answered, and left on
+    disk, before it ended."""
+    engine = start(model, folder, **settings)
+    cold, cached = served(engine, asked)
+    assert not any(cached)
+    turns = [prompt + answer + [7, 8, 9] for prompt, answer in zip(asked, cold, strict=True)]
+    engine.runner.close()
+    fresh = start(model, folder / "other", **settings)
+    expected, _ = served(fresh, turns)
+    fresh.runner.close()
+    return turns, expected
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -68,14 +82,7 @@ def served(engine, asked, namespace="", adapter=-1):
 def test_after_a_restart_nothing_is_computed_but_last_tokens(checkpoint, tmp_path, family, settings):
     model, _ = checkpoint(family)
     asked = prompts(3, 50, 60)
-    engine = start(model, tmp_path, **settings)
-    cold, cached = served(engine, asked)
-    assert cached == [0] * 3
-    turns = [prompt + answer + [7, 8, 9] for prompt, answer in zip(asked, cold, strict=True)]
-    engine.runner.close()
-    fresh = start(model, tmp_path / "other", **settings)
-    expected, _ = served(fresh, turns)
-    fresh.runner.close()
+    turns, expected = conversations(model, tmp_path, asked, **settings)
     again = start(model, tmp_path, **settings)
     try:
         warm, cached = served(again, turns)
@@ -101,13 +108,7 @@ def test_recurrent_states_survive_a_restart(checkpoint, tmp_path, family, settin
     model, _ = checkpoint(family)
     asked = prompts(2, 100, 120)
     settings = {"max_mamba_cache_size": 8, **settings}
-    engine = start(model, tmp_path, **settings)
-    cold, _ = served(engine, asked)
-    turns = [prompt + answer + [7, 8, 9] for prompt, answer in zip(asked, cold, strict=True)]
-    engine.runner.close()
-    fresh = start(model, tmp_path / "other", **settings)
-    expected, _ = served(fresh, turns)
-    fresh.runner.close()
+    turns, expected = conversations(model, tmp_path, asked, **settings)
     again = start(model, tmp_path, **settings)
     try:
         warm, cached = served(again, turns)

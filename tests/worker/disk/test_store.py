@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import stat
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -352,3 +354,24 @@ def test_a_block_that_is_written_before_its_parent_waits_for_it(tmp_path):
     store.close()
     other.close()
     assert len(check_truth(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 32])
+def test_bytes_that_are_right_but_of_another_block_do_not_verify(tmp_path, key):
+    """As if an index that was damaged named them: their seal stands beside them, and is that of their own path."""
+    store = opened(tmp_path, key=key)
+    first, _ = put(store, NewBlock("kv", SPACE, None, 0, ids_of(1), 0.0))
+    other, path = put(store, NewBlock("kv", "another\nmodel\n\n", None, 0, ids_of(1), 0.0))
+    drained(store)
+    store.close()
+    with closing(sqlite3.connect(tmp_path / "index-1.sqlite", isolation_level=None)) as db:
+        db.execute(
+            "UPDATE parts SET (segment, offset, extent, nbytes, seal) = "
+            "(SELECT segment, offset, extent, nbytes, seal FROM parts WHERE number = ?) WHERE number = ?",
+            (other.number, first.number),
+        )
+    store = opened(tmp_path, key=key)
+    store.blocks()
+    assert got(store, first.number) is None
+    np.testing.assert_array_equal(got(store, other.number), content(path, 4))
+    store.close()
