@@ -108,6 +108,16 @@ def test_what_is_retained_goes_after_what_is_not_and_by_priority(bench):
         assert row[1:] == sorted(row[1:]), "the lowest priority is evicted first"
 
 
+def test_what_is_left_of_a_retained_path_is_retained_still(bench):
+    bench.ask(1, PROMPT)
+    bench.hint("retain", PROMPT, priority=50, seconds=60.0)
+    bench.ask(2, [300] * (bench.cache.total_pages - 30), B)
+    left = bench.on_device(PROMPT)
+    assert 0 < left < 40
+    bench.ask(3, [301] * 100, B)
+    assert bench.on_device(PROMPT) == left, "others go before it, although it is older"
+
+
 def test_what_is_retained_counts_as_any_other_when_its_time_is_over(bench):
     bench.ask(1, PROMPT)
     bench.hint("retain", PROMPT, priority=100, seconds=10.0)
