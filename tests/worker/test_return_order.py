@@ -84,10 +84,10 @@ def test_without_knowledge_the_least_recently_used_goes_first() -> None:
 def test_what_was_superseded_goes_first() -> None:
     cache = Cache()
     now = taught(cache)
-    cache.turn(now, [1] * 50, tool="slow")
-    cache.turn(now + 1, [*[2] * 20, 5, 6, 7], tool="fast")
-    cache.turn(now + 2, [*[2] * 20, 8, 9, 9], tool="slow")  # its template drops what it thought
-    cache.evict(now + 60, cache.tree.tokens - 50 - 23)
+    cache.turn(now, [*[2] * 20, 5, 6, 7], tool="fast")
+    cache.turn(now + 0.5, [1] * 50, tool="fast")
+    cache.turn(now + 1, [*[2] * 20, 8, 9, 9], tool="fast")  # its template drops what it thought
+    cache.evict(now + 1.2, cache.tree.tokens - 50 - 23)
     assert cache.held([1] * 50, [*[2] * 20, 5, 6, 7], [*[2] * 20, 8, 9, 9]) == [50, 20, 23]
 
 
