@@ -11,7 +11,18 @@ from sim_workers import continuation, ids
 from stack import Client, stack
 
 from radixrt import wire
-from radixrt.messages import Ask, Cancel, ChatPrompt, ClearCache, Error, Generate, Sampling, Tokenize, TokenPrompt
+from radixrt.messages import (
+    Ask,
+    CalledTool,
+    Cancel,
+    ChatPrompt,
+    ClearCache,
+    Error,
+    Generate,
+    Sampling,
+    Tokenize,
+    TokenPrompt,
+)
 from radixrt.router.server import gate, loop
 from radixrt.router.server.gate import MIN_BYTES, Gate
 from radixrt.wire.heads import DEPTH, ENTRIES, FINE, MALFORMED, NUMBERS, VALUES, read_head
@@ -99,6 +110,14 @@ def test_with_keys_others_are_not_decoded():
     assert keys.refusal(wire.encode(Cancel(7))) is None is keys.refusal(wire.encode(Ask(id=7, what="health")))
     long = wire.encode(Ask(id=7, what="model", model="m" * gate.MAX_KEYLESS_BYTES))
     assert keys.refusal(long).code == 401 and Gate(()).refusal(long) is None
+
+
+def test_what_is_said_of_a_running_request_needs_no_key():
+    """A refusal would have the id of that request, and end it."""
+    told = Gate(["k"])
+    for message in (Cancel(7, 0, 3), CalledTool(7, 0, "x" * 256)):
+        assert told.refusal(wire.encode(message)) is None
+    assert told.refusal(wire.encode(CalledTool(7, 0, "x" * 5000))).code == 401, "only a small one"
 
 
 def test_requests_of_agents_are_far_from_the_limits():
