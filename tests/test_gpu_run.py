@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.gpu.run import KERNELS, OF_SEVERAL_GPUS, ROOT
 
 FILE = """
@@ -33,6 +35,7 @@ def test_is_skipped():
 """
 
 
+@pytest.mark.slow
 def test_a_run_is_written_down(tmp_path):
     """Each test once, of whichever process; why tests failed and were skipped; when, where and with what."""
     (tmp_path / "test_some.py").write_text(FILE)
